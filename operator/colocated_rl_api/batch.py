@@ -1,0 +1,39 @@
+"""The file in which a sealed batch reaches a trainer rank: one safetensors file per shard, with a JSON header.
+
+The rollout controller serves it at `GET /v1/batches/STEP?shard=RANK` on its data port (TLS, data token), any number of
+times, always the same bytes; header `X-Content-SHA256` holds the digest of the body. The header of the batch stands in
+the safetensors metadata under `HEADER_KEY`. Samples are divided among ranks when the batch is sealed; every normalizer
+is in the header or in the columns, so that no result depends on the split.
+
+Columns (n samples, T tokens of all of them, prompt and response, one after another):
+
+    tokens           int32   [T]
+    sample_end       int64   [n]    end of each sample in [T]
+    loss_mask        uint8   [T]    1: token written by the policy, to be trained
+    behaviour_logp   float32 [T]    nats, under the weights that sampled it; 0 where loss_mask is 0
+    token_step       int32   [T]    step of the weights that made the token; -1 where loss_mask is 0
+    reward           float32 [n]
+    group            int64   [n]    group number, as admitted
+    group_mean, group_std, group_count   float32 [n]   of the rewards of the sample's group (std: population)
+    truncated        uint8   [n]    1: ended by the token limit
+"""
+
+from __future__ import annotations
+
+from colocated_rl_api.member_wire import Wire
+
+HEADER_KEY = "colocated_rl_batch"
+DIGEST_HEADER = "X-Content-SHA256"
+
+
+class BatchHeader(Wire):
+    """Of the whole batch, the same in every shard except `shard`."""
+
+    step: int
+    shard: int
+    shards: int
+    groups: int
+    samples: int
+    loss_tokens: int  # of the whole batch: the normalizer of a token-level loss
+    temperature: float  # of sampling: trainer logits are divided by it
+    seed: int

@@ -1,0 +1,36 @@
+"""What the rollout controller and an agent's gate say to each other, on the agent's data port.
+
+TLS with the job's certificate, `Authorization: Bearer DATA_TOKEN`.
+
+* `POST /generate` is the engine's own route and shape (SGLang), so any client of that engine can use a gate. The gate
+  gives the engine a request id of its own, always streams from the engine, and answers with the last state it saw: what
+  was generated survives an abort and a crash of the engine. Only `stream: false` for now.
+* closed gate: 503 with `Closed`, at once. Nothing waits in a gate.
+* `GET /v1/gate` streams one JSON line of `GateState` now, on each change, and every GATE_LINE_S as a heartbeat, so
+  that dispatch needs no poll.
+
+A request that a switch ended comes back with 200 and `finish_reason.type` "abort" and no `status_code`; one that was
+lost with its engine likewise, with the tokens read so far. An engine's own error keeps its HTTP status (H8).
+"""
+
+from __future__ import annotations
+
+from colocated_rl_api.member_wire import Version, Wire
+
+GATE_LINE_S = 2.0
+MAX_REQUEST_BYTES = 8 * 1024 * 1024
+
+
+class GateState(Wire):
+    open: bool
+    epoch: int
+    incarnation: str | None = None  # of the engine behind it
+    version: Version | None = None
+    in_flight: int = 0
+
+
+class Closed(Wire):
+    """Body of a 503. The caller keeps its request and sends it again when a gate is open."""
+
+    error: str = "closed"
+    epoch: int

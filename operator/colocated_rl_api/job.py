@@ -1,0 +1,447 @@
+"""The `ColocatedRLJob` resource, v1alpha1: the single source of the CRD, the reference page and every parser.
+
+A field stands here together with its behaviour, never before. Bounds and defaults go into the schema; what a schema
+can't say is said twice, as a CEL rule for the API server and as a validator for everybody else, with one message. A
+corpus of manifests gets the same verdict from both (tests/contract/test_manifest_corpus.py).
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.alias_generators import to_camel
+
+JOB_NAME_MAX = 40  # longest derived name: NAME-gpu-REPLICA-ATTEMPT, at most 63 characters
+
+
+class Part(BaseModel):
+    """Base of every part of the resource: camelCase, immutable, unknown fields refused (a typo is an error)."""
+
+    model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, frozen=True, extra="forbid")
+
+
+def rules(*pairs: tuple[str, str]) -> dict[str, Any]:
+    """`json_schema_extra` that carries CEL rules, each with the message that the user reads."""
+    return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in pairs]}
+
+
+Quantity = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if isinstance(value, int) and not isinstance(value, bool) else value),
+    Field(
+        pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$",
+        max_length=32,
+        json_schema_extra={"x-kubernetes-int-or-string": True},
+    ),
+]
+"""A Kubernetes quantity: `2`, `"500m"`, `"4Gi"`."""
+
+ResourceMap = Annotated[dict[Annotated[str, Field(max_length=253)], Quantity], Field(max_length=16)]
+
+
+class Resources(Part):
+    """Compute resources of a container, as in core/v1."""
+
+    requests: ResourceMap = Field(default_factory=dict, description="What the scheduler reserves, by resource name.")
+    limits: ResourceMap = Field(default_factory=dict, description="What the container may use, by resource name.")
+
+
+class Volume(Part):
+    """A volume that the operator claims for the job."""
+
+    size: Quantity = Field(default="10Gi", description="Requested capacity of the claim.")
+    storage_class_name: str | None = Field(
+        default=None, max_length=253, description="Storage class; the cluster's default when absent."
+    )
+    retain: bool = Field(default=True, description="Keep the claim when the job is deleted.")
+
+
+# -------------------------------------------------------------------------------------------------------------- spec
+class Model(Part):
+    """The starting weights, which engine and trainer both load."""
+
+    claim_name: str = Field(
+        min_length=1, max_length=253, description="Claim in the job's namespace that holds the model; mounted read-only."
+    )
+    path: str = Field(
+        default=".",
+        max_length=512,
+        pattern=r"^[A-Za-z0-9._][A-Za-z0-9._/-]*$",
+        description="Directory inside the claim, in Hugging Face format, with tokenizer and chat template.",
+    )
+
+
+class Gpus(Part):
+    """The devices of each replica, shared by its engine and its trainer."""
+
+    count: int = Field(default=1, ge=0, le=16, description="Devices per replica; 0 runs everything on the CPU.")
+    resource_name: str = Field(
+        default="nvidia.com/gpu", min_length=1, max_length=253, description="Resource that the device plugin offers."
+    )
+    image: str | None = Field(
+        default=None,
+        max_length=512,
+        description="Image that holds engine and trainer; the operator's default when absent.",
+    )
+    resources: Resources = Field(
+        default_factory=Resources, description="Further resources of the GPU container (devices come from count)."
+    )
+
+
+class ReasoningGym(Part):
+    """Procedural tasks with verifiable answers from the reasoning-gym package."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-z0-9_]+$", description="Task, for instance chain_sum.")
+    config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of the task, handed through.",
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    )
+    size: int = Field(default=10_000, ge=1, le=10_000_000, description="Number of problems made; they repeat after that.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the problems.")
+    held_out_percent: int = Field(
+        default=10,
+        ge=0,
+        le=50,
+        description="Share of questions, chosen by their hash, that is never trained on and serves evaluation.",
+    )
+    answer_after: str | None = Field(
+        default=None,
+        max_length=64,
+        description="Text before the answer in a response; the verifier sees what follows its last occurrence. "
+        "The whole response when absent.",
+    )
+
+
+class Prompts(Part):
+    """Where prompts and their rewards come from."""
+
+    reasoning_gym: ReasoningGym = Field(description="Tasks and verifier of reasoning-gym.")
+
+
+class Sampling(Part):
+    """How tokens are drawn. Only what the engine's log-probabilities describe exactly."""
+
+    temperature: float = Field(default=1.0, ge=0.01, le=10, description="Softmax temperature of rollout and training.")
+
+
+OWNED_ENGINE_FLAGS = (
+    "--model-path", "--model", "--host", "--port", "--weight-version", "--served-model-name", "--api-key", "--admin-api-key",
+    "--enable-memory-saver", "--sleep-on-idle", "--skip-server-warmup", "--dp-size", "--data-parallel-size",
+    "--tokenizer-worker-num", "--incremental-streaming-output", "--delete-ckpt-after-loading", "--weight-cache-mode",
+    "--max-queued-requests", "--skip-tokenizer-init", "--enable-hierarchical-cache", "--disaggregation-mode", "--config",
+)  # fmt: skip
+"""Engine flags that a job may not set: the operator sets them, or a switch is not safe with them (SGLang 0.5.23)."""
+
+_OWNED_FLAGS_MESSAGE = "engineArgs may not set " + ", ".join(OWNED_ENGINE_FLAGS) + ": remove that flag"
+_OWNED_FLAGS_RULE = (
+    "!has(self.engineArgs) || self.engineArgs.all(a, !(a.split('=')[0] in ["
+    + ", ".join(f"'{flag}'" for flag in OWNED_ENGINE_FLAGS)
+    + "]))"
+)
+_CONCURRENCY_MESSAGE = "maxConcurrency must be at least 1 and at most (maxStaleness + 1) * batchSize: more can't be admitted"
+_CONCURRENCY_RULE = "!has(self.maxConcurrency) || self.maxConcurrency <= (self.maxStaleness + 1) * self.batchSize"
+
+
+class Interruption(StrEnum):
+    RESUME = "Resume"  # partial tokens kept and continued
+    RETRY = "Retry"  # start over
+
+
+class Rollout(Part):
+    """Generating samples, all the time, across training steps."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules((_OWNED_FLAGS_RULE, _OWNED_FLAGS_MESSAGE), (_CONCURRENCY_RULE, _CONCURRENCY_MESSAGE))
+    )
+
+    colocate_with: Literal["trainer"] = Field(
+        default="trainer", description="Role whose devices the engines share: they take turns at the batch barrier."
+    )
+    engine_args: list[Annotated[str, Field(max_length=256)]] = Field(
+        default_factory=list, max_length=64, description="Further flags of the SGLang server, one list item each word."
+    )
+    prompts: Prompts = Field(description="Source of prompts and rewards.")
+    max_prompt_tokens: int = Field(
+        default=1024, ge=1, le=10_000_000, description="Longer prompts are not used. Tokens."
+    )
+    max_response_tokens: int = Field(
+        default=1024, ge=1, le=10_000_000, description="Limit of a response over all its segments. Tokens."
+    )
+    batch_size: int = Field(ge=1, le=65_536, description="Groups (prompts) in the batch of one training step.")
+    group_size: int = Field(ge=2, le=1024, description="Samples of each prompt; advantages are relative to their mean.")
+    max_concurrency: int | None = Field(
+        default=None, ge=1, le=1_048_576, description="Groups in flight at most; batchSize when absent."
+    )
+    max_staleness: int = Field(
+        default=1,
+        ge=0,
+        le=64,
+        description="Oldest weights, in steps behind the step that trains a token, that may have made it. "
+        "0 trains only on the current policy.",
+    )
+    interruption: Interruption = Field(
+        default=Interruption.RESUME,
+        description="What happens to a sample that a switch interrupts: its tokens are kept and continued (Resume) "
+        "or it starts over (Retry).",
+    )
+    sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
+    resources: Resources = Field(default_factory=Resources, description="Resources of the rollout controller.")
+
+    @property
+    def concurrency(self) -> int:
+        """Groups in flight at most."""
+        return self.batch_size if self.max_concurrency is None else self.max_concurrency
+
+    @model_validator(mode="after")
+    def _cross_field_rules(self) -> Self:
+        if any(arg.split("=")[0] in OWNED_ENGINE_FLAGS for arg in self.engine_args):
+            raise ValueError(_OWNED_FLAGS_MESSAGE)
+        if self.max_concurrency is not None and self.max_concurrency > (self.max_staleness + 1) * self.batch_size:
+            raise ValueError(_CONCURRENCY_MESSAGE)
+        return self
+
+
+class Evaluation(Part):
+    """Exact match on held-out prompts, beside rollout: before the first step, every few steps and after the last."""
+
+    every_steps: int = Field(default=10, ge=1, le=1_000_000, description="Steps between evaluations.")
+    samples: int = Field(default=400, ge=1, le=1_000_000, description="Held-out prompts, one response each.")
+    deadline_seconds: int = Field(
+        default=1800, ge=1, le=604_800, description="The switch waits for an evaluation at most this long, then goes on."
+    )
+
+
+class Trainer(Part):
+    """The training side: any program that speaks the trainer protocol."""
+
+    command: list[Annotated[str, Field(max_length=1024)]] = Field(
+        default=["python3", "-m", "colocated_rl_trainer"],
+        min_length=1,
+        max_length=64,
+        description="Command of each trainer rank, in the GPU container.",
+    )
+    config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Handed to the trainer as a file, as it stands.",
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    )
+
+
+class Verify(StrEnum):
+    VERSION = "Version"  # the engine names the version it holds
+    PROBE = "Probe"  # and its log-probabilities of a fixed sequence agree with the trainer's
+
+
+class WeightSync(Part):
+    """How new weights reach the engines: safetensors in a memory-backed volume of the pod."""
+
+    size_limit: Quantity = Field(
+        default="8Gi", description="Of the memory-backed volume; twice the size of the weights. Counts as pod memory."
+    )
+    verify: Verify = Field(default=Verify.PROBE, description="What must hold before a gate opens on new weights.")
+
+
+class Switch(Part):
+    """Deadlines of a switch. Past one, the engine is replaced or the trainers start again: never 'go on anyway'."""
+
+    settle_seconds: int = Field(default=30, ge=1, le=3600, description="From the closing of the gate to nothing in flight.")
+    engine_call_seconds: int = Field(
+        default=60, ge=1, le=3600, description="For each pause, flush, release, resume and weight update."
+    )
+    engine_start_seconds: int = Field(default=900, ge=1, le=7200, description="From an engine's start to its first answer.")
+    trainer_start_seconds: int = Field(
+        default=900, ge=1, le=7200, description="From a trainer's start to the loaded checkpoint, all ranks joined."
+    )
+    trainer_progress_seconds: int = Field(
+        default=1800, ge=1, le=86_400, description="For each onload, step, export, offload and save of a trainer."
+    )
+
+
+class Checkpoint(Part):
+    """Checkpoints of the trainer, on a volume of the job."""
+
+    every_steps: int = Field(default=10, ge=1, le=1_000_000, description="Steps between checkpoints; also after the last.")
+    keep: int = Field(default=2, ge=1, le=1000, description="Checkpoints kept.")
+    volume: Volume = Field(default_factory=Volume, description="Claimed ReadWriteMany when replicas is above 1.")
+
+
+class Storage(Part):
+    """The sample store of the rollout controller."""
+
+    volume: Volume = Field(default_factory=Volume, description="Local or block storage: SQLite needs real locks.")
+
+
+_IMMUTABLE = (
+    "replicas", "model", "gpus", "rollout", "trainer", "weightSync", "checkpoint", "storage", "switch", "evaluation",
+)  # fmt: skip
+
+
+class ColocatedRLJobSpec(Part):
+    """What to train, on which devices, for how long."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            *(
+                (
+                    f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})",
+                    f"{name} can't change once the job exists: make a new job with the new value",
+                )
+                for name in _IMMUTABLE
+            )
+        )
+    )
+
+    steps: int = Field(ge=1, le=1_000_000, description="Training steps; the job is complete after the last. May change.")
+    replicas: int = Field(default=1, ge=1, le=1024, description="GPU pods, each with engine and trainer on its devices.")
+    model: Model = Field(description="Starting weights.")
+    gpus: Gpus = Field(default_factory=Gpus, description="Devices of each replica.")
+    rollout: Rollout = Field(description="Generating samples.")
+    evaluation: Evaluation | None = Field(default=None, description="No evaluation when absent.")
+    trainer: Trainer = Field(default_factory=Trainer, description="Training on them.")
+    weight_sync: WeightSync = Field(default_factory=WeightSync, description="How new weights reach the engines.")
+    switch: Switch = Field(default_factory=Switch, description="Deadlines of a switch.")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Checkpoints of the trainer.")
+    storage: Storage = Field(default_factory=Storage, description="Store of the rollout controller.")
+    backoff_limit: int = Field(
+        default=6, ge=0, le=1000, description="Restarts of the trainers after failures before the job is failed."
+    )
+    pods_ready_deadline_seconds: int = Field(
+        default=1800, ge=1, le=604_800, description="All members must answer within this time, or the job is failed."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ status
+class Phase(StrEnum):
+    """One word for people. No program may depend on it: conditions are for programs."""
+
+    PENDING = "Pending"  # pods not there yet
+    STARTING = "Starting"  # first climb
+    ROLLOUT = "Rollout"
+    SWITCHING = "Switching"  # GPUs change hands
+    TRAINING = "Training"
+    RECOVERING = "Recovering"  # climbing again after a loss
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class Holder(StrEnum):
+    """Who computes on the GPUs."""
+
+    NOBODY = "Nobody"
+    ROLLOUT = "Rollout"
+    TRAINER = "Trainer"
+    SWITCHING = "Switching"
+
+
+class ConditionStatus(StrEnum):
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class Condition(Part):
+    """As metav1.Condition."""
+
+    type: str = Field(max_length=64)
+    status: ConditionStatus
+    reason: str = Field(max_length=64)
+    message: str = Field(max_length=2048)
+    last_transition_time: datetime
+    observed_generation: int = Field(ge=0)
+
+
+class RolloutStatus(Part):
+    """Progress of rollout, as the controller reported it last."""
+
+    reward: float | None = Field(default=None, description="Mean reward of the newest sealed batch.")
+    staleness: float | None = Field(default=None, description="Mean staleness of its tokens, in steps.")
+    tokens_per_second: float | None = Field(default=None, description="Generated over the last 30 seconds.")
+    samples: dict[str, int] = Field(default_factory=dict, max_length=16, description="Samples by state.")
+
+
+class EvaluationStatus(Part):
+    """Newest evaluation."""
+
+    step: int = Field(description="Step of the weights.")
+    mean: float = Field(description="Share of right answers.")
+    stderr: float = Field(description="Standard error of the mean.")
+    samples: int = Field(description="Answers.")
+
+
+class PodOutOfLine(Part):
+    """A pod that does not stand where the others do, and why."""
+
+    name: str = Field(max_length=253)
+    rung: str = Field(max_length=32)
+    reason: str = Field(default="", max_length=64)
+    message: str = Field(default="", max_length=1024)
+
+
+class ColocatedRLJobStatus(Part):
+    """What the operator knows. Written by the operator alone."""
+
+    observed_generation: int | None = Field(default=None, description="Generation of the spec that this answers.")
+    phase: Phase | None = Field(default=None, description="Summary for people.")
+    step: int | None = Field(default=None, description="Last finished step.")
+    weight_version: str | None = Field(default=None, max_length=32, description="STEP-LINEAGE that all engines serve.")
+    epoch: int | None = Field(default=None, description="Fencing number; raised before each climb.")
+    lineage: int | None = Field(default=None, description="How often the trainers were started together.")
+    target_step: int | None = Field(default=None, description="Step that the epoch climbs to.")
+    cause: str | None = Field(default=None, max_length=64, description="Why the epoch was raised.")
+    group: str | None = Field(default=None, max_length=64, description="Hash of the pods that form the trainer group.")
+    restarts: int | None = Field(default=None, description="Trainer restarts after failures, against backoffLimit.")
+    gpu_holder: Holder | None = Field(default=None, description="Who computes on the GPUs.")
+    rung: str | None = Field(default=None, max_length=32, description="Rung of the slowest pod.")
+    ready: str | None = Field(default=None, max_length=32, description="Pods that answer, of all: 2/2.")
+    pods_by_rung: dict[str, int] = Field(default_factory=dict, max_length=16, description="Pods by rung.")
+    out_of_line: list[PodOutOfLine] = Field(default_factory=list, max_length=10, description="At most ten.")
+    rollout: RolloutStatus | None = Field(default=None, description="Progress of rollout.")
+    evaluation: EvaluationStatus | None = Field(default=None, description="Newest evaluation.")
+    last_switch_seconds: float | None = Field(
+        default=None, description="Last switch, from the first gate closed to all gates open, training excluded."
+    )
+    start_time: datetime | None = Field(default=None, description="When the job was first acted on.")
+    completion_time: datetime | None = Field(default=None, description="When it completed or failed.")
+    conditions: list[Condition] = Field(
+        default_factory=list,
+        max_length=16,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )
+
+
+class Metadata(BaseModel):
+    """The part of ObjectMeta that is read here; the rest passes."""
+
+    model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, extra="allow")
+
+    name: str = Field(max_length=JOB_NAME_MAX, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")
+    namespace: str | None = None
+    uid: str | None = None
+    generation: int | None = None
+    resource_version: str | None = None
+
+
+class ColocatedRLJob(BaseModel):
+    """A reinforcement-learning post-training job whose rollout engines and trainer share GPUs."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        validate_by_name=True,
+        extra="forbid",
+        json_schema_extra=rules(
+            (
+                f"size(self.metadata.name) <= {JOB_NAME_MAX}",
+                f"metadata.name must be at most {JOB_NAME_MAX} characters: names of pods are derived from it",
+            )
+        ),
+    )
+
+    api_version: Literal["rl.colocate.dev/v1alpha1"]
+    kind: Literal["ColocatedRLJob"]
+    metadata: Metadata
+    spec: ColocatedRLJobSpec
+    status: ColocatedRLJobStatus | None = None

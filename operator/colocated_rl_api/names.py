@@ -1,0 +1,71 @@
+"""Every name that two processes must agree on; each stands here once.
+
+A constant's comment says who writes it and who reads it.
+"""
+
+GROUP = "rl.colocate.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "ColocatedRLJob"
+PLURAL = "colocatedrljobs"
+SINGULAR = "colocatedrljob"
+SHORT_NAME = "crlj"
+
+# --- Kubernetes objects: written by the operator, read by the operator, kubectl, dashboards
+FIELD_MANAGER = "colocated-rl"
+FINALIZER = f"{GROUP}/finalizer"
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+MANAGED_BY = "colocated-rl"
+JOB_NAME_LABEL = f"{GROUP}/job-name"
+JOB_UID_LABEL = f"{GROUP}/job-uid"
+ROLE_LABEL = f"{GROUP}/role"
+REPLICA_LABEL = f"{GROUP}/replica"  # "0".."replicas-1", GPU pods only
+ATTEMPT_LABEL = f"{GROUP}/attempt"  # how often this replica's pod was made anew, from 0
+ROLE_GPU = "gpu"
+ROLE_ROLLOUT = "rollout"
+
+# --- containers of a GPU pod
+AGENT_CONTAINER = "agent"
+GPU_CONTAINER = "gpu"
+ROLLOUT_CONTAINER = "rollout"
+
+# --- ports of a member. Written by the operator into pods, read by operator, members and people
+CONTROL_PORT = 8443  # mutual TLS: the operator's connection (targets down, facts up)
+DATA_PORT = 8444  # TLS and the job's data token: gate of an agent, batches of the rollout controller
+METRICS_PORT = 9090  # plain: /metrics, /healthz
+PAGES_PORT = 8080  # loopback of the pod: /v1/state and other pages, reached by kubectl port-forward
+ENGINE_PORT = 30000  # loopback of the pod: the engine; only the agent talks to it
+RENDEZVOUS_PORT = 29500  # first of RENDEZVOUS_PORTS on the pod of replica 0: the trainers' process group
+RENDEZVOUS_PORTS = 100  # lineage n uses RENDEZVOUS_PORT + n % RENDEZVOUS_PORTS, so that two groups never meet
+
+# --- files in member and GPU containers. Mounted by the operator's pods, read by members, runner and trainer
+JOB_FILE = "/etc/colocate/job/job.json"  # JobFile of `member_wire`
+TRAINER_CONFIG_FILE = "/etc/colocate/job/trainer.json"  # spec.trainer.config as it was written
+TLS_DIR = "/etc/colocate/tls"  # ca.crt, tls.crt, tls.key, data-token; agent and rollout controller only
+CA_FILE = "ca.crt"
+CERT_FILE = "tls.crt"
+KEY_FILE = "tls.key"
+DATA_TOKEN_FILE = "data-token"
+STATE_DIR = "/var/lib/colocate"  # journal of the agent; store of the rollout controller (its volume)
+BIN_DIR = "/run/colocate/bin"  # the runner, copied by the init container; read-only in the GPU container
+SOCKET_DIR = "/run/colocate/sock"  # runner.sock, trainer-<rank>.sock; shared by agent and GPU container
+BATCH_DIR = "/run/colocate/batches"  # shards that the agent fetched for its trainers; the agent writes, trainers read
+WEIGHTS_DIR = "/weights"  # exports, memory-backed; trainers write, agent and engine read
+MODEL_DIR = "/model"  # spec.model's claim, read-only
+CHECKPOINT_DIR = "/checkpoints"  # the checkpoint volume; trainers only
+SCRATCH_DIR = "/scratch"  # HOME and caches of the GPU container
+
+# --- environment of member processes. Written by the operator, read by the member's settings
+ENV_POD_NAME = "POD_NAME"
+ENV_POD_UID = "POD_UID"
+ENV_POD_IP = "POD_IP"
+ENV_POD_NAMESPACE = "POD_NAMESPACE"
+ENV_REPLICA = "COLOCATE_REPLICA"
+
+
+def member_server_name(job_uid: str) -> str:
+    """TLS name of every member of a job: pod addresses change, so certificates name the job instead."""
+    return f"{job_uid}.members.colocate.internal"
+
+
+OPERATOR_CLIENT_NAME = "operator.colocate.internal"  # common name of the only certificate that may send targets

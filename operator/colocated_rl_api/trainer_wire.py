@@ -1,0 +1,74 @@
+"""What an agent and a trainer rank say to each other: HTTP/1.1 with JSON over a Unix socket per rank.
+
+The agent starts the trainer's command through the runner with the environment of `TrainerEnvironment`; the trainer
+opens `SOCKET` and answers:
+
+* `GET /v1/state` -> `TrainerStatus`, at any time, also during a step.
+* `POST /v1/onload` `{}`: state to the device. `POST /v1/offload` `{}`: state to host memory, device to the residue.
+* `POST /v1/train` `TrainRequest`: one optimizer step on one sealed batch. Collective: every rank is asked.
+* `POST /v1/export` `ExportRequest`: write weights with a manifest (`colocated_rl_api.weights`) into `directory`.
+* `POST /v1/save` `SaveRequest`: checkpoint of the finished step, from the host copy; durable when it answers.
+
+Each answers 200 with `TrainerStatus` when the effect holds. Every request is idempotent: asked again for an effect that
+holds, it answers at once; asked again while it is under way, it waits for that one. 409 with `TrainerError` when it
+can't be done from the present state, 500 when it failed; `message` says what to do.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from colocated_rl_api.member_wire import TrainerState, Version, Wire
+
+PROTOCOL = 1
+
+
+class TrainerEnvironment(StrEnum):
+    """Environment variables that a trainer process starts with."""
+
+    SOCKET = "COLOCATE_TRAINER_SOCKET"  # path to listen on
+    CONFIG = "COLOCATE_TRAINER_CONFIG"  # JSON file: spec.trainer.config
+    JOB = "COLOCATE_JOB_FILE"  # JSON file: JobFile
+    MODEL = "COLOCATE_MODEL"  # directory, Hugging Face format
+    CHECKPOINTS = "COLOCATE_CHECKPOINTS"  # directory shared by all ranks
+    LINEAGE = "COLOCATE_LINEAGE"
+    RANK = "RANK"
+    WORLD_SIZE = "WORLD_SIZE"
+    LOCAL_RANK = "LOCAL_RANK"
+    MASTER_ADDR = "MASTER_ADDR"
+    MASTER_PORT = "MASTER_PORT"
+    DEVICE = "COLOCATE_DEVICE"  # "cpu" or "cuda:N"
+
+
+class TrainerStatus(Wire):
+    protocol: int = PROTOCOL
+    state: TrainerState
+    rank: int
+    lineage: int
+    step: int | None = None  # last finished; None until the checkpoint is loaded
+    dirty: bool = False
+    exported: Version | None = None
+    saved: int | None = None  # newest durable checkpoint
+    metrics: dict[str, float] = Field(default_factory=dict)  # of the last finished step
+
+
+class TrainRequest(Wire):
+    step: int  # the trainer must stand at step - 1, or at step: then it answers what it has
+    shard: str  # path of this rank's shard, `colocated_rl_api.batch`
+
+
+class ExportRequest(Wire):
+    version: Version
+    directory: str  # made by the trainer; complete when `weights.MANIFEST` is there
+
+
+class SaveRequest(Wire):
+    step: int
+    keep: int
+
+
+class TrainerError(Wire):
+    error: str  # CamelCase, stable
+    message: str

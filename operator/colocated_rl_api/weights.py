@@ -1,0 +1,36 @@
+"""The files in which weights travel from trainer to engine, and how to tell a whole export from a torn one.
+
+An export is a directory in Hugging Face format (config.json, tokenizer files, *.safetensors) named by its
+`WeightVersion`, plus `MANIFEST`, which is written last: a directory without it is torn and never loaded. Engines
+accept missing tensors silently (H52), so the manifest names them all.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from colocated_rl_api.member_wire import Version, Wire
+
+MANIFEST = "manifest.json"
+
+
+class TensorEntry(Wire):
+    dtype: str  # as safetensors spells it: "F32", "BF16"
+    shape: tuple[int, ...]
+
+
+class Probe(Wire):
+    """A fixed token sequence and the trainer's log-probabilities of it: the engine must agree before its gate opens.
+
+    `logp[i]`, nats, is of `input_ids[i + 1]` given `input_ids[:i + 1]`, temperature 1.
+    """
+
+    input_ids: tuple[int, ...]
+    logp: tuple[float, ...]
+
+
+class Manifest(Wire):
+    version: Version
+    tensors: dict[str, TensorEntry]
+    sha256: dict[str, str] = Field(description="of each *.safetensors file, by file name")
+    probe: Probe | None = None
