@@ -1,0 +1,1 @@
+"""The agent of a GPU pod: gate, journal, runner and drivers."""

@@ -1,0 +1,1 @@
+"""The rollout controller: persistent worker, store, rewards and gateway."""

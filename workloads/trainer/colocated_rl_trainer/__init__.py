@@ -1,0 +1,1 @@
+"""The helper that makes a torch loop a trainer, and the reference trainer."""
