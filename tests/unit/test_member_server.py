@@ -1,0 +1,280 @@
+"""The ports of a member, over real TLS on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_api import names
+from colocated_rl_api.ladder import Rung
+from colocated_rl_api.member_wire import (
+    MAX_MESSAGE_BYTES,
+    Endpoint,
+    GateFacts,
+    Goal,
+    Hello,
+    PodFacts,
+    PodTarget,
+    Refusal,
+    RolloutTarget,
+    from_member,
+)
+from colocated_rl_member.data import DataClient, data_application
+from colocated_rl_member.server import MemberServer, Ports
+from colocated_rl_member.tls import MemberTls
+from fakes.authority import Authority
+
+JOB_UID = "2f6c1f5e-0f0e-4a39-8f0f-1f2e3d4c5b6a"
+DEADLINE_S = 5.0
+
+
+def make_hello(highest_epoch: int = 0) -> Hello:
+    return Hello(
+        pod="job-gpu-0-0",
+        pod_uid="uid-0",
+        job_uid=JOB_UID,
+        role=names.ROLE_GPU,
+        incarnation="a",
+        highest_epoch=highest_epoch,
+    )
+
+
+def make_target(epoch: int, rung: Rung = Rung.CLOSED) -> PodTarget:
+    return PodTarget(epoch=epoch, goal=Goal.CLIMB, step=0, lineage=1, rung=rung)
+
+
+@dataclass
+class Member:
+    """A member with facts that a test changes, and everything it was told."""
+
+    facts: PodFacts = field(
+        default_factory=lambda: PodFacts(gate=GateFacts(open=False, settled=True), engines=(), trainers=())
+    )
+    accepted: list[PodTarget] = field(default_factory=list)
+    durable_epochs: list[int] = field(default_factory=list)
+    server: MemberServer[PodTarget] = field(init=False)
+
+    def accept(self, target: PodTarget) -> None:
+        assert self.durable_epochs[-1] == target.epoch, "an epoch is durable before it is acted on"
+        self.accepted.append(target)
+        self.facts = self.facts.model_copy(update={"epoch": target.epoch})
+
+
+class Scene:
+    """One member and the means to reach it."""
+
+    def __init__(self, directory: Path, member: Member, session: aiohttp.ClientSession) -> None:
+        self.authority = Authority()
+        self.directory = directory
+        self.member = member
+        self.session = session
+        self.tls = MemberTls.read(self.authority.member_directory(directory / "tls", job_uid=JOB_UID, token="t" * 32))
+        self.operator = self.authority.client_context(directory / "operator")
+
+    def url(self, path: str) -> str:
+        return f"https://127.0.0.1:{self.member.server.ports.control}{path}"
+
+    async def link(self) -> aiohttp.ClientWebSocketResponse:
+        return await self.session.ws_connect(
+            self.url("/v1/link"), ssl=self.operator, server_hostname=names.member_server_name(JOB_UID)
+        )
+
+
+@asynccontextmanager
+async def scene(directory: Path, *, highest_epoch: int = 0) -> AsyncIterator[Scene]:
+    member = Member()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session:
+        it = Scene(directory, member, session)
+        data = data_application(it.tls, max_request_bytes=1024)
+        data.router.add_post("/echo", _echo)
+        member.server = MemberServer(
+            hello=make_hello(highest_epoch),
+            kind=PodTarget,
+            tls=it.tls,
+            facts=lambda: member.facts,
+            accept=member.accept,
+            remember_epoch=member.durable_epochs.append,
+            data=data,
+            ports=Ports(control=0, data=0, metrics=0, pages=0, host="127.0.0.1"),
+            registry=CollectorRegistry(),
+        )
+        async with member.server, asyncio.timeout(2 * DEADLINE_S):
+            yield it
+
+
+async def _echo(request: web.Request) -> web.Response:
+    return web.Response(body=await request.read())
+
+
+async def receive(link: aiohttp.ClientWebSocketResponse) -> Hello | PodFacts | Refusal:
+    message = from_member.validate_json(await link.receive_str(timeout=DEADLINE_S))
+    assert isinstance(message, Hello | PodFacts | Refusal)
+    return message
+
+
+async def test_hello_comes_first_and_facts_follow_at_once(tmp_path: Path) -> None:
+    async with scene(tmp_path, highest_epoch=4) as it:
+        link = await it.link()
+        assert make_hello(4) == await receive(link)
+        assert it.member.facts == await receive(link)
+
+
+async def test_accepted_target_is_answered_with_facts_of_its_epoch(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        link = await it.link()
+        await receive(link), await receive(link)
+        await link.send_str(make_target(7).model_dump_json(by_alias=True))
+        facts = await receive(link)
+        assert isinstance(facts, PodFacts)
+        assert 7 == facts.epoch
+        assert [make_target(7)] == it.member.accepted
+
+
+async def test_older_epoch_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    async with scene(tmp_path, highest_epoch=9) as it:
+        link = await it.link()
+        await receive(link), await receive(link)
+        await link.send_str(make_target(8).model_dump_json(by_alias=True))
+        refusal = await receive(link)
+        assert isinstance(refusal, Refusal)
+        assert ("StaleEpoch", 8, 9) == (refusal.reason, refusal.epoch, refusal.highest_epoch)
+        assert ([], []) == (it.member.accepted, it.member.durable_epochs)
+
+
+async def test_epoch_is_made_durable_once_and_survives_in_the_next_hello(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        link = await it.link()
+        await receive(link), await receive(link)
+        for rung in (Rung.CLOSED, Rung.DRAINED):
+            await link.send_str(make_target(3, rung).model_dump_json(by_alias=True))
+        await receive(link)
+        await link.close()
+        again = await it.link()
+        hello = await receive(again)
+        assert isinstance(hello, Hello)
+        assert 3 == hello.highest_epoch
+        assert [3] == it.member.durable_epochs
+
+
+async def test_target_for_another_kind_of_member_is_refused(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        link = await it.link()
+        await receive(link), await receive(link)
+        other = RolloutTarget(epoch=1, goal=Goal.CLIMB, trained_step=0, saved_step=0, engines=())
+        await link.send_str(other.model_dump_json(by_alias=True))
+        refusal = await receive(link)
+        assert isinstance(refusal, Refusal)
+        assert "NotForThisMember" == refusal.reason
+
+
+async def test_changes_between_two_sends_reach_the_operator_as_one(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        link = await it.link()
+        await receive(link), await receive(link)
+        for epoch in range(1, 50):
+            it.member.facts = it.member.facts.model_copy(update={"epoch": epoch})
+            it.member.server.publish()
+        facts = await receive(link)
+        assert isinstance(facts, PodFacts)
+        assert 49 == facts.epoch
+
+
+async def test_newer_connection_of_the_operator_replaces_the_older_one(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        first = await it.link()
+        await receive(first), await receive(first)
+        second = await it.link()
+        await receive(second), await receive(second)
+        assert aiohttp.WSMsgType.CLOSE == (await first.receive(timeout=DEADLINE_S)).type
+        it.member.facts = it.member.facts.model_copy(update={"epoch": 5})
+        it.member.server.publish()
+        facts = await receive(second)
+        assert isinstance(facts, PodFacts)
+        assert 5 == facts.epoch
+
+
+@pytest.mark.parametrize("path", ["/v1/link", "/v1/state"])
+async def test_control_port_refuses_a_verified_certificate_that_is_not_the_operators(tmp_path: Path, path: str) -> None:
+    async with scene(tmp_path) as it:
+        stranger = it.authority.client_context(tmp_path / "stranger", common_name=JOB_UID)
+        async with it.session.get(
+            it.url(path), ssl=stranger, server_hostname=names.member_server_name(JOB_UID)
+        ) as answer:
+            assert 403 == answer.status
+
+
+async def test_control_port_refuses_a_caller_of_another_authority(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        other = Authority().client_context(tmp_path / "other")
+        other.load_verify_locations(it.directory / "tls" / names.CA_FILE)
+        with pytest.raises(aiohttp.ClientError):
+            await it.session.get(it.url("/v1/state"), ssl=other, server_hostname=names.member_server_name(JOB_UID))
+
+
+@pytest.mark.parametrize("frame", ["not json", '{"type":"podTarget"}', '{"type":"other"}'])
+async def test_unreadable_target_ends_the_connection(tmp_path: Path, frame: str) -> None:
+    async with scene(tmp_path) as it:
+        link = await it.link()
+        await receive(link), await receive(link)
+        await link.send_str(frame)
+        assert aiohttp.WSMsgType.CLOSE == (await link.receive(timeout=DEADLINE_S)).type
+        assert [] == it.member.accepted
+
+
+async def test_oversized_target_ends_the_connection(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        link = await it.link()
+        await receive(link), await receive(link)
+        await link.send_str("x" * (MAX_MESSAGE_BYTES + 1))
+        assert aiohttp.WSCloseCode.MESSAGE_TOO_BIG == (await link.receive(timeout=DEADLINE_S)).data
+        assert [] == it.member.accepted
+
+
+async def test_state_page_shows_hello_target_and_facts(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        link = await it.link()
+        await link.send_str(make_target(2).model_dump_json(by_alias=True))
+        while it.member.server.target is None:
+            await receive(link)
+        async with it.session.get(f"http://127.0.0.1:{it.member.server.ports.pages}/v1/state") as answer:
+            state = json.loads(await answer.text())
+        assert {"hello", "target", "facts"} == set(state)
+        assert (2, 2) == (state["hello"]["highestEpoch"], state["target"]["epoch"])
+
+
+async def test_metrics_port_answers_metrics_and_health(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        for path in ("/metrics", "/healthz"):
+            async with it.session.get(f"http://127.0.0.1:{it.member.server.ports.metrics}{path}") as answer:
+                assert 200 == answer.status
+
+
+async def test_data_port_serves_a_member_and_refuses_a_wrong_token(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=it.member.server.ports.data)
+        for tls, status in ((it.tls, 200), (MemberTls(it.tls.directory, "w" * 32), 401)):
+            async with DataClient(it.session, tls, JOB_UID).request("POST", endpoint, "/echo", data=b"x") as answer:
+                assert status == answer.status
+
+
+async def test_data_port_bounds_a_body(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=it.member.server.ports.data)
+        client = DataClient(it.session, it.tls, JOB_UID)
+        async with client.request("POST", endpoint, "/echo", data=b"x" * 4096) as answer:
+            assert 413 == answer.status
+
+
+def test_short_data_token_is_an_error_at_start(tmp_path: Path) -> None:
+    (tmp_path / names.DATA_TOKEN_FILE).write_text("short\n")
+    with pytest.raises(ValueError, match="at least 16"):
+        MemberTls.read(tmp_path)

@@ -1,0 +1,55 @@
+"""Data ports: an application that asks for the data token, and the way to reach another member's.
+
+Authority comes before anything else on a data port: a request without the token is answered before its body is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from colocated_rl_api import names
+from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_member.tls import MemberTls
+
+
+def data_application(tls: MemberTls, *, max_request_bytes: int) -> web.Application:
+    """An application for a data port, to which a member adds its routes."""
+
+    @web.middleware
+    async def ask_for_token(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not tls.admits(request.headers.get("Authorization")):
+            raise web.HTTPUnauthorized(text="the data token of the job is needed: Authorization: Bearer TOKEN\n")
+        return await handler(request)
+
+    return web.Application(middlewares=[ask_for_token], client_max_size=max_request_bytes)
+
+
+class DataClient:
+    """Calls data ports of the job's members by address; certificates are checked against the job's name."""
+
+    def __init__(self, session: aiohttp.ClientSession, tls: MemberTls, job_uid: str) -> None:
+        self._session = session
+        self._context = tls.client_context()
+        self._authorization = tls.authorization
+        self._server_name = names.member_server_name(job_uid)
+
+    def request(
+        self, method: str, endpoint: Endpoint, path: str, *, headers: Mapping[str, str] | None = None, **options: Any
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """As `aiohttp.ClientSession.request`, on `path` at `endpoint`. Pass a timeout."""
+        host = f"[{endpoint.address}]" if ":" in endpoint.address else endpoint.address
+        return self._session.request(
+            method,
+            f"https://{host}:{endpoint.port}{path}",
+            headers={**(headers or {}), "Authorization": self._authorization},
+            ssl=self._context,
+            server_hostname=self._server_name,
+            allow_redirects=False,
+            **options,
+        )

@@ -1,0 +1,244 @@
+"""The ports of a member: the operator's link, pages for people, metrics, and the member's own data port.
+
+Owns the link: says hello, sends facts in full at once and on each change, hands accepted targets on. Facts are a state,
+so a slow operator gets the newest ones and skips what lay between. A newer connection of the operator replaces an
+older one: after a network fault the old one may look alive for seconds.
+
+Refuses anybody but the operator on the control port, messages over MAX_MESSAGE_BYTES and messages that can't be read:
+that connection is closed, and the operator's next one starts with full facts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, Self
+
+import pydantic
+from aiohttp import WSCloseCode, WSMsgType, web
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+
+from colocated_rl_api import names
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import (
+    HEARTBEAT_S,
+    MAX_MESSAGE_BYTES,
+    Hello,
+    PodFacts,
+    Refusal,
+    RolloutFacts,
+)
+from colocated_rl_api.member_wire import (
+    target as target_adapter,
+)
+from colocated_rl_member.fence import EpochFence, TargetT
+from colocated_rl_member.tls import MemberTls, is_operator
+
+LOG = logging.getLogger(__name__)
+
+SEND_DEADLINE_S = 2 * HEARTBEAT_S
+SHUTDOWN_S = 1.0  # for connections that are still open when the member ends
+MAX_HEADER_BYTES = 8190  # of one header line
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where a member listens; 0 takes a free port (tests on one machine)."""
+
+    control: int = names.CONTROL_PORT
+    data: int = names.DATA_PORT
+    metrics: int = names.METRICS_PORT
+    pages: int = names.PAGES_PORT
+    host: str = "0.0.0.0"  # a pod's address; the pages port is on its loopback whatever this says
+
+
+class MemberServer(Generic[TargetT]):
+    """Serves one member while its context is entered. Everything runs on the event loop that entered it.
+
+    hello: sent to each operator, with the highest epoch of that moment; its `highest_epoch` is where the fence starts.
+    kind: of the targets that this member takes.
+    facts: the member's state now; called whenever it is to be sent or shown.
+    accept: takes a target that passed the fence; must not block.
+    remember_epoch: makes an epoch durable before a target of it is accepted.
+    data: application of the data port (`data_application`); None when the member has none.
+    pages: further routes for people, on the pod's loopback.
+    """
+
+    def __init__(
+        self,
+        *,
+        hello: Hello,
+        kind: type[TargetT],
+        tls: MemberTls,
+        facts: Callable[[], PodFacts | RolloutFacts],
+        accept: Callable[[TargetT], None],
+        remember_epoch: Callable[[int], None],
+        data: web.Application | None = None,
+        pages: Sequence[web.RouteDef] = (),
+        ports: Ports | None = None,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self._hello = hello
+        self._tls = tls
+        self._facts = facts
+        self._accept = accept
+        self._data = data
+        self._pages = pages
+        self._registry = registry
+        self._fence = EpochFence(kind, highest_epoch=hello.highest_epoch, remember_epoch=remember_epoch)
+        self._changed = asyncio.Event()
+        self._link: web.WebSocketResponse | None = None
+        self._runners: list[web.AppRunner] = []
+        self.ports = ports or Ports()
+
+    @property
+    def hello(self) -> Hello:
+        return self._hello.model_copy(update={"highest_epoch": self._fence.highest_epoch})
+
+    @property
+    def target(self) -> TargetT | None:
+        """The newest target that passed the fence since the process started."""
+        return self._fence.target
+
+    def publish(self) -> None:
+        """Facts have changed: the operator gets them, together with what else changes before they are on the wire."""
+        self._changed.set()
+
+    # ------------------------------------------------------------------------------------------------- listening
+    async def __aenter__(self) -> Self:
+        control = web.Application()
+        control.add_routes([web.get("/v1/link", self._serve_link), web.get("/v1/state", self._show_state_to_operator)])
+        pages = web.Application()
+        pages.add_routes([web.get("/v1/state", self._show_state), *self._pages])
+        metrics = web.Application()
+        metrics.add_routes([web.get("/metrics", self._show_metrics), web.get("/healthz", self._show_health)])
+        asked = self.ports
+        self.ports = Ports(
+            control=await self._listen(control, asked.host, asked.control, self._tls.control_context()),
+            pages=await self._listen(pages, "127.0.0.1", asked.pages, None),
+            metrics=await self._listen(metrics, asked.host, asked.metrics, None),
+            data=await self._listen(self._data, asked.host, asked.data, self._tls.data_context()) if self._data else 0,
+            host=asked.host,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._link is not None:
+            await self._link.close(code=WSCloseCode.GOING_AWAY, message=b"member ends")
+        for runner in self._runners:
+            await runner.cleanup()
+
+    async def _listen(self, app: web.Application, host: str, port: int, context: ssl.SSLContext | None) -> int:
+        """The port it listens on."""
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_S,
+            max_field_size=MAX_HEADER_BYTES,
+            handler_cancellation=True,  # a caller that is gone ends its handler: a gate aborts what it left
+        )
+        await runner.setup()
+        self._runners.append(runner)
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=context, reuse_address=True).start()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        address: tuple[str, int] = runner.addresses[0]
+        return address[1]
+
+    # ------------------------------------------------------------------------------------------------- the link
+    async def _serve_link(self, request: web.Request) -> web.StreamResponse:
+        _require_operator(request)
+        link = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, heartbeat=2 * HEARTBEAT_S, timeout=SHUTDOWN_S)
+        await link.prepare(request)
+        replaced, self._link = self._link, link
+        if replaced is not None:
+            log(LOG, "operator link replaced", reason="a newer connection of the operator came")
+            await replaced.close(code=WSCloseCode.POLICY_VIOLATION, message=b"replaced by a newer connection")
+        log(LOG, "operator linked")
+        try:
+            async with asyncio.TaskGroup() as group:
+                sender = group.create_task(self._send_facts(link), name="link/facts")
+                await self._receive_targets(link)
+                sender.cancel()
+        except* (ConnectionError, TimeoutError) as errors:
+            log(LOG, "operator link lost", reason="; ".join(repr(error) for error in errors.exceptions))
+        finally:
+            if self._link is link:
+                self._link = None
+        log(LOG, "operator link ended", reason=f"close code {link.close_code}")
+        return link
+
+    async def _send_facts(self, link: web.WebSocketResponse) -> None:
+        await _send(link, self.hello.model_dump_json(by_alias=True))
+        sent = ""
+        while not link.closed and self._link is link:
+            self._changed.clear()
+            facts = self._facts().model_dump_json(by_alias=True)
+            if facts != sent:
+                await _send(link, facts)
+                sent = facts
+            await self._changed.wait()
+
+    async def _receive_targets(self, link: web.WebSocketResponse) -> None:
+        async for message in link:
+            if message.type is not WSMsgType.TEXT:
+                await link.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"one JSON text frame per message")
+                return
+            try:
+                received = target_adapter.validate_json(message.data)
+            except pydantic.ValidationError as error:
+                log(LOG, "target unreadable", logging.ERROR, reason=_first_line(error))
+                await link.close(code=WSCloseCode.INVALID_TEXT, message=b"not a target")
+                return
+            admitted = self._fence.admit(received)
+            if isinstance(admitted, Refusal):
+                log(LOG, "target refused", logging.WARNING, epoch=admitted.epoch, reason=admitted.message)
+                await _send(link, admitted.model_dump_json(by_alias=True))
+                continue
+            self._accept(admitted)
+            self.publish()
+
+    # ------------------------------------------------------------------------------------------------- pages
+    async def _show_state_to_operator(self, request: web.Request) -> web.Response:
+        _require_operator(request)
+        return await self._show_state(request)
+
+    async def _show_state(self, request: web.Request) -> web.Response:
+        target = self._fence.target
+        return web.json_response(
+            {
+                "hello": self.hello.model_dump(mode="json", by_alias=True),
+                "target": target.model_dump(mode="json", by_alias=True) if target else None,
+                "facts": self._facts().model_dump(mode="json", by_alias=True),
+            }
+        )
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _show_health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+
+async def _send(link: web.WebSocketResponse, text: str) -> None:
+    async with asyncio.timeout(SEND_DEADLINE_S):
+        await link.send_str(text)
+
+
+def _require_operator(request: web.Request) -> None:
+    certificate = request.transport.get_extra_info("peercert") if request.transport else None
+    if not is_operator(certificate):
+        raise web.HTTPForbidden(text="only the operator's certificate may use this port\n")
+
+
+def _first_line(error: pydantic.ValidationError) -> str:
+    first = error.errors(include_input=False, include_url=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
