@@ -1,0 +1,375 @@
+"""The CustomResourceDefinition and the field reference, both made from the models of `colocated_rl_api.job`.
+
+pydantic writes JSON Schema; an API server takes only *structural* schemas: no `$ref`, no `anyOf` with null, no title,
+nothing that can't be pruned by. `structural_schema` translates, and refuses what it can't translate faithfully: a
+keyword it doesn't know, and a string, list, map or number of the spec without bounds (the server estimates the cost of
+CEL rules from them). Optional fields are absent, never null.
+
+`python -m colocated_rl_operator.crd` writes the files, `--check` fails when they are out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+from colocated_rl_api import names
+from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec, ColocatedRLJobStatus
+
+Schema = dict[str, Any]
+
+CRD_FILE = Path("crds/colocatedrljobs.yaml")
+CHART_FILE = Path("charts/colocated-rl/templates/crd.yaml")
+REFERENCE_FILE = Path("docs/reference.md")
+
+_GENERATED = "Made by `make generate` from operator/colocated_rl_api/job.py: change that file instead."
+
+# name, JSON path, type, priority (1: only with -o wide), description
+_COLUMNS = (
+    ("Phase", ".status.phase", "string", 0, "Summary for people."),
+    ("Step", ".status.step", "integer", 0, "Last finished step."),
+    ("Ready", ".status.ready", "string", 0, "Members that answer, of all."),
+    ("Holder", ".status.gpuHolder", "string", 0, "Who computes on the GPUs."),
+    ("Version", ".status.weightVersion", "string", 0, "Weights that all engines serve, STEP-LINEAGE."),
+    ("Rung", ".status.rung", "string", 1, "Rung of the slowest pod."),
+    ("Reward", ".status.rollout.reward", "number", 1, "Mean reward of the newest batch."),
+    ("Staleness", ".status.rollout.staleness", "number", 1, "Mean staleness of its tokens, in steps."),
+    ("Last-Switch", ".status.lastSwitchSeconds", "number", 1, "Seconds of the last switch."),
+    ("Age", ".metadata.creationTimestamp", "date", 0, "Since the job was made."),
+)
+
+_KEPT = frozenset(
+    {"type", "description", "default", "enum", "format", "pattern", "minLength", "maxLength", "minimum", "maximum",
+     "minItems", "maxItems", "minProperties", "maxProperties", "required", "x-kubernetes-int-or-string",
+     "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-validations"}
+)  # fmt: skip
+_TRANSLATED = frozenset({"title", "const", "properties", "additionalProperties", "items", "propertyNames"})
+_BOUND = {"string": "maxLength", "array": "maxItems", "integer": "maximum", "number": "maximum"}
+_UNITS = {"Seconds": "seconds", "Percent": "percent", "Tokens": "tokens"}  # by the last word of a field's name
+
+
+class UntranslatableSchema(Exception):
+    """A model says what a structural schema can't. A bug in the model; never at run time."""
+
+
+class Fact(NamedTuple):
+    """What a person wants to know of one field."""
+
+    path: str
+    type: str
+    unit: str
+    default: str
+    bounds: str
+    sentence: str
+
+
+# ------------------------------------------------------------------------------------------------------- translation
+class _WithoutNull(GenerateJsonSchema):
+    """JSON Schema with every default in it, and none that is null."""
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        inner = self.generate_inner(schema["schema"])
+        factory = schema.get("default_factory")
+        default = schema.get("default") if factory is None else factory()  # type: ignore[call-arg]  # takes no data here
+        if default is None:
+            return inner
+        # the server fills nested defaults into an empty object by itself
+        return {**inner, "default": {} if isinstance(default, BaseModel) else self.encode_default(default)}
+
+
+def structural_schema(model: type[BaseModel], *, path: str = "") -> Schema:
+    """The schema of `model` as the API server wants it, at `path` of the resource.
+
+    Raises UntranslatableSchema, naming the field, for what has no faithful translation.
+    """
+    raw = model.model_json_schema(by_alias=True, schema_generator=_WithoutNull)
+    return _translate(raw, raw.get("$defs", {}), path=path)
+
+
+def resource_schema() -> Schema:
+    """The schema of the whole resource."""
+    status = structural_schema(ColocatedRLJobStatus, path=".status")
+    _drop_defaults(status)
+    extra = ColocatedRLJob.model_config.get("json_schema_extra")
+    return {
+        "type": "object",
+        "description": inspect.getdoc(ColocatedRLJob),
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string", "description": f"{names.GROUP} and the version of this schema."},
+            "kind": {"type": "string", "description": f"Always {names.KIND}."},
+            "metadata": {"type": "object"},
+            "spec": structural_schema(ColocatedRLJobSpec, path=".spec"),
+            "status": status,
+        },
+        **(extra if isinstance(extra, dict) else {}),
+    }
+
+
+def _drop_defaults(schema: Schema) -> None:
+    """A status holds what was reported, nothing that the server made up."""
+    schema.pop("default", None)
+    for part in (*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else ())):
+        _drop_defaults(part)
+
+
+def _translate(raw: Schema, definitions: dict[str, Schema], *, path: str) -> Schema:
+    raw = {key: value for key, value in raw.items() if key != "$defs"}
+    if "$ref" in raw:
+        reference = raw.pop("$ref").removeprefix("#/$defs/")
+        raw = definitions[reference] | raw  # what stands beside a reference is about this use of it
+    if unknown := raw.keys() - _KEPT - _TRANSLATED:
+        raise UntranslatableSchema(f"{path or 'root'}: {', '.join(sorted(unknown))} has no place in a structural schema")
+
+    schema: Schema = {key: value for key, value in raw.items() if key in _KEPT}
+    if "const" in raw:
+        schema["enum"] = [raw["const"]]
+    if schema.get("x-kubernetes-int-or-string"):
+        del schema["type"]
+    if schema.get("type") == "integer":
+        schema["format"] = "int64"
+    if "properties" in raw:
+        schema["properties"] = {
+            name: _translate(field, definitions, path=f"{path}.{name}") for name, field in raw["properties"].items()
+        }
+    elif schema.get("type") == "object":
+        _translate_map(raw, schema, definitions, path=path)
+    if "items" in raw:
+        schema["items"] = _translate(raw["items"], definitions, path=f"{path}[]")
+    _require_bounds(schema, path=path)
+    return schema
+
+
+def _translate_map(raw: Schema, schema: Schema, definitions: dict[str, Schema], *, path: str) -> None:
+    values = raw.get("additionalProperties", True)
+    # A map of unknown values, not an object with preserved unknown fields: on those, CEL's == misses a renamed key.
+    schema["additionalProperties"] = (
+        {"nullable": True, "x-kubernetes-preserve-unknown-fields": True}
+        if values is True
+        else _translate(values, definitions, path=f"{path}.*")
+    )
+    if "maxProperties" not in schema:
+        raise UntranslatableSchema(f"{path}: a map needs max_length")
+    if "maxLength" in (keys := raw.get("propertyNames", {})):  # the server has no schema for keys
+        limit = keys["maxLength"]
+        rule = {"rule": f"self.all(key, size(key) <= {limit})", "message": f"keys should have at most {limit} characters"}
+        schema.setdefault("x-kubernetes-validations", []).append(rule)
+
+
+def _require_bounds(schema: Schema, *, path: str) -> None:
+    kind = schema.get("type")
+    bound = _BOUND.get(str(kind))
+    is_number = kind in ("integer", "number")
+    if bound is None or "enum" in schema or "format" in schema and kind == "string":
+        return
+    if is_number and not path.startswith(".spec"):  # the operator's own numbers
+        return
+    if bound not in schema or (is_number and "minimum" not in schema):
+        raise UntranslatableSchema(f"{path}: {kind} without bounds; the server estimates the cost of rules from them")
+
+
+# --------------------------------------------------------------------------------------------------------------- facts
+def facts_of(schema: Schema, *, path: str) -> Iterator[Fact]:
+    """Each field below `schema`, in order of declaration."""
+    for name, field in schema.get("properties", {}).items():
+        here = f"{path}.{name}"
+        yield _fact(field, path=here, required=name in schema.get("required", ()))
+        yield from facts_of(field, path=here)
+        if "items" in field:
+            yield from facts_of(field["items"], path=f"{here}[]")
+
+
+def _fact(field: Schema, *, path: str, required: bool) -> Fact:
+    unit = next((unit for suffix, unit in _UNITS.items() if path.endswith(suffix)), "")
+    default = field.get("default")
+    if required:
+        said = "required"
+    elif default is None or default in ({}, []):
+        said = ""
+    else:
+        said = default if isinstance(default, str) else json.dumps(default)
+    return Fact(path, _type_of(field), unit, said, _bounds_of(field), field["description"])
+
+
+def _type_of(field: Schema) -> str:
+    if field.get("x-kubernetes-int-or-string"):
+        return "quantity"
+    match field.get("type"):
+        case "array":
+            return f"list of {_type_of(field['items'])}"
+        case "object" if "additionalProperties" in field:
+            return f"map to {_type_of(field['additionalProperties'])}"
+        case "string" if field.get("format") == "date-time":
+            return "time"
+        case None:
+            return "any"
+        case kind:
+            return str(kind)
+
+
+def _bounds_of(field: Schema) -> str:
+    if "enum" in field:
+        return "one of " + ", ".join(field["enum"]) if len(field["enum"]) > 1 else f"only {field['enum'][0]}"
+    if field.get("x-kubernetes-int-or-string"):
+        return ""
+    if "minimum" in field and "maximum" in field:
+        return f"{field['minimum']:,} to {field['maximum']:,}"
+    if "minimum" in field:
+        return f"at least {field['minimum']:,}"
+    for low, high, what in (
+        ("minLength", "maxLength", "characters"),
+        ("minItems", "maxItems", "items"),
+        ("minProperties", "maxProperties", "entries"),
+    ):
+        if high in field:
+            return f"{field[low]} to {field[high]} {what}" if low in field else f"at most {field[high]} {what}"
+    return ""
+
+
+def _explain(schema: Schema, *, path: str = "") -> Schema:
+    """The schema with unit, bounds and default in each description, because `kubectl explain` shows nothing else."""
+    explained = dict(schema)
+    if "properties" in schema:
+        explained["properties"] = {
+            name: _explain(field, path=f"{path}.{name}") for name, field in schema["properties"].items()
+        }
+    if "items" in schema:
+        explained["items"] = _explain(schema["items"], path=path)
+    if path.startswith(".spec.") and "description" in schema and "properties" not in schema:
+        fact = _fact(schema, path=path, required=False)
+        said = [fact.unit, "" if "enum" in schema else fact.bounds, f"default {fact.default}" if fact.default else ""]
+        text = "; ".join(part for part in said if part)
+        explained["description"] = schema["description"] + (f" ({text})" if text else "")
+    return explained
+
+
+# ----------------------------------------------------------------------------------------------------------- documents
+def custom_resource_definition() -> Schema:
+    """The CRD, as it is applied."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{names.PLURAL}.{names.GROUP}"},
+        "spec": {
+            "group": names.GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": names.KIND,
+                "listKind": f"{names.KIND}List",
+                "plural": names.PLURAL,
+                "singular": names.SINGULAR,
+                "shortNames": [names.SHORT_NAME],
+                "categories": ["all", "rl"],
+            },
+            "versions": [
+                {
+                    "name": names.VERSION,
+                    "served": True,
+                    "storage": True,
+                    "subresources": {"status": {}},
+                    "additionalPrinterColumns": [
+                        {"name": name, "type": kind, "jsonPath": path, "priority": priority, "description": text}
+                        for name, path, kind, priority, text in _COLUMNS
+                    ],
+                    "schema": {"openAPIV3Schema": _explain(resource_schema())},
+                }
+            ],
+        },
+    }
+
+
+def _rules_of(schema: Schema, *, path: str) -> Iterator[tuple[str, str]]:
+    for rule in schema.get("x-kubernetes-validations", ()):
+        yield path, rule["message"]
+    for name, field in schema.get("properties", {}).items():
+        yield from _rules_of(field, path=f"{path}.{name}")
+
+
+def reference_page() -> str:
+    """`docs/reference.md`: every field with type, unit, default and bounds."""
+    schema = resource_schema()
+    spec, status = schema["properties"]["spec"], schema["properties"]["status"]
+    lines = [
+        f"<!-- {_GENERATED} -->",
+        "# ColocatedRLJob",
+        "",
+        f"`apiVersion: {names.API_VERSION}`, `kind: {names.KIND}`; `kubectl get {names.SHORT_NAME}`. {schema['description']}",
+        "Unknown fields are refused. The same text stands in `kubectl explain crlj.spec`.",
+        "",
+        "## spec",
+        "",
+        "| field | type | unit | default | bounds | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for fact in facts_of(spec, path="spec"):
+        default = f"`{fact.default}`" if fact.default not in ("", "required") else fact.default
+        lines.append(
+            f"| `{fact.path.removeprefix('spec.')}` | {fact.type} | {fact.unit} | {default} | {fact.bounds} "
+            f"| {fact.sentence} |"
+        )
+    lines += ["", "## Rules over several fields", "", "| where | rule |", "|---|---|"]
+    lines += [f"| `{path or 'job'}` | {message} |" for path, message in _rules_of(schema, path="")]
+    lines += ["", "## status", "", "Written by the operator.", "", "| field | type | |", "|---|---|---|"]
+    lines += [
+        f"| `{fact.path.removeprefix('status.')}` | {fact.type} | {fact.sentence}"
+        f"{f' {fact.bounds[0].upper()}{fact.bounds[1:]}.' if fact.bounds.startswith('one of') else ''} |"
+        for fact in facts_of(status, path="status")
+    ]
+    lines += ["", "## Columns", "", "| `kubectl get` | from | |", "|---|---|---|"]
+    lines += [
+        f"| {name.upper()}{' (`-o wide`)' if priority else ''} | `{path}` | {text} |"
+        for name, path, _, priority, text in _COLUMNS
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(document: Schema) -> str:
+    return yaml.safe_dump(document, sort_keys=False, width=120, allow_unicode=True)
+
+
+def documents() -> dict[Path, str]:
+    """Text of each generated file, by its path in the repository."""
+    crd = custom_resource_definition()
+    kept = crd | {"metadata": crd["metadata"] | {"annotations": {"helm.sh/resource-policy": "keep"}}}
+    return {
+        CRD_FILE: f"# {_GENERATED}\n{_yaml(crd)}",
+        CHART_FILE: f"# {_GENERATED}\n{{{{- if .Values.crds.install }}}}\n{_yaml(kept)}{{{{- end }}}}\n",
+        REFERENCE_FILE: reference_page(),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m colocated_rl_operator.crd", description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is out of date")
+    parser.add_argument("--root", type=Path, default=Path(), help="the repository; the working directory by default")
+    options = parser.parse_args(arguments)
+    stale = []
+    for path, text in documents().items():
+        file = options.root / path
+        if file.is_file() and file.read_text() == text:
+            continue
+        stale.append(str(path))
+        if not options.check:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    if stale and options.check:
+        sys.stderr.write(f"out of date: {', '.join(stale)}. Run `make generate` and commit the result.\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

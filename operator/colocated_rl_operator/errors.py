@@ -1,0 +1,60 @@
+"""What can go wrong between the operator and its neighbours, and what the operator does then.
+
+OperatorError
+├─ BadSetting          whoever deployed it     -> exits at start with one line
+├─ JobInvalid          whoever wrote the job   -> condition Stalled, reason InvalidSpec; looked at again on each change
+├─ ApiError            the API server's answer
+│  ├─ ApiUnreachable   nobody's                -> this pass ends, the next one tries again; members stay where they are
+│  ├─ Conflict         somebody wrote first    -> read again, plan again
+│  ├─ NotFound         the object is gone      -> plan again without it
+│  └─ Refused          a rule of the cluster   -> condition Stalled, reason ObjectRefused, with the server's words
+├─ StaleEpoch          someone newer decides   -> this pass ends; goes on only after the Lease was renewed since
+└─ ContractBroken      a bug, or an impostor   -> that member's connection ends; it counts as unknown
+"""
+
+from __future__ import annotations
+
+
+class OperatorError(Exception):
+    """Base of all; the message says what was attempted, on what, and what happens next."""
+
+
+class BadSetting(OperatorError):
+    def __init__(self, name: str, value: str, expected: str) -> None:
+        super().__init__(f"environment variable {name}={value!r}: expected {expected}")
+
+
+class JobInvalid(OperatorError):
+    """The spec breaks a rule that the API server could not see."""
+
+
+class ApiError(OperatorError):
+    """An answer of the API server other than success. `status` is its HTTP status; None: no answer."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ApiUnreachable(ApiError):
+    """No answer, or one that says "later" (429, 5xx, an expired token)."""
+
+
+class Conflict(ApiError):
+    """The object has another resourceVersion, or exists already."""
+
+
+class NotFound(ApiError):
+    pass
+
+
+class Refused(ApiError):
+    """Not admitted: quota, pod security, a webhook, a missing right."""
+
+
+class StaleEpoch(OperatorError):
+    """The job's status or a member carries an epoch above ours."""
+
+
+class ContractBroken(OperatorError):
+    """A member says what no member may say."""

@@ -1,0 +1,124 @@
+"""What the operator process is told by its environment, read once at start.
+
+| variable | meaning | default |
+|---|---|---|
+| OPERATOR_NAMESPACE | its own namespace: Lease and authority live there | required |
+| POD_NAME | who it is in the Lease | the host name |
+| WATCH_NAMESPACES | namespaces of jobs, separated by commas; all when empty | empty |
+| AGENT_IMAGE, ROLLOUT_IMAGE, GPU_IMAGE | images of jobs that name none | required |
+| IMAGE_PULL_POLICY | of the pods it makes | IfNotPresent |
+| LEASE_NAME | the Lease that its replicas compete for | colocated-rl-operator |
+| LEASE_DURATION_S, LEASE_RENEW_DEADLINE_S, LEASE_RETRY_S | seconds | 15, 10, 2 |
+| METRICS_PORT | /metrics, /healthz, /readyz; plain HTTP | 9090 |
+| LOG_LEVEL | DEBUG, INFO, WARNING or ERROR | INFO |
+
+The API server is found by `cluster.find_cluster` (service account, or KUBECONFIG during development).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from colocated_rl_operator.errors import BadSetting
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+PULL_POLICIES = ("Always", "IfNotPresent", "Never")
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of pods, where a job names none of its own."""
+
+    agent: str
+    rollout: str
+    gpu: str
+    pull_policy: str = "IfNotPresent"
+
+
+@dataclass(frozen=True)
+class LeaseTimes:
+    """duration_s: others wait this long after the last change. renew_deadline_s: a leader gives up after this."""
+
+    duration_s: float = 15.0
+    renew_deadline_s: float = 10.0
+    retry_s: float = 2.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    namespace: str
+    identity: str
+    images: Images
+    watch_namespaces: tuple[str, ...] = ()
+    lease_name: str = "colocated-rl-operator"
+    lease: LeaseTimes = LeaseTimes()
+    metrics_port: int = 9090
+    log_level: str = "INFO"
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Settings:
+        """Raises BadSetting, which names the variable, its value and what is expected."""
+        read = _Reader(environment)
+        lease = LeaseTimes(
+            duration_s=read.seconds("LEASE_DURATION_S", 15.0),
+            renew_deadline_s=read.seconds("LEASE_RENEW_DEADLINE_S", 10.0),
+            retry_s=read.seconds("LEASE_RETRY_S", 2.0),
+        )
+        if not lease.retry_s < lease.renew_deadline_s < lease.duration_s:
+            raise BadSetting(
+                "LEASE_RENEW_DEADLINE_S",
+                str(lease.renew_deadline_s),
+                f"between LEASE_RETRY_S ({lease.retry_s}) and LEASE_DURATION_S ({lease.duration_s})",
+            )
+        return cls(
+            namespace=read.text("OPERATOR_NAMESPACE"),
+            identity=read.text("POD_NAME", socket.gethostname()),
+            images=Images(
+                agent=read.text("AGENT_IMAGE"),
+                rollout=read.text("ROLLOUT_IMAGE"),
+                gpu=read.text("GPU_IMAGE"),
+                pull_policy=read.choice("IMAGE_PULL_POLICY", "IfNotPresent", PULL_POLICIES),
+            ),
+            watch_namespaces=tuple(
+                name.strip() for name in environment.get("WATCH_NAMESPACES", "").split(",") if name.strip()
+            ),
+            lease_name=read.text("LEASE_NAME", "colocated-rl-operator"),
+            lease=lease,
+            metrics_port=read.port("METRICS_PORT", 9090),
+            log_level=read.choice("LOG_LEVEL", "INFO", LOG_LEVELS),
+        )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    environment: Mapping[str, str]
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self.environment.get(name, "").strip() or default
+        if value is None:
+            raise BadSetting(name, "", "a value: it is required")
+        return value
+
+    def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
+        value = self.text(name, default)
+        if value not in choices:
+            raise BadSetting(name, value, "one of " + ", ".join(choices))
+        return value
+
+    def seconds(self, name: str, default: float) -> float:
+        value = self.text(name, str(default))
+        try:
+            seconds = float(value)
+        except ValueError as error:
+            raise BadSetting(name, value, "seconds, for instance 2.5") from error
+        if not 0 < seconds < 3600:
+            raise BadSetting(name, value, "seconds above 0 and below 3600")
+        return seconds
+
+    def port(self, name: str, default: int) -> int:
+        value = self.text(name, str(default))
+        if not value.isdigit() or not 0 <= int(value) <= 65_535:
+            raise BadSetting(name, value, "a port, 0 to 65535 (0: any free one)")
+        return int(value)
