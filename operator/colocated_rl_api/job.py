@@ -2,25 +2,51 @@
 
 A field stands here together with its behaviour, never before. Bounds and defaults go into the schema; what a schema
 can't say is said twice, as a CEL rule for the API server and as a validator for everybody else, with one message. A
-corpus of manifests gets the same verdict from both (tests/contract/test_manifest_corpus.py).
+corpus of manifests gets the same verdict from both (tests/contract/test_manifest_corpus.py), so the models read values
+as the server does: no type is converted, 2.0 is the integer 2, and null means absent.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
 JOB_NAME_MAX = 40  # longest derived name: NAME-gpu-REPLICA-ATTEMPT, at most 63 characters
 
 
+def _read_integer(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _drop_nulls(value: object) -> object:
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
+
+
 class Part(BaseModel):
     """Base of every part of the resource: camelCase, immutable, unknown fields refused (a typo is an error)."""
 
-    model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, frozen=True, extra="forbid")
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        validate_by_name=True,
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_as_the_server_does(cls, value: object) -> object:
+        if not isinstance(value, Mapping):
+            return value
+        known = {name for field, info in cls.model_fields.items() for name in (field, info.alias)}
+        return {key: _read_integer(item) for key, item in value.items() if item is not None or key not in known}
 
 
 def rules(*pairs: tuple[str, str]) -> dict[str, Any]:
@@ -28,18 +54,34 @@ def rules(*pairs: tuple[str, str]) -> dict[str, Any]:
     return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in pairs]}
 
 
+_MAX_EXACT_INTEGER = 2**53 - 1  # above, JSON readers disagree
+
+
+def _read_quantity(value: object) -> object:
+    value = _read_integer(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 0 <= value <= _MAX_EXACT_INTEGER:
+            raise ValueError(f"a quantity without a suffix should be between 0 and {_MAX_EXACT_INTEGER}")
+        return str(value)
+    return value
+
+
 Quantity = Annotated[
     str,
-    BeforeValidator(lambda value: str(value) if isinstance(value, int) and not isinstance(value, bool) else value),
     Field(
         pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$",
         max_length=32,
-        json_schema_extra={"x-kubernetes-int-or-string": True},
+        json_schema_extra={"x-kubernetes-int-or-string": True, "minimum": 0, "maximum": _MAX_EXACT_INTEGER},
     ),
+    BeforeValidator(_read_quantity),
 ]
 """A Kubernetes quantity: `2`, `"500m"`, `"4Gi"`."""
 
-ResourceMap = Annotated[dict[Annotated[str, Field(max_length=253)], Quantity], Field(max_length=16)]
+ResourceMap = Annotated[
+    dict[Annotated[str, Field(max_length=253)], Quantity], Field(max_length=16), BeforeValidator(_drop_nulls)
+]
+Options = Annotated[dict[str, Any], Field(max_length=256)]
+"""Free-form options, handed through as they stand."""
 
 
 class Resources(Part):
@@ -64,12 +106,14 @@ class Model(Part):
     """The starting weights, which engine and trainer both load."""
 
     claim_name: str = Field(
-        min_length=1, max_length=253, description="Claim in the job's namespace that holds the model; mounted read-only."
+        min_length=1,
+        max_length=253,
+        description="Claim in the job's namespace that holds the model; mounted read-only.",
     )
     path: str = Field(
         default=".",
         max_length=512,
-        pattern=r"^[A-Za-z0-9._][A-Za-z0-9._/-]*$",
+        pattern=r"^(\.|[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*)$",
         description="Directory inside the claim, in Hugging Face format, with tokenizer and chat template.",
     )
 
@@ -83,6 +127,7 @@ class Gpus(Part):
     )
     image: str | None = Field(
         default=None,
+        min_length=1,
         max_length=512,
         description="Image that holds engine and trainer; the operator's default when absent.",
     )
@@ -95,12 +140,10 @@ class ReasoningGym(Part):
     """Procedural tasks with verifiable answers from the reasoning-gym package."""
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-z0-9_]+$", description="Task, for instance chain_sum.")
-    config: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Options of the task, handed through.",
-        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    config: Options = Field(default_factory=dict, description="Options of the task, handed through.")
+    size: int = Field(
+        default=10_000, ge=1, le=10_000_000, description="Number of problems made; they repeat after that."
     )
-    size: int = Field(default=10_000, ge=1, le=10_000_000, description="Number of problems made; they repeat after that.")
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the problems.")
     held_out_percent: int = Field(
         default=10,
@@ -110,6 +153,7 @@ class ReasoningGym(Part):
     )
     answer_after: str | None = Field(
         default=None,
+        min_length=1,
         max_length=64,
         description="Text before the answer in a response; the verifier sees what follows its last occurrence. "
         "The whole response when absent.",
@@ -136,13 +180,17 @@ OWNED_ENGINE_FLAGS = (
 )  # fmt: skip
 """Engine flags that a job may not set: the operator sets them, or a switch is not safe with them (SGLang 0.5.23)."""
 
-_OWNED_FLAGS_MESSAGE = "engineArgs may not set " + ", ".join(OWNED_ENGINE_FLAGS) + ": remove that flag"
-_OWNED_FLAGS_RULE = (
-    "!has(self.engineArgs) || self.engineArgs.all(a, !(a.split('=')[0] in ["
-    + ", ".join(f"'{flag}'" for flag in OWNED_ENGINE_FLAGS)
-    + "]))"
+_OWNED_FLAGS_MESSAGE = (
+    "engineArgs may not set " + ", ".join(OWNED_ENGINE_FLAGS) + ", nor an abbreviation of one: remove that flag"
 )
-_CONCURRENCY_MESSAGE = "maxConcurrency must be at least 1 and at most (maxStaleness + 1) * batchSize: more can't be admitted"
+_OWNED_FLAGS_RULE = (
+    "!has(self.engineArgs) || self.engineArgs.all(a, !a.startsWith('--') || !["
+    + ", ".join(f"'{flag}'" for flag in OWNED_ENGINE_FLAGS)
+    + "].exists(flag, flag.startsWith(a.split('=')[0])))"
+)
+_CONCURRENCY_MESSAGE = (
+    "maxConcurrency must be at least 1 and at most (maxStaleness + 1) * batchSize: more can't be admitted"
+)
 _CONCURRENCY_RULE = "!has(self.maxConcurrency) || self.maxConcurrency <= (self.maxStaleness + 1) * self.batchSize"
 
 
@@ -165,11 +213,9 @@ class Rollout(Part):
         default_factory=list, max_length=64, description="Further flags of the SGLang server, one list item each word."
     )
     prompts: Prompts = Field(description="Source of prompts and rewards.")
-    max_prompt_tokens: int = Field(
-        default=1024, ge=1, le=10_000_000, description="Longer prompts are not used. Tokens."
-    )
+    max_prompt_tokens: int = Field(default=1024, ge=1, le=10_000_000, description="Longer prompts are not used.")
     max_response_tokens: int = Field(
-        default=1024, ge=1, le=10_000_000, description="Limit of a response over all its segments. Tokens."
+        default=1024, ge=1, le=10_000_000, description="Limit of a response over all its segments."
     )
     batch_size: int = Field(ge=1, le=65_536, description="Groups (prompts) in the batch of one training step.")
     group_size: int = Field(ge=2, le=1024, description="Samples of each prompt; advantages are relative to their mean.")
@@ -185,6 +231,7 @@ class Rollout(Part):
     )
     interruption: Interruption = Field(
         default=Interruption.RESUME,
+        strict=False,
         description="What happens to a sample that a switch interrupts: its tokens are kept and continued (Resume) "
         "or it starts over (Retry).",
     )
@@ -198,7 +245,8 @@ class Rollout(Part):
 
     @model_validator(mode="after")
     def _cross_field_rules(self) -> Self:
-        if any(arg.split("=")[0] in OWNED_ENGINE_FLAGS for arg in self.engine_args):
+        words = (arg.split("=")[0] for arg in self.engine_args if arg.startswith("--"))
+        if any(flag.startswith(word) for word in words for flag in OWNED_ENGINE_FLAGS):
             raise ValueError(_OWNED_FLAGS_MESSAGE)
         if self.max_concurrency is not None and self.max_concurrency > (self.max_staleness + 1) * self.batch_size:
             raise ValueError(_CONCURRENCY_MESSAGE)
@@ -211,7 +259,10 @@ class Evaluation(Part):
     every_steps: int = Field(default=10, ge=1, le=1_000_000, description="Steps between evaluations.")
     samples: int = Field(default=400, ge=1, le=1_000_000, description="Held-out prompts, one response each.")
     deadline_seconds: int = Field(
-        default=1800, ge=1, le=604_800, description="The switch waits for an evaluation at most this long, then goes on."
+        default=1800,
+        ge=1,
+        le=604_800,
+        description="The switch waits for an evaluation at most this long, then goes on.",
     )
 
 
@@ -224,11 +275,7 @@ class Trainer(Part):
         max_length=64,
         description="Command of each trainer rank, in the GPU container.",
     )
-    config: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Handed to the trainer as a file, as it stands.",
-        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
-    )
+    config: Options = Field(default_factory=dict, description="Handed to the trainer as a file, as it stands.")
 
 
 class Verify(StrEnum):
@@ -242,17 +289,23 @@ class WeightSync(Part):
     size_limit: Quantity = Field(
         default="8Gi", description="Of the memory-backed volume; twice the size of the weights. Counts as pod memory."
     )
-    verify: Verify = Field(default=Verify.PROBE, description="What must hold before a gate opens on new weights.")
+    verify: Verify = Field(
+        default=Verify.PROBE, strict=False, description="What must hold before a gate opens on new weights."
+    )
 
 
 class Switch(Part):
     """Deadlines of a switch. Past one, the engine is replaced or the trainers start again: never 'go on anyway'."""
 
-    settle_seconds: int = Field(default=30, ge=1, le=3600, description="From the closing of the gate to nothing in flight.")
+    settle_seconds: int = Field(
+        default=30, ge=1, le=3600, description="From the closing of the gate to nothing in flight."
+    )
     engine_call_seconds: int = Field(
         default=60, ge=1, le=3600, description="For each pause, flush, release, resume and weight update."
     )
-    engine_start_seconds: int = Field(default=900, ge=1, le=7200, description="From an engine's start to its first answer.")
+    engine_start_seconds: int = Field(
+        default=900, ge=1, le=7200, description="From an engine's start to its first answer."
+    )
     trainer_start_seconds: int = Field(
         default=900, ge=1, le=7200, description="From a trainer's start to the loaded checkpoint, all ranks joined."
     )
@@ -264,7 +317,9 @@ class Switch(Part):
 class Checkpoint(Part):
     """Checkpoints of the trainer, on a volume of the job."""
 
-    every_steps: int = Field(default=10, ge=1, le=1_000_000, description="Steps between checkpoints; also after the last.")
+    every_steps: int = Field(
+        default=10, ge=1, le=1_000_000, description="Steps between checkpoints; also after the last."
+    )
     keep: int = Field(default=2, ge=1, le=1000, description="Checkpoints kept.")
     volume: Volume = Field(default_factory=Volume, description="Claimed ReadWriteMany when replicas is above 1.")
 
@@ -295,8 +350,12 @@ class ColocatedRLJobSpec(Part):
         )
     )
 
-    steps: int = Field(ge=1, le=1_000_000, description="Training steps; the job is complete after the last. May change.")
-    replicas: int = Field(default=1, ge=1, le=1024, description="GPU pods, each with engine and trainer on its devices.")
+    steps: int = Field(
+        ge=1, le=1_000_000, description="Training steps; the job is complete after the last. May change."
+    )
+    replicas: int = Field(
+        default=1, ge=1, le=1024, description="GPU pods, each with engine and trainer on its devices."
+    )
     model: Model = Field(description="Starting weights.")
     gpus: Gpus = Field(default_factory=Gpus, description="Devices of each replica.")
     rollout: Rollout = Field(description="Generating samples.")
@@ -343,18 +402,24 @@ class ConditionStatus(StrEnum):
     UNKNOWN = "Unknown"
 
 
-class Condition(Part):
+class StatusPart(Part):
+    """Base of every part of the status. Written by the operator alone, also by a newer one: unknown fields pass."""
+
+    model_config = ConfigDict(strict=False, extra="ignore")
+
+
+class Condition(StatusPart):
     """As metav1.Condition."""
 
-    type: str = Field(max_length=64)
-    status: ConditionStatus
-    reason: str = Field(max_length=64)
-    message: str = Field(max_length=2048)
-    last_transition_time: datetime
-    observed_generation: int = Field(ge=0)
+    type: str = Field(max_length=64, description="CamelCase name, once in the list.")
+    status: ConditionStatus = Field(description="Whether it holds.")
+    reason: str = Field(max_length=64, description="CamelCase cause of the newest transition, for programs.")
+    message: str = Field(max_length=2048, description="The same for people.")
+    last_transition_time: datetime = Field(description="When status changed.")
+    observed_generation: int = Field(ge=0, description="Generation of the spec that it answers.")
 
 
-class RolloutStatus(Part):
+class RolloutStatus(StatusPart):
     """Progress of rollout, as the controller reported it last."""
 
     reward: float | None = Field(default=None, description="Mean reward of the newest sealed batch.")
@@ -363,7 +428,7 @@ class RolloutStatus(Part):
     samples: dict[str, int] = Field(default_factory=dict, max_length=16, description="Samples by state.")
 
 
-class EvaluationStatus(Part):
+class EvaluationStatus(StatusPart):
     """Newest evaluation."""
 
     step: int = Field(description="Step of the weights.")
@@ -372,16 +437,16 @@ class EvaluationStatus(Part):
     samples: int = Field(description="Answers.")
 
 
-class PodOutOfLine(Part):
+class PodOutOfLine(StatusPart):
     """A pod that does not stand where the others do, and why."""
 
-    name: str = Field(max_length=253)
-    rung: str = Field(max_length=32)
-    reason: str = Field(default="", max_length=64)
-    message: str = Field(default="", max_length=1024)
+    name: str = Field(max_length=253, description="Name of the pod.")
+    rung: str = Field(max_length=32, description="Where it stands.")
+    reason: str = Field(default="", max_length=64, description="CamelCase cause, for programs.")
+    message: str = Field(default="", max_length=1024, description="The same for people.")
 
 
-class ColocatedRLJobStatus(Part):
+class ColocatedRLJobStatus(StatusPart):
     """What the operator knows. Written by the operator alone."""
 
     observed_generation: int | None = Field(default=None, description="Generation of the spec that this answers.")
@@ -409,8 +474,17 @@ class ColocatedRLJobStatus(Part):
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,
+        description="Conditions, by type.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
+
+
+_JOB_NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
+_JOB_NAME_MESSAGE = (
+    f"metadata.name must be at most {JOB_NAME_MAX} of a-z, 0-9 and '-', begin with a letter and not end with '-': "
+    "names of pods are derived from it"
+)
+_JOB_NAME_RULE = f"size(self.metadata.name) <= {JOB_NAME_MAX} && self.metadata.name.matches('{_JOB_NAME_PATTERN}')"
 
 
 class Metadata(BaseModel):
@@ -418,11 +492,18 @@ class Metadata(BaseModel):
 
     model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, extra="allow")
 
-    name: str = Field(max_length=JOB_NAME_MAX, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")
+    name: str
     namespace: str | None = None
     uid: str | None = None
     generation: int | None = None
     resource_version: str | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _leaves_room_for_derived_names(cls, name: str) -> str:
+        if len(name) > JOB_NAME_MAX or not re.fullmatch(_JOB_NAME_PATTERN, name):
+            raise ValueError(_JOB_NAME_MESSAGE)
+        return name
 
 
 class ColocatedRLJob(BaseModel):
@@ -432,12 +513,7 @@ class ColocatedRLJob(BaseModel):
         alias_generator=to_camel,
         validate_by_name=True,
         extra="forbid",
-        json_schema_extra=rules(
-            (
-                f"size(self.metadata.name) <= {JOB_NAME_MAX}",
-                f"metadata.name must be at most {JOB_NAME_MAX} characters: names of pods are derived from it",
-            )
-        ),
+        json_schema_extra=rules((_JOB_NAME_RULE, _JOB_NAME_MESSAGE)),
     )
 
     api_version: Literal["rl.colocate.dev/v1alpha1"]

@@ -41,17 +41,17 @@ _COLUMNS = (
     ("Ready", ".status.ready", "string", 0, "Members that answer, of all."),
     ("Holder", ".status.gpuHolder", "string", 0, "Who computes on the GPUs."),
     ("Version", ".status.weightVersion", "string", 0, "Weights that all engines serve, STEP-LINEAGE."),
+    ("Age", ".metadata.creationTimestamp", "date", 0, "Since the job was made."),
     ("Rung", ".status.rung", "string", 1, "Rung of the slowest pod."),
     ("Reward", ".status.rollout.reward", "number", 1, "Mean reward of the newest batch."),
     ("Staleness", ".status.rollout.staleness", "number", 1, "Mean staleness of its tokens, in steps."),
     ("Last-Switch", ".status.lastSwitchSeconds", "number", 1, "Seconds of the last switch."),
-    ("Age", ".metadata.creationTimestamp", "date", 0, "Since the job was made."),
 )
 
-_KEPT = frozenset(
-    {"type", "description", "default", "enum", "format", "pattern", "minLength", "maxLength", "minimum", "maximum",
-     "minItems", "maxItems", "minProperties", "maxProperties", "required", "x-kubernetes-int-or-string",
-     "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-validations"}
+_KEPT = (  # in the order in which they are written
+    "type", "format", "x-kubernetes-int-or-string", "description", "default", "enum", "pattern", "minLength", "maxLength",
+    "minimum", "maximum", "minItems", "maxItems", "minProperties", "maxProperties", "x-kubernetes-list-type",
+    "x-kubernetes-list-map-keys", "x-kubernetes-validations", "required",
 )  # fmt: skip
 _TRANSLATED = frozenset({"title", "const", "properties", "additionalProperties", "items", "propertyNames"})
 _BOUND = {"string": "maxLength", "array": "maxItems", "integer": "maximum", "number": "maximum"}
@@ -131,16 +131,18 @@ def _translate(raw: Schema, definitions: dict[str, Schema], *, path: str) -> Sch
     if "$ref" in raw:
         reference = raw.pop("$ref").removeprefix("#/$defs/")
         raw = definitions[reference] | raw  # what stands beside a reference is about this use of it
-    if unknown := raw.keys() - _KEPT - _TRANSLATED:
-        raise UntranslatableSchema(f"{path or 'root'}: {', '.join(sorted(unknown))} has no place in a structural schema")
+    if unknown := raw.keys() - {*_KEPT} - _TRANSLATED:
+        raise UntranslatableSchema(
+            f"{path or 'root'}: {', '.join(sorted(unknown))} has no place in a structural schema"
+        )
 
-    schema: Schema = {key: value for key, value in raw.items() if key in _KEPT}
     if "const" in raw:
-        schema["enum"] = [raw["const"]]
-    if schema.get("x-kubernetes-int-or-string"):
-        del schema["type"]
-    if schema.get("type") == "integer":
-        schema["format"] = "int64"
+        raw["enum"] = [raw["const"]]
+    if raw.get("type") == "integer":
+        raw["format"] = "int64"
+    if raw.get("x-kubernetes-int-or-string"):
+        del raw["type"]
+    schema: Schema = {key: raw[key] for key in _KEPT if key in raw}
     if "properties" in raw:
         schema["properties"] = {
             name: _translate(field, definitions, path=f"{path}.{name}") for name, field in raw["properties"].items()
@@ -165,7 +167,10 @@ def _translate_map(raw: Schema, schema: Schema, definitions: dict[str, Schema], 
         raise UntranslatableSchema(f"{path}: a map needs max_length")
     if "maxLength" in (keys := raw.get("propertyNames", {})):  # the server has no schema for keys
         limit = keys["maxLength"]
-        rule = {"rule": f"self.all(key, size(key) <= {limit})", "message": f"keys should have at most {limit} characters"}
+        rule = {
+            "rule": f"self.all(key, size(key) <= {limit})",
+            "message": f"keys should have at most {limit} characters",
+        }
         schema.setdefault("x-kubernetes-validations", []).append(rule)
 
 
@@ -200,7 +205,7 @@ def _fact(field: Schema, *, path: str, required: bool) -> Fact:
     elif default is None or default in ({}, []):
         said = ""
     else:
-        said = default if isinstance(default, str) else json.dumps(default)
+        said = json.dumps(default)
     return Fact(path, _type_of(field), unit, said, _bounds_of(field), field["description"])
 
 
@@ -336,8 +341,15 @@ def reference_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+class _Dumper(yaml.SafeDumper):
+    """Without anchors: no CRD has them."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
 def _yaml(document: Schema) -> str:
-    return yaml.safe_dump(document, sort_keys=False, width=120, allow_unicode=True)
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
 def documents() -> dict[Path, str]:
