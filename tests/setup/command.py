@@ -1,0 +1,96 @@
+"""The set-up's command line: what to make, and what to run as soon as which part of it is there."""
+
+import argparse
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from setup import environments, localcluster, lock, preflight, toolchain
+from setup.layout import CHECKOUT, Layout
+from setup.session import Session, SetupError
+from setup.tasks import Board
+
+EVERYTHING = (environments.DEV, localcluster.BINARY, localcluster.IMAGE_LIST)
+FAILED, BAD_MACHINE, STOPPED = 1, 2, 130
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="setup", description=__doc__)
+    parser.add_argument("--only", choices=EVERYTHING, action="append", help="make this part and what it needs, no other")
+    parser.add_argument(
+        "--then", nargs=2, action="append", default=[], metavar=("PART", "TARGET"), help="when PART is there, make TARGET"
+    )
+    parser.add_argument("--lock", action="store_true", help="resolve all requirement files anew, and nothing else")
+    options = parser.parse_args(words)
+
+    lacking = preflight.problems(preflight.inspect(CHECKOUT))
+    if lacking:
+        sys.stderr.write("".join(f"{line}\n" for line in lacking))
+        return BAD_MACHINE
+    signal.signal(signal.SIGTERM, _interrupt)
+    session = Session(CHECKOUT.logs)
+    try:
+        return _run(session, options)
+    except SetupError as error:
+        session.say(f"failed: {error}")
+        return FAILED
+    except KeyboardInterrupt:
+        session.say("stopped; what is finished is kept, the same command goes on from there")
+        return STOPPED
+    finally:
+        session.stop()
+
+
+def _run(session: Session, options: argparse.Namespace) -> int:
+    held = _one_at_a_time(CHECKOUT, session)
+    board = Board(
+        [
+            toolchain.task(CHECKOUT),
+            *environments.tasks(CHECKOUT),
+            localcluster.binary_task(CHECKOUT),
+            localcluster.images_task(CHECKOUT),
+        ],
+        session,
+    )
+    if options.lock:
+        board.finish([toolchain.TOOLS])
+        lock.resolve(CHECKOUT, session)
+        return 0
+    parts: Sequence[str] = options.only or EVERYTHING
+    board.begin(parts)
+    for part, target in options.then:
+        board.finish([part] if part in EVERYTHING else parts)
+        if board.is_finished(parts):
+            os.close(held)
+        code = _make(session, target)
+        if code != 0:
+            return code
+    board.finish(parts)
+    return 0
+
+
+def _make(session: Session, target: str) -> int:
+    began = time.monotonic()
+    code = session.show([os.environ.get("MAKE", "make"), "--no-print-directory", target], cwd=CHECKOUT.root)
+    session.say(f"make {target}: {'passed' if code == 0 else 'failed'} after {time.monotonic() - began:.0f} s")
+    return code
+
+
+def _one_at_a_time(layout: Layout, session: Session) -> int:
+    """Wait until no other set-up works on this checkout; the descriptor that holds the others off."""
+    layout.build.mkdir(exist_ok=True)
+    descriptor = os.open(layout.build / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        session.say("another set-up of this checkout is under way: waiting for it")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,48 @@
+"""Where things lie in the checkout and in `.build/`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Layout:
+    root: Path
+
+    @property
+    def build(self) -> Path:
+        return self.root / ".build"
+
+    @property
+    def tools(self) -> Path:
+        """A virtual environment with uv and, where the machine has no Go, with Go."""
+        return self.build / "tools"
+
+    @property
+    def uv(self) -> Path:
+        return self.tools / "bin" / "uv"
+
+    @property
+    def localcluster(self) -> Path:
+        return self.build / "bin" / "localcluster"
+
+    @property
+    def images(self) -> Path:
+        """What the local cluster runs for each image name."""
+        return self.build / "images.yaml"
+
+    @property
+    def wheels(self) -> Path:
+        return self.build / "wheels"
+
+    @property
+    def logs(self) -> Path:
+        return self.build / "log"
+
+    def environment(self, name: str) -> Path:
+        return self.build / "env" / name
+
+    def python(self, name: str) -> Path:
+        return self.environment(name) / "bin" / "python"
+
+
+CHECKOUT = Layout(Path(__file__).resolve().parents[2])

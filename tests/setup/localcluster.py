@@ -1,0 +1,100 @@
+"""The local cluster's one binary, and the list of images it knows."""
+
+import json
+import sys
+from pathlib import Path
+
+from setup.digest import digest, forget, is_made_from, remember, sources
+from setup.environments import IMAGES
+from setup.layout import Layout
+from setup.session import Session
+from setup.tasks import Task
+from setup.toolchain import TOOLS, environment_of_go
+
+BINARY = "cluster"
+IMAGE_LIST = "images"
+
+# of the machine's root, what no container sees
+HIDDEN = ("/tmp", "/var/tmp", "/home", "/root")
+
+# what only the CPU build of the GPU image sets
+ENGINE_ON_CPU = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def binary_task(layout: Layout) -> Task:
+    folder = layout.root / "tests/localcluster"
+
+    def inputs() -> str:
+        return digest(files=sources(folder))
+
+    def make(session: Session) -> None:
+        made_from = inputs()
+        layout.localcluster.parent.mkdir(parents=True, exist_ok=True)
+        forget(layout.localcluster)
+        part = layout.localcluster.with_suffix(".part")  # a running cluster keeps the old file
+        session.run(BINARY, ["bash", folder / "build.sh", part], cwd=folder, env=environment_of_go(layout))
+        part.rename(layout.localcluster)
+        remember(layout.localcluster, made_from)
+
+    return Task(
+        name=BINARY,
+        doing="building the Kubernetes control plane, node and Helm from source",
+        needs=(TOOLS,),
+        is_made=lambda: is_made_from(layout.localcluster, inputs()),
+        make=make,
+        expected_s=300,
+    )
+
+
+def images_task(layout: Layout) -> Task:
+    text = json.dumps({"images": image_list(layout)}, indent=2) + "\n"
+
+    def make(_: Session) -> None:
+        part = layout.images.with_suffix(".part")
+        part.write_text(text)
+        part.rename(layout.images)
+
+    return Task(
+        name=IMAGE_LIST,
+        doing="listing the images",
+        needs=tuple(environment.name for environment in IMAGES),
+        is_made=lambda: layout.images.exists() and layout.images.read_text() == text,
+        make=make,
+    )
+
+
+def image_list(layout: Layout) -> dict[str, dict[str, object]]:
+    """For each image name the environment its containers see, on this machine's root, read-only, and what they start."""
+    return {
+        f"colocated-rl/{environment.name}:dev": {
+            "root": "/",
+            "hide": sorted({*HIDDEN, str(layout.root), str(Path.home())} - {"/"}),
+            "binds": [f"{path}:{path}:ro" for path in _visible(layout.environment(environment.name))],
+            "env": {
+                "PATH": f"{layout.environment(environment.name)}/bin:/usr/local/bin:/usr/bin:/bin",
+                "LANG": "C.UTF-8",
+                "PYTHONUNBUFFERED": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                **(ENGINE_ON_CPU if environment.name == "gpu" else {}),
+            },
+            "entrypoint": _entrypoint(layout, environment.name),
+            "workingDir": "/",
+            "user": "65532:65532",
+        }
+        for environment in IMAGES
+    }
+
+
+def _entrypoint(layout: Layout, name: str) -> list[str]:
+    python = str(layout.python(name))
+    return [python] if name == "gpu" else [python, "-m", f"colocated_rl_{name}"]
+
+
+def _visible(environment: Path) -> list[Path]:
+    """The environment, and the Python it was made from where that isn't the system's."""
+    base = Path(sys.base_prefix)
+    return [environment] if base == Path("/usr") else [environment, base]

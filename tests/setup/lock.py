@@ -1,0 +1,43 @@
+"""Pins what every environment holds: `make lock`.
+
+One resolution of everything together, into `tests/requirements.txt`; each part's file is a selection from it, so that no
+library has two versions in the project. Pins that still satisfy what is asked stay: to move one, remove its line first.
+No file names an index: whoever installs decides where packages come from.
+"""
+
+from collections.abc import Sequence
+
+from setup.layout import Layout
+from setup.session import Session
+from setup.toolchain import clean_environment
+
+PYTHON = "3.11"  # the oldest supported
+ALL = "tests/requirements.txt"
+ASKED = ("tests/requirements.in", "workloads/gpu/requirements.in")
+PARTS = ("operator", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
+SELECTIONS = {
+    "operator/requirements.txt": ("operator/pyproject.toml",),
+    "workloads/agent/requirements.txt": ("workloads/agent/pyproject.toml",),
+    "workloads/rollout/requirements.txt": ("workloads/rollout/pyproject.toml",),
+    "workloads/gpu/requirements.txt": ("workloads/gpu/requirements.in", "workloads/trainer/pyproject.toml"),
+}
+
+
+def resolve(layout: Layout, session: Session) -> None:
+    session.say("resolving all requirement files, about 15 s")
+    _compile(layout, session, [*ASKED, *(f"{part}/pyproject.toml" for part in PARTS)], into=ALL)
+    for into, asked in SELECTIONS.items():
+        _compile(layout, session, [*asked, "--constraints", ALL], into=into)
+
+
+def _compile(layout: Layout, session: Session, words: Sequence[str], *, into: str) -> None:
+    session.run(
+        "lock",
+        [
+            *(layout.uv, "pip", "compile", "--quiet", "--universal", "--python-version", PYTHON, "--all-extras"),
+            *("--no-header", "--no-annotate", "--no-emit-package=colocated-rl", "--no-emit-package=colocated-rl-member"),
+            *(*words, "--output-file", into),
+        ],
+        cwd=layout.root,
+        env=clean_environment(),
+    )

@@ -1,0 +1,100 @@
+"""Names what this machine lacks, one line each with what to do about it, before anything is downloaded."""
+
+import ctypes
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from setup.layout import Layout
+
+GIB = 1 << 30
+
+# measured from an empty checkout with empty caches, and rounded up
+DISK_EMPTY_GIB = 20
+DISK_BUILT_GIB = 3  # with environments and binaries in place: models, cluster state, logs
+MEMORY_GIB = 12
+
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the checks ask about."""
+
+    system: str
+    architecture: str
+    missing_programs: tuple[str, ...]
+    has_venv: bool  # `python3 -m venv` can make environments, or there is a uv that can
+    namespaces: str | None  # why namespaces are refused; None: they work
+    disk_free_gib: float
+    disk_needed_gib: float
+    disk_path: str
+    memory_gib: float  # what can be had without swapping
+
+
+def problems(machine: Machine) -> list[str]:
+    """One line for each thing that is missing, with the fix."""
+    found = []
+    if machine.system != "Linux":
+        found.append(f"system: {machine.system}, but the local cluster needs Linux namespaces: use a Linux machine")
+        return found
+    if machine.architecture != "x86_64":
+        found.append(f"architecture: {machine.architecture}, but the pinned engine is for x86_64: use such a machine")
+    for program in machine.missing_programs:
+        found.append(f"{program}: not on PATH: install it, for example with `apt-get install {program}`")
+    if not machine.has_venv:
+        found.append("python3: has no ensurepip: install it, for example with `apt-get install python3-venv`")
+    if machine.namespaces is not None:
+        found.append(
+            f"namespaces: refused ({machine.namespaces}): run as root, or allow them to ordinary users with "
+            "`sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0`"
+        )
+    if machine.disk_free_gib < machine.disk_needed_gib:
+        found.append(
+            f"disk: {machine.disk_free_gib:.0f} GiB free at {machine.disk_path}, {machine.disk_needed_gib:.0f} GiB "
+            "needed: free some, or move the checkout and UV_CACHE_DIR to a larger disk"
+        )
+    if machine.memory_gib < MEMORY_GIB:
+        found.append(
+            f"memory: {machine.memory_gib:.0f} GiB available, {MEMORY_GIB} GiB needed: end other programs, or use a "
+            "larger machine"
+        )
+    return found
+
+
+def inspect(layout: Layout) -> Machine:
+    """Look at this machine. Changes nothing."""
+    built = layout.localcluster.exists() and layout.python("gpu").exists()
+    on_linux = platform.system() == "Linux"
+    return Machine(
+        system=platform.system(),
+        architecture=platform.machine(),
+        missing_programs=tuple(name for name in ("git", "make") if shutil.which(name) is None),
+        has_venv=importlib.util.find_spec("ensurepip") is not None or shutil.which("uv") is not None,
+        namespaces=_try_namespaces() if on_linux else None,
+        disk_free_gib=shutil.disk_usage(layout.root).free / GIB,
+        disk_needed_gib=DISK_BUILT_GIB if built else DISK_EMPTY_GIB,
+        disk_path=str(layout.root),
+        memory_gib=_available_memory_bytes() / GIB if on_linux else 0,
+    )
+
+
+def _try_namespaces() -> str | None:
+    """Enter the namespaces that the local cluster needs, in a process that ends at once; None or the kernel's answer."""
+    wanted = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | (0 if os.geteuid() == 0 else CLONE_NEWUSER)
+    libc = ctypes.CDLL(None, use_errno=True)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if libc.unshare(wanted) == 0 else ctypes.get_errno() & 0xFF)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return None if code == 0 else os.strerror(code) if code > 0 else f"signal {-code}"
+
+
+def _available_memory_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no line MemAvailable: is /proc mounted?")

