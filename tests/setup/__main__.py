@@ -3,7 +3,7 @@
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036 - before anything that an older Python can't read
-    sys.exit("python3: this is Python %d.%d, 3.11 or newer needed: `make PYTHON=python3.11 ...`" % sys.version_info[:2])
+    sys.exit("python3: %d.%d, but 3.11 or newer is needed: `make PYTHON=python3.11 ...`" % sys.version_info[:2])  # noqa: UP031
 
 from setup.command import main
 

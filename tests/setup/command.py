@@ -20,9 +20,16 @@ FAILED, BAD_MACHINE, STOPPED = 1, 2, 130
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="setup", description=__doc__)
-    parser.add_argument("--only", choices=EVERYTHING, action="append", help="make this part and what it needs, no other")
     parser.add_argument(
-        "--then", nargs=2, action="append", default=[], metavar=("PART", "TARGET"), help="when PART is there, make TARGET"
+        "--only", choices=EVERYTHING, action="append", help="make this part and what it needs, no other"
+    )
+    parser.add_argument(
+        "--then",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("PART", "TARGET"),
+        help="when PART is there, make TARGET",
     )
     parser.add_argument("--lock", action="store_true", help="resolve all requirement files anew, and nothing else")
     options = parser.parse_args(words)

@@ -1,7 +1,7 @@
 """Decides whether something made earlier was made from the same inputs.
 
-A thing and the digest of its inputs are kept side by side: the digest is written last, so that a thing without one, cut off
-half-way, is made again.
+A thing and the digest of its inputs are kept side by side: the digest is written last, so that a thing without one,
+cut off half-way, is made again.
 """
 
 import hashlib

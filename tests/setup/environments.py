@@ -1,7 +1,7 @@
 """The virtual environments in `.build/env`: one for each image of the product, and one for checks and tests.
 
-An image's environment holds real wheels of our packages, so that what a test starts is what a user installs. The developers'
-environment has the same packages editable, and everything that any of them needs.
+An image's environment holds real wheels of our packages, so that what a test starts is what a user installs. The
+developers' environment has the same packages editable, and everything that any of them needs.
 """
 
 import functools

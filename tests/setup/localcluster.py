@@ -68,7 +68,7 @@ def images_task(layout: Layout) -> Task:
 
 
 def image_list(layout: Layout) -> dict[str, dict[str, object]]:
-    """For each image name the environment its containers see, on this machine's root, read-only, and what they start."""
+    """By image name: which environment its containers see, read-only on this machine's root, and what they start."""
     return {
         f"colocated-rl/{environment.name}:dev": {
             "root": "/",

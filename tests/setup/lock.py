@@ -1,7 +1,7 @@
 """Pins what every environment holds: `make lock`.
 
-One resolution of everything together, into `tests/requirements.txt`; each part's file is a selection from it, so that no
-library has two versions in the project. Pins that still satisfy what is asked stay: to move one, remove its line first.
+One resolution of everything together, into `tests/requirements.txt`; each part's file is a selection from it, so that
+no library has two versions in the project. Pins that satisfy what is asked stay: to move one, remove its line first.
 No file names an index: whoever installs decides where packages come from.
 """
 
@@ -35,7 +35,12 @@ def _compile(layout: Layout, session: Session, words: Sequence[str], *, into: st
         "lock",
         [
             *(layout.uv, "pip", "compile", "--quiet", "--universal", "--python-version", PYTHON, "--all-extras"),
-            *("--no-header", "--no-annotate", "--no-emit-package=colocated-rl", "--no-emit-package=colocated-rl-member"),
+            *(
+                "--no-header",
+                "--no-annotate",
+                "--no-emit-package=colocated-rl",
+                "--no-emit-package=colocated-rl-member",
+            ),
             *(*words, "--output-file", into),
         ],
         cwd=layout.root,

@@ -43,10 +43,9 @@ def problems(machine: Machine) -> list[str]:
         return found
     if machine.architecture != "x86_64":
         found.append(f"architecture: {machine.architecture}, but the pinned engine is for x86_64: use such a machine")
-    for program in machine.missing_programs:
-        found.append(f"{program}: not on PATH: install it, for example with `apt-get install {program}`")
+    found += [f"{name}: not on PATH: install it, e.g. `apt-get install {name}`" for name in machine.missing_programs]
     if not machine.has_venv:
-        found.append("python3: has no ensurepip: install it, for example with `apt-get install python3-venv`")
+        found.append("python3: has no ensurepip: install it, e.g. `apt-get install python3-venv`")
     if machine.namespaces is not None:
         found.append(
             f"namespaces: refused ({machine.namespaces}): run as root, or allow them to ordinary users with "
@@ -83,7 +82,7 @@ def inspect(layout: Layout) -> Machine:
 
 
 def _try_namespaces() -> str | None:
-    """Enter the namespaces that the local cluster needs, in a process that ends at once; None or the kernel's answer."""
+    """Enter the namespaces that the local cluster needs, in a process that ends at once; None, or what refuses."""
     wanted = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | (0 if os.geteuid() == 0 else CLONE_NEWUSER)
     libc = ctypes.CDLL(None, use_errno=True)
     child = os.fork()

@@ -1,4 +1,4 @@
-"""The parts of the set-up as tasks: each begins as soon as what it needs is there, and says what it does and for how long.
+"""The parts of the set-up as tasks: each begins when what it needs is there, and says what it does and for how long.
 
 A task that finds its work done says nothing.
 """

@@ -49,7 +49,9 @@ def environment_of_go(layout: Layout) -> dict[str, str]:
 
 def clean_environment() -> dict[str, str]:
     """Ours, without what would point uv or pip at another interpreter or another environment."""
-    return {name: value for name, value in os.environ.items() if name not in {"VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME"}}
+    return {
+        name: value for name, value in os.environ.items() if name not in {"VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME"}
+    }
 
 
 def _wanted() -> list[str]:
@@ -68,6 +70,13 @@ def go_version() -> tuple[int, int]:
     """Of the `go` on PATH; (0, 0) if there is none."""
     if shutil.which("go") is None:
         return (0, 0)
-    answer = subprocess.run(["go", "env", "GOVERSION"], capture_output=True, text=True, timeout=30, check=False, env={**os.environ, "GOTOOLCHAIN": "local"})
+    answer = subprocess.run(
+        ["go", "env", "GOVERSION"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, "GOTOOLCHAIN": "local"},
+    )
     match = re.match(r"go(\d+)\.(\d+)", answer.stdout)
     return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -1,8 +1,8 @@
 """Stands in for the package of SGLang's CUDA kernels on a machine without a GPU.
 
-SGLang imports names from `sgl_kernel` and its submodules when it starts, whatever the device. Here every name and every
-submodule can be imported, and every kernel raises when it is called: nothing is computed in a kernel's place. What a run
-on a CPU computes, it computes with torch's own operators (`--attention-backend torch_native`).
+SGLang imports names from `sgl_kernel` and its submodules when it starts, whatever the device. Here every name and
+every submodule can be imported, and every kernel raises when it is called: nothing is computed in a kernel's place.
+What a run on a CPU computes, it computes with torch's own operators (`--attention-backend torch_native`).
 """
 
 import importlib.abc

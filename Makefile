@@ -1,0 +1,138 @@
+# The only entry to every task; `make help` explains each. Nothing but Python >= 3.11, make and git is needed to begin.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+PYTHON ?= python3# of the machine, and for all environments: `make PYTHON=python3.12 test`
+ifeq ($(shell command -v $(PYTHON)),)
+$(error $(PYTHON) is not on PATH: install Python 3.11 or newer, or name one with `make PYTHON=...`)
+endif
+override PYTHON := $(shell command -v $(PYTHON))
+export PYTHON
+SETUP = cd tests && exec $(PYTHON) -m setup
+DEV := $(CURDIR)/.build/env/dev/bin
+LOCALCLUSTER = $(CURDIR)/.build/bin/localcluster
+CLUSTER_DIR := $(CURDIR)/.build/localcluster
+
+PACKAGES := $(filter-out %.egg-info,$(wildcard operator/colocated_rl_* workloads/*/colocated_rl_*))
+SCRIPTS = $(shell git ls-files '*.sh' .ci/run)
+
+export PATH := $(DEV):$(CURDIR)/.build/tools/bin:$(PATH)
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH VIRTUAL_ENV# imports get faster with each run; nothing of the caller's shell
+ifneq ($(origin KUBECONFIG),command line)
+unexport KUBECONFIG# tests touch a cluster of yours only when it is named
+endif
+
+.PHONY: help
+help: ## this text
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# --- the two commands, each from a bare machine
+
+.PHONY: demo
+demo: setup ## a ColocatedRLJob on a local Kubernetes cluster: real API server, real engines, real training steps
+	@$(DEV)/python -m examples.arithmetic.demo
+
+.PHONY: test
+test: ## everything below in one go: checks and fast tests first, while the rest is still being made
+	@$(SETUP) --then dev fast-layer --then all contract-layer --then all e2e-layer
+
+# --- parts of them
+
+.PHONY: setup
+setup: ## environments, the local cluster's binary and its list of images, in .build
+	@$(SETUP)
+
+.PHONY: setup-dev
+setup-dev:
+	@$(SETUP) --only dev
+
+.PHONY: test-fast
+test-fast: ## lint, types, unit and property tests: no cluster, no engine
+	@$(SETUP) --only dev --then dev fast-layer
+
+.PHONY: test-contract
+test-contract: ## against the real engine, the real API server, real processes
+	@$(SETUP) --then all contract-layer
+
+.PHONY: e2e
+e2e: ## whole jobs on the local cluster; on any other with `make e2e KUBECONFIG=...`
+	@$(SETUP) --then all e2e-layer
+
+.PHONY: lint
+lint: ## form, likely bugs, who imports whom, shell scripts, Go
+	@$(SETUP) --only dev --only cluster --then all lint-layer --then all vet-layer
+
+.PHONY: types
+types: ## mypy --strict over everything, tests too
+	@$(SETUP) --only dev --then dev types-layer
+
+.PHONY: format
+format: setup-dev ## write the form that lint asks for
+	@ruff format --config tests/pyproject.toml .
+	@ruff check --config tests/pyproject.toml --fix --quiet .
+
+.PHONY: generate
+generate: setup-dev ## the CRD, the chart's copy of it and the reference tables, from the models
+	@python -m colocated_rl_operator.crd
+
+.PHONY: verify
+verify: generate ## generate, no difference, and all of test: what has to hold before a commit lands
+	@git diff --exit-code -- crds charts docs || { echo "generated files differ: commit them"; exit 1; }
+	@$(MAKE) test
+
+.PHONY: bench
+bench: setup ## figures: time of each rung, what operator and agents add, memory of each process
+	@python -m bench
+
+.PHONY: lock
+lock: ## resolve the pinned requirement files anew
+	@$(SETUP) --lock
+
+# --- the local cluster by hand
+
+.PHONY: cluster-up
+cluster-up: setup ## start a local cluster and leave it running
+	@$(LOCALCLUSTER) up --detach --dir $(CLUSTER_DIR) --images .build/images.yaml
+
+.PHONY: cluster-status
+cluster-status: ## what it runs, and how to reach it
+	@$(LOCALCLUSTER) status --dir $(CLUSTER_DIR)
+
+.PHONY: cluster-down
+cluster-down: ## end it: no process, mount, port or kernel setting stays
+	@[ ! -x $(LOCALCLUSTER) ] || $(LOCALCLUSTER) down --dir $(CLUSTER_DIR)
+
+.PHONY: clean
+clean: cluster-down ## remove all that was built; downloads stay in the caches of uv and Go
+	@rm -rf .build
+
+# --- the layers of `make test`, when what they need is there
+
+.PHONY: fast-layer
+fast-layer: lint-layer types-layer
+	@pytest tests/unit
+
+.PHONY: contract-layer
+contract-layer: vet-layer
+	@pytest tests/contract tests/integration
+
+.PHONY: e2e-layer
+e2e-layer:
+	@pytest tests/e2e
+
+.PHONY: lint-layer
+lint-layer:
+	@ruff format --config tests/pyproject.toml --check --quiet . || { echo "make format: writes this form"; exit 1; }
+	@ruff check --config tests/pyproject.toml --quiet .
+	@lint-imports --config tests/pyproject.toml --cache-dir .build/cache/imports --no-logo
+	@shellcheck $(SCRIPTS)
+
+.PHONY: vet-layer
+vet-layer: # needs the modules that the cluster's build has fetched
+	@cd tests/localcluster && go vet ./...
+
+.PHONY: types-layer
+types-layer:
+	@mypy --config-file tests/pyproject.toml $(PACKAGES) tests examples
