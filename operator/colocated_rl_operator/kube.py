@@ -21,7 +21,6 @@ Answers are translated into `errors`; nobody above sees HTTP. Every call has a d
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from types import TracebackType
@@ -176,7 +175,7 @@ class Kube:
                 content = await answer.content.read(MAX_ANSWER_BYTES + 1)
                 while len(content) <= MAX_ANSWER_BYTES and not answer.content.at_eof():
                     content += await answer.content.read(MAX_ANSWER_BYTES + 1 - len(content))
-        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ApiUnreachable(f"{what}: no answer from the API server: {error!r}") from error
         finally:
             self._count(verb, resource, code)

@@ -1,0 +1,254 @@
+"""What one pass of the loop sees: the job, what was recorded of it, its pods and what their members say.
+
+A value, complete and timestamped: the plan needs nothing else, so it can be replayed from a file. `now` and every
+moment beside it are seconds of one monotonic clock. `Memory` is what the operator remembers between passes: losing it
+in a restart costs patience (deadlines start again), never safety.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from enum import StrEnum
+from functools import cached_property
+
+from colocated_rl_api import names
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.ladder import LADDER, Rung, WeightVersion, slowest, standing
+from colocated_rl_api.member_wire import PodFacts, RolloutFacts, TrainerFacts, Version
+from colocated_rl_operator.reasons import Cause
+
+ROLLOUT_SEAT = names.ROLE_ROLLOUT
+
+
+def gpu_seat(replica: int) -> str:
+    """A seat is a place that one pod of the job fills: `gpu-REPLICA` or `rollout`."""
+    return f"{names.ROLE_GPU}-{replica}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Identity and spec, as the API server has them."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    created: datetime
+    spec: ColocatedRLJobSpec
+
+    @property
+    def gpu_seats(self) -> tuple[str, ...]:
+        return tuple(gpu_seat(replica) for replica in range(self.spec.replicas))
+
+    @property
+    def ranks_per_pod(self) -> int:
+        """Trainer ranks in each GPU pod: one per device, one without devices."""
+        return max(1, self.spec.gpus.count)
+
+
+@dataclass(frozen=True)
+class Climb:
+    """The decision that an epoch stands for. In status before a target of it is sent."""
+
+    epoch: int
+    step: int
+    lineage: int
+    group: str  # hash of the UIDs of the pods whose trainers form the lineage
+    cause: Cause
+    restarts: int = 0
+
+    @property
+    def version(self) -> WeightVersion:
+        return WeightVersion(self.step, self.lineage)
+
+
+class PodPhase(StrEnum):
+    """As core/v1."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    UNKNOWN = "Unknown"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One pod of the job and what its member says. `facts` only while connected, with the pod's UID confirmed."""
+
+    seat: str
+    attempt: int
+    name: str
+    uid: str
+    phase: PodPhase
+    created_at: float
+    address: str | None = None
+    ends_at: float | None = None  # when the grace of its deletion is over; None: not being deleted
+    trouble: str | None = None  # why its containers don't run, in kubelet's words
+    silent_since: float | None = None  # running, and not connected since
+    highest_epoch: int = 0  # that it ever accepted, as it says
+    facts: PodFacts | RolloutFacts | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Not ended and not being deleted."""
+        return self.ends_at is None and self.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+    @property
+    def pod_facts(self) -> PodFacts | None:
+        return self.facts if isinstance(self.facts, PodFacts) else None
+
+    @property
+    def rollout_facts(self) -> RolloutFacts | None:
+        return self.facts if isinstance(self.facts, RolloutFacts) else None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Moments that this process saw. `reached` holds when the slowest pod first stood at a rung, in this epoch."""
+
+    epoch: int = 0
+    raised: bool = False  # the epoch was raised by this process
+    epoch_at: float = 0.0
+    reached: dict[Rung, float] = field(default_factory=dict)
+    progress: int = 0  # digest of what counts as progress
+    progress_at: float = 0.0
+    unready_since: float | None = None  # not all members answer since; None: they do
+    last_switch_s: float | None = None  # None: no whole switch seen yet
+    attempts: dict[str, int] = field(default_factory=dict)  # highest attempt seen, by seat
+
+
+@dataclass(frozen=True)
+class Observation:
+    now: float
+    job: Job
+    members: tuple[Member, ...]  # every pod of the job, former attempts too
+    climb: Climb | None = None  # as recorded in status
+    trained_step: int = 0  # newest step that every rank has finished, as recorded
+    served: Version | None = None  # newest version that every engine served at once, as recorded
+    is_over: bool = False  # completed or failed, and every pod told
+    memory: Memory = Memory()
+
+    @cached_property
+    def current(self) -> dict[str, Member]:
+        """The pod that fills each seat; a seat without a usable pod is absent."""
+        usable = sorted((member for member in self.members if member.is_usable), key=lambda member: member.attempt)
+        return {member.seat: member for member in usable}
+
+    @cached_property
+    def gpu_members(self) -> tuple[Member, ...]:
+        """Of the filled GPU seats, by replica."""
+        return tuple(self.current[seat] for seat in self.job.gpu_seats if seat in self.current)
+
+    @property
+    def rollout_member(self) -> Member | None:
+        return self.current.get(ROLLOUT_SEAT)
+
+    @property
+    def rollout_facts(self) -> RolloutFacts | None:
+        return self.rollout_member.rollout_facts if self.rollout_member else None
+
+    @cached_property
+    def all_answer(self) -> bool:
+        """Every seat is filled by a member that is connected and has reported."""
+        return len(self.gpu_members) == self.job.spec.replicas and (
+            self.rollout_facts is not None and all(member.pod_facts for member in self.gpu_members)
+        )
+
+    @cached_property
+    def group(self) -> str | None:
+        """Hash of the GPU pods' UIDs in the order of their seats; None while a seat is empty."""
+        if len(self.gpu_members) != self.job.spec.replicas:
+            return None
+        return hashlib.sha256(" ".join(member.uid for member in self.gpu_members).encode()).hexdigest()[:16]
+
+    @cached_property
+    def standings(self) -> dict[str, Rung]:
+        """By pod name, towards the climb's version. Facts from before this epoch don't count: they may be overtaken.
+
+        A pod that reported under an older target may still be moving; its answer under this epoch says where it is.
+        """
+        climb = self.climb
+        if climb is None:
+            return {member.name: Rung.UNKNOWN for member in self.gpu_members}
+        return {
+            member.name: standing(facts, climb.version) if facts and facts.epoch == climb.epoch else Rung.UNKNOWN
+            for member in self.gpu_members
+            for facts in (member.pod_facts,)
+        }
+
+    @cached_property
+    def slowest(self) -> Rung:
+        """Of the whole group: an empty seat is unknown."""
+        if len(self.gpu_members) != self.job.spec.replicas:
+            return Rung.UNKNOWN
+        return slowest(self.standings.values())
+
+    @property
+    def highest_epoch(self) -> int:
+        """Of the record and of every member."""
+        return max([self.climb.epoch if self.climb else 0, *(member.highest_epoch for member in self.members)])
+
+    @property
+    def saved_step(self) -> int:
+        """Newest durable checkpoint that a connected rank knows of."""
+        return max((rank.saved or 0 for rank in self._ranks()), default=0)
+
+    @property
+    def trainer_died(self) -> bool:
+        """A rank of the climb's lineage has ended, and not because an agent ended it for another one."""
+        return self.climb is not None and any(
+            not rank.is_alive and rank.lineage == self.climb.lineage and rank.exit_code is not None
+            for rank in self._ranks()
+        )
+
+    def _ranks(self) -> Iterator[TrainerFacts]:
+        for member in self.gpu_members:
+            if member.pod_facts:
+                yield from member.pod_facts.trainers
+
+
+def remember(seen: Observation) -> Observation:
+    """The observation with its memory brought up to its `now`."""
+    memory, now = seen.memory, seen.now
+    epoch = seen.climb.epoch if seen.climb else 0
+    if epoch != memory.epoch:
+        memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, progress_at=now)
+    progress = _progress(seen)
+    if progress != memory.progress:
+        memory = replace(memory, progress=progress, progress_at=now)
+    stood = [rung for rung in LADDER if rung <= seen.slowest or rung in memory.reached]
+    reached = {rung: memory.reached.get(rung, now) for rung in stood}
+    is_switch = seen.climb is not None and seen.climb.cause is Cause.NEXT_STEP
+    if is_switch and Rung.SERVING in reached and Rung.SERVING not in memory.reached:
+        memory = replace(memory, last_switch_s=_switch_s(memory.epoch_at, reached))
+    attempts = dict(memory.attempts)
+    for member in seen.members:
+        attempts[member.seat] = max(member.attempt, attempts.get(member.seat, 0))
+    unready_since = None if seen.all_answer else (now if memory.unready_since is None else memory.unready_since)
+    return replace(seen, memory=replace(memory, reached=reached, attempts=attempts, unready_since=unready_since))
+
+
+def _switch_s(epoch_at: float, reached: dict[Rung, float]) -> float:
+    """From the raise of the epoch to every gate open, without the time in which the trainers had the GPUs."""
+    return (reached[Rung.RELEASED] - epoch_at) + (reached[Rung.SERVING] - reached[Rung.TRAINED])
+
+
+def _progress(seen: Observation) -> int:
+    """Changes whenever a pod came nearer, a trainer or an engine changed its state, or a checkpoint became durable."""
+    return hash(
+        tuple(
+            (
+                member.uid,
+                seen.standings[member.name],
+                tuple((engine.state, engine.incarnation, engine.tags, engine.paused) for engine in facts.engines),
+                tuple((rank.state, rank.incarnation, rank.step, rank.exported, rank.saved) for rank in facts.trainers),
+            )
+            for member in seen.gpu_members
+            for facts in (member.pod_facts,)
+            if facts is not None
+        )
+    )

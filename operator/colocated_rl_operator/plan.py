@@ -1,0 +1,308 @@
+"""Says where every member should stand. Pure: called after every change, keeps nothing.
+
+*The group may stand one barrier beyond its slowest member.* A member that has not reported under the present epoch, or
+does not answer, stands below all others: nothing new is granted until it is known again, and what was granted stays.
+
+A `Climb` is the one thing that is decided rather than derived: towards which step and lineage, in which epoch. It is
+raised for a reason (`Cause`) and recorded before a target carries it. Everything else follows from facts, so losing
+either side costs a reconnect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from colocated_rl_api import names
+from colocated_rl_api.job import Switch
+from colocated_rl_api.ladder import Rung, next_barrier
+from colocated_rl_api.member_wire import Endpoint, Goal, PodTarget, Rendezvous, RolloutTarget
+from colocated_rl_operator.actions import DeletePod, PodAction, Wait
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Member, Observation
+from colocated_rl_operator.reasons import Cause, Waiting
+from colocated_rl_operator.roster import muster
+
+MARGIN_S = 30.0  # beyond the members' own deadlines: they act first, and report
+STOP_DEADLINE_S = 60.0  # members that have not stopped by then lose their pod
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every member should stand, and which pods there should be."""
+
+    climb: Climb | None  # None: nothing decided yet
+    raises: bool = False  # `climb` is new: record it before any target is sent
+    standings: Mapping[str, Rung] = field(default_factory=dict)
+    targets: Mapping[str, PodTarget | RolloutTarget] = field(default_factory=dict)  # without one: keep what you have
+    pods: tuple[PodAction, ...] = ()
+    wait: Wait | None = None
+    message: str = ""  # of a raise: what happened, for people
+    is_over: bool = False  # every member has stopped: record the end
+    wake_at: float | None = None  # look again then, even if nothing changes
+
+
+def plan(seen: Observation) -> Plan:
+    """The whole decision, from one observation."""
+    if seen.is_over:
+        return Plan(climb=seen.climb, is_over=True)
+    decision = _decide(seen)
+    if decision is not None:
+        # facts count under the epoch they were reported in, so the new one starts with every pod unknown
+        return _follow(replace(seen, climb=decision.climb), raises=True, message=decision.message)
+    return _follow(seen, raises=False, message="")
+
+
+def _follow(seen: Observation, *, raises: bool, message: str) -> Plan:
+    """What follows from the climb as it is."""
+    if seen.climb is None or seen.climb.cause.goal is Goal.CLIMB:
+        found = _climb(seen)
+    else:
+        found = _stop(seen, since=seen.now if raises else seen.memory.epoch_at)
+    return replace(found, raises=raises, message=message)
+
+
+# ------------------------------------------------------------------------------------------------------- the decision
+@dataclass(frozen=True)
+class Decision:
+    climb: Climb
+    message: str
+
+
+def _decide(seen: Observation) -> Decision | None:
+    """A new climb, or None to go on with the present one."""
+    now = seen.climb
+    if now is not None and now.cause.goal is Goal.STOP:
+        return _raise(seen, now, now.cause, "the end is told again") if _is_contested(seen) else None
+    deadline_s, since = seen.job.spec.pods_ready_deadline_seconds, seen.memory.unready_since
+    if since is not None and seen.now >= since + deadline_s:
+        message = f"not every member answered within {deadline_s} s: {_absentees(seen)}"
+        return _raise(seen, now, Cause.PODS_NOT_READY, message)
+    if now is None:
+        return _first(seen) if seen.all_answer else None
+    if seen.all_answer:
+        if seen.group != now.group:
+            return _restart(seen, now, Cause.POD_REPLACED, "a GPU pod was replaced: the trainers start together again")
+        if seen.slowest is not Rung.UNKNOWN and (decision := _decide_for_whole_group(seen, now)):
+            return decision
+        if seen.slowest < Rung.SERVING and seen.now >= _deadline(seen):
+            where = f"{_laggards(seen)} stayed at {seen.slowest} for {seen.now - seen.memory.progress_at:.0f} s"
+            return _restart(seen, now, Cause.RUNG_DEADLINE, f"{where}: the trainers start again")
+    if _is_contested(seen):
+        return _raise(seen, now, Cause.TAKEOVER, "the operator looks at the job for the first time, or again")
+    return None
+
+
+def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | None:
+    """Every member reported under this epoch."""
+    spec, serving = seen.job.spec, seen.slowest is Rung.SERVING
+    if serving and now.step < spec.steps and _has_next_batch(seen, now) and _is_evaluated(seen, now):
+        following = replace(now, step=now.step + 1)
+        if seen.trainer_died:
+            return _restart(seen, following, Cause.TRAINER_DIED, "a trainer died while rollout ran: all start again")
+        return _raise(seen, following, Cause.NEXT_STEP, f"step {following.step}")
+    is_last = serving and now.step >= spec.steps
+    if is_last and seen.saved_step >= now.step and _is_evaluated(seen, now):
+        return _raise(seen, now, Cause.ALL_STEPS_DONE, f"all {spec.steps} steps are done")
+    if seen.trainer_died and (seen.slowest < Rung.UPDATED or (is_last and seen.saved_step < now.step)):
+        return _restart(seen, now, Cause.TRAINER_DIED, "a trainer died: all start again from the newest checkpoint")
+    if is_last and seen.saved_step < now.step and seen.now >= _deadline(seen):
+        message = "the last checkpoint is not durable in time: the trainers start again"
+        return _restart(seen, now, Cause.RUNG_DEADLINE, message)
+    return None
+
+
+def _raise(seen: Observation, now: Climb | None, cause: Cause, message: str) -> Decision:
+    now = now or Climb(epoch=0, step=0, lineage=0, group="", cause=cause)
+    return Decision(replace(now, epoch=seen.highest_epoch + 1, cause=cause), message)
+
+
+def _restart(seen: Observation, now: Climb, cause: Cause, message: str) -> Decision:
+    """The trainers start together again: a new lineage, or the end of the job's patience."""
+    limit = seen.job.spec.backoff_limit
+    if now.restarts >= limit:
+        return _raise(seen, seen.climb, Cause.BACKOFF_LIMIT, f"{message}, but backoffLimit {limit} is used up")
+    climb = replace(now, lineage=now.lineage + 1, group=seen.group or now.group, restarts=now.restarts + 1)
+    return _raise(seen, climb, cause, message)
+
+
+def _first(seen: Observation) -> Decision:
+    """A job without a record: new, or its status was lost. Then what members know is the record."""
+    ranks = [rank for member in seen.gpu_members if member.pod_facts for rank in member.pod_facts.trainers]
+    trained = seen.rollout_facts.trained_step if seen.rollout_facts else 0
+    climb = Climb(
+        epoch=0,
+        step=max([trained, *(rank.step or 0 for rank in ranks)]),
+        lineage=max((rank.lineage or 0 for rank in ranks), default=0) + 1,
+        group=seen.group or "",
+        cause=Cause.FIRST_START,
+    )
+    return _raise(seen, climb, Cause.FIRST_START, "every member answers: the trainers start")
+
+
+def _is_contested(seen: Observation) -> bool:
+    """This process has not raised the epoch, or somebody has gone beyond it."""
+    return seen.climb is not None and (not seen.memory.raised or seen.highest_epoch > seen.climb.epoch)
+
+
+def _has_next_batch(seen: Observation, now: Climb) -> bool:
+    facts = seen.rollout_facts
+    return facts is not None and facts.sealed is not None and facts.sealed.step == now.step + 1
+
+
+def _is_evaluated(seen: Observation, now: Climb) -> bool:
+    """No evaluation of this version is due, or it is done, or the switch has waited for it long enough."""
+    evaluation, facts = seen.job.spec.evaluation, seen.rollout_facts
+    if evaluation is None or not (now.step in (0, seen.job.spec.steps) or now.step % evaluation.every_steps == 0):
+        return True
+    if facts is not None and facts.evaluated is not None and facts.evaluated.step >= now.step:
+        return True
+    serving_since = seen.memory.reached.get(Rung.SERVING)
+    return serving_since is not None and seen.now >= serving_since + evaluation.deadline_seconds
+
+
+# ----------------------------------------------------------------------------------------------------------- deadlines
+def patience_s(barrier: Rung, switch: Switch) -> float:
+    """How long a group may stand still below a barrier: the members' own deadlines on the way, and a margin."""
+    call, step = switch.engine_call_seconds, switch.trainer_progress_seconds
+    match barrier:
+        case Rung.PAUSED:
+            return switch.settle_seconds + call + MARGIN_S
+        case Rung.DRAINED | Rung.RELEASED:
+            return 3 * call + MARGIN_S
+        case Rung.TRAINED:
+            return switch.trainer_start_seconds + step + MARGIN_S
+        case Rung.EXPORTED:
+            return 2 * step + MARGIN_S
+        case Rung.UPDATED:
+            return step + switch.engine_start_seconds + 2 * call + MARGIN_S
+        case Rung.SERVING:
+            return max(4 * call, step) + MARGIN_S  # step: the last checkpoint is saved while serving
+        case _:
+            return MARGIN_S
+
+
+def _deadline(seen: Observation) -> float:
+    return seen.memory.progress_at + patience_s(next_barrier(seen.slowest), seen.job.spec.switch)
+
+
+# ------------------------------------------------------------------------------------------------------------ climbing
+def _climb(seen: Observation) -> Plan:
+    pods, wake_at = muster(seen)
+    wakes = [wake_at] if wake_at is not None else []
+    if seen.memory.unready_since is not None:
+        wakes.append(seen.memory.unready_since + seen.job.spec.pods_ready_deadline_seconds)
+    elif seen.climb is not None:
+        wakes.append(_deadline(seen))
+    if seen.slowest is Rung.SERVING and seen.job.spec.evaluation and Rung.SERVING in seen.memory.reached:
+        wakes.append(seen.memory.reached[Rung.SERVING] + seen.job.spec.evaluation.deadline_seconds)
+    return Plan(
+        climb=seen.climb,
+        standings=seen.standings,
+        targets=_targets(seen),
+        pods=pods,
+        wait=None if seen.all_answer else Wait(Waiting.PODS, _absent(seen), _absentees(seen)),
+        wake_at=min((wake for wake in wakes if wake > seen.now), default=None),
+    )
+
+
+def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
+    targets: dict[str, PodTarget | RolloutTarget] = {}
+    climb, rollout, first = seen.climb, seen.rollout_member, seen.current.get(seen.job.gpu_seats[0])
+    if climb is None:
+        return targets
+    if rollout is not None and rollout.facts is not None:
+        targets[rollout.name] = _rollout_target(seen, climb)
+    if first is None or first.address is None or rollout is None or rollout.address is None:
+        return targets  # no meeting place for the trainers, or no batches: everybody keeps what he has
+    common = PodTarget(
+        epoch=climb.epoch,
+        goal=Goal.CLIMB,
+        step=climb.step,
+        lineage=climb.lineage,
+        rung=next_barrier(Rung.UNKNOWN),
+        rendezvous=Rendezvous(
+            address=first.address,
+            port=names.RENDEZVOUS_PORT + climb.lineage % names.RENDEZVOUS_PORTS,
+            world_size=seen.job.spec.replicas * seen.job.ranks_per_pod,
+        ),
+        batches=Endpoint(pod=rollout.name, address=rollout.address, port=names.DATA_PORT),
+    )
+    granted = common.model_copy(update={"rung": next_barrier(seen.slowest)})
+    for member in seen.gpu_members:
+        if member.pod_facts is None:
+            continue
+        if member.pod_facts.epoch != climb.epoch:
+            targets[member.name] = common  # first it says where it stands under this epoch
+        elif seen.slowest is not Rung.UNKNOWN:
+            targets[member.name] = granted
+    return targets
+
+
+def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
+    is_served = seen.slowest is Rung.SERVING or seen.served == climb.version
+    finished = climb.step if seen.slowest >= Rung.TRAINED else climb.step - 1
+    return RolloutTarget(
+        epoch=climb.epoch,
+        goal=Goal.CLIMB,
+        trained_step=max(finished, seen.trained_step, 0),
+        saved_step=seen.saved_step,
+        engines=tuple(
+            Endpoint(pod=member.name, address=member.address, port=names.DATA_PORT)
+            for member in seen.gpu_members
+            if member.address is not None
+        ),
+        evaluate=climb.step if is_served and not _is_evaluated(seen, climb) else None,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ stopping
+def _stop(seen: Observation, *, since: float) -> Plan:
+    """Everybody ends; pods stay for their logs. Who does not end in time loses its pod, so that no GPU stays taken."""
+    assert seen.climb is not None
+    running = [member for member in seen.current.values() if not (member.facts and member.facts.stopped)]
+    late = seen.now >= since + STOP_DEADLINE_S
+    return Plan(
+        climb=seen.climb,
+        standings=seen.standings,
+        targets={member.name: _stop_target(seen, seen.climb, member) for member in running if member.facts},
+        pods=tuple(
+            DeletePod(member.name, member.uid, None, f"pod {member.name} did not stop within {STOP_DEADLINE_S:.0f} s")
+            for member in running
+            if late
+        ),
+        wait=Wait(Waiting.STOPPING, tuple(member.name for member in running)) if running else None,
+        is_over=not running,
+        wake_at=None if late or not running else since + STOP_DEADLINE_S,
+    )
+
+
+def _stop_target(seen: Observation, climb: Climb, member: Member) -> PodTarget | RolloutTarget:
+    if member.seat == ROLLOUT_SEAT:
+        return _rollout_target(seen, climb).model_copy(update={"goal": Goal.STOP, "evaluate": None})
+    return PodTarget(
+        epoch=climb.epoch, goal=Goal.STOP, step=climb.step, lineage=climb.lineage, rung=next_barrier(Rung.UNKNOWN)
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- for messages
+def _absent(seen: Observation) -> tuple[str, ...]:
+    seats = (*seen.job.gpu_seats, ROLLOUT_SEAT)
+    return tuple(seat for seat in seats if seat not in seen.current or seen.current[seat].facts is None)
+
+
+def _absentees(seen: Observation) -> str:
+    return _listed([f"{seat} ({_why_absent(seen.current.get(seat))})" for seat in _absent(seen)])
+
+
+def _why_absent(member: Member | None) -> str:
+    if member is None:
+        return "no pod"
+    return member.trouble or f"pod {member.phase}, no connection"
+
+
+def _laggards(seen: Observation) -> str:
+    return _listed([name for name, rung in seen.standings.items() if rung is seen.slowest])
+
+
+def _listed(words: list[str]) -> str:
+    return ", ".join(words[:10]) + (f" and {len(words) - 10} more" if len(words) > 10 else "")

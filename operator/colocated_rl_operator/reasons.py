@@ -1,0 +1,67 @@
+"""Every reason that the operator gives, in conditions, events, status.cause and logs. Stable: people alert on them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from colocated_rl_api.member_wire import Goal
+
+
+class Cause(StrEnum):
+    """Why the epoch was raised; `status.cause`. The last ones end the job."""
+
+    FIRST_START = "FirstStart"
+    NEXT_STEP = "NextStep"
+    TAKEOVER = "OperatorRestarted"  # or another operator had the job meanwhile: same goal, new epoch
+    POD_REPLACED = "PodReplaced"
+    TRAINER_DIED = "TrainerDied"
+    RUNG_DEADLINE = "RungDeadlineExceeded"
+    ALL_STEPS_DONE = "AllStepsDone"
+    BACKOFF_LIMIT = "BackoffLimitExceeded"
+    PODS_NOT_READY = "PodsReadyDeadlineExceeded"
+
+    @property
+    def is_failure(self) -> bool:
+        """The job ends as failed."""
+        return self in (Cause.BACKOFF_LIMIT, Cause.PODS_NOT_READY)
+
+    @property
+    def is_recovery(self) -> bool:
+        """Trainers start again after a loss."""
+        return self in (Cause.POD_REPLACED, Cause.TRAINER_DIED, Cause.RUNG_DEADLINE)
+
+    @property
+    def goal(self) -> Goal:
+        return Goal.STOP if self is Cause.ALL_STEPS_DONE or self.is_failure else Goal.CLIMB
+
+
+class Waiting(StrEnum):
+    """What a plan holds for."""
+
+    PODS = "PodsNotReady"  # a pod is missing, starting or silent
+    ADDRESSES = "AddressesUnknown"
+    STOPPING = "MembersStopping"
+
+
+class ConditionType(StrEnum):
+    READY = "Ready"  # kstatus: the job does what its spec says, or has done it
+    RECONCILING = "Reconciling"  # kstatus: on the way there
+    STALLED = "Stalled"  # kstatus: a person must do something
+    PODS_READY = "PodsReady"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class Reason(StrEnum):
+    """Reasons of conditions, besides the causes above."""
+
+    SERVING = "Serving"  # every gate is open on the target's version
+    CLIMBING = "Climbing"
+    PODS_STARTING = "PodsStarting"
+    MEMBERS_ANSWER = "MembersAnswer"
+    STEPS_REMAIN = "StepsRemain"
+    COMPLETED = "Completed"
+    NOT_FAILED = "NotFailed"
+    NOT_STALLED = "NotStalled"
+    INVALID_SPEC = "InvalidSpec"
+    OBJECT_REFUSED = "ObjectRefused"  # the API server does not admit an object of the job

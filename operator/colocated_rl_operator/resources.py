@@ -1,0 +1,399 @@
+"""The Kubernetes objects of a job, as the API server is to have them. Pure: a job in, plain objects out.
+
+Every pod passes the restricted pod security profile: no root, no capabilities, a read-only root file system, volumes
+for all that is written. Agent and GPU container have different users and one group, so that the agent's journal and
+keys are out of reach of engine and trainer, and what both write they share.
+
+Names that a pod must fill only once (Secret, volume claims) contain the job's UID: what an earlier job of the same
+name left behind, or what somebody made in advance, is never taken for ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from colocated_rl_api import names
+from colocated_rl_api.job import Resources, Volume
+from colocated_rl_api.member_wire import JobFile
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Job
+
+Object = dict[str, Any]
+
+SHARED_USER = 65532  # rollout controller, runner, engine and trainer
+AGENT_USER = 65533
+GROUP = 65532
+GPU_GRACE_S = 60
+ROLLOUT_GRACE_S = 30
+
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+@dataclass(frozen=True)
+class PodImages:
+    """What containers run when the job does not say."""
+
+    agent: str
+    rollout: str
+    gpu: str
+    pull_policy: str
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+def pod_name(job: Job, seat: str, attempt: int) -> str:
+    return f"{job.name}-{seat}-{attempt}"
+
+
+def tls_secret_name(job: Job) -> str:
+    return f"{job.name}-tls-{job.uid}"
+
+
+def config_name(job: Job) -> str:
+    return f"{job.name}-job-{job.uid}"
+
+
+def claim_name(job: Job, volume: str) -> str:
+    """volume: `store` or `checkpoints`."""
+    return f"{job.name}-{volume}-{job.uid[:8]}"
+
+
+# ------------------------------------------------------------------------------------------------------------ metadata
+def _metadata(job: Job, name: str, labels: Mapping[str, str] | None = None, *, owned: bool = True) -> Object:
+    metadata: Object = {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": {
+            names.MANAGED_BY_LABEL: names.MANAGED_BY,
+            "app.kubernetes.io/name": names.SINGULAR,
+            "app.kubernetes.io/instance": job.name,
+            names.JOB_NAME_LABEL: job.name,
+            names.JOB_UID_LABEL: job.uid,
+            **(labels or {}),
+        },
+    }
+    if owned:
+        metadata["ownerReferences"] = [owner(job)]
+    return metadata
+
+
+def owner(job: Job) -> Object:
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "name": job.name,
+        "uid": job.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+# ------------------------------------------------------------------------------------------------- objects of the job
+def config(job: Job) -> Object:
+    """The job as its members read it, and the trainer's configuration as it was written."""
+    job_file = JobFile(name=job.name, namespace=job.namespace, uid=job.uid, created=job.created, spec=job.spec)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(job, config_name(job)),
+        "data": {
+            _file(names.JOB_FILE): job_file.model_dump_json(by_alias=True, exclude_none=True),
+            _file(names.TRAINER_CONFIG_FILE): json.dumps(job.spec.trainer.config, sort_keys=True),
+        },
+    }
+
+
+def claims(job: Job) -> list[Object]:
+    """Volumes of the store and of checkpoints. A retained one has no owner, so that deleting the job leaves it."""
+    return [
+        _claim(job, "store", job.spec.storage.volume, many_pods=False),
+        _claim(job, "checkpoints", job.spec.checkpoint.volume, many_pods=job.spec.replicas > 1),
+    ]
+
+
+def _claim(job: Job, name: str, volume: Volume, *, many_pods: bool) -> Object:
+    spec: Object = {
+        "accessModes": ["ReadWriteMany" if many_pods else "ReadWriteOnce"],
+        "resources": {"requests": {"storage": volume.size}},
+    }
+    if volume.storage_class_name is not None:
+        spec["storageClassName"] = volume.storage_class_name
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": _metadata(job, claim_name(job, name), owned=not volume.retain),
+        "spec": spec,
+    }
+
+
+def network_policy(job: Job, *, operator_namespace: str) -> Object:
+    """Who may reach the job's pods: the operator their control ports, pods of the job one another, anybody metrics."""
+    operator = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": names.MANAGED_BY}},
+    }
+    own = {"podSelector": {"matchLabels": {names.JOB_UID_LABEL: job.uid}}}
+    rendezvous = {
+        "protocol": "TCP",
+        "port": 1024,  # a process group listens on its port and on ports that the kernel picks
+        "endPort": 65535,
+    }
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(job, job.name),
+        "spec": {
+            "podSelector": {"matchLabels": {names.JOB_UID_LABEL: job.uid}},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [operator], "ports": [{"protocol": "TCP", "port": names.CONTROL_PORT}]},
+                {"from": [own], "ports": [rendezvous]},
+                {"ports": [{"protocol": "TCP", "port": names.METRICS_PORT}]},
+            ],
+        },
+    }
+
+
+def tls_secret(job: Job, files: Mapping[str, str]) -> Object:
+    """files: by the names of `names.TLS_DIR`. Created once, never changed, never read by the operator."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "immutable": True,
+        "metadata": _metadata(job, tls_secret_name(job)),
+        "stringData": dict(files),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------- pods
+def pod(job: Job, seat: str, attempt: int, images: PodImages) -> Object:
+    """The pod that fills a seat."""
+    if seat == ROLLOUT_SEAT:
+        labels, spec = {names.ROLE_LABEL: names.ROLE_ROLLOUT}, _rollout_spec(job, images)
+    else:
+        replica = seat.removeprefix(f"{names.ROLE_GPU}-")
+        labels = {names.ROLE_LABEL: names.ROLE_GPU, names.REPLICA_LABEL: replica}
+        spec = _gpu_spec(job, replica, images)
+    metadata = _metadata(job, pod_name(job, seat, attempt), {**labels, names.ATTEMPT_LABEL: str(attempt)})
+    metadata["annotations"] = {  # an eviction costs the whole group a climb: only where nothing else helps
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+        "karpenter.sh/do-not-disrupt": "true",
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _pod_spec(*, grace_s: int) -> Object:
+    return {
+        "restartPolicy": "OnFailure",
+        "terminationGracePeriodSeconds": grace_s,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": SHARED_USER,
+            "runAsGroup": GROUP,
+            "fsGroup": GROUP,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+
+
+def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
+    spec = job.spec
+    return _pod_spec(grace_s=GPU_GRACE_S) | {
+        "initContainers": [
+            {
+                "name": "runner",
+                "image": images.agent,
+                "imagePullPolicy": images.pull_policy,
+                "args": ["install-runner", names.BIN_DIR],
+                "securityContext": RESTRICTED | {"runAsUser": AGENT_USER},
+                "resources": _fixed(cpu="100m", memory="128Mi"),
+                "env": _env(HOME="/tmp"),
+                "volumeMounts": [_mount("bin", names.BIN_DIR), _mount("agent-tmp", "/tmp")],
+            },
+            {
+                "name": names.AGENT_CONTAINER,
+                "image": images.agent,
+                "imagePullPolicy": images.pull_policy,
+                "restartPolicy": "Always",  # a sidecar: it starts before the GPU container and ends after it
+                "securityContext": RESTRICTED | {"runAsUser": AGENT_USER},
+                "resources": _fixed(cpu="200m", memory="512Mi"),
+                "env": [*_env(HOME="/tmp"), *_identity(), {"name": names.ENV_REPLICA, "value": replica}],
+                "ports": _ports(),
+                "startupProbe": _probe(period_s=1, failures=120),
+                "readinessProbe": _probe(period_s=5, failures=3),
+                "livenessProbe": _probe(period_s=10, failures=6),
+                "volumeMounts": [
+                    _mount("state", names.STATE_DIR),
+                    _mount("sock", names.SOCKET_DIR),
+                    _mount("batches", names.BATCH_DIR),
+                    _mount("weights", names.WEIGHTS_DIR),
+                    _mount("tls", names.TLS_DIR, read_only=True),
+                    _mount("job", _directory(names.JOB_FILE), read_only=True),
+                    _mount("agent-tmp", "/tmp"),
+                ],
+            },
+        ],
+        "containers": [
+            {
+                "name": names.GPU_CONTAINER,
+                "image": spec.gpus.image or images.gpu,
+                "imagePullPolicy": images.pull_policy,
+                "command": [f"{names.BIN_DIR}/runner"],
+                "securityContext": RESTRICTED,
+                "resources": _gpu_resources(job),
+                "env": _env(**_homeless(names.SCRATCH_DIR)),
+                "volumeMounts": [
+                    _mount("bin", names.BIN_DIR, read_only=True),
+                    _mount("sock", names.SOCKET_DIR),
+                    _mount("batches", names.BATCH_DIR, read_only=True),
+                    _mount("weights", names.WEIGHTS_DIR),
+                    _mount("shm", "/dev/shm"),
+                    _mount("model", names.MODEL_DIR, read_only=True),
+                    _mount("checkpoints", names.CHECKPOINT_DIR),
+                    _mount("job", _directory(names.JOB_FILE), read_only=True),
+                    _mount("scratch", names.SCRATCH_DIR),
+                    _mount("gpu-tmp", "/tmp"),
+                ],
+            }
+        ],
+        "volumes": [
+            *(_empty(name) for name in ("state", "bin", "sock", "batches", "scratch", "agent-tmp", "gpu-tmp")),
+            _empty("weights", medium="Memory", sizeLimit=spec.weight_sync.size_limit),
+            _empty("shm", medium="Memory"),
+            _claimed("model", spec.model.claim_name, read_only=True),
+            _claimed("checkpoints", claim_name(job, "checkpoints")),
+            *_job_volumes(job),
+        ],
+    }
+
+
+def _rollout_spec(job: Job, images: PodImages) -> Object:
+    resources = job.spec.rollout.resources
+    return _pod_spec(grace_s=ROLLOUT_GRACE_S) | {
+        "containers": [
+            {
+                "name": names.ROLLOUT_CONTAINER,
+                "image": images.rollout,
+                "imagePullPolicy": images.pull_policy,
+                "securityContext": RESTRICTED,
+                "resources": _resources(resources),
+                "env": [*_env(**_homeless("/tmp")), *_identity()],
+                "ports": _ports(),
+                "startupProbe": _probe(period_s=1, failures=300),
+                "readinessProbe": _probe(period_s=5, failures=3),
+                "livenessProbe": _probe(period_s=10, failures=6),
+                "volumeMounts": [
+                    _mount("store", names.STATE_DIR),
+                    _mount("model", names.MODEL_DIR, read_only=True),
+                    _mount("tls", names.TLS_DIR, read_only=True),
+                    _mount("job", _directory(names.JOB_FILE), read_only=True),
+                    _mount("tmp", "/tmp"),
+                ],
+            }
+        ],
+        "volumes": [
+            _claimed("store", claim_name(job, "store")),
+            _claimed("model", job.spec.model.claim_name, read_only=True),
+            _empty("tmp"),
+            *_job_volumes(job),
+        ],
+    }
+
+
+# -------------------------------------------------------------------------------------------------- parts of containers
+def _env(**values: str) -> list[Object]:
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def _identity() -> list[Object]:
+    fields = {
+        names.ENV_POD_NAME: "metadata.name",
+        names.ENV_POD_UID: "metadata.uid",
+        names.ENV_POD_NAMESPACE: "metadata.namespace",
+        names.ENV_POD_IP: "status.podIP",
+    }
+    return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
+
+
+def _homeless(directory: str) -> dict[str, str]:
+    """For a user without a passwd entry and a read-only root: who it is, and where libraries keep their caches."""
+    return {
+        "HOME": directory,
+        "USER": "colocate",
+        "LOGNAME": "colocate",
+        "XDG_CACHE_HOME": f"{directory}/.cache",
+        "HF_HOME": f"{directory}/huggingface",
+        "TORCHINDUCTOR_CACHE_DIR": f"{directory}/inductor",
+        "TRITON_CACHE_DIR": f"{directory}/triton",
+        "FLASHINFER_WORKSPACE_BASE": f"{directory}/flashinfer",
+        "NUMBA_CACHE_DIR": f"{directory}/numba",
+    }
+
+
+def _ports() -> list[Object]:
+    ports = {"control": names.CONTROL_PORT, "data": names.DATA_PORT, "metrics": names.METRICS_PORT}
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
+
+
+def _probe(*, period_s: int, failures: int) -> Object:
+    """Of the member process, never of an engine: an engine's own health route generates tokens (H16)."""
+    get = {"path": "/healthz", "port": names.METRICS_PORT}
+    return {"httpGet": get, "periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
+
+
+def _fixed(**amounts: str) -> Object:
+    return {"requests": dict(amounts), "limits": {"memory": amounts["memory"]}}
+
+
+def _resources(resources: Resources) -> Object:
+    return {"requests": dict(resources.requests), "limits": dict(resources.limits)}
+
+
+def _gpu_resources(job: Job) -> Object:
+    gpus = job.spec.gpus
+    resources = _resources(gpus.resources)
+    if gpus.count > 0:
+        resources["limits"][gpus.resource_name] = str(gpus.count)
+        resources["requests"][gpus.resource_name] = str(gpus.count)
+    return resources
+
+
+def _mount(name: str, path: str, *, read_only: bool = False) -> Object:
+    return {"name": name, "mountPath": path, "readOnly": True} if read_only else {"name": name, "mountPath": path}
+
+
+# -------------------------------------------------------------------------------------------------------------- volumes
+def _empty(name: str, **options: str) -> Object:
+    return {"name": name, "emptyDir": options}
+
+
+def _claimed(name: str, claim: str, *, read_only: bool = False) -> Object:
+    source: Object = {"claimName": claim}
+    if read_only:
+        source["readOnly"] = True
+    return {"name": name, "persistentVolumeClaim": source}
+
+
+def _job_volumes(job: Job) -> Sequence[Object]:
+    return (
+        {"name": "tls", "secret": {"secretName": tls_secret_name(job), "defaultMode": 0o440}},
+        {"name": "job", "configMap": {"name": config_name(job)}},
+    )
+
+
+def _directory(path: str) -> str:
+    return path.rsplit("/", 1)[0]
+
+
+def _file(path: str) -> str:
+    return path.rsplit("/", 1)[1]

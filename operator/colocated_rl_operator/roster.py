@@ -1,0 +1,73 @@
+"""Which pods the job should have: one usable pod in each seat.
+
+A pod that ended, or whose member stays silent, is replaced by a pod with the next attempt number; the old one keeps
+its logs. If nobody at all answers, the fault is more likely the operator's own network: then silence replaces nobody,
+and podsReadyDeadlineSeconds decides.
+
+A GPU pod's seat is filled again at once, even while the old pod is still ending: epoch, lineage and pod UID fence it,
+and it owns no exclusive volume. The store's volume admits one pod, so the rollout seat waits until the old pod is gone,
+and that pod is never forced.
+"""
+
+from __future__ import annotations
+
+from colocated_rl_operator.actions import CreatePod, DeletePod, PodAction
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Member, Observation, PodPhase
+
+SILENCE_S = 30.0  # a running member may be away this long: its process restarts, the network heals
+FORCE_AFTER_S = 30.0  # past the grace of a deletion: the node does not answer
+MAX_DELAY_S = 60.0  # between two attempts at one seat
+
+
+def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
+    """Actions that bring every seat nearer to a usable pod, and when to look again."""
+    actions: list[PodAction] = []
+    wake: list[float] = []
+    hears_anybody = any(member.facts for member in seen.members)
+    for seat in (*seen.job.gpu_seats, ROLLOUT_SEAT):
+        pods = [member for member in seen.members if member.seat == seat]
+        for pod in pods:
+            _bury(pod, seen.now, actions, wake)
+        current = seen.current.get(seat)
+        if current is not None and hears_anybody and _is_silent(current, seen.now, wake):
+            message = f"no answer from pod {current.name} for {SILENCE_S:.0f} s: it is replaced"
+            actions.append(DeletePod(current.name, current.uid, grace_s=None, why=message))
+        elif current is None and not _holds_volume(seat, pods):
+            _fill(seat, pods, seen, actions, wake)
+    return tuple(actions), min(wake, default=None)
+
+
+def _bury(pod: Member, now: float, actions: list[PodAction], wake: list[float]) -> None:
+    """Force a GPU pod that does not end within its grace."""
+    if pod.ends_at is None or pod.seat == ROLLOUT_SEAT:
+        return
+    if now >= pod.ends_at + FORCE_AFTER_S:
+        message = f"pod {pod.name} did not end within its grace and {FORCE_AFTER_S:.0f} s: it is forgotten"
+        actions.append(DeletePod(pod.name, pod.uid, grace_s=0, why=message))
+    else:
+        wake.append(pod.ends_at + FORCE_AFTER_S)
+
+
+def _is_silent(pod: Member, now: float, wake: list[float]) -> bool:
+    if pod.phase is not PodPhase.RUNNING or pod.silent_since is None:
+        return False
+    if now < pod.silent_since + SILENCE_S:
+        wake.append(pod.silent_since + SILENCE_S)
+        return False
+    return True
+
+
+def _holds_volume(seat: str, pods: list[Member]) -> bool:
+    return seat == ROLLOUT_SEAT and any(pod.ends_at is not None for pod in pods)
+
+
+def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAction], wake: list[float]) -> None:
+    last = seen.memory.attempts.get(seat)
+    if last is None:
+        actions.append(CreatePod(seat, attempt=0))
+        return
+    due = max((pod.created_at for pod in pods), default=seen.now - MAX_DELAY_S) + min(2.0**last, MAX_DELAY_S)
+    if seen.now >= due:
+        actions.append(CreatePod(seat, attempt=last + 1))
+    else:
+        wake.append(due)

@@ -1,0 +1,245 @@
+"""The job's status, from what was seen and planned. Pure.
+
+Conditions follow what kstatus reads (Flux, `helm --wait`): `Ready` is True from the first time that every engine serves
+a lineage until that lineage is lost, through all ordinary switches, and for good once the job is complete; `Stalled`
+says that a person must act. `phase` is a word for people.
+
+A status is written when something in it matters to a program or a person waiting (`is_urgent`); figures that move all
+the time ride along, or are written at most every PROGRESS_S.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
+
+from colocated_rl_api.job import (
+    ColocatedRLJobStatus,
+    Condition,
+    ConditionStatus,
+    EvaluationStatus,
+    Holder,
+    Phase,
+    PodOutOfLine,
+    RolloutStatus,
+)
+from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.member_wire import Problem
+from colocated_rl_operator.observation import Observation
+from colocated_rl_operator.plan import Plan
+from colocated_rl_operator.reasons import Cause, ConditionType, Reason
+
+PROGRESS_S = 10.0
+MAX_OUT_OF_LINE = 10
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What a person must put right."""
+
+    reason: Reason
+    message: str
+
+
+def report(
+    seen: Observation, plan: Plan, *, before: ColocatedRLJobStatus, at: datetime, stall: Stall | None = None
+) -> ColocatedRLJobStatus:
+    """The status to write. before: the one written last. at: wall clock, for people. stall: an object was refused."""
+    climb = plan.climb
+    slowest = Rung.UNKNOWN if plan.raises else seen.slowest  # a new epoch has no answers yet
+    served = climb.version if climb and slowest is Rung.SERVING else seen.served
+    phase = _phase(seen, plan, slowest, served, before)
+    step = max(seen.trained_step, climb.step) if climb and slowest >= Rung.TRAINED else before.step
+    return ColocatedRLJobStatus(
+        observed_generation=seen.job.generation,
+        phase=phase,
+        step=step,
+        weight_version=str(served) if served else None,
+        epoch=climb.epoch if climb else None,
+        lineage=climb.lineage if climb else None,
+        target_step=climb.step if climb else None,
+        cause=climb.cause if climb else None,
+        group=climb.group if climb else None,
+        restarts=climb.restarts if climb else None,
+        gpu_holder=_holder(phase),
+        rung=slowest.value if climb else None,
+        ready=f"{sum(member.pod_facts is not None for member in seen.gpu_members)}/{seen.job.spec.replicas}",
+        pods_by_rung=dict(Counter(rung.value for rung in plan.standings.values())),
+        out_of_line=_out_of_line(seen, plan),
+        rollout=_rollout(seen) or before.rollout,
+        evaluation=_evaluation(seen) or before.evaluation,
+        last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
+        start_time=before.start_time or at,
+        completion_time=before.completion_time or (at if plan.is_over else None),
+        conditions=_conditions(seen, plan, phase, before.conditions, at, stall),
+    )
+
+
+def invalid(message: str, *, generation: int, before: ColocatedRLJobStatus, at: datetime) -> ColocatedRLJobStatus:
+    """Of a job whose spec breaks a rule that the API server could not see. What runs of it stays as it is."""
+    stamp = _Stamp(before.conditions, generation, at)
+    fresh = [
+        stamp(ConditionType.READY, False, Reason.INVALID_SPEC, message),
+        stamp(ConditionType.RECONCILING, False, Reason.INVALID_SPEC, "nothing is done until the spec is put right"),
+        stamp(ConditionType.STALLED, True, Reason.INVALID_SPEC, message),
+    ]
+    kept = [condition for condition in before.conditions if condition.type not in {new.type for new in fresh}]
+    return before.model_copy(update={"observed_generation": generation, "conditions": [*fresh, *kept]})
+
+
+def is_urgent(before: ColocatedRLJobStatus, after: ColocatedRLJobStatus) -> bool:
+    """Something changed that a program or a person may be waiting for."""
+    return _key(before) != _key(after)
+
+
+def _key(status: ColocatedRLJobStatus) -> object:
+    conditions = tuple((item.type, item.status, item.reason) for item in status.conditions)
+    return (
+        *(status.observed_generation, status.phase, status.step, status.epoch, status.weight_version, status.ready),
+        *(status.completion_time, conditions),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+def _phase(
+    seen: Observation, plan: Plan, slowest: Rung, served: WeightVersion | None, before: ColocatedRLJobStatus
+) -> Phase:
+    climb = plan.climb
+    if climb is None:
+        return Phase.PENDING
+    if climb.cause.is_failure:
+        return Phase.FAILED
+    if climb.cause is Cause.ALL_STEPS_DONE:
+        return Phase.COMPLETE if plan.is_over else (before.phase or Phase.ROLLOUT)
+    if not seen.all_answer:
+        return Phase.RECOVERING
+    if slowest is Rung.SERVING:
+        return Phase.ROLLOUT
+    if slowest is Rung.UNKNOWN and climb.cause is Cause.TAKEOVER:
+        return before.phase or Phase.RECOVERING  # until the members have answered under the new epoch
+    if served is None:
+        return Phase.STARTING
+    if served.lineage != climb.lineage or served == climb.version:
+        return Phase.RECOVERING
+    return Phase.TRAINING if slowest is Rung.RELEASED else Phase.SWITCHING
+
+
+def _holder(phase: Phase) -> Holder:
+    match phase:
+        case Phase.ROLLOUT:
+            return Holder.ROLLOUT
+        case Phase.TRAINING:
+            return Holder.TRAINER
+        case Phase.PENDING | Phase.COMPLETE | Phase.FAILED:
+            return Holder.NOBODY
+        case Phase.STARTING | Phase.SWITCHING | Phase.RECOVERING:
+            return Holder.SWITCHING
+
+
+# ---------------------------------------------------------------------------------------------------------- conditions
+class _Stamp:
+    """Makes conditions whose time moves only when their status does."""
+
+    def __init__(self, before: list[Condition], generation: int, at: datetime) -> None:
+        self._before = {condition.type: condition for condition in before}
+        self._generation = generation
+        self._at = at
+
+    def __call__(self, kind: ConditionType, value: bool, reason: str, message: str) -> Condition:
+        status = ConditionStatus.TRUE if value else ConditionStatus.FALSE
+        old = self._before.get(kind)
+        if old and old.status is status and old.reason == reason and not message:
+            message = old.message  # the pass that made the decision knew the words
+        return Condition(
+            type=kind,
+            status=status,
+            reason=reason,
+            message=message[:2048],
+            last_transition_time=old.last_transition_time if old and old.status is status else self._at,
+            observed_generation=self._generation,
+        )
+
+
+def _conditions(
+    seen: Observation, plan: Plan, phase: Phase, before: list[Condition], at: datetime, stall: Stall | None
+) -> list[Condition]:
+    stamp = _Stamp(before, seen.job.generation, at)
+    is_complete, is_failed = phase is Phase.COMPLETE, phase is Phase.FAILED
+    cause = plan.climb.cause if plan.climb else None
+    ready = _readiness(phase, cause)
+    waiting = plan.wait.message if plan.wait else ""
+    if is_failed and cause:
+        stalled = (True, str(cause), plan.message)
+    elif stall is not None:
+        stalled = (True, str(stall.reason), stall.message)
+    else:
+        stalled = (False, str(Reason.NOT_STALLED), "")
+    done = f"all {seen.job.spec.steps} steps are done" if is_complete else ""
+    failure = plan.message if is_failed else ""
+    answer = (Reason.MEMBERS_ANSWER, "") if seen.all_answer else (Reason.PODS_STARTING, waiting)
+    return [
+        stamp(ConditionType.READY, ready[0], ready[1], failure or waiting),
+        stamp(ConditionType.RECONCILING, not ready[0] and not is_failed, ready[1], waiting),
+        stamp(ConditionType.STALLED, *stalled),
+        stamp(ConditionType.PODS_READY, seen.all_answer, *answer),
+        stamp(ConditionType.COMPLETE, is_complete, Reason.COMPLETED if is_complete else Reason.STEPS_REMAIN, done),
+        stamp(ConditionType.FAILED, is_failed, str(cause) if is_failed else Reason.NOT_FAILED, failure),
+    ]
+
+
+def _readiness(phase: Phase, cause: Cause | None) -> tuple[bool, str]:
+    match phase:
+        case Phase.COMPLETE:
+            return True, Reason.COMPLETED
+        case Phase.ROLLOUT | Phase.SWITCHING | Phase.TRAINING:
+            return True, Reason.SERVING
+        case Phase.PENDING:
+            return False, Reason.PODS_STARTING
+        case Phase.STARTING:
+            return False, Reason.CLIMBING
+        case Phase.RECOVERING | Phase.FAILED:
+            return False, str(cause) if cause else Reason.CLIMBING
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
+    """Pods that don't stand where most do, or that report a problem; silent seats first."""
+    if not plan.standings:
+        return []
+    usual = Counter(plan.standings.values()).most_common(1)[0][0]
+    found = []
+    for member in seen.gpu_members:
+        rung, problem = plan.standings[member.name], member.pod_facts.problem if member.pod_facts else None
+        if problem is None and member.trouble is not None:
+            problem = Problem(reason="PodNotRunning", message=member.trouble[:1024])
+        if problem is not None:
+            found.append(PodOutOfLine(name=member.name, rung=rung, reason=problem.reason, message=problem.message))
+        elif rung is not usual:
+            found.append(PodOutOfLine(name=member.name, rung=rung))
+    return sorted(found, key=lambda pod: (not pod.reason, pod.name))[:MAX_OUT_OF_LINE]
+
+
+def _rollout(seen: Observation) -> RolloutStatus | None:
+    facts = seen.rollout_facts
+    if facts is None:
+        return None
+    return RolloutStatus(
+        reward=_rounded(facts.reward_mean),
+        staleness=_rounded(facts.staleness_mean),
+        tokens_per_second=_rounded(facts.tokens_per_second, digits=1),
+        samples=facts.samples,
+    )
+
+
+def _evaluation(seen: Observation) -> EvaluationStatus | None:
+    result = seen.rollout_facts.evaluated if seen.rollout_facts else None
+    if result is None:
+        return None
+    return EvaluationStatus(
+        step=result.step, mean=round(result.mean, 6), stderr=round(result.stderr, 6), samples=result.samples
+    )
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)
