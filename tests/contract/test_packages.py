@@ -1,0 +1,95 @@
+"""What a user installs: our wheels, each with nothing but what it asks for, and what the images hold."""
+
+import json
+import os
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from setup.layout import CHECKOUT
+from setup.toolchain import clean_environment
+
+INSTALL_S = 120.0
+OF_PYDANTIC = {"annotated-types", "pydantic", "pydantic-core", "typing-extensions", "typing-inspection"}
+
+
+def wheel(folder: str) -> Path:
+    (path,) = (CHECKOUT.wheels / folder).glob("*/*.whl")
+    return path
+
+
+def run(*words: str | Path, cwd: Path | None = None) -> str:
+    command = [str(word) for word in words]
+    environment = clean_environment()
+    answer = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=INSTALL_S, check=False
+    )
+    assert answer.returncode == 0, f"{' '.join(command)}: {answer.stderr}"
+    return answer.stdout.strip()
+
+
+def libraries(python: Path) -> set[str]:
+    listed = json.loads(run(CHECKOUT.uv, "pip", "list", "--format", "json", "--python", python))
+    return {library["name"] for library in listed}
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """Of an empty environment, outside the checkout."""
+    run(CHECKOUT.uv, "venv", "--python", CHECKOUT.python("dev").resolve(), tmp_path / "environment")
+    return tmp_path / "environment/bin/python"
+
+
+def test_contract_is_installed_and_imported_with_pydantic_alone(python: Path, tmp_path: Path) -> None:
+    run(CHECKOUT.uv, "pip", "install", "--python", python, wheel("operator"))
+    assert {"colocated-rl", *OF_PYDANTIC} == libraries(python)
+    modules = sorted(path.stem for path in (CHECKOUT.root / "operator/colocated_rl_api").glob("[a-z]*.py"))
+    imports = "; ".join(f"import colocated_rl_api.{module}" for module in modules)
+    assert "imported" == run(python, "-c", f"{imports}; print('imported')", cwd=tmp_path)
+
+
+def test_persons_own_trainer_needs_only_the_helper(python: Path, tmp_path: Path) -> None:
+    run(CHECKOUT.uv, "pip", "install", "--python", python, wheel("operator"), wheel("workloads-trainer"))
+    assert {"colocated-rl", "colocated-rl-trainer", *OF_PYDANTIC} == libraries(python)
+    assert "imported" == run(python, "-c", "import colocated_rl_trainer.rank_server; print('imported')", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["operator", "workloads-member", "workloads-agent", "workloads-rollout"])
+def test_wheels_hold_our_packages_and_nothing_that_hides_the_standard_library(folder: str) -> None:
+    with zipfile.ZipFile(wheel(folder)) as archive:
+        tops = {name.split("/")[0] for name in archive.namelist()}
+    packages = {top for top in tops if not top.endswith(".dist-info")}
+    assert packages
+    assert [] == sorted(package for package in packages if not package.startswith("colocated_rl_"))
+
+
+@pytest.mark.parametrize(
+    ("image", "without"),
+    [
+        ("operator", {"torch", "transformers", "numpy", "sglang"}),
+        ("agent", {"torch", "transformers", "numpy", "sglang", "kopf"}),
+        ("rollout", {"torch", "sglang", "kopf"}),
+        ("gpu", {"kopf", "colocated-rl-agent", "colocated-rl-rollout", "sglang-kernel"}),
+    ],
+)
+def test_images_hold_only_what_their_part_needs(image: str, without: set[str]) -> None:
+    assert set() == without & libraries(CHECKOUT.python(image))
+
+
+def test_images_start_what_they_name(tmp_path: Path) -> None:
+    for name, image in json.loads(CHECKOUT.images.read_text())["images"].items():
+        python, *module = image["entrypoint"]
+        if module:
+            found = f"import importlib.util; print(importlib.util.find_spec({module[1]!r} + '.__main__') is not None)"
+            assert (name, "True") == (name, run(python, "-c", found, cwd=tmp_path))
+        assert os.access(python, os.X_OK)
+
+
+def test_kernel_that_only_a_gpu_has_says_so_when_it_is_called() -> None:
+    calls = "from sgl_kernel.moe import fused; fused()"
+    answer = subprocess.run(
+        [CHECKOUT.python("gpu"), "-c", calls], capture_output=True, text=True, timeout=INSTALL_S, check=False
+    )
+    assert "NotImplementedError: sgl_kernel.moe.fused was called" in answer.stderr

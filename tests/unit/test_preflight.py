@@ -1,0 +1,56 @@
+"""What a machine lacks is said in one line each, with what to do."""
+
+from dataclasses import replace
+
+import pytest
+
+from setup.layout import CHECKOUT
+from setup.preflight import DISK_EMPTY_GIB, MEMORY_GIB, Machine, inspect, problems
+
+GOOD = Machine(
+    system="Linux",
+    architecture="x86_64",
+    missing_programs=(),
+    has_venv=True,
+    namespaces=None,
+    disk_free_gib=DISK_EMPTY_GIB,
+    disk_needed_gib=DISK_EMPTY_GIB,
+    disk_path="/home/someone/colocated-rl",
+    memory_gib=MEMORY_GIB,
+)
+
+
+def test_machine_that_has_everything_has_no_problem() -> None:
+    assert [] == problems(GOOD)
+
+
+def test_this_machine_can_run_what_it_is_running() -> None:
+    machine = inspect(CHECKOUT)
+    assert "Linux" == machine.system
+    assert () == machine.missing_programs
+    assert machine.has_venv
+
+
+@pytest.mark.parametrize(
+    ("machine", "subject", "fix"),
+    [
+        (replace(GOOD, system="Darwin"), "system: Darwin", "use a Linux machine"),
+        (replace(GOOD, architecture="riscv64"), "architecture: riscv64", "use such a machine"),
+        (replace(GOOD, missing_programs=("git",)), "git: not on PATH", "`apt-get install git`"),
+        (replace(GOOD, has_venv=False), "python3: has no ensurepip", "`apt-get install python3-venv`"),
+        (replace(GOOD, namespaces="Operation not permitted"), "namespaces: refused (Operation", "run as root"),
+        (replace(GOOD, disk_free_gib=3.4), "disk: 3 GiB free at /home/someone/colocated-rl", "free some"),
+        (replace(GOOD, memory_gib=2), "memory: 2 GiB available", "use a larger machine"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_missing_prerequisite_is_one_line_with_the_fix(machine: Machine, subject: str, fix: str) -> None:
+    (line,) = problems(machine)
+    assert line.startswith(subject)
+    assert fix in line
+    assert "\n" not in line
+
+
+def test_several_missing_prerequisites_are_all_named_at_once() -> None:
+    machine = replace(GOOD, missing_programs=("git", "make"), memory_gib=1)
+    assert ["git", "make", "memory"] == [line.partition(":")[0] for line in problems(machine)]

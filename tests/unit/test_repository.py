@@ -1,0 +1,83 @@
+"""The shape of the repository: what an import, a wheel or a requirement file would get wrong in silence."""
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DISTRIBUTIONS = ("operator", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
+REQUIREMENTS = sorted(path for path in ROOT.glob("*/**/requirements.txt") if ".build" not in path.parts)
+
+
+def output_of(program: str, *, cwd: Path = ROOT) -> str:
+    """What a fresh interpreter says, with the working directory first on its path."""
+    answer = subprocess.run(
+        [sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=60, check=True
+    )
+    return answer.stdout.strip()
+
+
+def pins(path: Path) -> Iterator[tuple[str, str]]:
+    for line in path.read_text().splitlines():
+        requirement = line.split("#")[0].strip()
+        if requirement:
+            yield requirement.partition("==")[0], requirement
+
+
+@pytest.mark.parametrize("place", [ROOT, ROOT / "operator"], ids=["root", "operator"])
+def test_operator_is_the_standard_librarys_wherever_python_starts(place: Path) -> None:
+    standard_library = Path(output_of("import sysconfig; print(sysconfig.get_path('stdlib'))"))
+    assert standard_library / "operator.py" == Path(output_of("import operator; print(operator.__file__)", cwd=place))
+
+
+def test_operator_is_a_folder_and_no_package() -> None:
+    assert [] == sorted(path.name for path in (ROOT / "operator").glob("*.py"))
+
+
+def test_tests_are_no_package_so_that_none_can_be_installed() -> None:
+    assert not (ROOT / "tests" / "__init__.py").exists()
+    assert not (ROOT / "pyproject.toml").exists(), "at the root it would put operator/ into a wheel"
+
+
+@pytest.mark.parametrize("folder", DISTRIBUTIONS)
+def test_every_package_says_that_it_is_typed(folder: str) -> None:
+    packages = [path.parent for path in (ROOT / folder).glob("colocated_rl_*/__init__.py")]
+    assert packages
+    assert [] == [package.name for package in packages if not (package / "py.typed").exists()]
+
+
+def test_all_distributions_have_one_version() -> None:
+    versions = {(ROOT / folder / "VERSION").resolve() for folder in DISTRIBUTIONS}
+    assert {ROOT / "operator" / "VERSION"} == versions
+
+
+def test_contract_asks_for_pydantic_alone() -> None:
+    project = tomllib.loads((ROOT / "operator/pyproject.toml").read_text())["project"]
+    assert ["pydantic"] == [requirement.partition(">")[0] for requirement in project["dependencies"]]
+
+
+def test_trainer_helper_asks_for_the_contract_alone() -> None:
+    project = tomllib.loads((ROOT / "workloads/trainer/pyproject.toml").read_text())["project"]
+    assert ["colocated-rl"] == project["dependencies"]
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy", "transformers", "safetensors"])
+def test_trainer_helper_is_imported_without(library: str) -> None:
+    absent = f"import sys; sys.modules[{library!r}] = None; import colocated_rl_trainer.rank_server; print('imported')"
+    assert "imported" == output_of(absent)
+
+
+@pytest.mark.parametrize("path", REQUIREMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_requirement_files_pin_everything_and_name_no_index(path: Path) -> None:
+    unpinned = [requirement for name, requirement in pins(path) if "==" not in requirement or name.startswith("-")]
+    assert [] == unpinned
+
+
+def test_no_library_has_two_versions_in_the_project() -> None:
+    everything = {requirement.partition(" ;")[0] for _, requirement in pins(ROOT / "tests/requirements.txt")}
+    others = {requirement.partition(" ;")[0] for path in REQUIREMENTS for _, requirement in pins(path)}
+    assert set() == others - everything

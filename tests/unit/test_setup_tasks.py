@@ -1,0 +1,129 @@
+"""The set-up's order, its reuse of what is made, and how it ends."""
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from setup.digest import digest, forget, is_made_from, remember, sources
+from setup.layout import Layout
+from setup.localcluster import image_list
+from setup.session import Interrupted, Session, SetupError
+from setup.tasks import Board, Task
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    return Session(tmp_path / "log")
+
+
+class Steps:
+    """Tasks that write down when they ran."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def task(self, name: str, *needs: str, made: bool = False) -> Task:
+        def make(_: Session) -> None:
+            self.ran.append(name)
+
+        return Task(name=name, doing="something", is_made=lambda: made, make=make, needs=needs)
+
+
+def test_tasks_run_after_what_they_need_and_once(session: Session) -> None:
+    steps = Steps()
+    board = Board([steps.task("images", "env", "wheels"), steps.task("wheels", "env"), steps.task("env")], session)
+    board.finish(["images"])
+    board.finish(["images", "wheels"])
+    assert ["env", "wheels", "images"] == steps.ran
+
+
+def test_what_is_made_already_is_not_made_again(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = Steps()
+    Board([steps.task("env", made=True)], session).finish(["env"])
+    assert [] == steps.ran
+    assert "" == capsys.readouterr().out
+
+
+def test_independent_tasks_run_at_the_same_time(session: Session) -> None:
+    both = threading.Barrier(2)
+
+    def make(_: Session) -> None:
+        both.wait(timeout=DEADLINE_S)
+
+    board = Board([Task(name, "meeting", lambda: False, make) for name in ("download", "build")], session)
+    board.finish(["download", "build"])
+
+
+def test_failure_names_the_task_and_shows_the_programs_last_lines(session: Session) -> None:
+    def make(running: Session) -> None:
+        running.run("env", [sys.executable, "-c", "print('no space left'); raise SystemExit(3)"])
+
+    board = Board([Task("env", "installing", lambda: False, make)], session)
+    with pytest.raises(SetupError, match=r"(?s)^env: .* ended with 3 .*env\.txt.*no space left"):
+        board.finish(["env"])
+
+
+def test_stopping_ends_programs_and_lets_none_start(session: Session) -> None:
+    started = threading.Event()
+
+    def make(running: Session) -> None:
+        started.set()
+        running.run("env", [sys.executable, "-c", "import signal; signal.pause()"])
+
+    board = Board([Task("env", "installing", lambda: False, make)], session)
+    board.begin(["env"])
+    assert started.wait(timeout=DEADLINE_S)
+    session.stop()
+    with pytest.raises(Interrupted):
+        board.finish(["env"])
+    with pytest.raises(Interrupted):
+        session.run("env", ["true"])
+
+
+def test_digest_follows_contents_and_names_but_no_byproducts(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("one")
+    before = digest(files=sources(tmp_path))
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "module.pyc").write_text("compiled")
+    assert before == digest(files=sources(tmp_path))
+    (tmp_path / "module.py").write_text("two")
+    assert before != digest(files=sources(tmp_path))
+
+
+def test_thing_cut_off_half_way_counts_as_not_made(tmp_path: Path) -> None:
+    thing = tmp_path / "environment"
+    thing.mkdir()
+    remember(thing, "inputs")
+    assert is_made_from(thing, "inputs")
+    assert not is_made_from(thing, "other inputs")
+    forget(thing)
+    assert not is_made_from(thing, "inputs")
+
+
+def test_containers_see_their_environment_and_not_the_checkout() -> None:
+    layout = Layout(Path("/srv/checkout"))
+    for name, image in image_list(layout).items():
+        environment = layout.environment(name.removeprefix("colocated-rl/").removesuffix(":dev"))
+        hidden, shown = image["hide"], image["binds"]
+        assert isinstance(hidden, list)
+        assert isinstance(shown, list)
+        assert {"/srv/checkout", "/root", "/tmp"} <= set(hidden)
+        assert f"{environment}:{environment}:ro" in shown
+        assert all(bind.endswith(":ro") for bind in shown)
+
+
+def test_nothing_of_the_machines_environment_reaches_a_container() -> None:
+    assert {"PATH", "LANG", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"} == set(
+        _variables("colocated-rl/operator:dev")
+    )
+    assert "SGLANG_USE_CPU_ENGINE" in _variables("colocated-rl/gpu:dev")
+
+
+def _variables(image: str) -> dict[str, str]:
+    variables = image_list(Layout(Path("/srv/checkout")))[image]["env"]
+    assert isinstance(variables, dict)
+    return variables
