@@ -77,6 +77,8 @@ def _run(session: Session, options: argparse.Namespace) -> int:
         if code != 0:
             return code
     board.finish(parts)
+    if not options.then and not options.only:
+        session.say("everything is there")
     return 0
 
 
