@@ -49,9 +49,13 @@ class Part(BaseModel):
         return {key: _read_integer(item) for key, item in value.items() if item is not None or key not in known}
 
 
-def rules(*pairs: tuple[str, str]) -> dict[str, Any]:
-    """`json_schema_extra` that carries CEL rules, each with the message that the user reads."""
-    return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in pairs]}
+def rules(*triples: tuple[str, str, str]) -> dict[str, Any]:
+    """`json_schema_extra` that carries CEL rules: of which field, the rule, the message that the user reads."""
+    return {
+        "x-kubernetes-validations": [
+            {"rule": rule, "message": message, "fieldPath": f".{field}"} for field, rule, message in triples
+        ]
+    }
 
 
 _MAX_EXACT_INTEGER = 2**53 - 1  # above, JSON readers disagree
@@ -173,10 +177,11 @@ class Sampling(Part):
 
 
 OWNED_ENGINE_FLAGS = (
-    "--model-path", "--model", "--host", "--port", "--weight-version", "--served-model-name", "--api-key", "--admin-api-key",
-    "--enable-memory-saver", "--sleep-on-idle", "--skip-server-warmup", "--dp-size", "--data-parallel-size",
-    "--tokenizer-worker-num", "--incremental-streaming-output", "--delete-ckpt-after-loading", "--weight-cache-mode",
-    "--max-queued-requests", "--skip-tokenizer-init", "--enable-hierarchical-cache", "--disaggregation-mode", "--config",
+    "--model-path", "--model", "--host", "--port", "--weight-version", "--served-model-name", "--api-key",
+    "--admin-api-key", "--enable-memory-saver", "--sleep-on-idle", "--skip-server-warmup", "--dp-size",
+    "--data-parallel-size", "--tokenizer-worker-num", "--incremental-streaming-output", "--delete-ckpt-after-loading",
+    "--weight-cache-mode", "--max-queued-requests", "--skip-tokenizer-init", "--enable-hierarchical-cache",
+    "--disaggregation-mode", "--config",
 )  # fmt: skip
 """Engine flags that a job may not set: the operator sets them, or a switch is not safe with them (SGLang 0.5.23)."""
 
@@ -203,7 +208,10 @@ class Rollout(Part):
     """Generating samples, all the time, across training steps."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules((_OWNED_FLAGS_RULE, _OWNED_FLAGS_MESSAGE), (_CONCURRENCY_RULE, _CONCURRENCY_MESSAGE))
+        json_schema_extra=rules(
+            ("engineArgs", _OWNED_FLAGS_RULE, _OWNED_FLAGS_MESSAGE),
+            ("maxConcurrency", _CONCURRENCY_RULE, _CONCURRENCY_MESSAGE),
+        )
     )
 
     colocate_with: Literal["trainer"] = Field(
@@ -342,6 +350,7 @@ class ColocatedRLJobSpec(Part):
         json_schema_extra=rules(
             *(
                 (
+                    name,
                     f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})",
                     f"{name} can't change once the job exists: make a new job with the new value",
                 )
@@ -513,7 +522,7 @@ class ColocatedRLJob(BaseModel):
         alias_generator=to_camel,
         validate_by_name=True,
         extra="forbid",
-        json_schema_extra=rules((_JOB_NAME_RULE, _JOB_NAME_MESSAGE)),
+        json_schema_extra=rules(("metadata.name", _JOB_NAME_RULE, _JOB_NAME_MESSAGE)),
     )
 
     api_version: Literal["rl.colocate.dev/v1alpha1"]
@@ -521,3 +530,11 @@ class ColocatedRLJob(BaseModel):
     metadata: Metadata
     spec: ColocatedRLJobSpec
     status: ColocatedRLJobStatus | None = None
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Self:
+        """The job of a manifest, or as the API server sent it.
+
+        Raises ValidationError where the server would refuse it.
+        """
+        return cls.model_validate(dict(document), by_alias=True, by_name=False)

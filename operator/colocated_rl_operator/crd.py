@@ -49,9 +49,9 @@ _COLUMNS = (
 )
 
 _KEPT = (  # in the order in which they are written
-    "type", "format", "x-kubernetes-int-or-string", "description", "default", "enum", "pattern", "minLength", "maxLength",
-    "minimum", "maximum", "minItems", "maxItems", "minProperties", "maxProperties", "x-kubernetes-list-type",
-    "x-kubernetes-list-map-keys", "x-kubernetes-validations", "required",
+    "type", "format", "x-kubernetes-int-or-string", "description", "default", "enum", "pattern", "minLength",
+    "maxLength", "minimum", "maximum", "minItems", "maxItems", "minProperties", "maxProperties",
+    "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-validations", "required",
 )  # fmt: skip
 _TRANSLATED = frozenset({"title", "const", "properties", "additionalProperties", "items", "propertyNames"})
 _BOUND = {"string": "maxLength", "array": "maxItems", "integer": "maximum", "number": "maximum"}
@@ -111,7 +111,7 @@ def resource_schema() -> Schema:
         "properties": {
             "apiVersion": {"type": "string", "description": f"{names.GROUP} and the version of this schema."},
             "kind": {"type": "string", "description": f"Always {names.KIND}."},
-            "metadata": {"type": "object"},
+            "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
             "spec": structural_schema(ColocatedRLJobSpec, path=".spec"),
             "status": status,
         },
@@ -138,8 +138,6 @@ def _translate(raw: Schema, definitions: dict[str, Schema], *, path: str) -> Sch
 
     if "const" in raw:
         raw["enum"] = [raw["const"]]
-    if raw.get("type") == "integer":
-        raw["format"] = "int64"
     if raw.get("x-kubernetes-int-or-string"):
         del raw["type"]
     schema: Schema = {key: raw[key] for key in _KEPT if key in raw}
@@ -152,6 +150,7 @@ def _translate(raw: Schema, definitions: dict[str, Schema], *, path: str) -> Sch
     if "items" in raw:
         schema["items"] = _translate(raw["items"], definitions, path=f"{path}[]")
     _require_bounds(schema, path=path)
+    _enforce_fractional_bounds(schema)
     return schema
 
 
@@ -167,18 +166,25 @@ def _translate_map(raw: Schema, schema: Schema, definitions: dict[str, Schema], 
         raise UntranslatableSchema(f"{path}: a map needs max_length")
     if "maxLength" in (keys := raw.get("propertyNames", {})):  # the server has no schema for keys
         limit = keys["maxLength"]
-        rule = {
-            "rule": f"self.all(key, size(key) <= {limit})",
-            "message": f"keys should have at most {limit} characters",
-        }
-        schema.setdefault("x-kubernetes-validations", []).append(rule)
+        _add_rule(schema, f"self.all(key, size(key) <= {limit})", f"keys should have at most {limit} characters")
+
+
+def _enforce_fractional_bounds(schema: Schema) -> None:
+    """Say a bound like 0.01 once more: the server cuts it to 0 before it compares it with a whole number."""
+    for keyword, operator, words in (("minimum", ">=", "greater"), ("maximum", "<=", "less")):
+        if isinstance(bound := schema.get(keyword), float) and not bound.is_integer():
+            _add_rule(schema, f"self {operator} {bound}", f"should be {words} than or equal to {bound}")
+
+
+def _add_rule(schema: Schema, rule: str, message: str) -> None:
+    schema.setdefault("x-kubernetes-validations", []).append({"rule": rule, "message": message})
 
 
 def _require_bounds(schema: Schema, *, path: str) -> None:
     kind = schema.get("type")
     bound = _BOUND.get(str(kind))
     is_number = kind in ("integer", "number")
-    if bound is None or "enum" in schema or "format" in schema and kind == "string":
+    if bound is None or "enum" in schema or (kind == "string" and "format" in schema):
         return
     if is_number and not path.startswith(".spec"):  # the operator's own numbers
         return
@@ -311,8 +317,10 @@ def reference_page() -> str:
         f"<!-- {_GENERATED} -->",
         "# ColocatedRLJob",
         "",
-        f"`apiVersion: {names.API_VERSION}`, `kind: {names.KIND}`; `kubectl get {names.SHORT_NAME}`. {schema['description']}",
-        "Unknown fields are refused. The same text stands in `kubectl explain crlj.spec`.",
+        schema["description"],
+        "",
+        f"`apiVersion: {names.API_VERSION}`, `kind: {names.KIND}`. Unknown fields are refused. The same text, field by",
+        f"field: `kubectl explain {names.SHORT_NAME}.spec`.",
         "",
         "## spec",
         "",

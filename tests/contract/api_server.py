@@ -1,0 +1,94 @@
+"""A real API server as tests speak to it: plain HTTPS without conversions, and command lines."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import ssl
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+Document = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    status: int
+    body: Document
+
+    @property
+    def is_accepted(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def message(self) -> str:
+        return str(self.body.get("message", ""))
+
+    @property
+    def fields(self) -> list[str]:
+        """Fields that were wrong."""
+        details = self.body.get("details") or {}
+        return [cause.get("field", "") for cause in details.get("causes", ())]
+
+
+class ApiServer:
+    """Reads one kubeconfig with a token. One connection, kept."""
+
+    def __init__(self, kubeconfig: Path, *, timeout_s: float = 30) -> None:
+        config = yaml.safe_load(kubeconfig.read_text())
+        cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
+        context = ssl.create_default_context(cadata=base64.b64decode(cluster["certificate-authority-data"]).decode())
+        host = cluster["server"].removeprefix("https://")
+        self._connection = http.client.HTTPSConnection(host, context=context, timeout=timeout_s)
+        self._headers = {"Authorization": f"Bearer {user['token']}", "Accept": "application/json"}
+
+    def request(self, method: str, path: str, body: object = None, *, content_type: str = "application/json") -> Answer:
+        """`body`: bytes as they are, anything else as JSON."""
+        content = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        self._connection.request(method, path, content, self._headers | {"Content-Type": content_type})
+        response = self._connection.getresponse()
+        text = response.read()
+        try:
+            return Answer(response.status, json.loads(text))
+        except json.JSONDecodeError:
+            return Answer(response.status, {"message": text.decode(errors="replace")})
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@dataclass(frozen=True)
+class Kubectl:
+    """kubectl and helm against one cluster."""
+
+    binary: Path
+    kubeconfig: Path
+
+    def __call__(self, *words: str | Path, stdin: str | None = None) -> str:
+        """What it printed. Raises AssertionError with its error output when it fails."""
+        return self._run("kubectl", *words, stdin=stdin)
+
+    def helm(self, *words: str | Path) -> str:
+        return self._run("helm", *words)
+
+    def refusal(self, *words: str | Path, stdin: str | None = None) -> str:
+        """Its error output. Raises AssertionError when it succeeds."""
+        done = self._start("kubectl", *words, stdin=stdin)
+        assert done.returncode != 0, f"kubectl {' '.join(map(str, words))} succeeded: {done.stdout}"
+        return done.stderr
+
+    def _run(self, *words: str | Path, stdin: str | None = None) -> str:
+        done = self._start(*words, stdin=stdin)
+        assert done.returncode == 0, f"{' '.join(map(str, words))}: {done.stderr or done.stdout}"
+        return done.stdout
+
+    def _start(self, *words: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"KUBECONFIG": str(self.kubeconfig)}
+        return subprocess.run(
+            [self.binary, *words], env=environment, input=stdin, capture_output=True, text=True, timeout=180
+        )

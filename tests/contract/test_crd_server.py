@@ -1,0 +1,156 @@
+"""What people see of the CRD on a real API server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+from contract.api_server import ApiServer, Document, Kubectl
+
+from colocated_rl_api import names
+from colocated_rl_operator import crd
+from setup.layout import CHECKOUT
+
+NAME = f"{names.PLURAL}.{names.GROUP}"
+JOBS = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
+SEEN_AT = "2026-01-01T00:00:00Z"
+
+STATUS: Document = {
+    "phase": "Rollout",
+    "step": 3,
+    "ready": "3/3",
+    "gpuHolder": "Rollout",
+    "weightVersion": "3-1",
+    "rung": "Serving",
+    "rollout": {"reward": 0.25, "staleness": 0.5},
+    "lastSwitchSeconds": 1.5,
+    "conditions": [
+        {
+            "type": "Ready",
+            "status": "True",
+            "reason": "Serving",
+            "message": "",
+            "lastTransitionTime": SEEN_AT,
+            "observedGeneration": 1,
+        }
+    ],
+}
+
+
+@pytest.fixture
+def job(api: ApiServer) -> Any:
+    manifest = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
+    answer = api.request("POST", JOBS, manifest)
+    assert answer.is_accepted, answer.message
+    yield answer.body
+    api.request("DELETE", f"{JOBS}/{manifest['metadata']['name']}")
+
+
+def write_status(api: ApiServer, name: str, status: Document) -> Document:
+    answer = api.request(
+        "PATCH", f"{JOBS}/{name}/status", {"status": status}, content_type="application/merge-patch+json"
+    )
+    assert answer.is_accepted, answer.message
+    return answer.body
+
+
+def test_schema_is_structural_and_its_names_are_accepted(api: ApiServer) -> None:
+    crd_path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}"
+    conditions = api.request("GET", crd_path).body["status"]["conditions"]
+    assert {"NamesAccepted": "True", "Established": "True"} == {each["type"]: each["status"] for each in conditions}
+
+
+def test_plain_kubectl_apply_takes_the_crd(kubectl: Kubectl, api: ApiServer) -> None:
+    kubectl("apply", "--dry-run=server", "--validate=strict", "-f", CHECKOUT.root / crd.CRD_FILE)
+
+
+@pytest.mark.parametrize("name", [names.SHORT_NAME, names.SINGULAR, names.PLURAL, "all", "rl"])
+def test_jobs_are_listed_under_every_name(kubectl: Kubectl, job: Document, name: str) -> None:
+    assert job["metadata"]["name"] in kubectl("get", name)
+
+
+def test_columns_say_where_a_job_stands(kubectl: Kubectl, api: ApiServer, job: Document) -> None:
+    name = job["metadata"]["name"]
+    write_status(api, name, STATUS)
+    header, line = kubectl("get", names.SHORT_NAME, name).splitlines()
+    assert ["NAME", "PHASE", "STEP", "READY", "HOLDER", "VERSION", "AGE"] == header.split()
+    assert [name, "Rollout", "3", "3/3", "Rollout", "3-1"] == line.split()[:-1]
+    header, line = kubectl("get", names.SHORT_NAME, name, "-o", "wide").splitlines()
+    assert ["RUNG", "REWARD", "STALENESS", "LAST-SWITCH"] == header.split()[-4:]
+    assert ["Serving", "0.25", "0.5", "1.5"] == line.split()[-4:]
+
+
+def test_status_is_written_only_through_its_own_door(api: ApiServer, job: Document) -> None:
+    name = job["metadata"]["name"]
+    answer = api.request("PATCH", f"{JOBS}/{name}", {"status": STATUS}, content_type="application/merge-patch+json")
+    assert "status" not in answer.body
+    assert job["metadata"]["generation"] == write_status(api, name, STATUS)["metadata"]["generation"]
+
+
+def test_two_writers_of_conditions_keep_each_others(api: ApiServer, job: Document) -> None:
+    name = job["metadata"]["name"]
+    for writer, kind in (("one", "Ready"), ("two", "Quota")):
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "metadata": {"name": name},
+            "status": {"conditions": [STATUS["conditions"][0] | {"type": kind}]},
+        }
+        path = f"{JOBS}/{name}/status?fieldManager={writer}"
+        answer = api.request("PATCH", path, body, content_type="application/apply-patch+yaml")
+        assert answer.is_accepted, answer.message
+    assert {"Ready", "Quota"} == {each["type"] for each in answer.body["status"]["conditions"]}
+
+
+def test_condition_without_a_reason_is_refused(api: ApiServer, job: Document) -> None:
+    condition = {key: value for key, value in STATUS["conditions"][0].items() if key != "reason"}
+    answer = api.request(
+        "PATCH",
+        f"{JOBS}/{job['metadata']['name']}/status",
+        {"status": {"conditions": [condition]}},
+        content_type="application/merge-patch+json",
+    )
+    assert "status.conditions[0].reason" in answer.fields
+
+
+def test_kubectl_wait_follows_conditions(kubectl: Kubectl, api: ApiServer, job: Document) -> None:
+    name = job["metadata"]["name"]
+    write_status(api, name, STATUS)
+    kubectl("wait", "--for=condition=Ready", f"{names.SHORT_NAME}/{name}", "--timeout=10s")
+    kubectl("wait", "--for=jsonpath={.status.phase}=Rollout", f"{names.SHORT_NAME}/{name}", "--timeout=10s")
+
+
+def test_kubectl_explain_has_a_sentence_for_every_field(kubectl: Kubectl, api: ApiServer) -> None:
+    known = kubectl("explain", names.SHORT_NAME, "--recursive")
+    properties = crd.resource_schema()["properties"]
+    for part in ("spec", "status"):
+        for fact in crd.facts_of(properties[part], path=part):
+            assert f"  {fact.path.rsplit('.', 1)[1].removesuffix('[]')}\t" in known
+    assert "<no description>" not in known
+    limit = kubectl("explain", f"{names.SHORT_NAME}.spec.switch.settleSeconds")
+    assert "From the closing of the gate to nothing in flight. (seconds; 1 to 3,600; default 30)" in " ".join(
+        limit.split()
+    )
+
+
+def test_typo_is_refused_by_kubectl_with_the_field(kubectl: Kubectl, api: ApiServer) -> None:
+    manifest = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
+    manifest["spec"]["rollout"]["batchsize"] = 3
+    assert 'unknown field "spec.rollout.batchsize"' in kubectl.refusal(
+        "apply", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest)
+    )
+
+
+def test_crd_of_this_checkout_replaces_one_with_stored_jobs(kubectl: Kubectl, api: ApiServer, job: Document) -> None:
+    """A field that gets a default later appears in stored jobs, without a write."""
+    later = yaml.safe_load((CHECKOUT.root / crd.CRD_FILE).read_text())
+    spec = later["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec["properties"]["addedLater"] = {"type": "integer", "default": 5, "minimum": 0, "maximum": 9}
+    name = f"{names.SHORT_NAME}/{job['metadata']['name']}"
+    try:
+        kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(later))
+        kubectl("wait", "--for=jsonpath={.spec.addedLater}=5", name, "--timeout=20s")
+    finally:
+        kubectl("apply", "--server-side", "-f", CHECKOUT.root / crd.CRD_FILE)

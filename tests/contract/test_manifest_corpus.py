@@ -1,0 +1,253 @@
+"""Every manifest gets one verdict: the API server's and the models' are the same, and so are their defaults.
+
+tests/scenarios/manifests/good and bad hold whole manifests, sent to the server as they are written. The comments on
+top of a bad one say which `field` is named in the refusal and what it `says`, or what the `server` and the `models` say
+where their words differ. Beyond the corpus, hypothesis changes values around every bound of the schema.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from contract.api_server import Answer, ApiServer, Document
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from colocated_rl_api import names
+from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec
+from colocated_rl_operator.crd import Schema, structural_schema
+from setup.layout import CHECKOUT
+
+CORPUS = CHECKOUT.root / "tests/scenarios/manifests"
+EXAMPLES = CHECKOUT.root / "crds/examples"
+JOBS = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
+DRY_RUN = "dryRun=All&fieldValidation=Strict"
+
+
+def manifests(folder: Path) -> list[Any]:
+    files = sorted(folder.glob("*.yaml"))
+    assert files, f"{folder} is empty"
+    return [pytest.param(file, id=file.stem) for file in files]
+
+
+def headers(file: Path) -> dict[str, str]:
+    """The comments on top: `# key: value`."""
+    lines = [line.removeprefix("# ") for line in file.read_text().splitlines() if line.startswith("# ")]
+    return dict(line.split(": ", 1) for line in lines)
+
+
+def explicit(job: ColocatedRLJob) -> Document:
+    """Only what the document itself said: defaults of the models are not in it."""
+    return job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
+
+
+def complete(job: ColocatedRLJob) -> Document:
+    return job.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def read_stored(stored: Document) -> ColocatedRLJob:
+    return ColocatedRLJob.read({key: stored[key] for key in ("apiVersion", "kind", "metadata", "spec")})
+
+
+def dry_run(api: ApiServer, file: Path) -> Answer:
+    return api.request("POST", f"{JOBS}?{DRY_RUN}", file.read_bytes(), content_type="application/yaml")
+
+
+@pytest.mark.parametrize("file", [*manifests(CORPUS / "good"), *manifests(EXAMPLES)])
+def test_good_manifest_is_accepted_by_both_with_the_same_defaults(api: ApiServer, file: Path) -> None:
+    answer = dry_run(api, file)
+    assert answer.is_accepted, answer.message
+    read = ColocatedRLJob.read(yaml.safe_load(file.read_text()))
+    stored = read_stored(answer.body)
+    assert complete(read) == explicit(stored)
+    assert read.spec == stored.spec
+
+
+@pytest.mark.parametrize("file", manifests(CORPUS / "bad"))
+def test_bad_manifest_is_refused_by_both_with_a_message_that_names_the_field(api: ApiServer, file: Path) -> None:
+    says = headers(file)
+    answer = dry_run(api, file)
+    assert not answer.is_accepted
+    assert says.get("server") or says["says"] in answer.message
+    # what decoding refuses has no list of fields
+    assert says["field"] in answer.fields or f'unknown field "{says["field"]}"' in answer.message
+
+    with pytest.raises(ValidationError) as refusal:
+        ColocatedRLJob.read(yaml.safe_load(file.read_text()))
+    [error] = refusal.value.errors()
+    assert (says.get("models") or says["says"]) in error["msg"]
+    assert says["field"].startswith(path_of(error["loc"]))  # a rule over two fields is the parent's
+
+
+def path_of(location: tuple[int | str, ...]) -> str:
+    """As the server writes it. A bad key of a map is the map's fault."""
+    if location[-1] == "[key]":
+        location = location[:-2]
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in location).removeprefix(".")
+
+
+# ------------------------------------------------------------------------------------------------------ immutability
+FULL = yaml.safe_load((EXAMPLES / "full.yaml").read_text())
+MAY_CHANGE = {"steps": 7, "backoffLimit": 7, "podsReadyDeadlineSeconds": 7}
+MAY_NOT_CHANGE = {
+    "replicas": 7,
+    "model.path": "other",
+    "gpus.count": 7,
+    "gpus.resources.limits.memory": "7Gi",
+    "rollout.batchSize": 700,
+    "rollout.engineArgs": ["--dtype", "bfloat16"],
+    "rollout.prompts.reasoningGym.config": {"other_terms": 2},
+    "trainer.config": {"otherRate": 1},
+    "weightSync.verify": "Version",
+    "checkpoint.everySteps": 7,
+    "storage.volume.size": "7Gi",
+    "switch.settleSeconds": 7,
+    "evaluation.samples": 7,
+    "evaluation": None,
+}
+
+
+def full(name: str) -> Document:
+    job: Document = copy.deepcopy(FULL)
+    job["metadata"]["name"] = name
+    return job
+
+
+@contextlib.contextmanager
+def stored(api: ApiServer, job: Document) -> Iterator[Document]:
+    answer = api.request("POST", f"{JOBS}?fieldValidation=Strict", job)
+    assert answer.is_accepted, answer.message
+    yield answer.body
+    api.request("DELETE", f"{JOBS}/{job['metadata']['name']}")
+
+
+@pytest.fixture(scope="module")
+def stored_job(api: ApiServer) -> Iterator[Document]:
+    with stored(api, full("stored")) as job:
+        yield job
+
+
+def changed(job: Document, path: str, value: object) -> Document:
+    job = copy.deepcopy(job)
+    *parents, last = path.split(".")
+    part = job["spec"]
+    for name in parents:
+        part = part[name]
+    assert part.get(last) != value
+    part[last] = value
+    return job
+
+
+def test_every_field_of_the_spec_either_may_change_or_may_not() -> None:
+    immutable = {path.split(".")[0] for path in MAY_NOT_CHANGE}
+    assert {field.alias for field in ColocatedRLJobSpec.model_fields.values()} == immutable | MAY_CHANGE.keys()
+
+
+@pytest.mark.parametrize("path", MAY_NOT_CHANGE)
+def test_change_that_cannot_be_honoured_is_refused(api: ApiServer, stored_job: Document, path: str) -> None:
+    name = stored_job["metadata"]["name"]
+    answer = api.request("PUT", f"{JOBS}/{name}?{DRY_RUN}", changed(stored_job, path, MAY_NOT_CHANGE[path]))
+    field = path.split(".")[0]
+    assert [f"spec.{field}"] == answer.fields
+    assert f"{field} can't change once the job exists: make a new job with the new value" in answer.message
+
+
+@pytest.mark.parametrize("path", MAY_CHANGE)
+def test_change_that_can_be_honoured_is_accepted(api: ApiServer, stored_job: Document, path: str) -> None:
+    name = stored_job["metadata"]["name"]
+    answer = api.request("PUT", f"{JOBS}/{name}?{DRY_RUN}", changed(stored_job, path, MAY_CHANGE[path]))
+    assert answer.is_accepted, answer.message
+
+
+def test_evaluation_cannot_be_added_later(api: ApiServer) -> None:
+    without = full("without-evaluation")
+    evaluation = without["spec"].pop("evaluation")
+    with stored(api, without) as job:
+        later = changed(job, "evaluation", evaluation)
+        assert ["spec.evaluation"] == api.request("PUT", f"{JOBS}/without-evaluation?{DRY_RUN}", later).fields
+
+
+# ----------------------------------------------------------------------------------------------------------- property
+SPEC = structural_schema(ColocatedRLJobSpec, path=".spec")
+ANYTHING = st.sampled_from([None, True, 0, 1, -1, 1.5, "", "x", "1", [], {}, [1], {"a": 1}, 2**53, -(2**31)])
+
+
+def near_bounds(schema: Schema) -> st.SearchStrategy[object]:
+    """Values at the edge of what `schema` allows, on both sides."""
+    if "enum" in schema:
+        return st.sampled_from([*schema["enum"], *(text.lower() for text in schema["enum"]), ""])
+    if schema.get("x-kubernetes-int-or-string"):
+        return st.sampled_from(
+            ["1", "1.5Gi", "1.Gi", ".5", "1e3", "01", "1 Gi", "٣", "Gi", "1ki", 0, -1, 2**53 - 1, 2**53]
+        )
+    match schema.get("type"):
+        case "integer" | "number":
+            low, high = schema["minimum"], schema["maximum"]
+            return st.sampled_from([low - 1, low, low + 1, high - 1, high, high + 1, 0])
+        case "string":
+            low, high = schema.get("minLength", 0), schema["maxLength"]
+            sizes = st.sampled_from([max(low - 1, 0), low, low + 1, high, high + 1])
+            return st.builds(lambda size, unit: unit * size, sizes, st.sampled_from("a1./-_Aé😀\n ٣"))
+        case "array":
+            low, high = schema.get("minItems", 0), schema["maxItems"]
+            sizes = st.sampled_from([max(low - 1, 0), low, low + 1, high, high + 1])
+            return st.builds(lambda size, item: [item] * size, sizes, near_bounds(schema["items"]))
+        case "object" if "additionalProperties" in schema:
+            sizes = st.sampled_from([0, 1, schema["maxProperties"], schema["maxProperties"] + 1])
+            values = near_bounds(schema["additionalProperties"])
+            return st.builds(lambda size, item: {f"example.com/{i}": item for i in range(size)}, sizes, values)
+        case "object":
+            return st.sampled_from([{}, {"unknown": 1}])
+        case _:
+            return ANYTHING
+
+
+def places(schema: Schema, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Schema]]:
+    found = [(path, schema)] if path else []
+    for name, field in schema.get("properties", {}).items():
+        found += places(field, (*path, name))
+    return found
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> list[tuple[tuple[str, ...], object]]:
+    made = []
+    for _ in range(draw(st.integers(1, 3))):
+        path, schema = draw(st.sampled_from(places(SPEC)))
+        edge = near_bounds(schema)
+        made.append((path, draw(st.one_of(edge, edge, edge, edge, ANYTHING))))
+    return made
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(changes=changes())
+def test_server_and_models_agree_around_every_bound(
+    api: ApiServer, changes: list[tuple[tuple[str, ...], object]]
+) -> None:
+    job = full("edge")
+    for path, value in changes:
+        part = job["spec"]
+        for name in path[:-1]:
+            part = part.setdefault(name, {}) if isinstance(part, dict) else {}
+        if isinstance(part, dict):
+            part[path[-1]] = copy.deepcopy(value)
+    answer = api.request("POST", f"{JOBS}?{DRY_RUN}", job)
+    read = read_or_refuse(job)
+    event("refused" if read is None else "accepted")
+    assert answer.is_accepted == (read is not None), answer.message or "only the models refuse it"
+    if read is not None:
+        assert complete(read) == explicit(read_stored(answer.body))
+
+
+def read_or_refuse(job: Document) -> ColocatedRLJob | None:
+    try:
+        return ColocatedRLJob.read(job)
+    except ValidationError:
+        return None
