@@ -1,0 +1,50 @@
+"""The rollout controller: `python -m colocated_rl_rollout`. Exit code 0 after goal Stop or SIGTERM, else 1."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+import aiohttp
+
+from colocated_rl_api import logs, names
+from colocated_rl_rollout.chat import ModelUnusable
+from colocated_rl_rollout.controller import Controller
+from colocated_rl_rollout.database import StoreFailed
+from colocated_rl_rollout.settings import Settings, SettingsError, read_settings
+
+LOG = logging.getLogger(__name__)
+
+IDLE_CONNECTION_S = 600.0  # requests come in bursts, a training step apart; a handshake costs more than a connection
+
+
+async def serve(settings: Settings) -> None:
+    """One controller until it ends. Raises what its parts raise, in a group or alone."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+    async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
+        controller = Controller(settings, session)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, controller.drain)
+        await controller.run()
+
+
+def main() -> int:
+    logs.configure(role=names.ROLE_ROLLOUT)
+    try:
+        settings = read_settings(sys.argv[1:], os.environ)
+        logs.configure(role=names.ROLE_ROLLOUT, job=settings.job.name, job_uid=settings.job.uid, pod=settings.pod)
+        asyncio.run(serve(settings))
+    except (SettingsError, ModelUnusable, StoreFailed, ValueError, OSError) as error:
+        logs.log(LOG, "rollout controller failed", logging.ERROR, reason=str(error))
+        return 1
+    except ExceptionGroup:  # a part died: the next start goes on from what was committed
+        LOG.exception("rollout controller failed")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

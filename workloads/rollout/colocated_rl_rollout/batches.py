@@ -1,0 +1,186 @@
+"""Sealed batches: how groups become the files of `colocated_rl_api.batch`, and where those files are.
+
+A batch is divided among the trainer ranks when it is sealed: whole samples, balanced by tokens. Its files are written
+and synced before the batch is sealed in the store, so a sealed batch is always there; a file of a batch that never was
+sealed is overwritten by the next attempt. The bytes depend on the samples alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from safetensors.numpy import save
+
+from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_api.member_wire import Wire
+from colocated_rl_rollout.samples import Finish, Group, Sample
+from colocated_rl_rollout.staleness import staleness
+
+
+class BatchRecord(Wire):
+    """What the store keeps of a sealed batch, for facts, logs and whoever fetches it."""
+
+    step: int
+    groups: int
+    samples: int
+    loss_tokens: int
+    reward_mean: float
+    staleness: dict[int, int] = Field(description="tokens by staleness, as the step will see them")
+    resumed_samples: int = Field(description="samples that were interrupted at least once")
+    segments: int = Field(description="engine attempts that brought tokens, of all samples")
+    truncated: int = Field(description="samples that ended by the token limit")
+    sha256: tuple[str, ...] = Field(description="of each shard")
+
+    @property
+    def staleness_mean(self) -> float:
+        """Of a token, in steps."""
+        return sum(age * count for age, count in self.staleness.items()) / max(1, self.loss_tokens)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A sample with the rewards of its group: everything that a shard says of it."""
+
+    sample: Sample
+    group_mean: float
+    group_std: float
+    group_count: int
+
+    @property
+    def length(self) -> int:
+        return len(self.sample.group.prompt.ids) + len(self.sample.tokens)
+
+
+def write_batch(
+    directory: Path, groups: Sequence[Group], *, step: int, shards: int, temperature: float, seed: int
+) -> BatchRecord:
+    """Make the files of a batch durable and say what is in them. `groups` are complete, in the batch's order."""
+    rows = [row for group in groups for row in _rows(group)]
+    loss_tokens = sum(len(row.sample.tokens) for row in rows)
+    digests = []
+    directory.mkdir(parents=True, exist_ok=True)
+    for shard, part in enumerate(partition([row.length for row in rows], shards)):
+        header = BatchHeader(
+            step=step,
+            shard=shard,
+            shards=shards,
+            groups=len(groups),
+            samples=len(rows),
+            loss_tokens=loss_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
+        body = _shard([rows[place] for place in part], header)
+        _write_durably(shard_path(directory, step, shard), body)
+        digests.append(hashlib.sha256(body).hexdigest())
+    _sync_directory(directory)
+    samples = [row.sample for row in rows]
+    ages: Counter[int] = Counter()
+    for span in (span for sample in samples for span in sample.tokens.spans):
+        ages[staleness(span.version.step, at_step=step)] += span.end - span.start
+    return BatchRecord(
+        step=step,
+        groups=len(groups),
+        samples=len(rows),
+        loss_tokens=loss_tokens,
+        reward_mean=float(np.mean([_reward(sample) for sample in samples])),
+        staleness=dict(sorted(ages.items())),
+        resumed_samples=sum(sample.segments > 1 for sample in samples),
+        segments=sum(sample.segments for sample in samples),
+        truncated=sum(sample.finish is Finish.LENGTH for sample in samples),
+        sha256=tuple(digests),
+    )
+
+
+def partition(lengths: Sequence[int], shards: int) -> list[list[int]]:
+    """Places of the samples of each shard, in order: longest first to the shard with the fewest tokens so far."""
+    loads = [(0, 0, shard) for shard in range(shards)]  # tokens, samples, shard
+    parts: list[list[int]] = [[] for _ in range(shards)]
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        tokens, samples, shard = loads[0]
+        parts[shard].append(place)
+        heapq.heapreplace(loads, (tokens + lengths[place], samples + 1, shard))
+    return [sorted(part) for part in parts]
+
+
+def shard_path(directory: Path, step: int, shard: int) -> Path:
+    """Where the file of a shard is."""
+    return directory / f"{step}-{shard}.safetensors"
+
+
+def remove_batch(directory: Path, step: int) -> None:
+    """Remove the files of a batch; those that are gone already don't matter."""
+    for path in directory.glob(f"{step}-*.safetensors"):
+        path.unlink(missing_ok=True)
+
+
+def _rows(group: Group) -> list[_Row]:
+    samples = group.kept
+    rewards = np.array([_reward(sample) for sample in samples])
+    return [_Row(sample, float(rewards.mean()), float(rewards.std()), len(samples)) for sample in samples]
+
+
+def _reward(sample: Sample) -> float:
+    if sample.reward is None:
+        raise ValueError(f"sample {sample.id} goes into a batch without a reward")
+    return sample.reward
+
+
+def _shard(rows: Sequence[_Row], header: BatchHeader) -> bytes:
+    """One file: columns of `colocated_rl_api.batch`, prompt and response of each sample one after another."""
+    tokens = sum(row.length for row in rows)
+    ids = np.empty(tokens, np.int32)
+    loss_mask = np.zeros(tokens, np.uint8)
+    behaviour_logp = np.zeros(tokens, np.float32)
+    token_step = np.full(tokens, -1, np.int32)
+    ends = np.cumsum([row.length for row in rows], dtype=np.int64)
+    for row, end in zip(rows, ends, strict=True):
+        prompt, response = row.sample.group.prompt.ids, row.sample.tokens
+        start = end - len(response)
+        ids[start - len(prompt) : start] = prompt
+        ids[start:end] = response.ids
+        loss_mask[start:end] = 1
+        behaviour_logp[start:end] = response.logp
+        for span in response.spans:
+            token_step[start + span.start : start + span.end] = span.version.step
+    columns: dict[str, NDArray[Any]] = {
+        "tokens": ids,
+        "sample_end": ends,
+        "loss_mask": loss_mask,
+        "behaviour_logp": behaviour_logp,
+        "token_step": token_step,
+        "reward": np.array([_reward(row.sample) for row in rows], np.float32),
+        "group": np.array([row.sample.group.id for row in rows], np.int64),
+        "group_mean": np.array([row.group_mean for row in rows], np.float32),
+        "group_std": np.array([row.group_std for row in rows], np.float32),
+        "group_count": np.array([row.group_count for row in rows], np.float32),
+        "truncated": np.array([row.sample.finish is Finish.LENGTH for row in rows], np.uint8),
+    }
+    return bytes(save(columns, metadata={HEADER_KEY: header.model_dump_json(by_alias=True)}))
+
+
+def _write_durably(path: Path, body: bytes) -> None:
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("wb") as file:
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

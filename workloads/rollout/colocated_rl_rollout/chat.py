@@ -1,0 +1,135 @@
+"""Text to token ids and back, as the model's own tokenizer and chat template have it.
+
+Reads the model's directory: `tokenizer.json`, the chat template, the end tokens. Renders templates in the sandbox and
+with the settings that transformers uses, without its import time and its torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class ModelUnusable(Exception):
+    """The model's directory lacks what rollout needs. The user mends the model; trying again does not help."""
+
+
+class Chat:
+    """Tokenizer and chat template of one model. Raises ModelUnusable.
+
+    end_ids: tokens that end a response.
+    """
+
+    def __init__(self, model: Path) -> None:
+        config = _read_json(model / "tokenizer_config.json")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelUnusable(
+                f"{model / 'tokenizer.json'}: {error}; save the model with its fast tokenizer"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
+        self._render = _renderer(_template_text(model, config))
+        self.end_ids = frozenset(self._end_ids(model))
+        if not self.end_ids:
+            raise ModelUnusable(
+                f"{model}: no eos_token in generation_config.json, config.json or tokenizer_config.json"
+            )
+
+    def prompt_ids(self, question: str) -> tuple[int, ...]:
+        """A user's question as the model is asked it, up to where its answer begins. Raises ModelUnusable."""
+        messages = [{"role": "user", "content": question}]
+        try:
+            text = self._render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
+            )
+        except TemplateError as error:
+            raise ModelUnusable(f"the model's chat template can't be rendered: {error}") from error
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a whole response, without special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _end_ids(self, model: Path) -> list[int]:
+        found: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            value = _read_json(model / name, optional=True).get("eos_token_id")
+            found += value if isinstance(value, list) else [] if value is None else [value]
+        if (text := self._special.get("eos_token")) and (number := self._tokenizer.token_to_id(text)) is not None:
+            found.append(number)
+        return found
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks what the assistant wrote; here it means nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _renderer(template: str) -> Callable[..., str]:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    try:
+        return environment.from_string(template).render
+    except TemplateError as error:
+        raise ModelUnusable(f"the model's chat template can't be read: {error}") from error
+
+
+def _to_json(value: Any, *, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _template_text(model: Path, config: dict[str, Any]) -> str:
+    path = model / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    written = config.get("chat_template")
+    if isinstance(written, list):  # several by name
+        written = next((entry["template"] for entry in written if entry.get("name") == "default"), None)
+    if not isinstance(written, str):
+        raise ModelUnusable(f"{model}: no chat template: add chat_template.jinja beside the tokenizer")
+    return written
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is written as its text, or as a mapping with `content`."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.exists():
+        return {}
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnusable(f"{path} can't be read: {error}") from error
+    if not isinstance(read, dict):
+        raise ModelUnusable(f"{path} is no JSON object")
+    return read

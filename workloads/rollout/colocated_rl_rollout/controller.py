@@ -1,0 +1,220 @@
+"""One job's rollout controller: puts the parts together, takes targets, reports facts.
+
+Facts are a snapshot, and what is in it is durable before the operator hears of it. What a plan depends on is reported
+at once; progress figures at most every PROGRESS_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+
+import aiohttp
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from colocated_rl_api import names
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Goal, Hello, Problem, RolloutFacts, RolloutTarget, SealedBatch
+from colocated_rl_member.data import DataClient
+from colocated_rl_member.server import MemberServer
+from colocated_rl_member.tls import MemberTls
+from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.evaluation import Evaluation
+from colocated_rl_rollout.metrics import Metrics, StoreGauges
+from colocated_rl_rollout.pages import batch_application, pages
+from colocated_rl_rollout.prompts import PromptSource
+from colocated_rl_rollout.rewards import TaskProcesses
+from colocated_rl_rollout.settings import Settings
+from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.worker import Worker
+
+LOG = logging.getLogger(__name__)
+
+PROGRESS_S = 2.0
+FAREWELL_S = 2.0  # for the operator to hear that the member has stopped
+
+
+class Controller:
+    """Runs until SIGTERM (`drain`) or goal Stop."""
+
+    def __init__(
+        self, settings: Settings, session: aiohttp.ClientSession, registry: CollectorRegistry = REGISTRY
+    ) -> None:
+        """Raises StoreFailed, ModelUnusable, and what MemberTls.read raises."""
+        job, spec = settings.job, settings.job.spec
+        self._drain_s = settings.drain_s
+        self._ending = asyncio.Event()
+        self._stop = False  # asked to
+        self._stopped = False  # done
+        self._dirty = asyncio.Event()
+        tls = MemberTls.read(settings.tls)
+        chat = Chat(settings.model)
+        self._store = store = Store(settings.state, job_uid=job.uid)
+        task = spec.rollout.prompts.reasoning_gym
+        self._processes = TaskProcesses(task, count=settings.task_processes, cache=settings.state / "cache")
+        self._engines = Engines(
+            DataClient(session, tls, job.uid), settle_s=spec.switch.settle_seconds, changed=self._wake
+        )
+        self._prompts = PromptSource(
+            task,
+            self._processes,
+            chat,
+            max_prompt_tokens=spec.rollout.max_prompt_tokens,
+            position=store.cursor,
+            changed=self._wake,
+        )
+        self._evaluation: Evaluation | None = None
+        if spec.evaluation:
+            self._evaluation = Evaluation(
+                samples=spec.evaluation.samples,
+                limit=spec.rollout.max_response_tokens,
+                temperature=spec.rollout.sampling.temperature,
+                store=store,
+                prompts=self._prompts,
+                chat=chat,
+                processes=self._processes,
+                changed=self._wake,
+            )
+        self._worker = Worker(
+            spec,
+            store=store,
+            engines=self._engines,
+            prompts=self._prompts,
+            chat=chat,
+            processes=self._processes,
+            evaluation=self._evaluation,
+            metrics=Metrics(registry),
+            changed=self._dirty.set,
+        )
+        registry.register(StoreGauges(store))
+        self._facts = self._observe()
+        self.member = MemberServer(
+            hello=Hello(
+                pod=settings.pod,
+                pod_uid=settings.pod_uid,
+                job_uid=job.uid,
+                role=names.ROLE_ROLLOUT,
+                incarnation=uuid.uuid4().hex,
+                highest_epoch=store.epoch,
+            ),
+            kind=RolloutTarget,
+            tls=tls,
+            facts=lambda: self._facts,
+            accept=self._accept,
+            remember_epoch=store.remember_epoch,
+            data=batch_application(store, tls),
+            pages=pages(store, lambda: self._facts),
+            ports=settings.ports,
+            registry=registry,
+        )
+
+    async def run(self) -> None:
+        """Serve and generate until there is an end; what is accepted by then is durable."""
+        log(
+            LOG, "rollout controller ready", epoch=self._store.epoch, step=self._store.next_step, samples=self._counts()
+        )
+        try:
+            async with self.member, asyncio.TaskGroup() as group:
+                supporters = [
+                    group.create_task(self._processes.run(), name="task-processes"),
+                    group.create_task(self._prompts.run(), name="prompts"),
+                    group.create_task(self._engines.run(), name="engines"),
+                    group.create_task(self._report(), name="report"),
+                ]
+                if self._evaluation:
+                    supporters.append(group.create_task(self._evaluation.prepare(), name="evaluation"))
+                worker = group.create_task(self._worker.run(), name="worker")
+                await self._ending.wait()
+                await self._end(worker)
+                for task in supporters:
+                    task.cancel()
+        finally:
+            self._store.close()
+        log(LOG, "rollout controller ended", reason="goal Stop" if self._stop else "SIGTERM", samples=self._counts())
+
+    def drain(self) -> None:
+        """End soon: responses under way may still end, nothing new begins."""
+        self._ending.set()
+
+    async def _end(self, worker: asyncio.Task[None]) -> None:
+        self._worker.drain()
+        if not self._stop:
+            await asyncio.wait([worker], timeout=self._drain_s)
+        worker.cancel()
+        await asyncio.wait([worker])
+        self._stopped = self._stop
+        await self._publish()
+        await asyncio.sleep(FAREWELL_S if self._stop else 0)
+
+    # ------------------------------------------------------------------------------------------------- targets
+    def _accept(self, target: RolloutTarget) -> None:
+        self._engines.follow(target.engines)
+        if self._store.commit(target.trained_step):
+            self._worker.discard_stale()
+        self._store.forget(target.saved_step)
+        if self._evaluation:
+            self._evaluation.ask(target.evaluate)
+        if target.goal is Goal.STOP:
+            self._stop = True
+            self._ending.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._worker.wake()
+        self._dirty.set()
+
+    # ------------------------------------------------------------------------------------------------- facts
+    async def _report(self) -> None:
+        """Publish what a plan depends on at once, and how far things are every PROGRESS_S."""
+        told, told_at = self._decisive(), -PROGRESS_S
+        while True:
+            self._dirty.clear()
+            now = asyncio.get_running_loop().time()
+            if self._decisive() != told or now >= told_at + PROGRESS_S:
+                told, told_at = self._decisive(), now
+                await self._publish()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROGRESS_S):
+                    await self._dirty.wait()
+
+    def _decisive(self) -> tuple[object, ...]:
+        """What a plan depends on."""
+        store = self._store
+        step = store.sealed and store.sealed.step
+        return store.epoch, step, store.trained_step, store.evaluated, len(self._engines.open), self._problem()
+
+    async def _publish(self) -> None:
+        facts = self._observe()
+        await self._store.flushed()
+        self._facts = facts
+        self.member.publish()
+
+    def _observe(self) -> RolloutFacts:
+        sealed = self._store.sealed
+        return RolloutFacts(
+            epoch=self._store.epoch,
+            sealed=sealed
+            and SealedBatch(
+                step=sealed.step, groups=sealed.groups, samples=sealed.samples, loss_tokens=sealed.loss_tokens
+            ),
+            trained_step=self._store.trained_step,
+            evaluated=self._store.evaluated,
+            samples=self._counts(),
+            reward_mean=sealed and sealed.reward_mean,
+            staleness_mean=sealed and sealed.staleness_mean,
+            tokens_per_second=self._worker.rate.read(),
+            gates_open=len(self._engines.open),
+            problem=self._problem(),
+            stopped=self._stopped,
+        )
+
+    def _problem(self) -> Problem | None:
+        """Why there is no progress; the first of those who know."""
+        first = self._prompts.problem or self._worker.problem or self._processes.problem
+        return first or (self._evaluation.problem if self._evaluation else None)
+
+    def _counts(self) -> dict[str, int]:
+        return {state.value: count for state, count in self._store.counts.items() if count}

@@ -1,0 +1,259 @@
+"""One agent's gate: whether it is open, and one engine attempt through it. The only code that calls a gate.
+
+`watch` follows the gate's stream, so that nobody polls. `generate` translates whatever comes back into the few outcomes
+the worker acts on; above it nobody sees HTTP. A request has no deadline of its own, because a long response takes as
+long as it takes: it is given up when its gate has been silent, or closed for longer than a switch may take to settle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pydantic
+
+from colocated_rl_api.gate_wire import GATE_LINE_S, GateState
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_member.data import DataClient
+from colocated_rl_rollout.resume import Ending, read_answer
+from colocated_rl_rollout.samples import Tokens
+
+LOG = logging.getLogger(__name__)
+
+CONNECT_S = 10.0
+SILENCE_S = 4 * GATE_LINE_S  # a gate that says nothing for so long is taken as lost
+RECONNECT_S = 0.5  # with jitter
+REST_S = 0.1  # of an engine after an attempt that brought nothing, doubled each time
+REST_AT_MOST_S = 30.0
+GIVE_UP_MARGIN_S = 30.0  # beyond settleSeconds, in which the agent itself ends every request
+MAX_ANSWER_BYTES = 256 * 1024 * 1024
+MAX_ERROR_BYTES = 2048
+
+
+class GateRefused(Exception):
+    """GateRefused        no attempt was made, or nothing of it is known: send the request again when a gate is open
+    ├─ GateClosed       the gate said so, at once
+    ├─ AttemptLost      the connection, the agent or the engine broke: what it generated is gone
+    └─ AnswerGarbled    the answer contradicts itself: dropped and counted
+    RequestRejected       the engine won't ever take this request: the sample fails, with the engine's reason
+    """
+
+
+class GateClosed(GateRefused):
+    """Not an attempt: nothing was sent to the engine."""
+
+
+class AttemptLost(GateRefused):
+    """An attempt without tokens."""
+
+
+class AnswerGarbled(GateRefused):
+    """An attempt without tokens that can be used (H27)."""
+
+
+class RequestRejected(Exception):
+    """The engine's own verdict on the request, 4xx (H8)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One engine attempt: prompt with everything generated so far, and how many tokens may be added."""
+
+    input_ids: list[int]
+    max_new_tokens: int
+    temperature: float
+    end_ids: Collection[int]
+
+    def body(self) -> bytes:
+        """As the engine's /generate takes it. Everything its log-probabilities don't describe is off, explicitly."""
+        return json.dumps(
+            {
+                "input_ids": self.input_ids,
+                "sampling_params": {
+                    "max_new_tokens": self.max_new_tokens,  # its default is 128
+                    "temperature": self.temperature,
+                    "top_p": 1.0,
+                    "top_k": -1,
+                    "min_p": 0.0,
+                    "stop_token_ids": sorted(self.end_ids),
+                },
+                "return_logprob": True,
+                "stream": False,
+            },
+            separators=(",", ":"),
+        ).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What one engine attempt brought."""
+
+    tokens: Tokens
+    ending: Ending
+
+
+class EngineClient:
+    """One gate. `state` is None while nobody knows: not yet connected, silent, or broken.
+
+    changed: called when the gate opens, closes, is lost, or has other weights behind it.
+    """
+
+    def __init__(self, endpoint: Endpoint, client: DataClient, *, settle_s: float, changed: Callable[[], None]) -> None:
+        self.endpoint = endpoint
+        self._client = client
+        self._settle_s = settle_s
+        self._changed = changed
+        self.state: GateState | None = None
+        self._under_way: set[asyncio.Timeout] = set()
+        self._failures = 0  # attempts in a row that brought nothing
+        self._rests_until = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.pod
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is not None and self.state.open
+
+    @property
+    def takes_requests(self) -> bool:
+        """Open, and not resting after attempts that brought nothing."""
+        return self.is_open and asyncio.get_running_loop().time() >= self._rests_until
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """Weights behind the gate, while it is open."""
+        return self.state.version if self.state and self.state.open else None
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of ours that are under way."""
+        return len(self._under_way)
+
+    # ------------------------------------------------------------------------------------------------- the stream
+    async def watch(self) -> None:
+        """Follow the gate until cancelled."""
+        while True:
+            try:
+                await self._follow()
+                self._set(None, "its stream ended")
+            except (aiohttp.ClientError, OSError, TimeoutError, pydantic.ValidationError, ValueError) as error:
+                self._set(None, f"{type(error).__name__}: {error}"[:200])
+            await asyncio.sleep(RECONNECT_S * (0.5 + random.random()))
+
+    async def _follow(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+        async with self._client.request("GET", self.endpoint, "/v1/gate", timeout=timeout) as response:
+            if response.status != 200:
+                raise ValueError(f"status {response.status}")
+            async for line in response.content:
+                self._set(GateState.model_validate_json(line))
+
+    def _set(self, state: GateState | None, reason: str | None = None) -> None:
+        was, self.state = self.state, state
+        if _told(was) == _told(state):
+            return
+        if state is None:
+            event, patience_s = "gate lost", SILENCE_S
+        elif state.open:
+            event, patience_s, self._rests_until = "gate open", None, 0.0
+        else:
+            event, patience_s = "gate closed", self._settle_s + GIVE_UP_MARGIN_S
+        now = asyncio.get_running_loop().time()
+        for attempt in self._under_way:
+            attempt.reschedule(None if patience_s is None else now + patience_s)
+        version = str(state.version) if state and state.version else None
+        log(LOG, event, gate=self.name, epoch=state and state.epoch, version=version, reason=reason)
+        self._changed()
+
+    def abandon(self) -> None:
+        """The job has this engine no more: end what is under way."""
+        self.state = None
+        for attempt in self._under_way:
+            attempt.reschedule(0)
+
+    # ------------------------------------------------------------------------------------------------- one attempt
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """One engine attempt. Raises GateRefused and RequestRejected."""
+        timeout = asyncio.timeout(None)
+        self._under_way.add(timeout)
+        try:
+            async with timeout:
+                generated = await self._post(request.body())
+        except GateClosed:
+            raise
+        except (GateRefused, RequestRejected):
+            self._rest()
+            raise
+        except TimeoutError as error:
+            raise AttemptLost(f"request to {self.name} given up: its gate is silent, or closed for too long") from error
+        except (aiohttp.ClientError, OSError) as error:
+            self._set(None, f"a request broke: {type(error).__name__}")
+            raise AttemptLost(f"request to {self.name} broke: {error!r}") from error
+        finally:
+            self._under_way.discard(timeout)
+        if len(generated.tokens):
+            self._failures = 0
+        else:
+            self._rest()
+        return generated
+
+    def _rest(self) -> None:
+        """An attempt brought nothing: let the engine be for a while, longer each time, until one brings something."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._rests_until:
+            pause_s = min(REST_S * 2**self._failures, REST_AT_MOST_S)
+            self._failures = min(self._failures + 1, 30)
+            self._rests_until = loop.time() + pause_s
+            loop.call_later(pause_s, self._changed)
+
+    async def _post(self, body: bytes) -> Generated:
+        headers = {"Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        async with self._client.request(
+            "POST", self.endpoint, "/generate", data=body, headers=headers, timeout=timeout
+        ) as response:
+            if response.status != 200:
+                raise self._refusal(
+                    response.status, (await response.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
+                )
+            if (response.content_length or 0) > MAX_ANSWER_BYTES:
+                raise AnswerGarbled(f"{self.name} answered with {response.content_length} bytes")
+            answer = await response.read()
+        try:
+            return Generated(*read_answer(json.loads(answer)))
+        except ValueError as error:
+            raise AnswerGarbled(f"answer of {self.name}: {error}") from error
+
+    def _refusal(self, status: int, text: str) -> Exception:
+        """What a status means (H8): a switch, trouble that may pass, or a request that no engine will take."""
+        if status == 503 and _error_in(text) == "closed":
+            return GateClosed(f"gate of {self.name} is closed")
+        if status == 400 and "Aborted by AbortReq." in text:  # while its grammar compiled: a switch like any other
+            return AttemptLost(f"{self.name}: aborted before it began")
+        if 400 <= status < 500 and status not in (401, 403, 408, 425, 429):
+            return RequestRejected(f"{self.name} answered {status}: {text[:300]}")
+        return AttemptLost(f"{self.name} answered {status}: {text[:300]}")
+
+
+def _told(state: GateState | None) -> tuple[bool, WeightVersion | None] | None:
+    """What of a gate's state anybody acts on."""
+    return None if state is None else (state.open, state.version)
+
+
+def _error_in(text: str) -> str | None:
+    try:
+        body: Mapping[str, Any] = json.loads(text)
+        error = body.get("error")
+    except (ValueError, AttributeError):
+        return None
+    return error if isinstance(error, str) else None

@@ -1,0 +1,204 @@
+"""Exact match of one weights version on the held-out prompts, beside rollout.
+
+One sampled answer to each prompt, at the job's temperature. Every answer comes from one and the same version: what
+other weights made, in part or in whole, is thrown away and asked again. Ends when all are in, or when the operator asks
+for another one. `worker` sends its requests, before those of rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Collection
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import EvaluationResult, Problem
+from colocated_rl_rollout.chat import Chat, ModelUnusable
+from colocated_rl_rollout.engine_client import EngineClient, GateRefused, GenerateRequest, RequestRejected
+from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.prompts import NoPrompts, PromptSource
+from colocated_rl_rollout.resume import Ending, natural_end
+from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.samples import Finish, Prompt, Tokens
+from colocated_rl_rollout.store import Store
+
+LOG = logging.getLogger(__name__)
+
+PREPARE_RETRY_S = 5.0
+
+
+class Scoreboard:
+    """Answers to `size` prompts by one weights version of `step`. Pure.
+
+    The newest lineage counts: weights that were made again for the same step are other weights.
+    """
+
+    def __init__(self, step: int, *, size: int) -> None:
+        self.step = step
+        self.size = size
+        self.version: WeightVersion | None = None
+        self.rewards: dict[int, float] = {}
+
+    def take(self, place: int, versions: Collection[WeightVersion], reward: float) -> bool:
+        """Whether the answer at `place`, made by `versions`, counts. One of a newer lineage starts the count again."""
+        (version, *others) = versions or (None,)
+        if others or version is None or version.step != self.step or (self.version and version < self.version):
+            return False
+        if version != self.version:
+            self.version, self.rewards = version, {}
+        self.rewards[place] = reward
+        return True
+
+    def missing(self) -> list[int]:
+        """Places without an answer that counts."""
+        return [place for place in range(self.size) if place not in self.rewards]
+
+    def result(self) -> EvaluationResult | None:
+        """Share of right answers with its standard error, that of a binomial share; None until all are in."""
+        if len(self.rewards) < self.size:
+            return None
+        mean = math.fsum(self.rewards.values()) / self.size
+        return EvaluationResult(
+            step=self.step, samples=self.size, mean=mean, stderr=math.sqrt(mean * (1 - mean) / self.size)
+        )
+
+
+class Evaluation:
+    """Evaluates when asked. `changed` is called when there is something to send, or a result."""
+
+    def __init__(
+        self,
+        *,
+        samples: int,
+        limit: int,
+        temperature: float,
+        store: Store,
+        prompts: PromptSource,
+        chat: Chat,
+        processes: TaskProcesses,
+        changed: Callable[[], None],
+    ) -> None:
+        self._samples = samples
+        self._limit = limit
+        self._temperature = temperature
+        self._store = store
+        self._prompts = prompts
+        self._chat = chat
+        self._processes = processes
+        self._changed = changed
+        self._held_out: list[Prompt] | None = None
+        self._board: Scoreboard | None = None
+        self._asked: int | None = None
+        self._under_way: dict[int, asyncio.Task[None]] = {}
+        self._began = 0.0
+        self._redone = 0
+        self.problem: Problem | None = None
+
+    def ask(self, step: int | None) -> None:
+        """Evaluate the weights of `step` now, unless that is the newest result; None: nothing is to be evaluated."""
+        done = self._store.evaluated.step if self._store.evaluated else None
+        wanted = None if step == done else step
+        if wanted != self._asked:
+            self._asked = wanted
+            self._board = None
+            self._begin()
+
+    async def prepare(self) -> None:
+        """Find the held-out prompts."""
+        while self._held_out is None:
+            try:
+                self._held_out = await self._prompts.held_out(self._samples)
+            except RewardFailed as error:
+                log(LOG, "held-out prompts not made", logging.WARNING, reason=str(error))
+                await asyncio.sleep(PREPARE_RETRY_S)
+            except (NoPrompts, TaskUnusable, ModelUnusable) as error:
+                log(LOG, "evaluation impossible", logging.ERROR, reason=str(error))
+                self.problem = Problem(reason="EvaluationImpossible", message=str(error)[:1024])
+                return
+        if len(self._held_out) < self._samples:
+            log(LOG, "fewer held-out prompts", logging.WARNING, samples=len(self._held_out), wanted=self._samples)
+        self._begin()
+
+    def dispatch(self, engines: Engines, group: asyncio.TaskGroup) -> None:
+        """Send what is missing to the engines that serve the wanted weights."""
+        if self._board is None or self._held_out is None:
+            return
+        for place in self._board.missing():
+            if place in self._under_way:
+                continue
+            engine = engines.pick(step=self._board.step)
+            if engine is None:
+                return
+            task = group.create_task(self._answer(self._board, place, engine), name=f"evaluation/{place}")
+            self._under_way[place] = task
+
+    def _begin(self) -> None:
+        for task in self._under_way.values():
+            task.cancel()
+        self._under_way.clear()
+        if self._asked is not None and self._held_out is not None:
+            self._board = Scoreboard(self._asked, size=len(self._held_out))
+            self._began = time.monotonic()
+            self._redone = 0
+            log(LOG, "evaluation began", step=self._asked, samples=len(self._held_out))
+        self._changed()
+
+    # ------------------------------------------------------------------------------------------------- one answer
+    async def _answer(self, board: Scoreboard, place: int, engine: EngineClient) -> None:
+        prompt = (self._held_out or [])[place]
+        request = GenerateRequest(list(prompt.ids), self._limit, self._temperature, self._chat.end_ids)
+        try:
+            counts = await self._ask_once(board, place, prompt, request, engine)
+        except (GateRefused, RequestRejected) as error:
+            log(LOG, "evaluation answer lost", logging.DEBUG, reason=str(error))
+            counts = False
+        if self._under_way.get(place) is asyncio.current_task():
+            del self._under_way[place]
+        self._redone += not counts
+        self._conclude(board)
+        self._changed()
+
+    async def _ask_once(
+        self, board: Scoreboard, place: int, prompt: Prompt, request: GenerateRequest, engine: EngineClient
+    ) -> bool:
+        """Whether the answer that was had counts."""
+        generated = await engine.generate(request)
+        tokens = generated.tokens
+        if (
+            generated.ending is Ending.INTERRUPTED
+            and natural_end(tokens, limit=self._limit, end_ids=self._chat.end_ids) is None
+        ):
+            return False
+        versions = {span.version for span in tokens.spans}
+        return board.take(place, versions, await self._reward(prompt, tokens))
+
+    async def _reward(self, prompt: Prompt, tokens: Tokens) -> float:
+        """As in training: 0 for an answer that did not end by itself."""
+        if natural_end(tokens, limit=self._limit, end_ids=self._chat.end_ids) is not Finish.STOP:
+            return 0.0
+        try:
+            return await self._processes.score(prompt.index, self._chat.text(tokens.ids.tolist()))
+        except RewardFailed as error:
+            log(LOG, "evaluation answer not scored", logging.WARNING, reason=str(error))
+            return 0.0
+
+    def _conclude(self, board: Scoreboard) -> None:
+        result = board.result()
+        if result is None or board is not self._board:
+            return
+        self._board = self._asked = None
+        self._store.record_evaluation(result)
+        log(
+            LOG,
+            "evaluation ended",
+            step=result.step,
+            version=str(board.version),
+            samples=result.samples,
+            mean=round(result.mean, 4),
+            stderr=round(result.stderr, 4),
+            redone=self._redone,
+            took_s=round(time.monotonic() - self._began, 3),
+        )

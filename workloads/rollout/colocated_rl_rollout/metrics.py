@@ -1,0 +1,88 @@
+"""Figures of the rollout controller for Prometheus. Names are part of the interface.
+
+Counters count since the process started; what must survive a restart is in the store, and shown as a gauge.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from colocated_rl_rollout.samples import SampleState
+from colocated_rl_rollout.store import Store
+
+RATE_WINDOW_S = 30.0
+
+
+class Metrics:
+    """Counters that the worker adds to."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.tokens = Counter("colocate_rollout_tokens", "Tokens generated", registry=registry)
+        self.attempts = Counter(
+            "colocate_rollout_attempts", "Engine attempts by how they ended", ["ending"], registry=registry
+        )
+        self.resent_tokens = Counter(
+            "colocate_rollout_resent_tokens", "Tokens prefilled again because an attempt was resumed", registry=registry
+        )
+        self.discarded_tokens = Counter(
+            "colocate_rollout_discarded_tokens",
+            "Generated tokens that will not be trained",
+            ["reason"],
+            registry=registry,
+        )
+        self.response_tokens = Histogram(
+            "colocate_rollout_response_tokens",
+            "Length of finished responses",
+            buckets=[2**power for power in range(3, 18)],
+            registry=registry,
+        )
+
+
+class StoreGauges(Collector):
+    """Samples by state, from the store, at the moment of the scrape."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        states = GaugeMetricFamily(
+            "colocate_rollout_samples", "Samples by state; they add up to admitted", labels=["state"]
+        )
+        for state in SampleState:
+            states.add_metric([state], self._store.counts[state])
+        yield states
+        reasons = GaugeMetricFamily(
+            "colocate_rollout_samples_ended", "Samples that ended without training", labels=["state", "reason"]
+        )
+        for (state, reason), count in self._store.reasons.items():
+            reasons.add_metric([state, reason], count)
+        yield reasons
+        yield GaugeMetricFamily("colocate_rollout_sealed_step", "Newest sealed batch", self._store.next_step - 1)
+
+
+class TokenRate:
+    """Tokens per second over the last RATE_WINDOW_S."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._events: deque[tuple[float, int]] = deque()
+        self._sum = 0
+
+    def add(self, tokens: int) -> None:
+        self._events.append((self._clock(), tokens))
+        self._sum += tokens
+
+    def read(self) -> float | None:
+        """None before anything was generated. Tokens per second."""
+        now = self._clock()
+        while self._events and self._events[0][0] < now - RATE_WINDOW_S:
+            self._sum -= self._events.popleft()[1]
+        window = min(RATE_WINDOW_S, now - self._started)
+        return self._sum / window if window > 0 else None

@@ -1,0 +1,139 @@
+"""The prompts of a job in a fixed order, divided into those that train and those that are held out.
+
+Order: the data from its beginning, again and again; the store keeps the position, so a restart goes on where it was. A
+question is held out by its hash, wherever it stands and however often: it never trains. Prompts longer than
+`maxPromptTokens` are left out and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from colocated_rl_api.job import ReasoningGym
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Problem
+from colocated_rl_rollout.chat import Chat, ModelUnusable
+from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.samples import Prompt
+
+LOG = logging.getLogger(__name__)
+
+CHUNK = 64  # questions asked for at once
+AHEAD = 256  # prompts held ready
+RETRY_S = 5.0
+
+
+class NoPrompts(Exception):
+    """The data has no prompt of the kind that is wanted. The user mends the job."""
+
+
+def is_held_out(question: str, *, percent: int) -> bool:
+    """Whether a question is kept from training: by its hash alone, so that every part of the system agrees."""
+    return int(hashlib.sha256(question.encode()).hexdigest()[:8], 16) % 100 < percent
+
+
+class PromptSource:
+    """Prompts of one job. `run` keeps AHEAD of them ready.
+
+    changed: called when there is something new to take.
+    too_long: prompts that were left out so far.
+    """
+
+    def __init__(
+        self,
+        task: ReasoningGym,
+        processes: TaskProcesses,
+        chat: Chat,
+        *,
+        max_prompt_tokens: int,
+        position: int,
+        changed: Callable[[], None],
+    ) -> None:
+        self._task = task
+        self._processes = processes
+        self._chat = chat
+        self._max_prompt_tokens = max_prompt_tokens
+        self._changed = changed
+        self._position = position  # of the next question to look at
+        self._ready: deque[Prompt] = deque()
+        self._taken = asyncio.Event()
+        self.too_long = 0
+        self.problem: Problem | None = None
+
+    def take(self) -> Prompt | None:
+        """The next prompt to train on; None while it is being made."""
+        if not self._ready:
+            return None
+        self._taken.set()
+        return self._ready.popleft()
+
+    async def run(self) -> None:
+        """Make prompts ahead of need until cancelled."""
+        barren = 0  # questions in a row without a usable prompt
+        while True:
+            try:
+                found, looked_at = await self._look(self._position, held_out=False)
+            except RewardFailed as error:
+                log(LOG, "questions not made", logging.WARNING, reason=str(error))
+                await asyncio.sleep(RETRY_S)
+                continue
+            except (TaskUnusable, ModelUnusable) as error:
+                self._stop("PromptsUnusable", str(error))
+                return
+            self._position += looked_at
+            barren = 0 if found else barren + looked_at
+            if barren >= self._task.size:
+                self._stop("PromptsUnusable", f"no prompt to train on among {self._task.size}: {self._left_out()}")
+                return
+            self._ready.extend(found)
+            if found:
+                self._changed()
+            while len(self._ready) >= AHEAD:
+                self._taken.clear()
+                await self._taken.wait()
+
+    async def held_out(self, count: int) -> list[Prompt]:
+        """The first `count` different held-out prompts of the data, fewer when it has no more.
+
+        Raises NoPrompts, TaskUnusable, ModelUnusable, RewardFailed.
+        """
+        found: dict[tuple[int, ...], Prompt] = {}
+        position = 0
+        while len(found) < count and position < self._task.size and self._task.held_out_percent > 0:
+            prompts, looked_at = await self._look(position, held_out=True)
+            for prompt in prompts:
+                found.setdefault(prompt.ids, prompt)
+            position += looked_at
+        if not found:
+            raise NoPrompts(f"no held-out prompt among {self._task.size}: {self._left_out()}")
+        return list(found.values())[:count]
+
+    async def _look(self, position: int, *, held_out: bool) -> tuple[list[Prompt], int]:
+        """Prompts of the questions from `position` on, and how many questions that were."""
+        index = position % self._task.size
+        questions = await self._processes.questions(index, CHUNK)
+        found = []
+        for offset, question in enumerate(questions):
+            if is_held_out(question, percent=self._task.held_out_percent) is not held_out:
+                continue
+            ids = self._chat.prompt_ids(question)
+            if len(ids) > self._max_prompt_tokens:
+                self.too_long += 1
+                continue
+            found.append(Prompt(position + offset, index + offset, ids))
+        return found, len(questions)
+
+    def _left_out(self) -> str:
+        return (
+            f"heldOutPercent is {self._task.held_out_percent}, "
+            f"{self.too_long} were longer than maxPromptTokens ({self._max_prompt_tokens})"
+        )
+
+    def _stop(self, reason: str, message: str) -> None:
+        log(LOG, "prompts unusable", logging.ERROR, reason=message)
+        self.problem = Problem(reason=reason, message=message[:1024])
+        self._changed()

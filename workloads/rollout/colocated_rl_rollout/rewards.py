@@ -1,0 +1,206 @@
+"""Processes that make questions and score answers, so that neither holds up generation.
+
+Each process works off requests in batches, in order; the reply to each has a deadline. A process that misses it, or
+dies, is replaced: the request it was at fails if it missed the deadline, or if a second process died of it; all others
+are asked again. A task that can't be set up at all is the user's to mend: `TaskUnusable`, to whoever asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import random
+import sys
+from asyncio.subprocess import PIPE, Process
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from colocated_rl_api.job import ReasoningGym
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Problem
+
+LOG = logging.getLogger(__name__)
+
+START_DEADLINE_S = 120.0
+REPLY_DEADLINE_S = 30.0
+RESTART_S = 1.0  # before a process that died is replaced; with jitter
+KILL_DEADLINE_S = 5.0
+AT_ONCE = 32  # requests on the way to one process
+MAX_LINE_BYTES = 64 * 1024 * 1024
+DEATHS_PER_REQUEST = 2
+
+
+class RewardFailed(Exception):
+    """One request has no answer: `reason` is CamelCase and stable. The sample fails, the rest go on."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class TaskUnusable(Exception):
+    """The task can't be made as the job describes it. The user mends the job."""
+
+
+class _ProcessLost(Exception):
+    """The process ended or was ended; another one takes over."""
+
+
+@dataclass(eq=False)
+class _Request:
+    line: bytes
+    reply: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    deaths: int = 0
+
+
+class TaskProcesses:
+    """`count` processes of one task; `run` keeps them up."""
+
+    def __init__(
+        self, task: ReasoningGym, *, count: int, cache: Path, reply_deadline_s: float = REPLY_DEADLINE_S
+    ) -> None:
+        self._task = task
+        self._count = count
+        self._cache = cache
+        self._reply_deadline_s = reply_deadline_s
+        self._requests: asyncio.Queue[_Request] = asyncio.Queue()
+        self._unusable: TaskUnusable | None = None
+        self.problem: Problem | None = None
+
+    async def questions(self, start: int, count: int) -> list[str]:
+        """Questions [start, start + count), fewer at the end of the data. Raises RewardFailed, TaskUnusable."""
+        questions: list[str] = await self._ask({"questions": [start, count]})
+        return questions
+
+    async def score(self, index: int, response: str) -> float:
+        """Reward of a response to question `index`. Raises RewardFailed, TaskUnusable."""
+        return float(await self._ask({"score": [index, response]}))
+
+    async def run(self) -> None:
+        """Keep the processes up until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._count):
+                group.create_task(self._keep_up(), name=f"task-process-{number}")
+
+    async def _ask(self, request: dict[str, Any]) -> Any:
+        if self._unusable is not None:
+            raise self._unusable
+        asked = _Request(json.dumps(request).encode() + b"\n")
+        self._requests.put_nowait(asked)
+        return await asked.reply
+
+    # ------------------------------------------------------------------------------------------------- one process
+    async def _keep_up(self) -> None:
+        while self._unusable is None:
+            process = await self._spawn()
+            try:
+                await self._greet(process)
+                while True:
+                    await self._work_off(process)
+            except _ProcessLost as error:
+                log(LOG, "task process replaced", logging.WARNING, reason=str(error))
+                self.problem = Problem(reason="TaskProcessLost", message=f"{error}; it is started again")
+            except TaskUnusable as error:
+                self._unusable = error
+                self._fail_all(error)
+            finally:
+                await _end(process)
+            await asyncio.sleep(RESTART_S * (0.5 + random.random()))
+
+    async def _spawn(self) -> Process:
+        self._cache.mkdir(parents=True, exist_ok=True)
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-W", "ignore", "-m", "colocated_rl_rollout.task_process"),
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=MAX_LINE_BYTES,
+            env={**os.environ, "MPLCONFIGDIR": str(self._cache)},  # a library of the tasks keeps a font list
+        )
+
+    async def _greet(self, process: Process) -> None:
+        greeting = self._task.model_dump_json(by_alias=True).encode() + b"\n"
+        try:
+            reply = await _exchange(process, greeting, deadline_s=START_DEADLINE_S)
+        except TimeoutError as error:
+            raise _ProcessLost(f"task process not ready within {START_DEADLINE_S:.0f} s") from error
+        if "error" in reply:
+            raise TaskUnusable(f"spec.rollout.prompts.reasoningGym {self._task.name!r} can't be made: {reply['error']}")
+        self.problem = None
+
+    async def _work_off(self, process: Process) -> None:
+        """Answer what is waiting, at most AT_ONCE requests."""
+        batch = [await self._requests.get()]
+        while len(batch) < AT_ONCE and not self._requests.empty():
+            batch.append(self._requests.get_nowait())
+        try:
+            reply = await _exchange(process, b"".join(request.line for request in batch), self._reply_deadline_s)
+            while True:
+                _resolve(batch.pop(0), reply)
+                if not batch:
+                    return
+                reply = await _read(process, deadline_s=self._reply_deadline_s)
+        except TimeoutError as error:
+            late = f"no reward within {self._reply_deadline_s:.0f} s"
+            _fail(batch.pop(0), RewardFailed("RewardTimedOut", late))
+            raise _ProcessLost(late) from error
+        except _ProcessLost:
+            batch[0].deaths += 1
+            if batch[0].deaths >= DEATHS_PER_REQUEST:
+                _fail(batch.pop(0), RewardFailed("RewardProcessDied", "the process that scores it died, twice"))
+            raise
+        finally:
+            for request in batch:  # lost with the process, or cancelled
+                self._requests.put_nowait(request)
+
+    def _fail_all(self, error: TaskUnusable) -> None:
+        while not self._requests.empty():
+            _fail(self._requests.get_nowait(), error)
+
+
+async def _exchange(process: Process, lines: bytes, deadline_s: float) -> dict[str, Any]:
+    """Send lines and read the first reply. Raises _ProcessLost, TimeoutError."""
+    if process.stdin is None:
+        raise TypeError("a task process is started with a pipe")
+    try:
+        async with asyncio.timeout(deadline_s):
+            process.stdin.write(lines)
+            await process.stdin.drain()
+    except ConnectionError as error:
+        raise _ProcessLost("task process closed its input") from error
+    return await _read(process, deadline_s=deadline_s)
+
+
+async def _read(process: Process, *, deadline_s: float) -> dict[str, Any]:
+    if process.stdout is None:
+        raise TypeError("a task process is started with a pipe")
+    async with asyncio.timeout(deadline_s):
+        line = await process.stdout.readline()
+    if not line.endswith(b"\n"):
+        raise _ProcessLost(f"task process ended with code {process.returncode}")
+    reply: dict[str, Any] = json.loads(line)
+    return reply
+
+
+def _resolve(request: _Request, reply: dict[str, Any]) -> None:
+    if request.reply.done():  # whoever asked has gone
+        return
+    if "error" in reply:
+        request.reply.set_exception(RewardFailed("VerifierFailed", reply["error"]))
+    else:
+        request.reply.set_result(reply["value"])
+
+
+def _fail(request: _Request, error: Exception) -> None:
+    if not request.reply.done():
+        request.reply.set_exception(error)
+
+
+async def _end(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    async with asyncio.timeout(KILL_DEADLINE_S):
+        await process.wait()

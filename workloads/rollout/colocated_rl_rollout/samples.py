@@ -1,0 +1,145 @@
+"""What rollout makes: prompts, groups of samples, and the tokens of a sample with where they came from.
+
+A sample is in exactly one state at every instant (I3); `NEXT` is the whole table of moves, and `Store` is the only one
+that makes them. Tokens are immutable: each engine attempt of a sample makes a segment, and segments are joined by
+`resume`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colocated_rl_api.ladder import WeightVersion
+
+
+class SampleState(StrEnum):
+    """The states of I3. The last five are ends, `sealed` on the way to one."""
+
+    ADMITTED = "admitted"  # waits for its first engine
+    RUNNING = "running"  # one engine attempt is under way
+    INTERRUPTED = "interrupted"  # waits to go on, with the tokens it has
+    SCORING = "scoring"  # written to its end, reward not in
+    COMPLETED = "completed"  # reward in, waits for a batch
+    SEALED = "sealed"  # in a batch
+    TRAINED = "trained"  # its batch's step is done by every rank
+    FILTERED = "filtered"  # finished, and left out of training by a rule of the job
+    FAILED = "failed"  # no answer or no reward could be had, for a reason that is counted
+    DISCARDED = "discarded"  # given up by policy, for a reason that is counted
+
+
+_S = SampleState
+WAITING = frozenset({_S.ADMITTED, _S.INTERRUPTED})
+LIVE = frozenset({_S.ADMITTED, _S.RUNNING, _S.INTERRUPTED, _S.SCORING})
+NEXT: dict[SampleState, frozenset[SampleState]] = {
+    _S.ADMITTED: frozenset({_S.RUNNING, _S.DISCARDED}),
+    _S.RUNNING: frozenset({_S.INTERRUPTED, _S.SCORING, _S.FAILED, _S.DISCARDED}),
+    _S.INTERRUPTED: frozenset({_S.RUNNING, _S.SCORING, _S.FAILED, _S.DISCARDED}),
+    _S.SCORING: frozenset({_S.COMPLETED, _S.FAILED, _S.DISCARDED}),
+    _S.COMPLETED: frozenset({_S.SEALED, _S.FILTERED, _S.DISCARDED}),
+    _S.SEALED: frozenset({_S.TRAINED}),
+    _S.TRAINED: frozenset(),
+    _S.FILTERED: frozenset(),
+    _S.FAILED: frozenset(),
+    _S.DISCARDED: frozenset(),
+}
+
+
+class Finish(StrEnum):
+    """How a sample ended."""
+
+    STOP = "stop"  # the policy ended it
+    LENGTH = "length"  # the token limit did
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of a response were made by the weights `version`."""
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """A response, or a segment of one: ids, behaviour log-probabilities (nats) and the versions that made them.
+
+    The three describe the same tokens: spans follow one another without a gap from 0 to the last token.
+    """
+
+    ids: NDArray[np.int32]
+    logp: NDArray[np.float32]
+    spans: tuple[Span, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def first_version(self) -> WeightVersion | None:
+        return self.spans[0].version if self.spans else None
+
+    @property
+    def last_version(self) -> WeightVersion | None:
+        return self.spans[-1].version if self.spans else None
+
+    @property
+    def oldest_step(self) -> int | None:
+        """Step of the oldest weights that made one of the tokens."""
+        return min((span.version.step for span in self.spans), default=None)
+
+
+NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of the source. `position` counts over all passes of the data, `index` within one."""
+
+    position: int
+    index: int
+    ids: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One completion of a group's prompt. Changed by `Store` alone."""
+
+    id: int
+    group: Group
+    state: SampleState = SampleState.ADMITTED
+    tokens: Tokens = NO_TOKENS
+    segments: int = 0  # that `tokens` were joined from
+    attempts: int = 0  # engine attempts that ended
+    idle_attempts: int = 0  # of them, the last ones in a row that brought no token
+    finish: Finish | None = None
+    reward: float | None = None
+    engine: str | None = None  # that has its prefix; not kept over a restart
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The samples of one prompt, those that were replaced included. Changed by `Store` alone."""
+
+    id: int
+    prompt: Prompt
+    samples: list[Sample] = field(default_factory=list)
+    unfinished: int = 0  # samples that are live
+
+    @property
+    def kept(self) -> list[Sample]:
+        """The samples that may come into a batch, by id."""
+        return [sample for sample in self.samples if sample.state in LIVE or sample.state is SampleState.COMPLETED]
+
+    @property
+    def is_complete(self) -> bool:
+        return self.unfinished == 0
+
+    @property
+    def oldest_step(self) -> int | None:
+        """Step of the oldest weights in the group; None while it has no token."""
+        steps = [step for sample in self.kept if (step := sample.tokens.oldest_step) is not None]
+        return min(steps, default=None)

@@ -1,0 +1,103 @@
+"""Everything the process is told from outside, read once at start.
+
+Environment (written by the operator): who this pod is. Command line: where files and ports are, which a pod never has
+to say. The job's own file: the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pydantic
+
+from colocated_rl_api import names
+from colocated_rl_api.member_wire import JobFile
+from colocated_rl_member.server import Ports
+
+DRAIN_S = 15.0  # of the pod's grace period: responses that end by then are kept
+
+
+class SettingsError(Exception):
+    """The process can't start as it was told; the message names what to change."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    pod: str
+    pod_uid: str
+    job: JobFile
+    state: Path
+    tls: Path
+    model: Path
+    ports: Ports
+    task_processes: int
+    drain_s: float
+
+
+def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
+    """Raises SettingsError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m colocated_rl_rollout", description="The rollout controller of a job."
+    )
+    parser.add_argument("--job-file", type=Path, default=Path(names.JOB_FILE))
+    parser.add_argument("--state", type=Path, default=Path(names.STATE_DIR), help="directory of the store")
+    parser.add_argument(
+        "--tls", type=Path, default=Path(names.TLS_DIR), help="directory of certificates and data token"
+    )
+    parser.add_argument("--models", type=Path, default=Path(names.MODEL_DIR), help="what spec.model.path is in")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
+    for port, default in (
+        ("control", names.CONTROL_PORT),
+        ("data", names.DATA_PORT),
+        ("metrics", names.METRICS_PORT),
+        ("pages", names.PAGES_PORT),
+    ):
+        parser.add_argument(f"--{port}-port", type=int, default=default)
+    parser.add_argument(
+        "--task-processes",
+        type=int,
+        default=max(1, min(4, (os.cpu_count() or 1) // 4)),
+        help="processes that make questions and score answers",
+    )
+    parser.add_argument("--drain-seconds", type=float, default=DRAIN_S, help="after SIGTERM, for responses to end")
+    given = parser.parse_args(arguments)
+    job = _read_job(given.job_file)
+    return Settings(
+        pod=_required(environment, names.ENV_POD_NAME),
+        pod_uid=_required(environment, names.ENV_POD_UID),
+        job=job,
+        state=given.state,
+        tls=given.tls,
+        model=given.models / job.spec.model.path,
+        ports=Ports(
+            control=given.control_port,
+            data=given.data_port,
+            metrics=given.metrics_port,
+            pages=given.pages_port,
+            host=given.host,
+        ),
+        task_processes=given.task_processes,
+        drain_s=given.drain_seconds,
+    )
+
+
+def _required(environment: Mapping[str, str], name: str) -> str:
+    value = environment.get(name, "")
+    if not value:
+        raise SettingsError(f"environment variable {name} is not set: the operator's pod template sets it")
+    return value
+
+
+def _read_job(path: Path) -> JobFile:
+    try:
+        return JobFile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise SettingsError(f"job file {path} can't be read: {error}") from error
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise SettingsError(f"job file {path}: {place}: {first['msg']}") from error

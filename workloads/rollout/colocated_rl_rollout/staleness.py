@@ -1,0 +1,68 @@
+"""Which groups may be admitted and which must be trained when, so that no token is older than the limit. Pure.
+
+Staleness of a token at step k is k - 1 - version: 0 for the weights that the step starts from. A group's deadline is
+the last step at which its oldest token is within the limit. Sealing waits for a group rather than let it pass its
+deadline: bounded staleness, no waiting and no discarded tokens can't all hold, and waiting loses nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import NamedTuple
+
+NO_DEADLINE = sys.maxsize  # of a group without tokens: nothing of it can be stale
+
+
+def staleness(version_step: int, *, at_step: int) -> int:
+    """Steps between the weights that made a token and the weights that step `at_step` starts from."""
+    return at_step - 1 - version_step
+
+
+def deadline(oldest_step: int | None, *, max_staleness: int) -> int:
+    """The last step that may train a group whose oldest token was made by the weights of `oldest_step`."""
+    return NO_DEADLINE if oldest_step is None else oldest_step + 1 + max_staleness
+
+
+def room(
+    *, live: int, completed: int, sealed: int, concurrency: int, batch_size: int, max_staleness: int, steps_left: int
+) -> int:
+    """How many groups may be admitted now.
+
+    live: being generated, waiting or scored. completed: waiting for a batch. sealed: in a batch that is not trained.
+    steps_left: steps whose batch is not sealed; nothing is generated for a step that won't come.
+    The second bound keeps staleness within the limit: every group that is admitted has its place in one of the next
+    `max_staleness + 1` batches.
+    """
+    ahead = (max_staleness + 1) * batch_size - live - completed - sealed
+    wanted = steps_left * batch_size - live - completed
+    return max(0, min(concurrency - live, ahead, wanted))
+
+
+class Candidate(NamedTuple):
+    """A group as sealing sees it. Sorts by urgency, then by age."""
+
+    deadline: int
+    id: int
+    is_complete: bool
+
+
+def choose(groups: Iterable[Candidate], *, step: int, batch_size: int) -> list[int] | None:
+    """Ids of the groups of batch `step`, oldest first; None while sealing has to wait.
+
+    Most urgent first, oldest first. Waits for `batch_size` complete groups; and longer, when taking a less urgent group
+    now would leave more urgent ones than the batches up to their deadline can hold.
+    """
+    ranked = sorted(groups)
+    picked = [group for group in ranked if group.is_complete][:batch_size]
+    if len(picked) < batch_size:
+        return None
+    chosen = {group.id for group in picked}
+    left = [group.deadline for group in ranked if group.id not in chosen]
+    for limit in left:
+        if limit >= picked[-1].deadline:
+            break  # nothing less urgent was picked: waiting would not help
+        if bisect_right(left, limit) > (limit - step) * batch_size:
+            return None
+    return sorted(chosen)

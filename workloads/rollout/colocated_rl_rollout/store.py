@@ -1,0 +1,391 @@
+"""The store: every group and sample, each in exactly one state (I3), durable before anybody is told.
+
+What is alive is held in memory and changed here, at once and in one place; each change is queued for the database in
+the same call, in order, and `flushed` says when it is durable. So a decision and the change it leads to are never
+interrupted by one another, and whoever acknowledges something awaits `flushed` first. A restart reads the database:
+what was running is interrupted, with the tokens that were accepted.
+
+Refuses every move that `samples.NEXT` does not have: WrongMove is a bug, and ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import EvaluationResult
+from colocated_rl_rollout.batches import BatchRecord, remove_batch
+from colocated_rl_rollout.database import DatabaseWriter, Statement, StoreFailed, hold, open_database
+from colocated_rl_rollout.resume import join
+from colocated_rl_rollout.samples import (
+    LIVE,
+    NEXT,
+    NO_TOKENS,
+    WAITING,
+    Finish,
+    Group,
+    Prompt,
+    Sample,
+    SampleState,
+    Span,
+    Tokens,
+)
+
+EPOCH_DEADLINE_S = 10.0
+CLOSE_DEADLINE_S = 10.0
+
+_FACT = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
+_GROUP = "INSERT INTO groups (id, position, prompt_index, prompt) VALUES (?, ?, ?, ?)"
+_SAMPLE = "INSERT INTO samples (id, group_id, state) VALUES (?, ?, ?)"
+_MOVE = "UPDATE samples SET state = ?, reason = ? WHERE id = ?"
+_ATTEMPT = "UPDATE samples SET state = ?, attempts = ?, idle_attempts = ?, finish = ? WHERE id = ?"
+_SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?)"
+_DROP_SEGMENTS = "DELETE FROM segments WHERE sample_id = ?"
+_SCORE = "UPDATE samples SET state = ?, reward = ? WHERE id = ?"
+_SEAL_GROUP = "UPDATE groups SET step = ?, prompt = NULL WHERE id = ?"
+_GIVE_UP_GROUP = "UPDATE groups SET given_up = ?, prompt = NULL WHERE id = ?"
+_COMMIT = """
+UPDATE samples SET state = 'trained' WHERE state = 'sealed' AND group_id IN (SELECT id FROM groups WHERE step <= ?)
+"""
+_DONE = "SELECT id FROM groups WHERE step <= ? OR given_up IS NOT NULL"
+_RETIRE = f"""
+INSERT INTO retired SELECT state, reason, COUNT(*) FROM samples WHERE group_id IN ({_DONE}) GROUP BY state, reason
+ON CONFLICT (state, reason) DO UPDATE SET count = count + excluded.count
+"""
+_RECENT = """
+SELECT samples.id, group_id, prompt_index, state, reason, attempts, finish, reward, step
+FROM samples JOIN groups ON groups.id = group_id
+"""
+
+
+class WrongMove(Exception):
+    """A sample was asked to go where it can't from where it is: a bug of the caller."""
+
+
+class Store:
+    """All groups and samples of one job. Used from one thread.
+
+    groups: those that are in no batch, by id, oldest first.
+    waiting: samples that wait for an engine, by id.
+    counts: samples by state; they add up to every sample ever admitted.
+    reasons: samples by state and reason, for the states that have one.
+    """
+
+    def __init__(self, directory: Path, *, job_uid: str) -> None:
+        """Open or make the store. Raises StoreFailed when it can't be used, or belongs to another job."""
+        self.batch_directory = directory / "batches"
+        self.path = directory / "store.sqlite3"
+        self._lock = hold(directory / "lock")
+        database = open_database(self.path)
+        facts: dict[str, Any] = dict(database.execute("SELECT name, value FROM facts"))
+        if facts.get("job_uid", job_uid) != job_uid:
+            raise StoreFailed(
+                f"{self.path} belongs to job {facts['job_uid']}, not to {job_uid}: give the job its own volume"
+            )
+        self.epoch: int = facts.get("epoch", 0)
+        self.cursor: int = facts.get("cursor", 0)
+        self.trained_step: int = facts.get("trained_step", 0)
+        self._saved_step: int = facts.get("saved_step", 0)
+        self._group_count: int = facts.get("groups", 0)
+        self.groups: dict[int, Group] = {}
+        self.waiting: dict[int, Sample] = {}
+        self.counts: Counter[SampleState] = Counter()
+        self.reasons: Counter[tuple[SampleState, str]] = Counter()
+        self._sealed_samples: dict[int, int] = {}  # by step, of batches that are not trained
+        self._batches: dict[int, BatchRecord] = {}  # those whose files are kept
+        self.sealed: BatchRecord | None = None
+        self.evaluated: EvaluationResult | None = None
+        self._read(database)
+        self._writer = DatabaseWriter(database)
+        self._writer.write((_FACT, [("job_uid", job_uid)]))
+        for sample in [sample for group in self.groups.values() for sample in group.kept]:
+            if sample.state is SampleState.RUNNING:
+                self._move(sample, SampleState.INTERRUPTED)
+
+    # ------------------------------------------------------------------------------------------------- durability
+    async def flushed(self) -> None:
+        """Returns when every change so far is durable. Raises StoreFailed."""
+        await self._writer.flushed()
+
+    def close(self) -> None:
+        """Make durable what was changed, and close the file."""
+        self._writer.close(deadline_s=CLOSE_DEADLINE_S)
+        os.close(self._lock)
+
+    def remember_epoch(self, epoch: int) -> None:
+        """Make an epoch durable before it is acted on; blocks until it is."""
+        self.epoch = epoch
+        self._writer.write((_FACT, [("epoch", epoch)]))
+        self._writer.flush(deadline_s=EPOCH_DEADLINE_S)
+
+    # ------------------------------------------------------------------------------------------------- one sample
+    def admit(self, prompt: Prompt, *, size: int) -> Group:
+        """A new group of `size` samples, and the place in the prompts from which the next one comes."""
+        self._group_count += 1
+        group = Group(self._group_count, prompt)
+        self.groups[group.id] = group
+        self.cursor = prompt.position + 1
+        ids = np.asarray(prompt.ids, np.int32).tobytes()
+        self._writer.write(
+            (_GROUP, [(group.id, prompt.position, prompt.index, ids)]),
+            (_FACT, [("cursor", self.cursor), ("groups", group.id)]),
+            self._new_samples(group, size),
+        )
+        return group
+
+    def start(self, sample: Sample) -> None:
+        """An engine attempt begins."""
+        self._move(sample, SampleState.RUNNING)
+
+    def park(self, sample: Sample) -> None:
+        """The attempt did not begin after all: no engine took it."""
+        self._move(sample, SampleState.INTERRUPTED)
+
+    def interrupt(self, sample: Sample, segment: Tokens, *, keep: bool = True) -> None:
+        """The attempt ended before the response did. Its tokens are added, or with `keep` off all of them dropped."""
+        self._end_attempt(sample, SampleState.INTERRUPTED, segment if keep else NO_TOKENS, brought=len(segment) > 0)
+        if not keep:
+            sample.tokens, sample.segments = NO_TOKENS, 0
+            self._writer.write((_DROP_SEGMENTS, [(sample.id,)]))
+
+    def finish(self, sample: Sample, segment: Tokens, finish: Finish) -> None:
+        """The response is whole with this segment, which is empty when the end was found in what was there."""
+        sample.finish = finish
+        self._end_attempt(sample, SampleState.SCORING, segment, brought=True)
+
+    def score(self, sample: Sample, reward: float) -> None:
+        """The reward is in."""
+        self._check(sample, SampleState.COMPLETED)
+        sample.reward = reward
+        self._writer.write((_SCORE, [(SampleState.COMPLETED, reward, sample.id)]))
+        self._count(sample, SampleState.COMPLETED)
+
+    def replace(self, sample: Sample, state: SampleState, reason: str) -> Sample:
+        """End a sample as failed or discarded; a new one of the same group takes its place."""
+        self._move(sample, state, reason)
+        sample.tokens = NO_TOKENS
+        self._writer.write((_DROP_SEGMENTS, [(sample.id,)]), self._new_samples(sample.group, 1))
+        return sample.group.samples[-1]
+
+    def give_up(self, group: Group, reason: str) -> None:
+        """Discard what is left of a group; admission makes another one."""
+        dropped = group.kept
+        for sample in dropped:
+            self._move(sample, SampleState.DISCARDED, reason)
+        del self.groups[group.id]
+        self._writer.write(
+            (_GIVE_UP_GROUP, [(reason, group.id)]), (_DROP_SEGMENTS, [(sample.id,) for sample in dropped])
+        )
+
+    # ------------------------------------------------------------------------------------------------- batches
+    @property
+    def next_step(self) -> int:
+        """Step of the batch that is collected now."""
+        return max(self.sealed.step if self.sealed else 0, self.trained_step) + 1
+
+    @property
+    def sealed_groups(self) -> int:
+        """Groups in a batch that is not trained."""
+        return self.sealed.groups if self.sealed and self.sealed.step > self.trained_step else 0
+
+    def batch(self, step: int) -> BatchRecord | None:
+        """A sealed batch whose files are kept."""
+        return self._batches.get(step)
+
+    def seal(self, record: BatchRecord, groups: Sequence[Group]) -> None:
+        """Groups become batch `record.step`, whose files are durable already."""
+        if record.step != self.next_step or record.step in self._batches:
+            raise WrongMove(f"batch {record.step} can't be sealed: the next one is {self.next_step}")
+        samples = [sample for group in groups for sample in group.kept]
+        for sample in samples:
+            self._check(sample, SampleState.SEALED)
+        self._writer.write(
+            (_MOVE, [(SampleState.SEALED, "", sample.id) for sample in samples]),
+            (_DROP_SEGMENTS, [(sample.id,) for sample in samples]),
+            (_SEAL_GROUP, [(record.step, group.id) for group in groups]),
+            (
+                "INSERT INTO batches (step, record) VALUES (?, ?)",
+                [(record.step, record.model_dump_json(by_alias=True))],
+            ),
+        )
+        for sample in samples:
+            self._count(sample, SampleState.SEALED)
+        for group in groups:
+            del self.groups[group.id]
+        self._sealed_samples[record.step] = len(samples)
+        self._batches[record.step] = self.sealed = record
+
+    def commit(self, step: int) -> bool:
+        """Every rank has trained the batches up to `step`; False when that was known."""
+        if step <= self.trained_step:
+            return False
+        self.trained_step = step
+        self._writer.write((_COMMIT, [(step,)]), (_FACT, [("trained_step", step)]))
+        for done in [sealed for sealed in self._sealed_samples if sealed <= step]:
+            count = self._sealed_samples.pop(done)
+            self.counts[SampleState.SEALED] -= count
+            self.counts[SampleState.TRAINED] += count
+        return True
+
+    def forget(self, saved_step: int) -> None:
+        """A checkpoint holds the steps up to here: their batches need no replay, their samples are only counted."""
+        saved = min(saved_step, self.trained_step)
+        if saved <= self._saved_step:
+            return
+        self._saved_step = saved
+        self._writer.write(
+            (_RETIRE, [(saved,)]),
+            (f"DELETE FROM samples WHERE group_id IN ({_DONE})", [(saved,)]),
+            ("DELETE FROM groups WHERE step <= ? OR given_up IS NOT NULL", [(saved,)]),
+            ("UPDATE batches SET kept = 0 WHERE step <= ?", [(saved,)]),
+            (_FACT, [("saved_step", saved)]),
+        )
+        for step in [step for step in self._batches if step <= saved]:
+            del self._batches[step]
+            remove_batch(self.batch_directory, step)
+
+    def recent(self, state: SampleState | None, *, limit: int) -> list[dict[str, Any]]:
+        """The newest samples, for people; those of batches that a checkpoint holds are only counted. Blocks."""
+        where, values = ("WHERE state = ?", [state]) if state else ("", [])
+        database = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            database.row_factory = sqlite3.Row
+            rows = database.execute(f"{_RECENT} {where} ORDER BY samples.id DESC LIMIT ?", [*values, limit])
+            return [dict(row) for row in rows]
+        finally:
+            database.close()
+
+    def record_evaluation(self, result: EvaluationResult) -> None:
+        """An evaluation is finished."""
+        self.evaluated = result
+        self._writer.write(
+            (
+                "INSERT INTO evaluations (step, result) VALUES (?, ?)",
+                [(result.step, result.model_dump_json(by_alias=True))],
+            )
+        )
+
+    # ------------------------------------------------------------------------------------------------- moves
+    def _new_samples(self, group: Group, count: int) -> Statement:
+        first = self.counts.total() + 1
+        added = [Sample(first + place, group) for place in range(count)]
+        group.samples += added
+        group.unfinished += count
+        self.counts[SampleState.ADMITTED] += count
+        self.waiting.update((sample.id, sample) for sample in added)
+        return _SAMPLE, [(sample.id, group.id, SampleState.ADMITTED) for sample in added]
+
+    def _end_attempt(self, sample: Sample, state: SampleState, segment: Tokens, *, brought: bool) -> None:
+        self._check(sample, state)
+        attempted = sample.state is SampleState.RUNNING
+        sample.attempts += attempted
+        sample.idle_attempts = 0 if brought else sample.idle_attempts + 1
+        statements: list[Statement] = []
+        if len(segment):
+            sample.tokens = join(sample.tokens, segment)
+            sample.segments += 1
+            statements.append((_SEGMENT, [(sample.id, sample.attempts, *_packed(segment))]))
+        row = (state, sample.attempts, sample.idle_attempts, sample.finish, sample.id)
+        self._writer.write(*statements, (_ATTEMPT, [row]))
+        self._count(sample, state)
+
+    def _move(self, sample: Sample, state: SampleState, reason: str = "") -> None:
+        self._check(sample, state)
+        self._writer.write((_MOVE, [(state, reason, sample.id)]))
+        self._count(sample, state)
+        if reason:
+            self.reasons[state, reason] += 1
+
+    def _check(self, sample: Sample, state: SampleState) -> None:
+        if state not in NEXT[sample.state]:
+            raise WrongMove(f"sample {sample.id} can't go from {sample.state} to {state}")
+
+    def _count(self, sample: Sample, state: SampleState) -> None:
+        self.counts[sample.state] -= 1
+        self.counts[state] += 1
+        sample.group.unfinished += (state in LIVE) - (sample.state in LIVE)
+        sample.state = state
+        if state in WAITING:
+            self.waiting[sample.id] = sample
+        else:
+            self.waiting.pop(sample.id, None)
+
+    # ------------------------------------------------------------------------------------------------- reading
+    def _read(self, database: sqlite3.Connection) -> None:
+        for state, reason, count in [
+            *database.execute("SELECT state, reason, COUNT(*) FROM samples GROUP BY state, reason"),
+            *database.execute("SELECT state, reason, count FROM retired"),
+        ]:
+            self.counts[SampleState(state)] += count
+            if reason:
+                self.reasons[SampleState(state), reason] += count
+        alive = "FROM groups WHERE step IS NULL AND given_up IS NULL"
+        for number, position, index, ids in database.execute(
+            f"SELECT id, position, prompt_index, prompt {alive} ORDER BY id"
+        ):
+            prompt = Prompt(position, index, tuple(np.frombuffer(ids, np.int32).tolist()))
+            self.groups[number] = Group(number, prompt)
+        samples: dict[int, Sample] = {}
+        for row in database.execute(
+            "SELECT id, group_id, state, attempts, idle_attempts, finish, reward FROM samples"
+            f" WHERE group_id IN (SELECT id {alive}) ORDER BY id"
+        ):
+            sample = _sample(row, self.groups[row[1]])
+            sample.group.samples.append(sample)
+            sample.group.unfinished += sample.state in LIVE
+            samples[sample.id] = sample
+            if sample.state in WAITING:
+                self.waiting[sample.id] = sample
+        for sample_id, ids, logp, spans in database.execute(
+            "SELECT sample_id, ids, logp, spans FROM segments ORDER BY sample_id, attempt"
+        ):
+            sample = samples[sample_id]
+            sample.tokens = join(sample.tokens, _unpacked(ids, logp, spans))
+            sample.segments += 1
+        self._sealed_samples = dict(
+            database.execute(
+                "SELECT step, COUNT(*) FROM samples JOIN groups ON groups.id = group_id"
+                " WHERE state = 'sealed' GROUP BY step"
+            )
+        )
+        for record, kept in database.execute("SELECT record, kept FROM batches ORDER BY step"):
+            self.sealed = BatchRecord.model_validate_json(record)
+            if kept:
+                self._batches[self.sealed.step] = self.sealed
+        for (result,) in database.execute("SELECT result FROM evaluations ORDER BY number DESC LIMIT 1"):
+            self.evaluated = EvaluationResult.model_validate_json(result)
+
+
+def _sample(row: Sequence[Any], group: Group) -> Sample:
+    number, _, state, attempts, idle_attempts, finish, reward = row
+    return Sample(
+        number,
+        group,
+        SampleState(state),
+        attempts=attempts,
+        idle_attempts=idle_attempts,
+        finish=Finish(finish) if finish else None,
+        reward=reward,
+    )
+
+
+def _packed(tokens: Tokens) -> tuple[bytes, bytes, str]:
+    spans = [[str(span.version), span.start, span.end] for span in tokens.spans]
+    return tokens.ids.tobytes(), tokens.logp.tobytes(), json.dumps(spans, separators=(",", ":"))
+
+
+def _unpacked(ids: bytes, logp: bytes, spans: str) -> Tokens:
+    listed: Iterable[tuple[str, int, int]] = json.loads(spans)
+    return Tokens(
+        np.frombuffer(ids, np.int32),
+        np.frombuffer(logp, np.float32),
+        tuple(Span(WeightVersion.parse(version), start, end) for version, start, end in listed),
+    )

@@ -1,0 +1,306 @@
+"""The persistent worker: keeps groups in flight all the time, across switches, and seals a batch when one is there.
+
+`run` is the whole loop. Everything that happens (a gate opens, an attempt ends, a prompt is ready, a target comes)
+wakes it, and it does what may be done now: admit, send, seal. It keeps no state of its own: what is to be done follows
+from the store and the gates, so a restart goes on where the last process was.
+
+While all gates are closed nothing is sent: samples wait in the store. Interrupted samples go first, and of them those
+whose tokens would be too old soonest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from colocated_rl_api.job import ColocatedRLJobSpec, Interruption
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Problem
+from colocated_rl_rollout.batches import BatchRecord, write_batch
+from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.engine_client import (
+    AnswerGarbled,
+    EngineClient,
+    GateClosed,
+    GateRefused,
+    Generated,
+    GenerateRequest,
+    RequestRejected,
+)
+from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.evaluation import Evaluation
+from colocated_rl_rollout.metrics import Metrics, TokenRate
+from colocated_rl_rollout.prompts import PromptSource
+from colocated_rl_rollout.resume import Ending, join, natural_end, remaining
+from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.samples import NO_TOKENS, WAITING, Finish, Group, Sample, SampleState
+from colocated_rl_rollout.staleness import Candidate, choose, deadline, room
+from colocated_rl_rollout.store import Store
+
+LOG = logging.getLogger(__name__)
+
+ATTEMPTS_AT_MOST = 64  # of one sample: each prefills again what is there (H34)
+IDLE_ATTEMPTS_AT_MOST = 16  # in a row that brought no token (H6)
+REPLACED_AT_MOST = 2  # times the group's size; then the whole group is given up
+
+
+class Worker:
+    """One job's worker. `changed` is called when facts may have changed."""
+
+    def __init__(
+        self,
+        spec: ColocatedRLJobSpec,
+        *,
+        store: Store,
+        engines: Engines,
+        prompts: PromptSource,
+        chat: Chat,
+        processes: TaskProcesses,
+        evaluation: Evaluation | None,
+        metrics: Metrics,
+        changed: Callable[[], None],
+    ) -> None:
+        self._spec = spec
+        self._rollout = spec.rollout
+        self._store = store
+        self._engines = engines
+        self._prompts = prompts
+        self._chat = chat
+        self._processes = processes
+        self._evaluation = evaluation
+        self._metrics = metrics
+        self._changed = changed
+        self._wake = asyncio.Event()
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by sample
+        self._sealing: asyncio.Task[None] | None = None
+        self._collecting_since = time.monotonic()
+        self._draining = False
+        self.rate = TokenRate()
+        self.problem: Problem | None = None
+
+    # ------------------------------------------------------------------------------------------------- the loop
+    async def run(self) -> None:
+        """Generate until `drain`; then return when nothing is under way."""
+        async with asyncio.TaskGroup() as group:
+            for sample in [sample for kept in self._store.groups.values() for sample in kept.kept]:
+                if sample.state is SampleState.SCORING:
+                    self._begin(group, sample, self._score(sample))
+            while not self._draining or self._tasks or self._sealing:
+                self._wake.clear()
+                if not self._draining:
+                    self._admit()
+                    self._send(group)
+                    self._seal_if_due(group)
+                self._changed()
+                await self._wake.wait()
+
+    def wake(self) -> None:
+        """Something has changed that the loop may act on."""
+        self._wake.set()
+
+    def drain(self) -> None:
+        """Begin nothing more."""
+        self._draining = True
+        self.wake()
+
+    def _begin(self, group: asyncio.TaskGroup, sample: Sample, doing: Coroutine[Any, Any, None]) -> None:
+        task = group.create_task(doing, name=f"sample/{sample.id}")
+        self._tasks[sample.id] = task
+        task.add_done_callback(lambda ended: self._ended(sample, ended))
+
+    def _ended(self, sample: Sample, task: asyncio.Task[None]) -> None:
+        if self._tasks[sample.id] is task:  # its next attempt may have begun already
+            del self._tasks[sample.id]
+        self.wake()
+
+    # ------------------------------------------------------------------------------------------------- admission
+    def _admit(self) -> None:
+        groups = self._store.groups.values()
+        completed = sum(group.is_complete for group in groups)
+        admitted = room(
+            live=len(groups) - completed,
+            completed=completed,
+            sealed=self._store.sealed_groups,
+            concurrency=self._rollout.concurrency,
+            batch_size=self._rollout.batch_size,
+            max_staleness=self._rollout.max_staleness,
+            steps_left=self._spec.steps + 1 - self._store.next_step,
+        )
+        for _ in range(admitted):
+            prompt = self._prompts.take()
+            if prompt is None:
+                return  # it wakes us when there is one
+            self._store.admit(prompt, size=self._rollout.group_size)
+
+    # ------------------------------------------------------------------------------------------------- attempts
+    def _send(self, group: asyncio.TaskGroup) -> None:
+        """Send what waits to open gates: evaluation first; then the most urgent, interrupted before new, oldest."""
+        if self._evaluation is not None:
+            self._evaluation.dispatch(self._engines, group)
+        if not self._store.waiting or self._engines.pick() is None:
+            return
+        for sample in sorted(self._store.waiting.values(), key=self._urgency):
+            engine = self._engines.pick(preferred=sample.engine)
+            if engine is None:
+                return
+            self._store.start(sample)
+            sample.engine = engine.name
+            self._begin(group, sample, self._attempt(sample, engine))
+
+    def _urgency(self, sample: Sample) -> tuple[int, bool, int, int]:
+        return self._deadline(sample.group), sample.state is SampleState.ADMITTED, sample.group.id, sample.id
+
+    def _deadline(self, group: Group) -> int:
+        return deadline(group.oldest_step, max_staleness=self._rollout.max_staleness)
+
+    async def _attempt(self, sample: Sample, engine: EngineClient) -> None:
+        """One engine attempt of a sample, and its reward if that ends the response."""
+        request = GenerateRequest(
+            [*sample.group.prompt.ids, *sample.tokens.ids.tolist()],
+            remaining(sample.tokens, limit=self._rollout.max_response_tokens),
+            self._rollout.sampling.temperature,
+            self._chat.end_ids,
+        )
+        try:
+            generated = await engine.generate(request)
+        except GateClosed:
+            self._metrics.attempts.labels("refused").inc()
+            self._store.park(sample)
+        except GateRefused as error:
+            garbled = isinstance(error, AnswerGarbled)
+            self._metrics.attempts.labels("garbled" if garbled else "lost").inc()
+            log(LOG, "attempt lost", logging.WARNING, gate=engine.name, sample=sample.id, reason=str(error))
+            self._store.interrupt(sample, NO_TOKENS)
+            self._limit_attempts(sample)
+        except RequestRejected as error:
+            self._metrics.attempts.labels("rejected").inc()
+            self._replace(sample, SampleState.FAILED, "EngineRejected", str(error))
+        else:
+            self._metrics.attempts.labels(generated.ending).inc()
+            self._metrics.resent_tokens.inc(len(sample.tokens))
+            self._accept(sample, generated)
+            if sample.state is SampleState.SCORING:
+                await self._score(sample)
+
+    def _accept(self, sample: Sample, generated: Generated) -> None:
+        """What an attempt brought goes to the store. An abort may hide that the response had ended (H49)."""
+        segment = generated.tokens
+        self._metrics.tokens.inc(len(segment))
+        self.rate.add(len(segment))
+        whole = join(sample.tokens, segment)
+        finish = natural_end(whole, limit=self._rollout.max_response_tokens, end_ids=self._chat.end_ids)
+        if generated.ending is not Ending.INTERRUPTED and len(whole):
+            finish = Finish(generated.ending)
+        if finish is not None:
+            self._metrics.response_tokens.observe(len(whole))
+            self._store.finish(sample, segment, finish)
+            return
+        keep = self._rollout.interruption is Interruption.RESUME
+        if not keep:
+            self._metrics.discarded_tokens.labels("Retry").inc(len(whole))
+        self._store.interrupt(sample, segment, keep=keep)
+        self._limit_attempts(sample)
+
+    def _limit_attempts(self, sample: Sample) -> None:
+        if sample.idle_attempts >= IDLE_ATTEMPTS_AT_MOST:
+            self._replace(sample, SampleState.FAILED, "NoProgress", f"{sample.idle_attempts} attempts brought no token")
+        elif sample.attempts >= ATTEMPTS_AT_MOST:
+            self._replace(sample, SampleState.FAILED, "TooManyAttempts", f"not ended after {sample.attempts} attempts")
+
+    async def _score(self, sample: Sample) -> None:
+        """A response that did not end by itself is worth nothing; the task's verifier says what the others are."""
+        if sample.finish is not Finish.STOP:
+            self._store.score(sample, 0.0)
+            return
+        text = self._chat.text(sample.tokens.ids.tolist())
+        try:
+            reward = await self._processes.score(sample.group.prompt.index, text)
+        except RewardFailed as error:
+            self._replace(sample, SampleState.FAILED, error.reason, str(error))
+        except TaskUnusable as error:  # nothing can be scored until the job is mended: it stays as it is
+            self.problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
+        else:
+            self._store.score(sample, reward)
+            self.problem = None
+
+    # ------------------------------------------------------------------------------------------------- giving up
+    def _replace(self, sample: Sample, state: SampleState, reason: str, message: str) -> None:
+        """End a sample and admit another in its place; give the group up when that happened too often."""
+        log(LOG, "sample replaced", logging.WARNING, sample=sample.id, state=state, reason=reason, message=message)
+        self._metrics.discarded_tokens.labels(reason).inc(len(sample.tokens))
+        group = sample.group
+        self._store.replace(sample, state, reason)
+        if len(group.samples) <= (1 + REPLACED_AT_MOST) * self._rollout.group_size:
+            return
+        for kept in group.kept:
+            self._metrics.discarded_tokens.labels("GroupGivenUp").inc(len(kept.tokens))
+            if task := self._tasks.get(kept.id):
+                task.cancel()
+        self._store.give_up(group, "GroupGivenUp")
+        self.problem = Problem(reason=reason, message=f"group {group.id} given up: {message}"[:1024])
+        log(LOG, "group given up", logging.WARNING, group=group.id, reason=message)
+
+    def discard_stale(self) -> None:
+        """Replace samples that no batch can take any more: a token of theirs is older than `maxStaleness` allows."""
+        step = self._store.next_step
+        late = [group for group in self._store.groups.values() if self._deadline(group) < step]
+        for sample in [sample for group in late for sample in group.kept]:
+            oldest = deadline(sample.tokens.oldest_step, max_staleness=self._rollout.max_staleness)
+            if oldest < step and (sample.state in WAITING or sample.state is SampleState.COMPLETED):
+                self._replace(sample, SampleState.DISCARDED, "TooStale", f"not in a batch by step {oldest}")
+
+    # ------------------------------------------------------------------------------------------------- sealing
+    def _seal_if_due(self, group: asyncio.TaskGroup) -> None:
+        step = self._store.next_step
+        if self._sealing or self._store.sealed_groups or step > self._spec.steps:
+            return
+        groups = self._store.groups.values()
+        if sum(group.is_complete for group in groups) < self._rollout.batch_size:
+            return
+        self.discard_stale()
+        candidates = [Candidate(self._deadline(group), group.id, group.is_complete) for group in groups]
+        chosen = choose(candidates, step=step, batch_size=self._rollout.batch_size)
+        if chosen is not None:
+            self._sealing = group.create_task(self._seal(step, [self._store.groups[number] for number in chosen]))
+
+    async def _seal(self, step: int, groups: list[Group]) -> None:
+        """Make the batch durable, files first; only then is it sealed and may anybody be told."""
+        record = await asyncio.to_thread(
+            write_batch,
+            self._store.batch_directory,
+            groups,
+            step=step,
+            shards=trainer_ranks(self._spec),
+            temperature=self._rollout.sampling.temperature,
+            seed=self._rollout.prompts.reasoning_gym.seed,
+        )
+        self._store.seal(record, groups)
+        await self._store.flushed()
+        self._log_sealed(record)
+        self._sealing = None
+        self.wake()
+
+    def _log_sealed(self, record: BatchRecord) -> None:
+        now = time.monotonic()
+        took_s, self._collecting_since = now - self._collecting_since, now
+        log(
+            LOG,
+            "batch sealed",
+            step=record.step,
+            samples=record.samples,
+            loss_tokens=record.loss_tokens,
+            reward_mean=round(record.reward_mean, 4),
+            staleness=record.staleness,
+            resumed_samples=record.resumed_samples,
+            segments=record.segments,
+            truncated=record.truncated,
+            took_s=round(took_s, 3),
+        )
+
+
+def trainer_ranks(spec: ColocatedRLJobSpec) -> int:
+    """Ranks that train a batch together: one for each device, or one for each replica without devices."""
+    return spec.replicas * max(1, spec.gpus.count)
