@@ -1,0 +1,15 @@
+"""`python3 -m colocated_rl_trainer`: one rank of the reference trainer."""
+
+from colocated_rl_trainer.rank_server import Loop, serve
+from colocated_rl_trainer.settings import RankSettings, TrainerConfig
+
+
+def _make_loop(settings: RankSettings) -> Loop:
+    config = TrainerConfig.read(settings.config)
+    from colocated_rl_trainer.loop import ReferenceTrainer  # torch takes seconds: the socket answers by now
+
+    return ReferenceTrainer(settings, config)
+
+
+if __name__ == "__main__":
+    serve(_make_loop)

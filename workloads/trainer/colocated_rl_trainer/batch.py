@@ -1,0 +1,216 @@
+"""One rank's shard of a sealed batch, checked, and its division: minibatches over all ranks, micro-batches of one.
+
+Which group is in which minibatch follows from the batch alone, never from how samples were dealt out to ranks; so do
+the normalizers. Samples that teach nothing (advantage 0) count in the normalizer and are not computed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_trainer.loss import group_advantage
+from colocated_rl_trainer.rank_server import Refused
+
+_COLUMNS = {
+    "tokens": torch.int32, "sample_end": torch.int64, "loss_mask": torch.uint8, "behaviour_logp": torch.float32,
+    "token_step": torch.int32, "reward": torch.float32, "group": torch.int64, "group_mean": torch.float32,
+    "group_std": torch.float32, "group_count": torch.float32, "truncated": torch.uint8,
+}  # fmt: skip
+_BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step")
+
+
+class BadShard(Refused):
+    """A shard can't be trained on. Nothing has changed: the step can be asked for again with the right file."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Columns as in `colocated_rl_api.batch`, on the CPU, with what follows from them."""
+
+    header: BatchHeader
+    tokens: Tensor  # int64 [T]
+    loss_mask: Tensor  # bool [T]
+    behaviour_logp: Tensor
+    token_step: Tensor
+    reward: Tensor
+    group: Tensor
+    advantage: Tensor  # [n]
+    start: Tensor  # int64 [n], in [T]
+    end: Tensor
+    loss_tokens: Tensor  # int64 [n]
+
+    @classmethod
+    def read(cls, path: Path, *, step: int, shard: int, shards: int) -> Shard:
+        """Raises BadShard, which says what is wrong with the file."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = BatchHeader.model_validate_json((file.metadata() or {}).get(HEADER_KEY, ""))
+                column = {name: file.get_tensor(name) for name in _COLUMNS}
+        except (OSError, SafetensorError, ValidationError) as error:
+            raise BadShard(f"shard {path} can't be read: {error}: fetch it again") from error
+        if (header.step, header.shard, header.shards) != (step, shard, shards):
+            raise BadShard(
+                f"{path} is shard {header.shard} of {header.shards} of step {header.step}, "
+                f"asked for was shard {shard} of {shards} of step {step}"
+            )
+        if fault := _fault(column):
+            raise BadShard(f"shard {path} of step {step}: {fault}")
+        end = column["sample_end"]
+        start = torch.cat([end.new_zeros(1), end])[:-1]
+        mask = column["loss_mask"].bool()
+        before = torch.cat([end.new_zeros(1), mask.long().cumsum(0)])
+        return cls(
+            header=header,
+            tokens=column["tokens"].long(),
+            loss_mask=mask,
+            behaviour_logp=column["behaviour_logp"],
+            token_step=column["token_step"],
+            reward=column["reward"],
+            group=column["group"],
+            advantage=group_advantage(column["reward"], column["group_mean"], column["group_std"]),
+            start=start,
+            end=end,
+            loss_tokens=before[end] - before[start],
+        )
+
+    @property
+    def samples(self) -> int:
+        return len(self.end)
+
+    def groups(self) -> dict[int, GroupShare]:
+        """This rank's part of each group."""
+        shares: dict[int, GroupShare] = {}
+        teaching = self.teaching()
+        for group, tokens, teaches in zip(
+            self.group.tolist(), self.loss_tokens.tolist(), teaching.tolist(), strict=True
+        ):
+            known = shares.get(group, GroupShare(0, False))
+            shares[group] = GroupShare(known.loss_tokens + tokens, known.teaches or teaches)
+        return shares
+
+    def teaching(self) -> Tensor:
+        """Which samples have a gradient: bool [n]."""
+        return (self.advantage != 0) & (self.loss_tokens > 0)
+
+
+def _fault(column: Mapping[str, Tensor]) -> str | None:
+    for name, dtype in _COLUMNS.items():
+        tensor = column[name]
+        if tensor.dtype != dtype or tensor.dim() != 1:
+            return f"column {name} is {tensor.dtype} {list(tensor.shape)}, should be {dtype} of one dimension"
+    tokens, samples = len(column["tokens"]), len(column["sample_end"])
+    for name, tensor in column.items():
+        if len(tensor) != (wanted := tokens if name in _BY_TOKEN else samples):
+            return f"column {name} has {len(tensor)} entries, should have {wanted}"
+    end = column["sample_end"]
+    start = torch.cat([end.new_zeros(1), end])[:-1]
+    if bool((end <= start).any()) or tokens != (int(end[-1]) if samples else 0):
+        return "sample_end must rise and end at the number of tokens"
+    mask = column["loss_mask"].bool()
+    if bool(mask[start].any()):
+        return "the first token of a sample can't be trained: it has no context"
+    logp = column["behaviour_logp"]
+    if not bool(torch.isfinite(logp).all()) or bool((logp > 1e-3).any()):
+        return "behaviour_logp must be finite and at most 0"
+    if bool((column["token_step"][mask] < 0).any()):
+        return "a token to be trained has no step"
+    if not bool(torch.isfinite(column["reward"]).all()):
+        return "reward must be finite"
+    return None
+
+
+# ------------------------------------------------------------------------------------------ minibatches, over all ranks
+@dataclass(frozen=True)
+class GroupShare:
+    loss_tokens: int
+    teaches: bool
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """Groups of one optimizer call. `loss_tokens`: of all ranks, the normalizer."""
+
+    groups: frozenset[int]
+    loss_tokens: int
+    teaches: bool
+
+
+def deal_minibatches(shares: Sequence[Mapping[int, GroupShare]], *, count: int, seed: int) -> list[Minibatch]:
+    """Deal the groups of all ranks out into `count` minibatches, those that teach first, so that each has its share.
+
+    shares: of each rank. Pure and the same on every rank; the order of ranks and how groups are split don't matter.
+    """
+    tokens: dict[int, int] = {}
+    teaches: dict[int, bool] = {}
+    for share in shares:
+        for group, part in share.items():
+            tokens[group] = tokens.get(group, 0) + part.loss_tokens
+            teaches[group] = teaches.get(group, False) or part.teaches
+    order = sorted(tokens)
+    random.Random(seed).shuffle(order)
+    order.sort(key=lambda group: not teaches[group])
+    hands = [order[start::count] for start in range(count)]
+    return [
+        Minibatch(
+            groups=frozenset(hand),
+            loss_tokens=sum(tokens[group] for group in hand),
+            teaches=any(teaches[group] for group in hand),
+        )
+        for hand in hands
+    ]
+
+
+# ------------------------------------------------------------------------------------------ micro-batches, of one rank
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples of similar length, padded at the end (which a causal model can't see), for one forward pass."""
+
+    input_ids: Tensor  # int64 [rows, width]
+    positions: Tensor  # int64 [kept]: positions whose logits are needed by at least one row
+    predicts: Tensor  # bool [rows, kept]: where the next token is to be trained
+    tokens: Tensor  # int64 [trained]: places in the shard's [T] of the tokens that `predicts` selects, row by row
+    sample: Tensor  # int64 [trained]: their samples
+
+
+def micro_batches(shard: Shard, minibatch: Minibatch, *, tokens: int) -> list[MicroBatch]:
+    """This rank's teaching samples of a minibatch, at most `tokens` tokens with padding in each forward pass.
+
+    Shortest first, so that little is padded. A sample longer than `tokens` stands alone. May be empty.
+    """
+    length = (shard.end - shard.start).tolist()
+    group = shard.group.tolist()
+    chosen = [sample for sample in shard.teaching().nonzero().squeeze(1).tolist() if group[sample] in minibatch.groups]
+    rows: list[list[int]] = []
+    for sample in sorted(chosen, key=lambda sample: (length[sample], sample)):
+        if not rows or (len(rows[-1]) + 1) * length[sample] > tokens:
+            rows.append([])
+        rows[-1].append(sample)
+    return [_collate(shard, samples) for samples in rows]
+
+
+def _collate(shard: Shard, samples: Sequence[int]) -> MicroBatch:
+    rows = torch.tensor(samples)
+    start, end = shard.start[rows, None], shard.end[rows, None]
+    place = start + torch.arange(int((end - start).max()))  # [rows, width], in [T]
+    real = place < end
+    place = place.clamp(max=len(shard.tokens) - 1)
+    next_is_trained = torch.zeros_like(real)
+    next_is_trained[:, :-1] = (shard.loss_mask[place] & real)[:, 1:]
+    positions = next_is_trained.any(0).nonzero().squeeze(1)
+    predicts = next_is_trained[:, positions]
+    return MicroBatch(
+        input_ids=torch.where(real, shard.tokens[place], 0),
+        positions=positions,
+        predicts=predicts,
+        tokens=(place[:, positions] + 1)[predicts],
+        sample=rows[:, None].expand_as(predicts)[predicts],
+    )

@@ -1,0 +1,113 @@
+"""Checkpoints as directories that are there whole or not at all: `step-00000012`, in a volume that the ranks share.
+
+A checkpoint is filled under another name, hashed, flushed to the disk and renamed; what stands under its own name is
+whole. It is verified against its hashes when it is read, and one that does not verify is passed over with a warning.
+What the files hold is the caller's matter. No clean-up touches a name that is not a checkpoint's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from colocated_rl_api.logs import log
+from colocated_rl_trainer.manifest import sha256_of
+
+FORMAT = 1
+CONTENTS = "checkpoint.json"
+_NAME = re.compile(r"step-(\d{8})")
+_DRAFT = re.compile(r"\.step-\d{8}\.draft")
+
+_LOG = logging.getLogger(__name__)
+
+
+class Contents(BaseModel):
+    """The file that says what a checkpoint holds."""
+
+    format: int
+    step: int
+    sha256: dict[str, str]  # by file name, of every other file
+
+
+@dataclass(frozen=True)
+class Saved:
+    step: int
+    directory: Path
+
+
+class Checkpoints:
+    """The checkpoints of one job. One rank writes, any number may read."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def newest(self) -> Saved | None:
+        """The newest checkpoint that verifies, or None. Raises OSError if the volume can't be read."""
+        for saved in reversed(self._all()):
+            fault = _fault(saved)
+            if fault is None:
+                return saved
+            log(_LOG, "checkpoint passed over", logging.WARNING, step=saved.step, reason=fault)
+        return None
+
+    def write(self, step: int, *, keep: int, fill: Callable[[Path], None]) -> Saved:
+        """Let `fill` write files into an empty directory, make that the checkpoint of `step`, keep the newest `keep`.
+
+        Any of a later step goes as well: it did not verify, or this step would not be written now.
+        Raises OSError; then no checkpoint has come or gone.
+        """
+        for left in self._directory.iterdir():
+            if _DRAFT.fullmatch(left.name):
+                shutil.rmtree(left)
+        target = self._directory / f"step-{step:08d}"
+        draft = self._directory / f".{target.name}.draft"
+        draft.mkdir()
+        fill(draft)
+        contents = Contents(format=FORMAT, step=step, sha256={file.name: sha256_of(file) for file in draft.iterdir()})
+        (draft / CONTENTS).write_text(contents.model_dump_json(indent=2))
+        for path in (*draft.iterdir(), draft):
+            _flush(path)
+        if target.exists():
+            shutil.rmtree(target)
+        draft.rename(target)
+        _flush(self._directory)
+        kept = [saved for saved in self._all() if saved.step <= step][-keep:]
+        for saved in self._all():
+            if saved not in kept:
+                shutil.rmtree(saved.directory)
+        return Saved(step, target)
+
+    def _all(self) -> list[Saved]:
+        """Oldest first, unverified."""
+        if not self._directory.is_dir():
+            return []
+        named = ((_NAME.fullmatch(path.name), path) for path in self._directory.iterdir())
+        return sorted((Saved(int(match[1]), path) for match, path in named if match), key=lambda saved: saved.step)
+
+
+def _fault(saved: Saved) -> str | None:
+    try:
+        contents = Contents.model_validate_json((saved.directory / CONTENTS).read_bytes())
+        for name, digest in contents.sha256.items():
+            if sha256_of(saved.directory / name) != digest:
+                return f"{saved.directory / name} has changed since it was written"
+    except (OSError, ValidationError) as error:
+        return f"{saved.directory} is not whole: {error}"
+    if (contents.format, contents.step) != (FORMAT, saved.step):
+        return f"{saved.directory} holds step {contents.step} in format {contents.format}, not {saved.step} in {FORMAT}"
+    return None
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,147 @@
+"""The process group of a lineage's trainer ranks: the only door to torch.distributed.
+
+Forming it has a deadline, and so has everything that waits in it. A collective that fails means that a peer is gone or
+late: the group can't be repaired, so `GroupLost` ends this process, its own peers notice at once, and the operator
+starts the next lineage. A group of one rank opens no socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+Item = TypeVar("Item")
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: primary IPv4 address of an interface
+_INTERFACE_NAME_BYTES = 16
+
+
+class GroupLost(Exception):
+    """A peer did not come, or went. Nobody's data is at fault; every rank of the lineage ends and is started again."""
+
+
+class Group:
+    """Collectives of all ranks. Every rank makes the same calls in the same order."""
+
+    def __init__(self, *, rank: int, size: int, store: dist.TCPStore | None) -> None:
+        self.rank = rank
+        self.size = size
+        self._store = store
+
+    def gather(self, item: Item) -> list[Item]:
+        """Every rank's item, by rank; the same list everywhere."""
+        if self.size == 1:
+            return [item]
+        items: list[Item | None] = [None] * self.size
+        with _waiting_for_peers("gather"):
+            dist.all_gather_object(items, item)
+        return items  # type: ignore[return-value]  # every place is filled
+
+    def sum_in_place(self, tensor: torch.Tensor) -> None:
+        """Replace `tensor` by the sum over ranks, the same bits everywhere."""
+        if self.size > 1:
+            with _waiting_for_peers("sum"):
+                dist.all_reduce(tensor)
+
+    def broadcast_in_place(self, tensor: torch.Tensor) -> None:
+        """Replace `tensor` by that of rank 0."""
+        if self.size > 1:
+            with _waiting_for_peers("broadcast"):
+                dist.broadcast(tensor, src=0)
+
+    def announce(self, what: str) -> None:
+        """Tell the others, who need not listen yet."""
+        if self._store is not None:
+            self._store.set(what, "done")
+
+    def heard(self, what: str, *, within_s: float) -> bool:
+        """Wait until some rank has announced it. Raises GroupLost if rank 0 is gone."""
+        if self._store is None:
+            return False
+        try:
+            with _waiting_for_peers("wait"):
+                self._store.wait([what], timedelta(seconds=within_s))
+        except GroupLost as error:
+            if isinstance(error.__cause__, dist.DistStoreError):
+                return False
+            raise
+        return True
+
+
+def form_group(
+    *, rank: int, size: int, address: str, port: int, device: torch.device, start_s: float, progress_s: float
+) -> Group:
+    """Meet the other ranks at rank 0's address. Raises GroupLost after `start_s`.
+
+    progress_s: deadline of each collective from then on.
+    """
+    store: dist.TCPStore | None = None
+    if size > 1:
+        interface = interface_towards(address)
+        for backend in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", interface)
+        try:
+            store = dist.TCPStore(
+                address, port, size, is_master=rank == 0, timeout=timedelta(seconds=start_s), wait_for_workers=False
+            )
+            dist.init_process_group(
+                "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+                store=store, rank=rank, world_size=size, timeout=timedelta(seconds=progress_s),
+            )  # fmt: skip
+        except (RuntimeError, ValueError) as error:
+            raise GroupLost(
+                f"rank {rank} of {size} found no group at {address}:{port} within {start_s:.0f} s "
+                f"(spec.switch.trainerStartSeconds): {_first_line(error)}"
+            ) from error
+    return Group(rank=rank, size=size, store=store)
+
+
+def interface_towards(address: str) -> str:
+    """Name of the network interface that owns the route to `address` (IPv4 or a name for it).
+
+    Left to itself, gloo asks what the host's own name resolves to: in a pod often loopback, or nothing.
+    Raises GroupLost if no interface has that address.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: asks for the route
+            source = probe.getsockname()[0]
+            for _, interface in socket.if_nameindex():
+                if _address_of(interface, probe) == source:
+                    return interface
+    except OSError as error:
+        raise GroupLost(f"no route to the group's address {address}: {error}") from error
+    raise GroupLost(f"no interface has {source}, the source of packets to {address}: set GLOO_SOCKET_IFNAME")
+
+
+def _address_of(interface: str, probe: socket.socket) -> str | None:
+    request = struct.pack(f"{_INTERFACE_NAME_BYTES}s24x", interface.encode())
+    try:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:  # has no address
+            return None
+        raise
+    return socket.inet_ntoa(answer[20:24])
+
+
+@contextlib.contextmanager
+def _waiting_for_peers(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # all that torch.distributed raises derives from it
+        raise GroupLost(f"a peer was lost in a {what}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,208 @@
+"""The reference trainer: GRPO on sealed batches, data parallel, AdamW.
+
+One step on one screen is `ReferenceTrainer.train`. Every rank computes the gradient of its own samples; the gradient is
+summed over ranks, and every normalizer is of all ranks, so the split of a batch changes nothing but rounding. The step
+number decides everything else that could differ between two runs (learning rate, division into minibatches): a replay
+of the same batches from a checkpoint gives the same weights, on the CPU the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from colocated_rl_api.logs import log
+from colocated_rl_api.weights import Probe
+from colocated_rl_trainer.batch import BadShard, MicroBatch, Shard, deal_minibatches, micro_batches
+from colocated_rl_trainer.checkpoint import Checkpoints
+from colocated_rl_trainer.group import Group, form_group
+from colocated_rl_trainer.loss import importance_ratio, policy_loss, token_logp
+from colocated_rl_trainer.rank_server import Refused
+from colocated_rl_trainer.residency import Residency
+from colocated_rl_trainer.settings import RankSettings, TrainerConfig
+from colocated_rl_trainer.tally import Tally, metrics
+from colocated_rl_trainer.weights import load_model, probe, write_model, write_tensors
+
+OPTIMIZER_FILE = "optimizer.state"  # of a checkpoint; no *.safetensors, which loaders would take for weights
+
+_LOG = logging.getLogger(__name__)
+
+
+class PeerRefused(Refused):
+    """Another rank can't train on its shard; this one has not begun either."""
+
+
+class Diverged(Exception):
+    """The gradient is not finite. The weights are still those of the step before; the settings must change."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """This rank's part of a minibatch: none is possible, its peers wait for it all the same."""
+
+    loss_tokens: int  # of all ranks
+    micro_batches: list[MicroBatch]
+
+
+class ReferenceTrainer:
+    """One rank. The methods are those of `rank_server.Loop`."""
+
+    def __init__(self, settings: RankSettings, config: TrainerConfig) -> None:
+        self._settings = settings
+        self._config = config
+        self._switch = settings.read_job().spec.switch
+        self._device = torch.device(settings.device)
+        self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self._checkpoints = Checkpoints(settings.checkpoints)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+
+    def load(self) -> int:
+        """Rank 0 reads the newest checkpoint and hands it to the others: replicas can't begin apart."""
+        settings, switch = self._settings, self._switch
+        self._group: Group = form_group(
+            rank=settings.rank,
+            size=settings.world_size,
+            address=settings.master_address,
+            port=settings.master_port,
+            device=self._device,
+            start_s=switch.trainer_start_seconds,
+            progress_s=switch.trainer_progress_seconds,
+        )
+        found = self._checkpoints.newest() if settings.rank == 0 else None
+        self._model = load_model(found.directory if found else settings.model)
+        self._state = Residency(self._model, self._device)
+        if found:
+            self._read_optimizer(found.directory / OPTIMIZER_FILE)
+            log(_LOG, "checkpoint read", step=found.step)
+        step, self._state.updates = self._group.gather((found.step if found else 0, self._state.updates))[0]
+        for buffer in (self._state.parameters, self._state.first_moment, self._state.second_moment):
+            self._group.broadcast_in_place(buffer)
+        return step
+
+    def onload(self) -> None:
+        self._state.onload()
+
+    def offload(self) -> None:
+        self._state.offload()
+
+    def train(self, step: int, path: Path, mark_dirty: Callable[[], None]) -> Mapping[str, float]:
+        config, state = self._config, self._state
+        shard, work = self._read_batch(step, path)
+        tally = Tally.of(shard)
+        start_logp = torch.full_like(shard.behaviour_logp, torch.nan)  # under the weights that the step begins with
+        if not config.bypass:
+            for minibatch in work[1:]:  # the first one will find those weights
+                for micro in minibatch.micro_batches:
+                    with torch.no_grad():
+                        start_logp[micro.tokens] = self._logp(shard, micro)[0].cpu()
+        learning_rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
+        for _data_pass in range(config.data_passes):
+            for minibatch in work:
+                for micro in minibatch.micro_batches:
+                    logp, entropy = self._logp(shard, micro)
+                    if tally.updates == 0:
+                        start_logp[micro.tokens] = logp.detach().cpu()
+                    behaviour_logp = shard.behaviour_logp[micro.tokens]
+                    proximal_logp = behaviour_logp if config.bypass else start_logp[micro.tokens]
+                    importance = importance_ratio(proximal_logp, behaviour_logp, cap=config.importance_cap)
+                    loss = policy_loss(
+                        logp,
+                        proximal_logp.to(logp.device),
+                        shard.advantage[micro.sample].to(logp.device),
+                        importance.to(logp.device),
+                        clip_low=config.clip_low,
+                        clip_high=config.clip_high,
+                    )
+                    (loss.total / minibatch.loss_tokens).backward()
+                    tally.add_tokens(loss, entropy, importance, normalizer=minibatch.loss_tokens)
+                gradient_norm = self._sum_and_clip_gradients(step)
+                mark_dirty()
+                state.update(learning_rate=learning_rate, betas=config.betas, weight_decay=config.weight_decay)
+                tally.add_update(gradient_norm)
+        tally.add_mismatch(shard, start_logp)
+        return metrics(self._group.gather(tally)) | {"learning_rate": learning_rate}
+
+    def export(self, directory: Path) -> Probe | None:
+        if not self._settings.writes_weights:
+            return None
+        write_model(self._model, directory, origin=self._settings.model, dtype=self._dtype)
+        return probe(self._model, self._dtype)
+
+    def save(self, step: int, keep: int) -> None:
+        """Rank 0 writes; the others answer when it has: then the step is durable for everyone."""
+        if self._settings.rank == 0:
+            self._checkpoints.write(step, keep=keep, fill=self._write_checkpoint)
+            self._group.announce(f"saved/{step}")
+        elif not self._group.heard(f"saved/{step}", within_s=self._switch.trainer_progress_seconds):
+            raise Refused(f"rank 0 has not saved step {step}: ask again, and see why in the log of its pod")
+
+    def _read_batch(self, step: int, path: Path) -> tuple[Shard, list[_Work]]:
+        """This rank's shard and what to do with it, agreed with the others. Raises Refused on every rank or on none."""
+        config, rank, size = self._config, self._settings.rank, self._settings.world_size
+        shard, fault = None, None
+        try:
+            shard = Shard.read(path, step=step, shard=rank, shards=size)
+        except BadShard as error:
+            fault = error
+        heard = self._group.gather((str(fault) if fault else None, shard.groups() if shard else {}))
+        if fault is not None:
+            raise fault
+        assert shard is not None
+        if faults := [f"rank {peer}: {told}" for peer, (told, _) in enumerate(heard) if told]:
+            raise PeerRefused(f"step {step} not begun: {'; '.join(faults)}")
+        shares = [peer for _, peer in heard]
+        loss_tokens = sum(share.loss_tokens for peer in shares for share in peer.values())
+        if loss_tokens != shard.header.loss_tokens:
+            raise BadShard(f"the shards of step {step} hold {loss_tokens} loss tokens, not {shard.header.loss_tokens}")
+        minibatches = deal_minibatches(shares, count=config.minibatches, seed=config.seed * 1_000_003 + step)
+        return shard, [
+            _Work(minibatch.loss_tokens, micro_batches(shard, minibatch, tokens=config.micro_batch_tokens))
+            for minibatch in minibatches
+            if minibatch.teaches
+        ]
+
+    def _logp(self, shard: Shard, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of each trained token of a micro-batch, in the order of `micro.tokens`."""
+        device = self._device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+            logits = self._model(
+                input_ids=micro.input_ids.to(device), logits_to_keep=micro.positions.to(device), use_cache=False
+            ).logits
+        return token_logp(
+            logits[micro.predicts.to(device)],
+            shard.tokens[micro.tokens].to(device),
+            temperature=shard.header.temperature,
+        )
+
+    def _sum_and_clip_gradients(self, step: int) -> float:
+        """Norm of the whole gradient before it was clipped. Raises Diverged."""
+        gradients = self._state.gradients
+        self._group.sum_in_place(gradients)
+        norm = float(torch.linalg.vector_norm(gradients))
+        if not norm < float("inf"):
+            raise Diverged(f"gradient norm of step {step} is {norm}: lower learningRate, gradientClip or importanceCap")
+        if norm > self._config.gradient_clip:
+            gradients.mul_(self._config.gradient_clip / norm)
+        return norm
+
+    def _write_checkpoint(self, directory: Path) -> None:
+        write_model(self._model, directory, origin=self._settings.model, dtype=torch.float32)
+        state = self._state
+        moments: dict[str, Tensor] = {"updates": torch.tensor(state.updates)}
+        for kind, buffer in (("first_moment", state.first_moment), ("second_moment", state.second_moment)):
+            moments |= {f"{kind}.{name}": view for name, view in state.named(buffer).items()}
+        write_tensors(directory / OPTIMIZER_FILE, moments)
+
+    def _read_optimizer(self, file: Path) -> None:
+        state, moments = self._state, load_file(file)
+        state.updates = int(moments["updates"])
+        for kind, buffer in (("first_moment", state.first_moment), ("second_moment", state.second_moment)):
+            for name, view in state.named(buffer).items():
+                view.copy_(moments[f"{kind}.{name}"])

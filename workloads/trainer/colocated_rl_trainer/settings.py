@@ -1,0 +1,136 @@
+"""What a trainer process is told at its start: its place in the job by environment, its options by one JSON file.
+
+Everything is read once, before anything else happens; what is wrong is said in one line that names the variable or the
+key, the value and what to write instead. `RankSettings` is for every trainer, `TrainerConfig` for the reference one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.trainer_wire import TrainerEnvironment as Variable
+
+
+class SettingsError(ValueError):
+    """The trainer can't start with what it was given. The message says what to change; starting again does not help."""
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """One rank's place in its job, as the agent put it into the environment (`trainer_wire.TrainerEnvironment`)."""
+
+    socket: Path
+    config: Path
+    job: Path
+    model: Path
+    checkpoints: Path
+    lineage: int
+    rank: int
+    world_size: int
+    local_rank: int
+    master_address: str
+    master_port: int
+    device: str
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self:
+        """Raises SettingsError if a variable is missing or has no meaning."""
+        settings = cls(
+            socket=Path(_text(environment, Variable.SOCKET)),
+            config=Path(_text(environment, Variable.CONFIG)),
+            job=Path(_text(environment, Variable.JOB)),
+            model=Path(_text(environment, Variable.MODEL)),
+            checkpoints=Path(_text(environment, Variable.CHECKPOINTS)),
+            lineage=_count(environment, Variable.LINEAGE),
+            rank=_count(environment, Variable.RANK),
+            world_size=_count(environment, Variable.WORLD_SIZE),
+            local_rank=_count(environment, Variable.LOCAL_RANK),
+            master_address=_text(environment, Variable.MASTER_ADDR),
+            master_port=_count(environment, Variable.MASTER_PORT),
+            device=_text(environment, Variable.DEVICE),
+        )
+        if settings.rank >= settings.world_size:
+            raise SettingsError(f"RANK={settings.rank} must be below WORLD_SIZE={settings.world_size}")
+        return settings
+
+    def read_job(self) -> JobFile:
+        """The job this rank works for. Raises SettingsError."""
+        try:
+            return JobFile.model_validate_json(self.job.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise SettingsError(f"{Variable.JOB}={self.job} is not a readable job file: {error}") from error
+
+    @property
+    def writes_weights(self) -> bool:
+        """Whether this rank is the one of its pod that writes exports."""
+        return self.local_rank == 0
+
+
+class TrainerConfig(BaseModel):
+    """`spec.trainer.config` of the reference trainer."""
+
+    model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, frozen=True, extra="forbid")
+
+    learning_rate: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
+    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises to its value.")
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="Of AdamW.")
+    gradient_clip: float = Field(default=1.0, gt=0, description="Greatest norm of the whole gradient.")
+    minibatches: int = Field(default=1, ge=1, description="Optimizer calls in one pass over the batch.")
+    data_passes: int = Field(default=1, ge=1, description="Passes over the batch.")
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="The ratio is clipped below 1 - clipLow.")
+    clip_high: float = Field(default=0.28, gt=0, description="And above 1 + clipHigh.")
+    importance_cap: float = Field(default=2.0, gt=1, description="Bound of the ratio to the behaviour policy.")
+    bypass: bool = Field(default=False, description="Clip against the behaviour log-probabilities, recompute none.")
+    micro_batch_tokens: int = Field(default=16_384, ge=1, description="Tokens of one forward pass, padding included.")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="Of the division into minibatches.")
+    threads: int | None = Field(default=None, ge=1, description="Of torch on the CPU; its own choice when absent.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Of the computation and of exports; parameters and optimizer state are float32."
+    )
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises SettingsError, which names each wrong key."""
+        try:
+            written = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"trainer config {path} is not readable JSON: {error}") from error
+        if not isinstance(written, dict):
+            raise SettingsError(f"trainer config {path} must be an object, is {type(written).__name__}")
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        for key in written:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f", did you mean {near[0]}?" if near else ""
+                raise SettingsError(f"unknown key {key} in spec.trainer.config{hint} (known: {', '.join(known)})")
+        try:
+            return cls.model_validate(written)
+        except ValidationError as error:
+            wrong = "; ".join(
+                f"{'.'.join(map(str, item['loc']))}: {item['msg']}, is {item['input']!r}" for item in error.errors()
+            )
+            raise SettingsError(f"spec.trainer.config: {wrong}") from error
+
+
+def _text(environment: Mapping[str, str], variable: Variable) -> str:
+    value = environment.get(variable, "")
+    if not value:
+        raise SettingsError(f"{variable} is not set: trainers are started by the agent of their pod")
+    return value
+
+
+def _count(environment: Mapping[str, str], variable: Variable) -> int:
+    value = _text(environment, variable)
+    if not (value.isascii() and value.isdigit()):
+        raise SettingsError(f"{variable}={value} must be a whole number, 0 or more")
+    return int(value)

@@ -1,0 +1,121 @@
+"""Weights as files in Hugging Face format: read at the start, written for engines and into checkpoints.
+
+Everything that is not weights (config, tokenizer, chat template) is copied from the model's own directory, byte by
+byte, so that the engine reads what the person gave; only `dtype` is brought in line. Tied tensors are written once,
+under the name that loaders look for. The manifest is added by the rank server, last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
+
+from colocated_rl_api.weights import Probe
+
+FILE_BYTES = 4 * 1024**3  # of one safetensors file at most, unless a single tensor is larger
+PROBE_TOKENS = 32
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_PROBE_STRIDE = 7919  # prime: ids all over the vocabulary
+
+
+def load_model(directory: Path) -> PreTrainedModel:
+    """The causal language model in `directory`, in float32, without dropout. Nothing is ever downloaded."""
+    transformers_logging.disable_progress_bar()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    model.eval()
+    return model
+
+
+def write_model(model: PreTrainedModel, directory: Path, *, origin: Path, dtype: torch.dtype) -> None:
+    """Write the model's weights in `dtype`, and what of `origin` is not weights, into the empty `directory`.
+
+    Raises OSError when there is no space.
+    """
+    for file in sorted(origin.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+            shutil.copyfile(file, directory / file.name)
+    _set_dtype(directory / "config.json", dtype)
+    tensors = _named_tensors(model)
+    files = _divide(tensors, dtype)
+    for name, members in files.items():
+        write_tensors(directory / name, {member: tensors[member].to(dtype) for member in members})
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize},
+            "weight_map": {member: name for name, members in files.items() for member in members},
+        }
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file. Raises OSError when there is no space."""
+    with _as_os_error():
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def probe(model: PreTrainedModel, dtype: torch.dtype) -> Probe:
+    """The model's log-probabilities of a fixed sequence, at temperature 1, computed as training computes them."""
+    embedding: Any = model.get_input_embeddings()
+    ids = [(place + 1) * _PROBE_STRIDE % embedding.num_embeddings for place in range(PROBE_TOKENS)]
+    row = torch.tensor([ids], device=embedding.weight.device)
+    with torch.no_grad(), torch.autocast(row.device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
+        logits = model(input_ids=row, use_cache=False).logits[0, :-1]
+    logp = torch.log_softmax(logits.float(), dim=-1).gather(-1, row[0, 1:, None]).squeeze(-1)
+    return Probe(input_ids=tuple(ids), logp=tuple(logp.tolist()))
+
+
+def _named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What loaders of the architecture's files expect: no tied duplicate, and the names of the original files."""
+    tied = model.all_tied_weights_keys
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    return dict(revert_weight_conversion(model, tensors))
+
+
+def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, list[str]]:
+    """Tensor names by file name, in the model's order."""
+    parts: list[list[str]] = [[]]
+    room = FILE_BYTES
+    for name, tensor in tensors.items():
+        size = tensor.numel() * dtype.itemsize
+        if parts[-1] and size > room:
+            parts.append([])
+            room = FILE_BYTES
+        parts[-1].append(name)
+        room -= size
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
+
+
+def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
+    config = json.loads(config_file.read_bytes())
+    wanted = str(dtype).removeprefix("torch.")
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key) != wanted:
+        config[key] = wanted
+        config_file.write_text(json.dumps(config, indent=2))
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """safetensors reports the system's errors in words; the rank server tells a full volume from a broken trainer."""
+    try:
+        yield
+    except SafetensorError as error:
+        for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+            if f"os error {code}" in str(error):
+                raise OSError(code, str(error)) from error
+        raise
