@@ -1,0 +1,216 @@
+"""Trainer ranks as real processes, asked over their sockets as an agent asks them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import TrainerState
+from colocated_rl_api.trainer_wire import TrainerEnvironment, TrainerStatus
+
+START_S = 120.0  # a loaded machine imports torch in half a minute
+ANSWER_S = 60.0
+
+Answer = TypeVar("Answer")
+
+
+class Refusal(Exception):
+    """An answer that is not 200."""
+
+    def __init__(self, code: int, error: str, message: str) -> None:
+        super().__init__(f"{code} {error}: {message}")
+        self.code = code
+        self.error = error
+        self.message = message
+
+
+class TrainerProcess:
+    """One rank."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.socket = Path(environment[TrainerEnvironment.SOCKET])
+        self.log = log
+        with log.open("ab") as stream:
+            self.process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+
+    def ask(self, path: str, body: Mapping[str, object] | None = None) -> TrainerStatus:
+        """GET without a body, POST with one. Raises Refusal, or OSError when nobody answers."""
+        code, content = self.ask_raw(
+            "GET" if body is None else "POST", path, json.dumps(body) if body is not None else None
+        )
+        if code != 200:
+            raise Refusal(code, content["error"], content["message"])
+        return TrainerStatus.model_validate(content)
+
+    def ask_raw(self, method: str, path: str, body: str | None = None) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("localhost", timeout=ANSWER_S)
+        connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.sock.settimeout(ANSWER_S)
+        with contextlib.closing(connection):
+            connection.sock.connect(str(self.socket))
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+
+    @property
+    def status(self) -> TrainerStatus:
+        return self.ask("/v1/state")
+
+    def train(self, step: int, shard: Path) -> TrainerStatus:
+        return self.ask("/v1/train", {"step": step, "shard": str(shard)})
+
+    def export(self, version: WeightVersion, directory: Path) -> TrainerStatus:
+        return self.ask("/v1/export", {"version": str(version), "directory": str(directory)})
+
+    def save(self, step: int, keep: int = 2) -> TrainerStatus:
+        return self.ask("/v1/save", {"step": step, "keep": keep})
+
+    def wait_until(self, holds: Callable[[TrainerStatus], bool], within_s: float = START_S) -> TrainerStatus:
+        """Poll the state. Fails with the process's output if it ends or the time is over."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"trainer ended with {self.process.returncode}:\n{self.log.read_text()}")
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                status = self.status
+                if holds(status):
+                    return status
+            time.sleep(0.02)
+        raise AssertionError(f"trainer did not get there within {within_s} s:\n{self.log.read_text()}")
+
+    def wait_loaded(self) -> TrainerStatus:
+        return self.wait_until(lambda status: status.state is not TrainerState.STARTING)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = (line for line in self.log.read_text().splitlines() if line.startswith("{"))
+        return [line for line in map(json.loads, lines) if line["event"] == name]
+
+    def end(self, how: signal.Signals = signal.SIGKILL) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        return self.process.wait(ANSWER_S)
+
+
+@dataclass(frozen=True)
+class TrainerKind:
+    """Whose trainer: its command, and the model and config it takes."""
+
+    name: str
+    command: Sequence[str]
+    model: Path
+    config: Mapping[str, object]
+
+
+class TrainerGroup:
+    """All ranks of one lineage, each in a pod of its own; `checkpoints` outlives it."""
+
+    def __init__(
+        self, kind: TrainerKind, folder: Path, *, size: int, lineage: int = 1, switch: Mapping[str, int] | None = None
+    ) -> None:
+        self.kind = kind
+        self.folder = folder
+        self.size = size
+        self.lineage = lineage
+        self.checkpoints = folder / "checkpoints"
+        self.checkpoints.mkdir(exist_ok=True)
+        (folder / "trainer.json").write_text(json.dumps(kind.config))
+        (folder / "job.json").write_text(json.dumps(_job(switch or {})))
+        port = _free_port()
+        self.ranks = [self._start(rank, port) for rank in range(size)]
+
+    def _start(self, rank: int, port: int) -> TrainerProcess:
+        sockets = self.folder / f"pod-{rank}"
+        sockets.mkdir(exist_ok=True)
+        told = {
+            TrainerEnvironment.SOCKET: sockets / "t.sock",
+            TrainerEnvironment.CONFIG: self.folder / "trainer.json",
+            TrainerEnvironment.JOB: self.folder / "job.json",
+            TrainerEnvironment.MODEL: self.kind.model,
+            TrainerEnvironment.CHECKPOINTS: self.checkpoints,
+            TrainerEnvironment.LINEAGE: self.lineage,
+            TrainerEnvironment.RANK: rank,
+            TrainerEnvironment.WORLD_SIZE: self.size,
+            TrainerEnvironment.LOCAL_RANK: 0,
+            TrainerEnvironment.MASTER_ADDR: "127.0.0.1",
+            TrainerEnvironment.MASTER_PORT: port,
+            TrainerEnvironment.DEVICE: "cpu",
+        }
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | {str(name): str(value) for name, value in told.items()}
+        return TrainerProcess(self.kind.command, environment, self.folder / f"rank-{rank}-lineage-{self.lineage}.log")
+
+    def wait_loaded(self) -> list[TrainerStatus]:
+        return [rank.wait_loaded() for rank in self.ranks]
+
+    def all(self, ask: Callable[[int, TrainerProcess], Answer]) -> list[Answer]:
+        """Ask every rank at once, as the agents of a group do. Raises the first failure, when all have answered."""
+        with ThreadPoolExecutor(self.size) as pool:
+            asked = [pool.submit(ask, number, rank) for number, rank in enumerate(self.ranks)]
+        return [answer.result() for answer in asked]
+
+    def onload(self) -> list[TrainerStatus]:
+        return self.all(lambda _, rank: rank.ask("/v1/onload", {}))
+
+    def offload(self) -> list[TrainerStatus]:
+        return self.all(lambda _, rank: rank.ask("/v1/offload", {}))
+
+    def train(self, step: int, shards: Sequence[Path]) -> list[TrainerStatus]:
+        return self.all(lambda number, rank: rank.train(step, shards[number]))
+
+    def export(self, step: int) -> list[Path]:
+        """The directory of each pod."""
+        version = WeightVersion(step, self.lineage)
+        folders = [self.folder / f"pod-{number}" / str(version) for number in range(self.size)]
+        self.all(lambda number, rank: rank.export(version, folders[number]))
+        return folders
+
+    def save(self, step: int, keep: int = 2) -> list[TrainerStatus]:
+        return self.all(lambda _, rank: rank.save(step, keep))
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            rank.end()
+
+
+@contextlib.contextmanager
+def running(
+    kind: TrainerKind, folder: Path, *, size: int, lineage: int = 1, switch: Mapping[str, int] | None = None
+) -> Iterator[TrainerGroup]:
+    group = TrainerGroup(kind, folder, size=size, lineage=lineage, switch=switch)
+    try:
+        yield group
+    finally:
+        group.end()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _job(switch: Mapping[str, int]) -> dict[str, object]:
+    return {
+        "name": "sums",
+        "namespace": "default",
+        "uid": "00000000-0000-0000-0000-000000000000",
+        "created": "2026-01-01T00:00:00Z",
+        "spec": {
+            "steps": 10,
+            "model": {"claimName": "model"},
+            "rollout": {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 4},
+            "switch": {"trainerStartSeconds": 100, "trainerProgressSeconds": 60, **switch},
+        },
+    }

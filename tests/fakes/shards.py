@@ -1,0 +1,87 @@
+"""Shards of a sealed batch, written as `colocated_rl_api.batch` describes them. Standard library only."""
+
+from __future__ import annotations
+
+import array
+import json
+import statistics
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+
+Values = Sequence[int] | Sequence[float]
+
+_TYPES = {"int32": ("i", "I32"), "int64": ("q", "I64"), "uint8": ("B", "U8"), "float32": ("f", "F32")}
+
+
+@dataclass(frozen=True)
+class Sample:
+    prompt: Sequence[int]
+    response: Sequence[int]
+    logp: Sequence[float]  # behaviour, of the response
+    reward: float
+    group: int
+    token_step: int = 0
+
+
+def write_shards(
+    folder: Path, samples: Sequence[Sample], *, step: int, split: Sequence[int] | int, temperature: float = 1.0
+) -> list[Path]:
+    """One file per rank. split: number of ranks, dealt out in turn, or the rank of each sample."""
+    ranks = [number % split for number in range(len(samples))] if isinstance(split, int) else list(split)
+    shards = split if isinstance(split, int) else max(split) + 1
+    rewards: dict[int, list[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.group, []).append(sample.reward)
+    files = []
+    for shard in range(shards):
+        header = BatchHeader(
+            step=step,
+            shard=shard,
+            shards=shards,
+            groups=len(rewards),
+            samples=len(samples),
+            loss_tokens=sum(len(sample.response) for sample in samples),
+            temperature=temperature,
+            seed=0,
+        )
+        mine = [sample for sample, rank in zip(samples, ranks, strict=True) if rank == shard]
+        files.append(folder / f"step-{step}-shard-{shard}-of-{shards}.safetensors")
+        write_shard(files[-1], header, columns(mine, rewards))
+    return files
+
+
+def columns(samples: Sequence[Sample], rewards: Mapping[int, Sequence[float]]) -> dict[str, tuple[str, Values]]:
+    """Name to type and values; rewards: of each whole group."""
+    lengths = [len(sample.prompt) + len(sample.response) for sample in samples]
+    return {
+        "tokens": ("int32", [token for s in samples for token in (*s.prompt, *s.response)]),
+        "sample_end": ("int64", [sum(lengths[: number + 1]) for number in range(len(samples))]),
+        "loss_mask": ("uint8", [bit for s in samples for bit in (*[0] * len(s.prompt), *[1] * len(s.response))]),
+        "behaviour_logp": ("float32", [logp for s in samples for logp in (*[0.0] * len(s.prompt), *s.logp)]),
+        "token_step": (
+            "int32",
+            [step for s in samples for step in (*[-1] * len(s.prompt), *[s.token_step] * len(s.response))],
+        ),
+        "reward": ("float32", [s.reward for s in samples]),
+        "group": ("int64", [s.group for s in samples]),
+        "group_mean": ("float32", [statistics.fmean(rewards[s.group]) for s in samples]),
+        "group_std": ("float32", [statistics.pstdev(rewards[s.group]) for s in samples]),
+        "group_count": ("float32", [float(len(rewards[s.group])) for s in samples]),
+        "truncated": ("uint8", [0 for _ in samples]),
+    }
+
+
+def write_shard(file: Path, header: BatchHeader, columns: Mapping[str, tuple[str, Values]]) -> None:
+    entries: dict[str, object] = {"__metadata__": {HEADER_KEY: header.model_dump_json(by_alias=True)}}
+    body = b""
+    for name, (kind, values) in columns.items():
+        code, dtype = _TYPES[kind]
+        data = array.array(code, values).tobytes()  # type: ignore[arg-type]  # the code decides which numbers it takes
+        entries[name] = {"dtype": dtype, "shape": [len(values)], "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    head = json.dumps(entries).encode()
+    file.write_bytes(struct.pack("<Q", len(head)) + head + body)
