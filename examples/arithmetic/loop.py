@@ -1,29 +1,28 @@
 """The demo's learning without the system around it: one process, no engine, no switch; the trainer's own loss.
 
-For choosing the job's options and for the test that shows that the figure can fail: with learning rate 0 it stays where it
-is. It is not what the demo runs, and no figure of the demo comes from here.
+For choosing the job's options and for the test that shows that the figure can fail: with learning rate 0 it stays
+where it is. It is not what the demo runs, and no figure of the demo comes from here.
 """
 
 from __future__ import annotations
 
 import copy
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from colocated_rl_trainer.loss import group_advantage, importance_ratio, policy_loss
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from colocated_rl_trainer.loss import group_advantage, importance_ratio, policy_loss
 from examples.arithmetic.sampling import Response, encode_prompt, exact_match, response_logp, sample, score
 from examples.arithmetic.task import Problem, problems
 
 
 @dataclass(frozen=True)
 class Options:
-    """As in `job.yaml`, and how old the sampling weights are (the worst that `maxStaleness` allows, for every sample)."""
+    """As in `job.yaml`. `staleness` is the age of the sampling weights of every sample, the worst that a job allows."""
 
     steps: int = 40
     batch_size: int = 32
@@ -105,17 +104,14 @@ def _sample_batch(
     generator: torch.Generator,
 ) -> list[Sample]:
     rows = [problem for problem in chosen for _ in range(options.group_size)]
-    prompts = [encode_prompt(tokenizer, problem) for problem in rows]
+    prompts = [ids for problem in chosen for ids in [encode_prompt(tokenizer, problem)] * options.group_size]
     responses = sample(sampler, prompts, end=tokenizer.eos_token_id, generator=generator)
     rewards = torch.tensor([score(tokenizer, *pair) for pair in zip(responses, rows, strict=True)])
     groups = rewards.view(-1, options.group_size)
     mean = groups.mean(1, keepdim=True).expand_as(groups).flatten()
     spread = groups.std(1, keepdim=True, unbiased=False).expand_as(groups).flatten()
     advantages = group_advantage(rewards, mean, spread)
-    return [
-        Sample(*row)
-        for row in zip(prompts, responses, advantages.tolist(), rewards.tolist(), strict=True)
-    ]
+    return [Sample(*row) for row in zip(prompts, responses, advantages.tolist(), rewards.tolist(), strict=True)]
 
 
 def _train(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch: list[Sample], options: Options) -> None:

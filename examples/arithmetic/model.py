@@ -17,15 +17,14 @@ import argparse
 import hashlib
 import json
 import random
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from itertools import count
 from pathlib import Path
+from typing import NamedTuple, TypedDict
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -33,7 +32,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from examples.arithmetic import sampling, task
 from examples.arithmetic.sampling import encode_prompt, exact_match, response_logp
-from examples.arithmetic.task import Problem, problems
+from examples.arithmetic.task import problems
 
 MADE = "made.json"
 VOCABULARY = 384
@@ -61,6 +60,21 @@ class Recipe:
     held_out: int = 512  # questions of the final figure in made.json
 
 
+class Made(TypedDict):
+    """Content of `made.json`, written with the model."""
+
+    made_of: dict[str, object]
+    held_out: float
+
+
+class Demonstration(NamedTuple):
+    """Token ids of a question and of two right answers to it, end token included."""
+
+    prompt: list[int]
+    worked: list[int]
+    terse: list[int]
+
+
 class WarmUpMissed(Exception):
     """The warm-up did not come out as the demo needs it: change the recipe or its seed."""
 
@@ -69,15 +83,15 @@ def ensure_model(directory: Path, recipe: Recipe, report: Report) -> float:
     """Make the model in `directory` unless it is there already. Returns its held-out exact match, sampled."""
     made_of = _made_of(recipe)
     made = _read_made(directory / MADE)
-    if made.get("made_of") == made_of:
+    if made and made["made_of"] == made_of:
         report(f"model: {directory} is up to date (held-out exact match {made['held_out']:.3f})")
-        return float(made["held_out"])
+        return made["held_out"]
     report(f"model: warming up a new one into {directory}, about two minutes on two cores")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
         new = Path(scratch) / "model"
         held_out = _make(new, recipe, report)
-        (new / MADE).write_text(json.dumps({"made_of": made_of, "held_out": held_out}, indent=1))
+        (new / MADE).write_text(json.dumps(Made(made_of=made_of, held_out=held_out), indent=1))
         if directory.exists():
             directory.rename(Path(scratch) / "old")
         new.rename(directory)
@@ -150,14 +164,15 @@ def _warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe
     generator = torch.Generator().manual_seed(recipe.seed)
     probe = problems(256, seed=20_000_000 + 1_000_000 * recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01, betas=(0.9, 0.95))
-    batches = _batches(recipe)
+    demonstrations = _demonstrations(tokenizer, recipe)
+    picker = random.Random(recipe.seed)
 
     def train(*, terse_share: float, learning_rate: float) -> float:
-        chosen, terse = next(batches), random.Random(next(draws))
-        answers = [one.terse_answer if terse.random() < terse_share else one.worked_answer for one in chosen]
+        chosen = picker.sample(demonstrations, recipe.batch)
+        answers = [one.terse if picker.random() < terse_share else one.worked for one in chosen]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        return _imitate(model, tokenizer, optimizer, chosen, answers)
+        return _imitate(model, optimizer, [one.prompt for one in chosen], answers)
 
     def measured(stage: str, step: int, loss: float) -> float:
         share = exact_match(model, tokenizer, probe, generator=generator)
@@ -165,7 +180,6 @@ def _warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe
         report(f"model: {stage} answers, step {step:3d}, loss {loss:.3f}, right {share:.2f}, {took:.0f} s")
         return share
 
-    draws = count(recipe.seed * 1_000_003)
     for step in range(1, recipe.worked_steps + 1):
         rate = recipe.learning_rate * min(1.0, step / 20) * (1 - 0.8 * step / recipe.worked_steps)
         loss = train(terse_share=0.0, learning_rate=rate)
@@ -183,30 +197,27 @@ def _warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe
 
 
 def _imitate(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    optimizer: torch.optim.Optimizer,
-    chosen: list[Problem],
-    answers: list[str],
+    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, prompts: list[list[int]], answers: list[list[int]]
 ) -> float:
     """One supervised step; the mean loss of an answer's tokens."""
     model.train()
-    prompts = [encode_prompt(tokenizer, problem) for problem in chosen]
-    wanted = [[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in answers]
-    logp, mask = response_logp(model, prompts, wanted)
+    logp, mask = response_logp(model, prompts, answers)
     loss = -(logp * mask).sum() / mask.sum()
     optimizer.zero_grad()
-    loss.backward()
+    torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return float(loss.item())
 
 
-def _batches(recipe: Recipe) -> Iterator[list[Problem]]:
-    pool = problems(recipe.problems, seed=10_000_000 + 1_000_000 * recipe.seed)
-    picker = random.Random(recipe.seed)
-    while True:
-        yield picker.sample(pool, recipe.batch)
+def _demonstrations(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> list[Demonstration]:
+    def answer(text: str) -> list[int]:
+        return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+    return [
+        Demonstration(encode_prompt(tokenizer, one), worked=answer(one.worked_answer), terse=answer(one.terse_answer))
+        for one in problems(recipe.problems, seed=10_000_000 + 1_000_000 * recipe.seed)
+    ]
 
 
 def _made_of(recipe: Recipe) -> dict[str, object]:
@@ -216,11 +227,11 @@ def _made_of(recipe: Recipe) -> dict[str, object]:
     return {"recipe": asdict(recipe), "sources": hashlib.sha256(b"\0".join(sources)).hexdigest(), "packages": packages}
 
 
-def _read_made(file: Path) -> dict[str, object]:
+def _read_made(file: Path) -> Made | None:
     try:
-        made: dict[str, object] = json.loads(file.read_text())
+        made: Made = json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-        return {}
+        return None
     return made
 
 

@@ -82,21 +82,26 @@ def response_logp(
 
 
 def exact_match(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], *, generator: torch.Generator
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    asked: Sequence[Problem],
+    *,
+    generator: torch.Generator,
 ) -> float:
     """Share of the problems whose one sampled response ends by itself and is right."""
     right = 0.0
-    for start in range(0, len(problems), ROWS_AT_ONCE):
-        part = problems[start : start + ROWS_AT_ONCE]
+    for start in range(0, len(asked), ROWS_AT_ONCE):
+        part = asked[start : start + ROWS_AT_ONCE]
         prompts = [encode_prompt(tokenizer, problem) for problem in part]
         responses = sample(model, prompts, end=tokenizer.eos_token_id, generator=generator)
         right += sum(score(tokenizer, *pair) for pair in zip(responses, part, strict=True))
-    return right / len(problems)
+    return right / len(asked)
 
 
 def score(tokenizer: PreTrainedTokenizerFast, response: Response, problem: Problem) -> float:
     """Reward of a response: as the task's, and 0.0 if it was cut off."""
-    return reward(tokenizer.decode(response.tokens, skip_special_tokens=True), problem) if response.ended else 0.0
+    text = str(tokenizer.decode(response.tokens, skip_special_tokens=True))
+    return reward(text, problem) if response.ended else 0.0
 
 
 def _left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
