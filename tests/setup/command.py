@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--lock", action="store_true", help="resolve all requirement files anew, and nothing else")
     options = parser.parse_args(words)
 
-    lacking = preflight.problems(preflight.inspect(CHECKOUT))
+    lacking = list(preflight.problems(preflight.inspect(CHECKOUT)))
     if lacking:
         sys.stderr.write("".join(f"{line}\n" for line in lacking))
         return BAD_MACHINE

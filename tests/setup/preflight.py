@@ -5,6 +5,9 @@ import importlib.util
 import os
 import platform
 import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +16,11 @@ from setup.layout import Layout
 GIB = 1 << 30
 
 # measured from an empty checkout with empty caches, and rounded up
-DISK_EMPTY_GIB = 20
+DISK_EMPTY_GIB = 15
 DISK_BUILT_GIB = 3  # with environments and binaries in place: models, cluster state, logs
 MEMORY_GIB = 12
+
+NEWEST_PYTHON = (3, 13)  # that the pinned engine has a wheel for; `__main__` knows the oldest
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
 
@@ -26,7 +31,9 @@ class Machine:
 
     system: str
     architecture: str
+    python: tuple[int, int]
     missing_programs: tuple[str, ...]
+    has_headers: bool  # of Python, for the few libraries that come as source
     has_venv: bool  # `python3 -m venv` can make environments, or there is a uv that can
     namespaces: str | None  # why namespaces are refused; None: they work
     disk_free_gib: float
@@ -35,43 +42,51 @@ class Machine:
     memory_gib: float  # what can be had without swapping
 
 
-def problems(machine: Machine) -> list[str]:
+def problems(machine: Machine) -> Iterator[str]:
     """One line for each thing that is missing, with the fix."""
-    found = []
     if machine.system != "Linux":
-        found.append(f"system: {machine.system}, but the local cluster needs Linux namespaces: use a Linux machine")
-        return found
+        yield f"system: {machine.system}, but the local cluster needs Linux namespaces: use a Linux machine"
+        return
     if machine.architecture != "x86_64":
-        found.append(f"architecture: {machine.architecture}, but the pinned engine is for x86_64: use such a machine")
-    found += [f"{name}: not on PATH: install it, e.g. `apt-get install {name}`" for name in machine.missing_programs]
+        yield f"architecture: {machine.architecture}, but the pinned engine is for x86_64: use such a machine"
+    for name in machine.missing_programs:
+        yield f"{name}: not on PATH: install it, e.g. `apt-get install {name}`"
+    if machine.python > NEWEST_PYTHON:
+        python, newest = (".".join(map(str, version)) for version in (machine.python, NEWEST_PYTHON))
+        yield f"python3: {python}, but the pinned engine has no wheel beyond {newest}: `make PYTHON=python{newest} ...`"
+    if not machine.has_headers:
+        yield "python3: has no Python.h, to build a library from source: e.g. `apt-get install python3-dev`"
     if not machine.has_venv:
-        found.append("python3: has no ensurepip: install it, e.g. `apt-get install python3-venv`")
+        yield "python3: has no ensurepip: install it, e.g. `apt-get install python3-venv`"
     if machine.namespaces is not None:
-        found.append(
+        yield (
             f"namespaces: refused ({machine.namespaces}): run as root, or allow them to ordinary users with "
             "`sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0`"
         )
     if machine.disk_free_gib < machine.disk_needed_gib:
-        found.append(
+        yield (
             f"disk: {machine.disk_free_gib:.0f} GiB free at {machine.disk_path}, {machine.disk_needed_gib:.0f} GiB "
             "needed: free some, or move the checkout and UV_CACHE_DIR to a larger disk"
         )
     if machine.memory_gib < MEMORY_GIB:
-        found.append(
+        yield (
             f"memory: {machine.memory_gib:.0f} GiB available, {MEMORY_GIB} GiB needed: end other programs, or use a "
             "larger machine"
         )
-    return found
 
 
 def inspect(layout: Layout) -> Machine:
     """Look at this machine. Changes nothing."""
-    built = layout.localcluster.exists() and layout.python("gpu").exists()
+    built = layout.localcluster.exists() and layout.images.exists()
     on_linux = platform.system() == "Linux"
     return Machine(
         system=platform.system(),
         architecture=platform.machine(),
-        missing_programs=tuple(name for name in ("git", "make") if shutil.which(name) is None),
+        python=sys.version_info[:2],
+        missing_programs=tuple(
+            name for name in (("git", "make") if built else ("git", "make", "gcc")) if shutil.which(name) is None
+        ),
+        has_headers=built or Path(sysconfig.get_path("include"), "Python.h").exists(),
         has_venv=importlib.util.find_spec("ensurepip") is not None or shutil.which("uv") is not None,
         namespaces=_try_namespaces() if on_linux else None,
         disk_free_gib=shutil.disk_usage(layout.root).free / GIB,

@@ -10,7 +10,9 @@ from setup.preflight import DISK_EMPTY_GIB, MEMORY_GIB, Machine, inspect, proble
 GOOD = Machine(
     system="Linux",
     architecture="x86_64",
+    python=(3, 11),
     missing_programs=(),
+    has_headers=True,
     has_venv=True,
     namespaces=None,
     disk_free_gib=DISK_EMPTY_GIB,
@@ -21,7 +23,7 @@ GOOD = Machine(
 
 
 def test_machine_that_has_everything_has_no_problem() -> None:
-    assert [] == problems(GOOD)
+    assert [] == list(problems(GOOD))
 
 
 def test_this_machine_can_run_what_it_is_running() -> None:
@@ -37,6 +39,8 @@ def test_this_machine_can_run_what_it_is_running() -> None:
         (replace(GOOD, system="Darwin"), "system: Darwin", "use a Linux machine"),
         (replace(GOOD, architecture="riscv64"), "architecture: riscv64", "use such a machine"),
         (replace(GOOD, missing_programs=("git",)), "git: not on PATH", "`apt-get install git`"),
+        (replace(GOOD, python=(3, 14)), "python3: 3.14, but", "`make PYTHON=python3.13 ...`"),
+        (replace(GOOD, has_headers=False), "python3: has no Python.h", "`apt-get install python3-dev`"),
         (replace(GOOD, has_venv=False), "python3: has no ensurepip", "`apt-get install python3-venv`"),
         (replace(GOOD, namespaces="Operation not permitted"), "namespaces: refused (Operation", "run as root"),
         (replace(GOOD, disk_free_gib=3.4), "disk: 3 GiB free at /home/someone/colocated-rl", "free some"),
