@@ -8,7 +8,6 @@ import json
 import os
 import ssl
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,33 +61,46 @@ class ApiServer:
         self._connection.close()
 
 
-@dataclass(frozen=True)
-class Kubectl:
-    """kubectl and helm against one cluster."""
+class Command:
+    """A command line program, of which people read what it prints."""
 
-    binary: Path
-    kubeconfig: Path
+    def __init__(self, binary: Path, program: str, kubeconfig: Path | None = None) -> None:
+        self.kubeconfig = kubeconfig
+        self._words = (binary, program)
 
     def __call__(self, *words: str | Path, stdin: str | None = None) -> str:
         """What it printed. Raises AssertionError with its error output when it fails."""
-        return self._run("kubectl", *words, stdin=stdin)
-
-    def helm(self, *words: str | Path) -> str:
-        return self._run("helm", *words)
-
-    def refusal(self, *words: str | Path, stdin: str | None = None) -> str:
-        """Its error output. Raises AssertionError when it succeeds."""
-        done = self._start("kubectl", *words, stdin=stdin)
-        assert done.returncode != 0, f"kubectl {' '.join(map(str, words))} succeeded: {done.stdout}"
-        return done.stderr
-
-    def _run(self, *words: str | Path, stdin: str | None = None) -> str:
-        done = self._start(*words, stdin=stdin)
+        done = self._run(*words, stdin=stdin)
         assert done.returncode == 0, f"{' '.join(map(str, words))}: {done.stderr or done.stdout}"
         return done.stdout
 
-    def _start(self, *words: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"KUBECONFIG": str(self.kubeconfig)}
+    def refusal(self, *words: str | Path, stdin: str | None = None) -> str:
+        """Its error output. Raises AssertionError when it succeeds."""
+        done = self._run(*words, stdin=stdin)
+        assert done.returncode != 0, f"{' '.join(map(str, words))} succeeded: {done.stdout}"
+        return done.stderr
+
+    def _run(self, *words: str | Path, stdin: str | None) -> subprocess.CompletedProcess[str]:
+        cluster = {} if self.kubeconfig is None else {"KUBECONFIG": str(self.kubeconfig)}
         return subprocess.run(
-            [self.binary, *words], env=environment, input=stdin, capture_output=True, text=True, timeout=180
+            [*self._words, *words],
+            env=os.environ | cluster,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
         )
+
+
+class Kubectl(Command):
+    def __init__(self, binary: Path, kubeconfig: Path) -> None:
+        super().__init__(binary, "kubectl", kubeconfig)
+        self.helm = Helm(binary, kubeconfig)
+
+
+class Helm(Command):
+    """Without a kubeconfig it can only render."""
+
+    def __init__(self, binary: Path, kubeconfig: Path | None = None) -> None:
+        super().__init__(binary, "helm", kubeconfig)

@@ -43,6 +43,7 @@ def api(kubectl: Kubectl) -> Iterator[ApiServer]:
     kubectl("apply", "--server-side", "-f", CHECKOUT.root / "crds/colocatedrljobs.yaml")
     name = yaml.safe_load((CHECKOUT.root / "crds/colocatedrljobs.yaml").read_text())["metadata"]["name"]
     kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+    assert kubectl.kubeconfig is not None
     server = ApiServer(kubectl.kubeconfig)
     yield server
     server.close()
