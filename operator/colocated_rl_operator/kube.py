@@ -164,10 +164,10 @@ class Kube:
     ) -> Body:
         assert self._session is not None, "enter the context first"
         what = f"{verb} {path}"
-        headers = {**self._access.headers(), "Accept": "application/json", "Content-Type": content_type}
         data = None if body is None else json.dumps(body)
         code = 0
         try:
+            headers = {**self._access.headers(), "Accept": "application/json", "Content-Type": content_type}
             async with self._session.request(
                 verb, self._access.server + path, params=query, data=data, headers=headers
             ) as answer:

@@ -52,6 +52,11 @@ def plan(seen: Observation) -> Plan:
     return _follow(seen, raises=False, message="")
 
 
+def stop(seen: Observation) -> Plan:
+    """Everybody ends, in the epoch as it is: the job is being deleted."""
+    return _stop(seen, since=seen.now) if seen.climb else Plan(climb=None)
+
+
 def _follow(seen: Observation, *, raises: bool, message: str) -> Plan:
     """What follows from the climb as it is."""
     if seen.climb is None or seen.climb.cause.goal is Goal.CLIMB:

@@ -22,19 +22,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from colocated_rl_operator.errors import BadSetting
+from colocated_rl_operator.resources import PodImages
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
-
-
-@dataclass(frozen=True)
-class Images:
-    """Images of pods, where a job names none of its own."""
-
-    agent: str
-    rollout: str
-    gpu: str
-    pull_policy: str = "IfNotPresent"
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ class LeaseTimes:
 class Settings:
     namespace: str
     identity: str
-    images: Images
+    images: PodImages
     watch_namespaces: tuple[str, ...] = ()
     lease_name: str = "colocated-rl-operator"
     lease: LeaseTimes = LeaseTimes()
@@ -75,7 +66,7 @@ class Settings:
         return cls(
             namespace=read.text("OPERATOR_NAMESPACE"),
             identity=read.text("POD_NAME", socket.gethostname()),
-            images=Images(
+            images=PodImages(
                 agent=read.text("AGENT_IMAGE"),
                 rollout=read.text("ROLLOUT_IMAGE"),
                 gpu=read.text("GPU_IMAGE"),

@@ -1,0 +1,124 @@
+"""The operator process: candidate first, then leader until it ends.
+
+A standby serves its probes and does not start kopf. An orderly end sends nothing more, closes the connections and
+releases the Lease; members stay where they are, and the next leader hears from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from typing import NoReturn
+
+import kopf
+from prometheus_client import REGISTRY
+
+from colocated_rl_api import logs, names
+from colocated_rl_operator import handlers
+from colocated_rl_operator.act import Doors
+from colocated_rl_operator.authority import find_authority
+from colocated_rl_operator.case import Pods
+from colocated_rl_operator.cluster import ClusterAccess, find_cluster
+from colocated_rl_operator.errors import BadSetting
+from colocated_rl_operator.events import Events
+from colocated_rl_operator.kube import Kube
+from colocated_rl_operator.lease import Lease, LeaseTerms
+from colocated_rl_operator.members import Members, bound_tls_memory
+from colocated_rl_operator.metrics import Metrics
+from colocated_rl_operator.probes import Probes
+from colocated_rl_operator.reconcile import Wakeups
+from colocated_rl_operator.settings import Settings
+
+LOG = logging.getLogger("colocated_rl_operator")
+
+
+def main() -> int:
+    try:
+        settings, access = Settings.read(os.environ), find_cluster(os.environ)
+    except BadSetting as error:
+        print(f"colocated-rl operator: {error}", file=sys.stderr)  # noqa: T201 - before there are logs
+        return 2
+    logs.configure(level=settings.log_level, role="operator", pod=settings.identity)
+    bound_tls_memory()
+    try:
+        asyncio.run(serve(settings, access))
+    except asyncio.CancelledError:
+        logs.log(LOG, "ended as a candidate")
+    return 0
+
+
+async def serve(settings: Settings, access: ClusterAccess) -> None:
+    metrics = Metrics(REGISTRY)
+    terms = LeaseTerms(
+        namespace=settings.namespace,
+        name=settings.lease_name,
+        identity=settings.identity,
+        duration_s=settings.lease.duration_s,
+        renew_deadline_s=settings.lease.renew_deadline_s,
+        retry_s=settings.lease.retry_s,
+    )
+    lease = Lease(terms, connect=lambda: Kube(access), die=_die)
+    async with Probes(metrics, lease, port=settings.metrics_port):
+        await _become_leader(lease)
+        beating = asyncio.create_task(lease.keep_beating(), name="lease/heartbeat")
+        metrics.leader.set(1)
+        try:
+            await lead(settings, access, metrics, lease)
+        finally:
+            await lease.release()
+            beating.cancel()
+
+
+async def lead(settings: Settings, access: ClusterAccess, metrics: Metrics, lease: Lease) -> None:
+    wakeups = Wakeups()
+    async with Kube(access, count=metrics.count_request) as kube:
+        authority = await find_authority(kube, settings.namespace)
+        async with Members(authority.operator_context(), wakeups.wake, lost=metrics.lost.inc) as members:
+            metrics.connected.set_function(lambda: members.connected)
+            doors = Doors(
+                kube=kube,
+                members=members,
+                events=Events(kube, instance=settings.identity),
+                pods=Pods(),
+                authority=authority,
+                images=settings.images,
+                metrics=metrics,
+                namespace=settings.namespace,
+                confirm=lease.confirm,
+            )
+            office = handlers.Office(access, doors, wakeups, is_clusterwide=not settings.watch_namespaces)
+            await kopf.operator(
+                standalone=True,  # the Lease elects; peering does not fence
+                clusterwide=office.is_clusterwide,
+                namespaces=settings.watch_namespaces,
+                memo=kopf.Memo(office=office),
+            )
+    logs.log(LOG, "ended as leader")
+
+
+async def _become_leader(lease: Lease) -> None:
+    """Until then SIGTERM ends the process at once; afterwards kopf takes the signals."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    logs.log(LOG, "waiting for the lease", finalizer=names.FINALIZER)
+    try:
+        await lease.acquire()
+    except asyncio.CancelledError:
+        await lease.release()
+        raise
+
+
+def _die(reason: str) -> NoReturn:
+    """No clean-up: a leader past its deadline must not send another byte."""
+    logs.log(LOG, "process ends at once", logging.CRITICAL, reason=reason)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

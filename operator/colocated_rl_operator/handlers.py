@@ -1,0 +1,141 @@
+"""What kopf calls: a table of contents. One daemon drives each job; watch events only wake it.
+
+kopf watches jobs and pods, keeps its finalizer on jobs while their daemon runs, and stops daemons on deletion and exit.
+Nothing else of it is used: no indexes, no retries, no status, no events, no peering (see the notes at each setting).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import kopf
+
+from colocated_rl_api import names
+from colocated_rl_api.logs import bind, log
+from colocated_rl_operator.act import Doors
+from colocated_rl_operator.case import Case
+from colocated_rl_operator.cluster import ClusterAccess
+from colocated_rl_operator.errors import OperatorError
+from colocated_rl_operator.reconcile import Wakeups, end, one_pass
+
+LOG = logging.getLogger(__name__)
+
+OURS = {names.MANAGED_BY_LABEL: names.MANAGED_BY}
+DISMISS_S = 15  # for a daemon to end by itself, on deletion and on exit; then it is cancelled
+CANCEL_S = 5
+
+
+@dataclass
+class Office:
+    """What handlers share; kopf hands it to each as `memo.office`."""
+
+    access: ClusterAccess
+    doors: Doors
+    wakeups: Wakeups
+    is_clusterwide: bool
+    seen: dict[str, object] = field(default_factory=dict)  # of each job: what a wake-up depends on
+
+
+@kopf.on.startup()
+async def configure(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> None:
+    office: Office = memo.office
+    settings.persistence.finalizer = names.FINALIZER
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.GROUP)
+    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=names.GROUP)
+    settings.posting.enabled = False  # a new Event object for each log line
+    settings.scanning.disabled = not office.is_clusterwide  # else it lists namespaces and CRDs
+    settings.watching.connect_timeout = 10
+    settings.watching.server_timeout = 300
+    settings.watching.client_timeout = 310
+    settings.networking.request_timeout = 20
+    settings.process.ultimate_exiting_timeout = DISMISS_S + CANCEL_S + 5
+
+
+@kopf.on.login()
+async def login(memo: Any, **_: Any) -> kopf.ConnectionInfo:
+    return connection(memo.office.access)
+
+
+@kopf.daemon(
+    names.GROUP, names.VERSION, names.PLURAL, cancellation_backoff=DISMISS_S, cancellation_timeout=CANCEL_S, backoff=1
+)
+async def drive(body: kopf.Body, stopped: Any, memo: Any, **_: Any) -> None:
+    await drive_job(body, stopped, memo.office)
+
+
+@kopf.on.event(names.GROUP, names.VERSION, names.PLURAL)
+async def poke_of_job(event: kopf.RawEvent, memo: Any, **_: Any) -> None:
+    note_job(event, memo.office)
+
+
+@kopf.on.event("pods", labels=OURS)
+async def poke_of_pod(event: kopf.RawEvent, memo: Any, **_: Any) -> None:
+    note_pod(event, memo.office)
+
+
+def note_pod(event: Any, office: Office) -> None:
+    pod = event["object"]
+    change = office.doors.pods.remove if event["type"] == "DELETED" else office.doors.pods.put
+    change(pod)
+    office.wakeups.wake(pod["metadata"]["labels"][names.JOB_UID_LABEL])
+
+
+def note_job(event: Any, office: Office) -> None:
+    """Wake the loop for what a person changed; our own status writes come back here too."""
+    metadata = event["object"]["metadata"]
+    matter = (metadata["generation"], metadata.get("deletionTimestamp"))
+    if office.seen.get(metadata["uid"]) != matter:
+        office.seen[metadata["uid"]] = matter
+        office.wakeups.wake(metadata["uid"])
+    if event["type"] == "DELETED":
+        office.seen.pop(metadata["uid"], None)
+
+
+async def drive_job(body: Any, stopped: Any, office: Office) -> None:
+    """Until the job is deleted or this process ends. Never returns before: kopf would not start it again."""
+    metadata = body["metadata"]
+    case = Case(metadata["namespace"], metadata["name"], metadata["uid"])
+    woken = office.wakeups.of(case.uid)
+    with bind(job=case.name, job_uid=case.uid):
+        while not stopped:
+            woken.clear()  # before observing: a change during the pass must not be lost
+            wait_s = await one_pass(case, body, office.doors)
+            await _first_of(woken, stopped, wait_s)
+        if kopf.DaemonStoppingReason.RESOURCE_DELETED in stopped.reason:
+            try:
+                await end(case, body, office.doors, woken)
+            except* OperatorError as errors:
+                log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(errors.exceptions[0]))
+            forget(case, office)
+
+
+def forget(case: Case, office: Office) -> None:
+    office.doors.members.keep(case.uid, ())
+    office.doors.pods.forget(case.uid)
+    office.doors.metrics.count_job(case.uid, None)
+    office.wakeups.forget(case.uid)
+
+
+async def _first_of(woken: asyncio.Event, stopped: Any, wait_s: float | None) -> None:
+    waits = [asyncio.ensure_future(woken.wait()), asyncio.ensure_future(stopped.wait())]
+    try:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def connection(access: ClusterAccess) -> kopf.ConnectionInfo:
+    """kopf's way to the same API server. A rotated token comes in with the next login, after its first 401."""
+    return kopf.ConnectionInfo(
+        server=access.server,
+        ca_data=access.ca_pem,
+        token=access.token(),
+        certificate_data=access.certificate_pem,
+        private_key_data=access.certificate_pem,
+    )

@@ -1,0 +1,64 @@
+"""Metrics of the operator. No label without a bound: no job, pod or node names.
+
+| metric | meaning |
+|---|---|
+| colocated_rl_operator_leader | 1 while this process leads |
+| colocated_rl_operator_jobs{phase} | jobs by phase, as reported last |
+| colocated_rl_operator_members_connected | connections to members that have reported |
+| colocated_rl_operator_member_connections_lost_total | connections that ended without the operator's wish |
+| colocated_rl_operator_pass_seconds | one pass of a job's loop, API calls included |
+| colocated_rl_operator_plan_seconds | the plan alone |
+| colocated_rl_operator_barrier_seconds | from a member's newest fact to the next targets; no API call between |
+| colocated_rl_operator_switch_seconds | from the raise of an epoch to all gates open, training excluded |
+| colocated_rl_operator_epochs_raised_total{cause} | epochs by cause |
+| colocated_rl_operator_targets_sent_total | targets sent |
+| colocated_rl_operator_api_requests_total{verb,resource,code} | answers of the API server; code 0: none came |
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from colocated_rl_api.job import Phase
+
+PREFIX = "colocated_rl_operator_"
+FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+SLOW = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
+
+
+class Metrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.leader = Gauge(PREFIX + "leader", "1 while this process leads", registry=registry)
+        self.connected = Gauge(PREFIX + "members_connected", "Members that have reported", registry=registry)
+        self.lost = Counter(PREFIX + "member_connections_lost", "Connections lost", registry=registry)
+        self.pass_s = Histogram(PREFIX + "pass_seconds", "One pass of a job's loop", buckets=FAST, registry=registry)
+        self.plan_s = Histogram(PREFIX + "plan_seconds", "The plan alone", buckets=FAST, registry=registry)
+        self.barrier_s = Histogram(
+            PREFIX + "barrier_seconds", "Newest fact to next targets", buckets=FAST, registry=registry
+        )
+        self.switch_s = Histogram(
+            PREFIX + "switch_seconds", "Switch, training excluded", buckets=SLOW, registry=registry
+        )
+        self.raised = Counter(PREFIX + "epochs_raised", "Epochs by cause", ["cause"], registry=registry)
+        self.targets = Counter(PREFIX + "targets_sent", "Targets sent", registry=registry)
+        self.requests = Counter(
+            PREFIX + "api_requests", "Answers of the API server", ["verb", "resource", "code"], registry=registry
+        )
+        self._jobs = Gauge(PREFIX + "jobs", "Jobs by phase", ["phase"], registry=registry)
+        self._phases: dict[str, Phase] = {}
+
+    def count_request(self, verb: str, resource: str, code: int) -> None:
+        self.requests.labels(verb, resource, str(code)).inc()
+
+    def count_job(self, uid: str, phase: Phase | None) -> None:
+        """phase: None when the job is gone."""
+        if phase is None:
+            self._phases.pop(uid, None)
+        else:
+            self._phases[uid] = phase
+        tally = Tally(self._phases.values())
+        for each in Phase:
+            self._jobs.labels(each.value).set(tally[each])

@@ -1,0 +1,59 @@
+"""The operator's own port: metrics for Prometheus, probes for the kubelet. Served by standbys too."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol, Self
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from colocated_rl_operator.metrics import Metrics
+
+MAX_LEASE_AGE_S = 60.0  # the Lease's own thread ends the process long before
+
+
+class Leadership(Protocol):
+    @property
+    def age_s(self) -> float | None: ...
+
+
+class Probes:
+    def __init__(self, metrics: Metrics, leadership: Leadership, *, port: int) -> None:
+        self._metrics = metrics
+        self._leadership = leadership
+        self._asked_port = port
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/metrics", self._show_metrics),
+                web.get("/healthz", self._show_health),
+                web.get("/readyz", self._show_health),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+
+    @property
+    def port(self) -> int:
+        address: tuple[str, int] = self._runner.addresses[0]
+        return address[1]
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "0.0.0.0", self._asked_port).start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._runner.cleanup()
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _show_health(self, request: web.Request) -> web.Response:
+        """That this answers says that the event loop runs. A candidate is as healthy as a leader."""
+        age_s = self._leadership.age_s
+        if age_s is not None and age_s > MAX_LEASE_AGE_S:
+            return web.Response(status=503, text=f"lease not renewed for {age_s:.0f} s\n")
+        return web.Response(text="candidate\n" if age_s is None else "leader\n")
