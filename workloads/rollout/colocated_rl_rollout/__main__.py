@@ -14,6 +14,7 @@ from colocated_rl_api import logs, names
 from colocated_rl_rollout.chat import ModelUnusable
 from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.database import StoreFailed
+from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.settings import Settings, SettingsError, read_settings
 
 LOG = logging.getLogger(__name__)
@@ -25,10 +26,15 @@ async def serve(settings: Settings) -> None:
     """One controller until it ends. Raises what its parts raise, in a group or alone."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
     async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
-        controller = Controller(settings, session)
+        task = settings.job.spec.rollout.prompts.reasoning_gym
+        processes = TaskProcesses(task, count=settings.task_processes, cache=settings.state / "cache")
+        controller = Controller(settings, session, processes)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, controller.drain)
-        await controller.run()
+        async with asyncio.TaskGroup() as group:
+            keeping = group.create_task(processes.run(), name="task-processes")
+            await controller.run()
+            keeping.cancel()
 
 
 def main() -> int:

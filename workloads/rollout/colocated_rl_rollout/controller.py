@@ -1,13 +1,14 @@
 """One job's rollout controller: puts the parts together, takes targets, reports facts.
 
 Facts are a snapshot, and what is in it is durable before the operator hears of it. What a plan depends on is reported
-at once; progress figures at most every PROGRESS_S.
+at once; progress figures at most every two seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import uuid
 
@@ -33,19 +34,27 @@ from colocated_rl_rollout.worker import Worker
 
 LOG = logging.getLogger(__name__)
 
-PROGRESS_S = 2.0
 FAREWELL_S = 2.0  # for the operator to hear that the member has stopped
 
 
 class Controller:
-    """Runs until SIGTERM (`drain`) or goal Stop."""
+    """Runs until `drain` or goal Stop.
+
+    session: for the engines' gates; every request has a connection of its own.
+    processes: that make questions and score answers, kept up by whoever made them.
+    """
 
     def __init__(
-        self, settings: Settings, session: aiohttp.ClientSession, registry: CollectorRegistry = REGISTRY
+        self,
+        settings: Settings,
+        session: aiohttp.ClientSession,
+        processes: TaskProcesses,
+        registry: CollectorRegistry = REGISTRY,
     ) -> None:
         """Raises StoreFailed, ModelUnusable, and what MemberTls.read raises."""
         job, spec = settings.job, settings.job.spec
         self._drain_s = settings.drain_s
+        self._progress_s = settings.progress_s
         self._ending = asyncio.Event()
         self._stop = False  # asked to
         self._stopped = False  # done
@@ -54,7 +63,7 @@ class Controller:
         chat = Chat(settings.model)
         self._store = store = Store(settings.state, job_uid=job.uid)
         task = spec.rollout.prompts.reasoning_gym
-        self._processes = TaskProcesses(task, count=settings.task_processes, cache=settings.state / "cache")
+        self._processes = processes
         self._engines = Engines(
             DataClient(session, tls, job.uid), settle_s=spec.switch.settle_seconds, changed=self._wake
         )
@@ -113,13 +122,17 @@ class Controller:
 
     async def run(self) -> None:
         """Serve and generate until there is an end; what is accepted by then is durable."""
-        log(
-            LOG, "rollout controller ready", epoch=self._store.epoch, step=self._store.next_step, samples=self._counts()
-        )
         try:
-            async with self.member, asyncio.TaskGroup() as group:
+            async with self.member as member, asyncio.TaskGroup() as group:
+                log(
+                    LOG,
+                    "rollout controller ready",
+                    epoch=self._store.epoch,
+                    step=self._store.next_step,
+                    samples=self._counts(),
+                    ports=dataclasses.asdict(member.ports),
+                )
                 supporters = [
-                    group.create_task(self._processes.run(), name="task-processes"),
                     group.create_task(self._prompts.run(), name="prompts"),
                     group.create_task(self._engines.run(), name="engines"),
                     group.create_task(self._report(), name="report"),
@@ -168,16 +181,16 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------- facts
     async def _report(self) -> None:
-        """Publish what a plan depends on at once, and how far things are every PROGRESS_S."""
-        told, told_at = self._decisive(), -PROGRESS_S
+        """Publish what a plan depends on at once, and how far things are every so often."""
+        told, told_at = self._decisive(), -self._progress_s
         while True:
             self._dirty.clear()
             now = asyncio.get_running_loop().time()
-            if self._decisive() != told or now >= told_at + PROGRESS_S:
+            if self._decisive() != told or now >= told_at + self._progress_s:
                 told, told_at = self._decisive(), now
                 await self._publish()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PROGRESS_S):
+                async with asyncio.timeout(self._progress_s):
                     await self._dirty.wait()
 
     def _decisive(self) -> tuple[object, ...]:

@@ -184,11 +184,13 @@ class EngineClient:
     # ------------------------------------------------------------------------------------------------- one attempt
     async def generate(self, request: GenerateRequest) -> Generated:
         """One engine attempt. Raises GateRefused and RequestRejected."""
-        timeout = asyncio.timeout(None)
-        self._under_way.add(timeout)
         try:
-            async with timeout:
-                generated = await self._post(request.body())
+            async with asyncio.timeout(None) as attempt:
+                self._under_way.add(attempt)
+                try:
+                    generated = await self._post(request.body())
+                finally:
+                    self._under_way.discard(attempt)
         except GateClosed:
             raise
         except (GateRefused, RequestRejected):
@@ -199,8 +201,6 @@ class EngineClient:
         except (aiohttp.ClientError, OSError) as error:
             self._set(None, f"a request broke: {type(error).__name__}")
             raise AttemptLost(f"request to {self.name} broke: {error!r}") from error
-        finally:
-            self._under_way.discard(timeout)
         if len(generated.tokens):
             self._failures = 0
         else:

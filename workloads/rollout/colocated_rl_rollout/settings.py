@@ -18,6 +18,7 @@ from colocated_rl_api import names
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_member.server import Ports
 
+PROGRESS_S = 2.0
 DRAIN_S = 15.0  # of the pod's grace period: responses that end by then are kept
 
 
@@ -36,6 +37,7 @@ class Settings:
     ports: Ports
     task_processes: int
     drain_s: float
+    progress_s: float
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
@@ -64,6 +66,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         help="processes that make questions and score answers",
     )
     parser.add_argument("--drain-seconds", type=float, default=DRAIN_S, help="after SIGTERM, for responses to end")
+    parser.add_argument("--progress-seconds", type=float, default=PROGRESS_S, help="between reports of progress")
     given = parser.parse_args(arguments)
     job = _read_job(given.job_file)
     return Settings(
@@ -82,6 +85,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         ),
         task_processes=given.task_processes,
         drain_s=given.drain_seconds,
+        progress_s=given.progress_seconds,
     )
 
 

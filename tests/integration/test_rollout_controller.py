@@ -1,0 +1,423 @@
+"""The rollout controller against gates that a test steers and a scripted operator, over real TLS on loopback.
+
+Questions and rewards come from reasoning-gym in its own process, which all tests of this file share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import pytest_asyncio
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
+from safetensors.numpy import load
+
+from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import Endpoint, Goal, RolloutFacts
+from colocated_rl_rollout.controller import Controller
+from colocated_rl_rollout.rewards import TaskProcesses
+from colocated_rl_rollout.settings import read_settings
+from fakes.gate import FakeGate, Fault, logp_of
+from fakes.rollout import DEADLINE_S, Answers, JobOnDisk, OperatorEnd, make_spec, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+V0, V1, V2 = WeightVersion(0, 1), WeightVersion(1, 1), WeightVersion(2, 1)
+BATCH = 3  # groups of 2
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def processes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TaskProcesses]:
+    task = make_spec().rollout.prompts.reasoning_gym
+    made = TaskProcesses(task, count=1, cache=tmp_path_factory.mktemp("cache"))
+    keeping = asyncio.create_task(made.run())
+    yield made
+    keeping.cancel()
+    await asyncio.wait([keeping])
+
+
+@dataclass
+class Batch:
+    """All shards of a batch, as a trainer would read them."""
+
+    headers: list[BatchHeader]
+    columns: list[dict[str, NDArray[Any]]]
+
+    @property
+    def groups(self) -> list[int]:
+        return sorted(group for shard in self.columns for group in shard["group"].tolist())
+
+
+@dataclass
+class Scene:
+    """A running controller, its gates, and an operator."""
+
+    job: JobOnDisk
+    gates: list[FakeGate]
+    operator: OperatorEnd
+    controller: Controller
+    session: aiohttp.ClientSession
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        return tuple(gate.endpoint for gate in self.gates)
+
+    async def target(self, epoch: int = 1, **fields: Any) -> None:
+        await self.operator.send(epoch, self.endpoints, **fields)
+
+    async def open(self, version: WeightVersion, *, pace: int | None = None) -> None:
+        for gate in self.gates:
+            await gate.open(version, pace=pace)
+
+    async def close(self) -> None:
+        for gate in self.gates:
+            await gate.close()
+
+    async def generating(self, count: int) -> None:
+        """As many requests as this are with the engines, at their pace."""
+        await until(lambda: sum(gate.in_flight for gate in self.gates) == count)
+
+    async def sealed(self, step: int) -> RolloutFacts:
+        return await self.operator.until(lambda facts: facts.sealed and facts.sealed.step >= step)
+
+    async def samples(self, **states: int) -> RolloutFacts:
+        """Facts with so many samples in each of these states."""
+        return await self.operator.until(
+            lambda facts: all(facts.samples.get(state, 0) == count for state, count in states.items())
+        )
+
+    async def batch(self, step: int) -> Batch:
+        batch = Batch([], [])
+        for shard in range(2):
+            status, body, digest = await self.job.fetch(
+                self.session, self.controller.member.ports.data, f"/v1/batches/{step}?shard={shard}"
+            )
+            assert status == 200, body
+            assert hashlib.sha256(body).hexdigest() == digest
+            size = int.from_bytes(body[:8], "little")
+            header = json.loads(body[8 : 8 + size])["__metadata__"][HEADER_KEY]
+            batch.headers.append(BatchHeader.model_validate_json(header))
+            batch.columns.append(load(body))
+        return batch
+
+
+@asynccontextmanager
+async def running(
+    job: JobOnDisk, processes: TaskProcesses, *, gates: list[FakeGate] | None = None, tail: int = 0
+) -> AsyncIterator[Scene]:
+    """The controller over the job's volume, with two gates that are closed."""
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        respond = Answers(job.directory / "model", tail=tail)
+        if gates is None:
+            gates = [FakeGate(f"job-gpu-{replica}-0", job.tls, respond) for replica in range(2)]
+            for gate in gates:
+                await stack.enter_async_context(gate.listening())
+        settings = read_settings(job.arguments, job.environment)
+        controller = Controller(settings, session, processes, CollectorRegistry())
+        serving = asyncio.create_task(controller.run())
+        try:
+            await until(lambda: controller.member.ports.control or serving.done())
+            async with job.operator(controller.member.ports.control) as operator:
+                yield Scene(job, gates, operator, controller, session)
+        finally:
+            controller.drain()
+            async with asyncio.timeout(DEADLINE_S):
+                await serving
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobOnDisk:
+    return JobOnDisk.write(tmp_path, make_spec())
+
+
+def with_rollout(tmp_path: Path, **rollout: Any) -> JobOnDisk:
+    return JobOnDisk.write(tmp_path, make_spec(**rollout))
+
+
+def token_rows(batch: Batch) -> list[tuple[int, float, int]]:
+    """(token, behaviour log-probability, step of its weights) of each token that is trained."""
+    rows = []
+    for shard in batch.columns:
+        trained = shard["loss_mask"] == 1
+        rows += list(
+            zip(
+                shard["tokens"][trained].tolist(),
+                shard["behaviour_logp"][trained].tolist(),
+                shard["token_step"][trained].tolist(),
+                strict=True,
+            )
+        )
+    return rows
+
+
+async def test_a_batch_has_the_groups_it_should_and_a_reward_for_each_answer(
+    job: JobOnDisk, processes: TaskProcesses
+) -> None:
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0)
+        facts = await scene.sealed(1)
+        assert facts.sealed is not None
+        batch = await scene.batch(1)
+        assert (BATCH, 2 * BATCH) == (facts.sealed.groups, facts.sealed.samples)
+        assert [1, 1, 2, 2, 3, 3] == batch.groups
+        assert facts.sealed.loss_tokens == len(token_rows(batch)) == batch.headers[0].loss_tokens
+        rewards = [reward for shard in batch.columns for reward in shard["reward"].tolist()]
+        assert set(rewards) <= {0.0, 1.0}
+        assert facts.reward_mean == pytest.approx(sum(rewards) / len(rewards))
+
+
+async def test_generations_span_a_switch_and_come_back_as_one_completion(
+    job: JobOnDisk, processes: TaskProcesses
+) -> None:
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0, pace=4)
+        await scene.generating(2 * BATCH)
+        await scene.close()
+        await scene.samples(interrupted=2 * BATCH)
+        await scene.open(V1)
+        await scene.sealed(1)
+        batch = await scene.batch(1)
+        steps = {step for _, _, step in token_rows(batch)}
+        assert {0, 1} == steps
+        for token, logp, step in token_rows(batch):
+            assert logp == pytest.approx(logp_of(WeightVersion(step, 1), token), abs=1e-6)
+        for shard in batch.columns:
+            start = 0
+            for end in shard["sample_end"].tolist():
+                made_by = shard["token_step"][start:end]
+                made_by = made_by[made_by >= 0].tolist()
+                assert [0] * 5 + [1] * (len(made_by) - 5) == made_by  # four, and the one that an abort still makes
+                start = end
+
+
+async def test_an_end_token_hidden_by_the_abort_ends_the_response(job: JobOnDisk, processes: TaskProcesses) -> None:
+    """H49: the engine sets abort before it looks for the end token, so the last id may be one."""
+    answer_length = len("Answer: 7") + 1
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0, pace=answer_length - 1)
+        await until(lambda: sum(len(gate.requests) for gate in scene.gates) == 2 * BATCH)
+        await scene.close()
+        facts = await scene.operator.until(
+            lambda facts: facts.samples.get("completed") and not {"running", "scoring"} & set(facts.samples)
+        )
+        await scene.open(V0)
+        await scene.sealed(1)
+        limits = [request["sampling_params"]["max_new_tokens"] for gate in scene.gates for request in gate.requests]
+        assert facts.samples["interrupted"] == sum(limit < 48 for limit in limits), "the others had ended"
+
+
+async def test_closed_gates_park_everything(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.samples(admitted=2 * BATCH)
+        assert [0, 0] == [gate.refused for gate in scene.gates]
+        await scene.open(V0)
+        await scene.sealed(1)
+
+
+async def test_an_engine_that_crashes_keeps_what_was_read(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0, pace=3)
+        await scene.generating(2 * BATCH)
+        for gate in scene.gates:
+            await gate.crash_engine()
+        await scene.samples(interrupted=2 * BATCH)
+        before = len(scene.gates[0].requests)
+        await scene.gates[1].open(V1)
+        await scene.sealed(1)
+        assert before == len(scene.gates[0].requests)
+        assert {0, 1} == {step for _, _, step in token_rows(await scene.batch(1))}
+
+
+async def test_samples_move_to_another_engine_when_an_agent_is_lost(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0, pace=3)
+        await scene.generating(2 * BATCH)
+        await scene.gates[0].crash_agent()
+        await scene.gates[1].release()
+        facts = await scene.sealed(1)
+        assert facts.gates_open == 1
+
+
+async def test_what_one_engine_spoils_another_mends(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        scene.gates[0].faults.extend([Fault.ERROR_500, Fault.GARBLED, Fault.DROPPED, Fault.EMPTY])
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        facts = await scene.operator.until(lambda facts: not scene.gates[0].faults)
+        assert facts.problem is None
+        assert 0 == facts.samples.get("failed", 0)
+
+
+async def test_a_rejected_sample_is_replaced_in_its_group(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        scene.gates[0].faults.append(Fault.REJECTED)
+        await scene.target()
+        await scene.open(V0)
+        facts = await scene.sealed(1)
+        assert 1 == facts.samples["failed"]
+        assert [1, 1, 2, 2, 3, 3] == (await scene.batch(1)).groups
+
+
+async def test_surplus_waits_in_order_for_the_next_batch(tmp_path: Path, processes: TaskProcesses) -> None:
+    job = with_rollout(tmp_path, maxConcurrency=6)
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0)
+        facts = await scene.samples(completed=2 * BATCH, sealed=2 * BATCH)
+        assert facts.sealed is not None
+        assert facts.sealed.step == 1, "the second batch waits until the first is trained"
+        await scene.close()
+        await scene.target(trained_step=1)
+        facts = await scene.sealed(2)
+        assert [4, 4, 5, 5, 6, 6] == (await scene.batch(2)).groups
+        assert facts.staleness_mean == 1.0
+        assert 2 * BATCH == facts.samples["trained"]
+
+
+async def test_a_batch_is_the_same_bytes_each_time_and_goes_when_a_checkpoint_has_it(
+    job: JobOnDisk, processes: TaskProcesses
+) -> None:
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        port = scene.controller.member.ports.data
+        first = [await job.fetch(scene.session, port, f"/v1/batches/1?shard={shard}") for shard in (0, 1)]
+        assert first == [await job.fetch(scene.session, port, f"/v1/batches/1?shard={shard}") for shard in (0, 1)]
+        assert 400 == (await job.fetch(scene.session, port, "/v1/batches/1?shard=2"))[0]
+        assert 404 == (await job.fetch(scene.session, port, "/v1/batches/2?shard=0"))[0]
+        await scene.target(trained_step=1, saved_step=1)
+        await scene.operator.until(lambda facts: facts.trained_step == 1)
+        status, body, _ = await job.fetch(scene.session, port, "/v1/batches/1?shard=0")
+        assert (404, True) == (status, b"checkpoint" in body)
+
+
+async def test_steps_go_on_through_switches_without_losing_a_sample(tmp_path: Path, processes: TaskProcesses) -> None:
+    job = with_rollout(tmp_path, maxConcurrency=5)
+    trained: list[int] = []
+    async with running(job, processes) as scene:
+        for step in range(1, 7):
+            version = WeightVersion(step - 1, 1)
+            await scene.target(step, trained_step=step - 1, saved_step=max(0, step - 2))
+            await scene.open(version, pace=6)
+            await scene.operator.until(lambda facts, step=step: facts.epoch == step)  # type: ignore[misc]
+            for gate in scene.gates:
+                await gate.release()
+            await scene.sealed(step)
+            await scene.close()
+            batch = await scene.batch(step)
+            trained += batch.groups
+            assert 2 * BATCH == len(batch.groups)
+            ages = {step - 1 - made_by for _, _, made_by in token_rows(batch)}
+            assert ages <= {0, 1}, "maxStaleness is 1"
+        assert len(trained) == len(set(trained)) * 2, "no group twice"
+        facts = await scene.samples(running=0)
+        assert 2 * 5 * BATCH == facts.samples["trained"]
+        assert {"trained", "sealed", "interrupted", "completed", "admitted"} >= set(facts.samples), "none is lost"
+
+
+async def test_evaluation_counts_answers_of_one_version_only(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        await scene.target(evaluate=0)
+        await scene.gates[0].open(V0)
+        await scene.gates[1].open(V1)  # not the weights that are asked about
+        facts = await scene.operator.until(lambda facts: facts.evaluated)
+        assert facts.evaluated is not None
+        assert (0, 8) == (facts.evaluated.step, facts.evaluated.samples)
+        assert 0 < facts.evaluated.mean < 1
+        share = facts.evaluated.mean
+        assert facts.evaluated.stderr == pytest.approx(np.sqrt(share * (1 - share) / 8))
+
+
+async def test_an_evaluation_that_a_switch_breaks_is_asked_again(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        await scene.target(evaluate=0)
+        await scene.open(V0, pace=3)
+        await scene.generating(8 + 2 * BATCH)
+        await scene.close()
+        await scene.open(WeightVersion(0, 2))  # the trainers began again, and exported the same step
+        facts = await scene.operator.until(lambda facts: facts.evaluated)
+        assert facts.evaluated is not None
+        assert facts.evaluated.samples == 8
+
+
+async def test_a_restart_loses_nothing_that_was_accepted(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        await scene.target(7)
+        await scene.open(V0, pace=4)
+        await scene.generating(2 * BATCH)
+        await scene.close()
+        await scene.samples(interrupted=2 * BATCH)
+    async with running(job, processes) as scene:
+        facts = await scene.samples(interrupted=2 * BATCH)
+        assert scene.operator.hello is not None
+        assert (7, 7) == (facts.epoch, scene.operator.hello.highest_epoch)
+        await scene.target(6)
+        await scene.operator.until(lambda _: scene.operator.refusals)
+        await scene.target(8)
+        await scene.open(V1)
+        await scene.sealed(1)
+        assert {0, 1} == {step for _, _, step in token_rows(await scene.batch(1))}
+        facts = await scene.operator.until(lambda facts: facts.epoch == 8)
+
+
+async def test_goal_stop_ends_the_controller(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0, pace=2)
+        await scene.generating(2 * BATCH)
+        await scene.target(2, goal=Goal.STOP)
+        await scene.operator.until(lambda facts: facts.stopped)
+
+
+async def test_retry_starts_over_with_the_whole_budget(tmp_path: Path, processes: TaskProcesses) -> None:
+    job = with_rollout(tmp_path, interruption="Retry")
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0, pace=4)
+        await scene.generating(2 * BATCH)
+        await scene.close()
+        await scene.samples(interrupted=2 * BATCH)
+        await scene.open(V1)
+        await scene.sealed(1)
+        assert {1} == {step for _, _, step in token_rows(await scene.batch(1))}
+        assert {48} == {
+            request["sampling_params"]["max_new_tokens"] for gate in scene.gates for request in gate.requests
+        }
+
+
+async def test_a_resumed_attempt_has_what_is_left_of_the_budget(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes, tail=100) as scene:
+        await scene.target()
+        await scene.open(V0, pace=4)
+        await scene.generating(2 * BATCH)
+        await scene.close()
+        await scene.samples(interrupted=2 * BATCH)
+        await scene.open(V0)
+        await scene.sealed(1)
+        batch = await scene.batch(1)
+        assert 2 * BATCH * 48 == batch.headers[0].loss_tokens
+        assert [1] * (2 * BATCH) == [flag for shard in batch.columns for flag in shard["truncated"].tolist()]
+        assert {0.0} == {reward for shard in batch.columns for reward in shard["reward"].tolist()}
+        assert {48, 43} == {
+            request["sampling_params"]["max_new_tokens"] for gate in scene.gates for request in gate.requests
+        }
