@@ -80,7 +80,7 @@ def write_shard(file: Path, header: BatchHeader, columns: Mapping[str, tuple[str
     body = b""
     for name, (kind, values) in columns.items():
         code, dtype = _TYPES[kind]
-        data = array.array(code, values).tobytes()  # type: ignore[arg-type]  # the code decides which numbers it takes
+        data = array.array(code, values).tobytes()
         entries[name] = {"dtype": dtype, "shape": [len(values)], "data_offsets": [len(body), len(body) + len(data)]}
         body += data
     head = json.dumps(entries).encode()

@@ -319,8 +319,9 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
     except SettingsError as error:
         log(_LOG, "trainer can't start", logging.ERROR, reason=str(error))
         _end(2)
-    pod = {"pod": environment[names.ENV_POD_NAME]} if names.ENV_POD_NAME in environment else {}
-    configure(job=job.name, job_uid=job.uid, rank=settings.rank, lineage=settings.lineage, **pod)
+    configure(job=job.name, job_uid=job.uid, rank=settings.rank, lineage=settings.lineage)
+    if names.ENV_POD_NAME in environment:
+        configure(pod=environment[names.ENV_POD_NAME])
     rank = Rank(rank=settings.rank, lineage=settings.lineage, writes_weights=settings.writes_weights)
     server = RankServer(settings.socket, rank)
     threading.Thread(target=server.serve_forever, name="rank-server", daemon=True).start()

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
@@ -75,6 +75,9 @@ class RankSettings:
         return self.local_rank == 0
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TrainerConfig(BaseModel):
     """`spec.trainer.config` of the reference trainer."""
 
@@ -83,7 +86,7 @@ class TrainerConfig(BaseModel):
     learning_rate: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises to its value.")
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="Of AdamW.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Of AdamW.")
     gradient_clip: float = Field(default=1.0, gt=0, description="Greatest norm of the whole gradient.")
     minibatches: int = Field(default=1, ge=1, description="Optimizer calls in one pass over the batch.")
     data_passes: int = Field(default=1, ge=1, description="Passes over the batch.")

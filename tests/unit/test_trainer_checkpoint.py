@@ -1,0 +1,110 @@
+"""Checkpoints are there whole or not at all, and only what verifies is used."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from colocated_rl_trainer.checkpoint import CONTENTS, Checkpoints
+
+
+def test_no_checkpoint_in_an_empty_or_absent_directory(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path).newest() is None
+    assert Checkpoints(tmp_path / "absent").newest() is None
+
+
+def test_newest_is_found_with_what_was_written(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    _write(checkpoints, 9)
+    _write(checkpoints, 10)
+
+    newest = checkpoints.newest()
+
+    assert newest is not None
+    assert (10, "weights of 10") == (newest.step, (newest.directory / "model").read_text())
+
+
+def test_only_the_newest_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    for step in (5, 10, 15):
+        _write(Checkpoints(tmp_path), step, keep=2)
+
+    assert ["notes.txt", "step-00000010", "step-00000015", "step-1"] == _names(tmp_path)
+
+
+@pytest.mark.parametrize("harm", ["changed", "file gone", "contents gone", "contents torn", "renamed"])
+def test_checkpoint_that_does_not_verify_is_passed_over(tmp_path: Path, harm: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    _write(checkpoints, 5)
+    newer = _write(checkpoints, 10)
+    match harm:
+        case "changed":
+            (newer / "model").write_text("weights of 11")
+        case "file gone":
+            (newer / "model").unlink()
+        case "contents gone":
+            (newer / CONTENTS).unlink()
+        case "contents torn":
+            (newer / CONTENTS).write_text((newer / CONTENTS).read_text()[:20])
+        case _:
+            newer.rename(tmp_path / "step-00000012")
+
+    newest = checkpoints.newest()
+
+    assert newest is not None
+    assert 5 == newest.step
+
+
+def test_failed_write_leaves_the_older_ones_and_the_next_one_tidies_up(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    _write(checkpoints, 5, keep=1)
+
+    def fill_volume(directory: Path) -> None:
+        (directory / "model").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.write(10, keep=1, fill=fill_volume)
+    after_failure = checkpoints.newest()
+    _write(checkpoints, 10, keep=1)
+
+    assert after_failure is not None
+    assert 5 == after_failure.step
+    assert ["step-00000010"] == _names(tmp_path)
+
+
+def test_damaged_newer_checkpoint_goes_when_its_past_is_written_again(tmp_path: Path) -> None:
+    """A damaged checkpoint counted among the kept ones: the good one was removed in its place."""
+    checkpoints = Checkpoints(tmp_path)
+    _write(checkpoints, 10, keep=1)
+    damaged = _write(checkpoints, 20, keep=2)
+    (damaged / "model").unlink()
+
+    _write(checkpoints, 15, keep=1)
+
+    assert ["step-00000015"] == _names(tmp_path)
+
+
+def test_step_that_was_passed_over_can_be_written_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    (_write(checkpoints, 10) / "model").write_text("damaged")
+
+    _write(checkpoints, 10)
+
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert "weights of 10" == (newest.directory / "model").read_text()
+
+
+def _write(checkpoints: Checkpoints, step: int, *, keep: int = 2) -> Path:
+    def fill(directory: Path) -> None:
+        (directory / "model").write_text(f"weights of {step}")
+
+    return checkpoints.write(step, keep=keep, fill=fill).directory
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

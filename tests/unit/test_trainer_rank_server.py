@@ -1,0 +1,441 @@
+"""The rank server: which request has which effect when, and what an agent is told otherwise. The loop is scripted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import TrainerState
+from colocated_rl_api.trainer_wire import ExportRequest, SaveRequest, TrainerStatus, TrainRequest
+from colocated_rl_api.weights import MANIFEST, Probe
+from colocated_rl_trainer.rank_server import (
+    MAX_BODY_BYTES,
+    Answer,
+    OffloadRequest,
+    OnloadRequest,
+    Rank,
+    RankServer,
+    Refused,
+    Request,
+    conflict,
+    holds,
+)
+
+DEADLINE_S = 10.0
+LOADED = WeightVersion(4, 2)  # what a scripted rank stands at
+
+
+class ScriptedLoop:
+    """Does what `script` says for each call, by name; counts calls; `reached` and `go` hold a call under way."""
+
+    def __init__(self, **script: Callable[[], None]) -> None:
+        self.script = script
+        self.calls: list[str] = []
+        self.reached = threading.Event()
+        self.go = threading.Event()
+
+    def hold(self) -> None:
+        self.reached.set()
+        assert self.go.wait(DEADLINE_S)
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        self.script.get(name, lambda: None)()
+
+    def load(self) -> int:
+        self._call("load")
+        return 4
+
+    def onload(self) -> None:
+        self._call("onload")
+
+    def offload(self) -> None:
+        self._call("offload")
+
+    def train(self, step: int, shard: Path, mark_dirty: Callable[[], None]) -> Mapping[str, float]:
+        self._call("train")
+        mark_dirty()
+        self._call("update")
+        return {"step": float(step), "unmeasured": float("nan")}
+
+    def export(self, directory: Path) -> Probe | None:
+        self._call("export")
+        head = json.dumps({"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+        (directory / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+        return Probe(input_ids=(1, 2), logp=(-1.0,))
+
+    def save(self, step: int, keep: int) -> None:
+        self._call("save")
+
+
+class RunningRank:
+    """A rank whose main thread is a thread of the test."""
+
+    def __init__(self, loop: ScriptedLoop, *, writes_weights: bool = True) -> None:
+        self.loop = loop
+        self.rank = Rank(rank=0, lineage=2, writes_weights=writes_weights)
+        self.ended: queue.Queue[Exception] = queue.Queue()
+        self._pool = ThreadPoolExecutor()
+        threading.Thread(target=self._main, daemon=True).start()
+
+    def _main(self) -> None:
+        try:
+            self.rank.run(lambda: self.loop)
+        except Exception as error:  # noqa: BLE001 - what ends the process is what the test looks at
+            self.ended.put(error)
+
+    def ask(self, request: Request) -> TrainerStatus:
+        return self.begin(request).result(DEADLINE_S)
+
+    def begin(self, request: Request) -> Future[TrainerStatus]:
+        return self._pool.submit(self.rank.ask, request)
+
+    def refusal(self, request: Request) -> Answer:
+        with pytest.raises(Answer) as refused:
+            self.ask(request)
+        return refused.value
+
+    def loaded(self) -> RunningRank:
+        deadline = time.monotonic() + DEADLINE_S
+        while self.rank.status.state is TrainerState.STARTING:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return self
+
+
+def rank(**script: Callable[[], None]) -> RunningRank:
+    return RunningRank(ScriptedLoop(**script)).loaded()
+
+
+def onloaded(**script: Callable[[], None]) -> RunningRank:
+    running = rank(**script)
+    running.ask(OnloadRequest())
+    return running
+
+
+def train(step: int = 5) -> TrainRequest:
+    return TrainRequest(step=step, shard="/batches/5.safetensors")
+
+
+def export(directory: Path, version: WeightVersion = LOADED) -> ExportRequest:
+    return ExportRequest(version=version, directory=str(directory))
+
+
+# ------------------------------------------------------------------------------------------------- what a request does
+def test_loaded_rank_is_offloaded_at_the_step_of_its_checkpoint() -> None:
+    status = rank().rank.status
+
+    assert (TrainerState.OFFLOADED, 4, 4, None, False) == (
+        status.state, status.step, status.saved, status.exported, status.dirty,
+    )  # fmt: skip
+
+
+def test_step_is_trained_once_however_often_it_is_asked_for() -> None:
+    running = onloaded()
+
+    first = running.ask(train())
+    again = running.ask(train())
+
+    assert (5, TrainerState.ONLOADED, False) == (first.step, first.state, first.dirty)
+    assert first == again
+    assert 1 == running.loop.calls.count("train")
+
+
+def test_finished_step_is_answered_also_when_offloaded() -> None:
+    running = onloaded()
+    running.ask(train())
+    running.ask(OffloadRequest())
+
+    assert {"step": 5.0} == running.ask(train()).metrics
+
+
+def test_request_that_is_under_way_is_joined() -> None:
+    running = onloaded()
+    running.loop.script["train"] = running.loop.hold
+
+    first, second = running.begin(train()), running.begin(train())
+    assert running.loop.reached.wait(DEADLINE_S)
+    assert TrainerState.TRAINING is running.rank.status.state
+    running.loop.go.set()
+
+    assert [5, 5] == [asked.result(DEADLINE_S).step for asked in (first, second)]
+    assert 1 == running.loop.calls.count("train")
+
+
+def test_other_request_is_refused_while_one_is_under_way() -> None:
+    running = onloaded()
+    running.loop.script["train"] = running.loop.hold
+    running.begin(train())
+    assert running.loop.reached.wait(DEADLINE_S)
+
+    refused = running.refusal(OffloadRequest())
+    running.loop.go.set()
+
+    assert (409, "Busy") == (refused.code, refused.body.error)
+    assert "train is under way" in refused.body.message
+
+
+def test_finished_effect_is_answered_while_something_else_is_under_way(tmp_path: Path) -> None:
+    running = onloaded()
+    running.ask(train())
+    running.loop.script["export"] = running.loop.hold
+    running.begin(export(tmp_path / "e", WeightVersion(5, 2)))
+    assert running.loop.reached.wait(DEADLINE_S)
+
+    assert 5 == running.ask(train()).step
+    running.loop.go.set()
+
+
+def test_onload_does_not_trust_a_state_that_is_being_left() -> None:
+    running = onloaded()
+    running.loop.script["offload"] = running.loop.hold
+    running.begin(OffloadRequest())
+    assert running.loop.reached.wait(DEADLINE_S)
+
+    refused = running.refusal(OnloadRequest())
+    running.loop.go.set()
+
+    assert "Busy" == refused.body.error
+
+
+def test_dirty_from_the_first_optimizer_call_to_the_end_of_the_step() -> None:
+    seen: list[bool] = []
+    running = onloaded()
+    running.loop.script |= {
+        "train": lambda: seen.append(running.rank.status.dirty),
+        "update": lambda: seen.append(running.rank.status.dirty),
+    }
+
+    seen.append(running.ask(train()).dirty)
+
+    assert [False, True, False] == seen
+
+
+def test_metric_that_is_no_number_is_left_out() -> None:
+    assert {"step": 5.0} == onloaded().ask(train()).metrics
+
+
+def test_export_is_whole_when_it_is_answered(tmp_path: Path) -> None:
+    running = onloaded()
+
+    status = running.ask(export(tmp_path / "4-2"))
+    running.ask(export(tmp_path / "4-2"))
+
+    assert WeightVersion(4, 2) == status.exported
+    assert {MANIFEST, "model.safetensors"} == {file.name for file in (tmp_path / "4-2").iterdir()}
+    assert 1 == running.loop.calls.count("export")
+
+
+def test_torn_export_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / "4-2").mkdir()
+    (tmp_path / "4-2" / "left.safetensors").write_bytes(b"half")
+
+    onloaded().ask(export(tmp_path / "4-2"))
+
+    assert {MANIFEST, "model.safetensors"} == {file.name for file in (tmp_path / "4-2").iterdir()}
+
+
+def test_export_that_was_removed_is_written_again(tmp_path: Path) -> None:
+    running = onloaded()
+    running.ask(export(tmp_path / "4-2"))
+    (tmp_path / "4-2" / MANIFEST).unlink()
+
+    running.ask(export(tmp_path / "4-2"))
+
+    assert (tmp_path / "4-2" / MANIFEST).exists()
+
+
+# ------------------------------------------------------------------------------------------------------ what fails how
+def test_nothing_can_be_asked_before_the_checkpoint_is_loaded() -> None:
+    loop = ScriptedLoop()
+    loop.script["load"] = loop.hold
+    running = RunningRank(loop)
+    assert loop.reached.wait(DEADLINE_S)
+
+    refused = running.refusal(OnloadRequest())
+    loop.go.set()
+
+    assert (409, "Starting") == (refused.code, refused.body.error)
+
+
+def test_refused_step_changes_nothing_and_can_be_asked_for_again() -> None:
+    running = onloaded()
+
+    def refuse() -> None:
+        raise Refused("shard is torn: fetch it again")
+
+    running.loop.script["train"] = refuse
+    refused = running.refusal(train())
+    after = running.rank.status
+    running.loop.script.clear()
+
+    assert (500, "Refused", "shard is torn: fetch it again") == (
+        refused.code, refused.body.error, refused.body.message,
+    )  # fmt: skip
+    assert (4, TrainerState.ONLOADED, False) == (after.step, after.state, after.dirty)
+    assert 5 == running.ask(train()).step
+
+
+@pytest.mark.parametrize("call", ["onload", "offload", "train", "update", "export", "save"])
+def test_any_other_failure_is_answered_and_ends_the_rank(call: str, tmp_path: Path) -> None:
+    running = onloaded() if call != "onload" else rank()
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    running.loop.script[call] = fail
+    requests: dict[str, Request] = {
+        "onload": OnloadRequest(), "offload": OffloadRequest(), "train": train(), "update": train(),
+        "export": export(tmp_path / "e"), "save": SaveRequest(step=5, keep=1),
+    }  # fmt: skip
+    if call == "save":
+        running.ask(train())
+
+    refused = running.refusal(requests[call])
+
+    assert (500, "Failed") == (refused.code, refused.body.error)
+    assert "RuntimeError: out of memory; this rank ends" in refused.body.message
+    assert isinstance(running.ended.get(timeout=DEADLINE_S), RuntimeError)
+
+
+def test_refusal_after_an_update_is_a_failure() -> None:
+    running = onloaded()
+
+    def refuse() -> None:
+        raise Refused("too late")
+
+    running.loop.script["update"] = refuse
+
+    assert "Failed" == running.refusal(train()).body.error
+    assert isinstance(running.ended.get(timeout=DEADLINE_S), Refused)
+
+
+def test_full_volume_is_named_with_what_to_change_and_the_rank_goes_on(tmp_path: Path) -> None:
+    running = onloaded()
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    running.loop.script["export"] = full
+    refused = running.refusal(export(tmp_path / "e"))
+    running.loop.script.clear()
+
+    assert "spec.weightSync.sizeLimit" in refused.body.message
+    assert WeightVersion(4, 2) == running.ask(export(tmp_path / "e")).exported
+
+
+STANDS = TrainerStatus(state=TrainerState.ONLOADED, rank=1, lineage=2, step=4, saved=4)
+OFF = STANDS.model_copy(update={"state": TrainerState.OFFLOADED})
+
+
+@pytest.mark.parametrize(
+    ("status", "request_", "error"),
+    [
+        (OFF, OnloadRequest(), None),
+        (STANDS, OffloadRequest(), None),
+        (STANDS, train(5), None),
+        (OFF, train(5), "NotOnloaded"),
+        (STANDS, train(6), "WrongStep"),
+        (STANDS, train(3), "WrongStep"),
+        (STANDS, export(Path("/w/4-2")), None),
+        (OFF, export(Path("/w/4-2")), "NotOnloaded"),
+        (STANDS, export(Path("/w/5-2"), WeightVersion(5, 2)), "WrongVersion"),
+        (STANDS, export(Path("/w/4-1"), WeightVersion(4, 1)), "WrongVersion"),
+        (OFF, SaveRequest(step=5, keep=1), "WrongStep"),
+        (STANDS.model_copy(update={"step": 5}), SaveRequest(step=5, keep=1), None),
+    ],
+)
+def test_what_can_be_done_from_where(status: TrainerStatus, request_: Request, error: str | None) -> None:
+    assert not holds(status, request_)
+    refused = conflict(status, request_)
+    assert error == (refused.error if refused else None)
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_checkpoint_that_is_durable_is_not_written_again(step: int) -> None:
+    assert holds(STANDS, SaveRequest(step=step, keep=1))
+
+
+# --------------------------------------------------------------------------------------------------------- on the wire
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[Path]:
+    """Socket of an onloaded rank."""
+    path = tmp_path / "trainer-0.sock"
+    path.write_text("left by an earlier process")
+    server = RankServer(path, onloaded().rank)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield path
+    server.shutdown()
+    thread.join(DEADLINE_S)
+    server.server_close()
+
+
+def test_state_is_answered_in_the_protocols_words(at: Path) -> None:
+    code, body = _ask(at, "GET", "/v1/state")
+
+    assert 200 == code
+    assert ("Onloaded", 4, 1) == (body["state"], body["step"], body["protocol"])
+
+
+def test_socket_is_for_owner_and_group(at: Path) -> None:
+    assert 0o660 == at.stat().st_mode & 0o777
+
+
+def test_several_requests_fit_one_connection(at: Path) -> None:
+    with contextlib.closing(_connection(at)) as connection:
+        for path in ("/v1/onload", "/v1/offload", "/v1/nothing", "/v1/onload"):
+            connection.request("POST", path, "{}")
+            answer = connection.getresponse()
+            json.loads(answer.read())
+
+    assert 200 == answer.status
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "code", "error"),
+    [
+        ("GET", "/v1/train", None, 404, "NotFound"),
+        ("POST", "/v1/score", "{}", 404, "NotFound"),
+        ("POST", "/v1/state", "{}", 404, "NotFound"),
+        ("DELETE", "/v1/state", None, 501, "NotImplemented"),
+        ("POST", "/v1/train", "{", 400, "BadRequest"),
+        ("POST", "/v1/train", '{"step": "five"}', 400, "BadRequest"),
+        ("POST", "/v1/export", '{"version": "default", "directory": "/w"}', 400, "BadRequest"),
+        ("POST", "/v1/train", '{"step": 9, "shard": "/b"}', 409, "WrongStep"),
+        ("POST", "/v1/train", " " * (MAX_BODY_BYTES + 1), 400, "BadRequest"),
+    ],
+)
+def test_bad_request_is_told_apart(at: Path, method: str, path: str, body: str | None, code: int, error: str) -> None:
+    told, content = _ask(at, method, path, body)
+
+    assert (code, error) == (told, content["error"])
+    assert content["message"]
+
+
+def _connection(path: Path) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.sock.settimeout(DEADLINE_S)
+    connection.sock.connect(str(path))
+    return connection
+
+
+def _ask(path: Path, method: str, route: str, body: str | None = None) -> tuple[int, Any]:
+    with contextlib.closing(_connection(path)) as connection:
+        connection.request(method, route, body)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())

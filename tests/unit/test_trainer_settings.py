@@ -1,0 +1,99 @@
+"""What a trainer is started with: what is accepted, and what the one line says when it is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from colocated_rl_api.trainer_wire import TrainerEnvironment
+from colocated_rl_trainer.settings import RankSettings, SettingsError, TrainerConfig
+
+ENVIRONMENT: dict[str, str] = {
+    TrainerEnvironment.SOCKET: "/run/colocate/sock/trainer-3.sock",
+    TrainerEnvironment.CONFIG: "/etc/colocate/job/trainer.json",
+    TrainerEnvironment.JOB: "/etc/colocate/job/job.json",
+    TrainerEnvironment.MODEL: "/model",
+    TrainerEnvironment.CHECKPOINTS: "/checkpoints",
+    TrainerEnvironment.LINEAGE: "2",
+    TrainerEnvironment.RANK: "3",
+    TrainerEnvironment.WORLD_SIZE: "4",
+    TrainerEnvironment.LOCAL_RANK: "1",
+    TrainerEnvironment.MASTER_ADDR: "10.0.0.7",
+    TrainerEnvironment.MASTER_PORT: "29502",
+    TrainerEnvironment.DEVICE: "cuda:1",
+}
+
+
+def test_place_in_the_job_comes_from_the_environment() -> None:
+    settings = RankSettings.from_environment(ENVIRONMENT)
+
+    assert (3, 4, 1, 2) == (settings.rank, settings.world_size, settings.local_rank, settings.lineage)
+    assert ("10.0.0.7", 29502, "cuda:1") == (settings.master_address, settings.master_port, settings.device)
+    assert not settings.writes_weights
+
+
+@pytest.mark.parametrize("variable", list(TrainerEnvironment))
+def test_missing_variable_is_named(variable: TrainerEnvironment) -> None:
+    environment = {name: value for name, value in ENVIRONMENT.items() if name is not variable}
+
+    with pytest.raises(SettingsError, match=f"{variable} is not set"):
+        RankSettings.from_environment(environment)
+
+
+@pytest.mark.parametrize("value", ["-1", "one", "1.0", "1_0", "\N{SUPERSCRIPT TWO}"])
+def test_variable_that_is_no_number_is_named_with_its_value(value: str) -> None:
+    with pytest.raises(SettingsError, match=f"RANK={value} must be a whole number"):
+        RankSettings.from_environment(ENVIRONMENT | {TrainerEnvironment.RANK: value})
+
+
+def test_rank_beyond_its_group_is_refused() -> None:
+    with pytest.raises(SettingsError, match="RANK=4 must be below WORLD_SIZE=4"):
+        RankSettings.from_environment(ENVIRONMENT | {TrainerEnvironment.RANK: "4"})
+
+
+def test_config_is_read_by_its_written_names(tmp_path: Path) -> None:
+    config = TrainerConfig.read(_file(tmp_path, {"learningRate": 0, "betas": [0.9, 0.99], "dtype": "bfloat16"}))
+
+    assert (0, (0.9, 0.99), "bfloat16") == (config.learning_rate, config.betas, config.dtype)
+
+
+def test_empty_config_has_defaults(tmp_path: Path) -> None:
+    assert TrainerConfig() == TrainerConfig.read(_file(tmp_path, {}))
+
+
+def test_unknown_key_is_refused_with_the_nearest_and_all_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(
+        SettingsError, match=r"unknown key learning_rate .* did you mean learningRate\? \(known: learning"
+    ):
+        TrainerConfig.read(_file(tmp_path, {"learning_rate": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("learningRate", -1), ("warmupSteps", -1), ("weightDecay", -0.1), ("betas", [0.9]), ("betas", [0.9, 1.0]),
+        ("gradientClip", 0), ("minibatches", 0), ("dataPasses", 0), ("clipLow", 1.5), ("clipHigh", 0),
+        ("importanceCap", 1), ("bypass", "perhaps"), ("microBatchTokens", 0), ("seed", -1), ("threads", 0),
+        ("dtype", "float16"),
+    ],
+)  # fmt: skip
+def test_value_out_of_bounds_is_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=rf"spec\.trainer\.config: {key}\b.*, is "):
+        TrainerConfig.read(_file(tmp_path, {key: value}))
+
+
+@pytest.mark.parametrize(("written", "said"), [("{", "not readable JSON"), ("[]", "must be an object")])
+def test_file_that_is_no_object_is_refused(tmp_path: Path, written: str, said: str) -> None:
+    file = tmp_path / "trainer.json"
+    file.write_text(written)
+
+    with pytest.raises(SettingsError, match=said):
+        TrainerConfig.read(file)
+
+
+def _file(folder: Path, config: object) -> Path:
+    file = folder / "trainer.json"
+    file.write_text(json.dumps(config))
+    return file
