@@ -58,4 +58,5 @@ def bind(**fields: object) -> Iterator[None]:
 def log(logger: logging.Logger, event: str, level: int = logging.INFO, **fields: object) -> None:
     """One line: `log(LOG, "rung reached", rung=rung, took_s=took)`."""
     if logger.isEnabledFor(level):
-        logger.log(level, event, {key: value for key, value in fields.items() if value is not None} or None)
+        given = {key: value for key, value in fields.items() if value is not None}
+        logger.log(level, event, *([given] if given else []))  # an empty mapping would be taken for a format's argument
