@@ -1,0 +1,237 @@
+"""What the log lines of a run say, as figures. Pure: records in, values out; nothing is measured here.
+
+Lines are the JSON objects of `colocated_rl_api.logs`, in any order, also with lines of which nothing is known here.
+The holder of a pod's GPU is read from the rungs that its agent reached: rollout until the gate closes, then the switch,
+the trainer from Released until Offloaded, and the switch again until the gate opens on the new weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any
+
+from colocated_rl_api import names
+from colocated_rl_api.ladder import LADDER, Rung
+
+Line = Mapping[str, Any]
+
+
+class Holder(StrEnum):
+    """Who has the GPU of a pod."""
+
+    START = "start-up"
+    ROLLOUT = "rollout"
+    SWITCH = "switch"
+    TRAINER = "training"
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A batch. `staleness`: its tokens by how many steps older than the newest their weights are when they train."""
+
+    step: int
+    ts: float
+    reward: float
+    samples: int
+    tokens: int
+    took_s: float
+    resumed_samples: int
+    staleness: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    step: int
+    ts: float
+    mean: float
+    stderr: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Time of a pod between two rungs. `towards`: the rung that ended it; None for the last."""
+
+    pod: str
+    start: float
+    end: float
+    holder: Holder
+    towards: Rung | None
+    step: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened once and is worth showing: a loss, a restart."""
+
+    ts: float
+    who: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RungTime:
+    """Seconds that pods needed to reach a rung from the one before, over all switches of a run."""
+
+    rung: Rung
+    mean_s: float
+    median_s: float
+    longest_s: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run."""
+
+    batches: tuple[Sealed, ...]
+    evaluations: tuple[Evaluated, ...]
+    spans: tuple[Span, ...]
+    marks: tuple[Mark, ...]
+
+    @property
+    def began(self) -> float:
+        return min((span.start for span in self.spans), default=0.0)
+
+    @property
+    def ended(self) -> float:
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def pods(self) -> list[str]:
+        return sorted({span.pod for span in self.spans})
+
+    @property
+    def first(self) -> Evaluated | None:
+        """Before the first step."""
+        return next((one for one in self.evaluations if one.step == 0), None)
+
+    @property
+    def last(self) -> Evaluated | None:
+        return self.evaluations[-1] if self.evaluations else None
+
+
+def read_figures(lines: Iterable[Line]) -> Figures:
+    """Figures of one job from the log lines of its members."""
+    ordered = sorted((line for line in lines if isinstance(line.get("ts"), int | float)), key=lambda line: line["ts"])
+    return Figures(
+        batches=tuple({one.step: one for one in map(_sealed, _named(ordered, "batch sealed"))}.values()),
+        evaluations=tuple({one.step: one for one in map(_evaluated, _named(ordered, "evaluation ended"))}.values()),
+        spans=tuple(_spans(ordered)),
+        marks=tuple(
+            Mark(
+                line["ts"], str(line.get("pod") or line.get("role") or ""), f"{line['event']}: {line.get('reason', '')}"
+            )
+            for line in ordered
+            if line.get("level") in ("error", "critical")
+        ),
+    )
+
+
+def holder_shares(figures: Figures) -> dict[Holder, float]:
+    """Part of the pods' time after start-up that each holder had; empty when nothing is known."""
+    held: dict[Holder, float] = defaultdict(float)
+    for span in figures.spans:
+        if span.holder is not Holder.START:
+            held[span.holder] += span.end - span.start
+    total = sum(held.values())
+    return {holder: seconds / total for holder, seconds in held.items()} if total else {}
+
+
+def rung_times(figures: Figures) -> list[RungTime]:
+    """How long each rung took, in ladder order, over all pods and all switches after start-up."""
+    by_rung: dict[Rung, list[float]] = defaultdict(list)
+    for span in figures.spans:
+        if span.holder in (Holder.SWITCH, Holder.TRAINER) and span.towards is not None:
+            by_rung[span.towards].append(span.end - span.start)
+    return [
+        RungTime(rung, mean(took), median(took), max(took), len(took)) for rung in LADDER if (took := by_rung.get(rung))
+    ]
+
+
+def switch_seconds(figures: Figures) -> list[float]:
+    """Of each switch: from the first gate closed to all gates open, without the time the trainer had the GPUs."""
+    by_step: dict[int, list[Span]] = defaultdict(list)
+    for span in figures.spans:
+        if span.holder in (Holder.SWITCH, Holder.TRAINER):
+            by_step[span.step].append(span)
+    seconds = []
+    for spans in by_step.values():
+        training = [span for span in spans if span.holder is Holder.TRAINER]
+        if not training or all(span.towards is not Rung.SERVING for span in spans):
+            continue  # under way when the records end
+        whole = max(span.end for span in spans) - min(span.start for span in spans)
+        held = max(span.end for span in training) - min(span.start for span in training)
+        seconds.append(max(0.0, whole - held))
+    return seconds
+
+
+def typical_switch(figures: Figures) -> list[Span]:
+    """Spans of the switch that lasted as long as most: the one of median length; empty if there was none."""
+    by_step: dict[int, list[Span]] = defaultdict(list)
+    for span in figures.spans:
+        if span.holder in (Holder.SWITCH, Holder.TRAINER):
+            by_step[span.step].append(span)
+    whole = [spans for spans in by_step.values() if any(span.towards is Rung.SERVING for span in spans)]
+    whole.sort(key=lambda spans: max(span.end for span in spans) - min(span.start for span in spans))
+    return whole[len(whole) // 2] if whole else []
+
+
+def staleness_tokens(figures: Figures) -> dict[int, int]:
+    """Trained tokens by staleness, of all batches."""
+    tokens: dict[int, int] = defaultdict(int)
+    for batch in figures.batches:
+        for age, count in batch.staleness.items():
+            tokens[age] += count
+    return dict(sorted(tokens.items()))
+
+
+def _named(lines: Sequence[Line], event: str) -> list[Line]:
+    return [line for line in lines if line.get("event") == event]
+
+
+def _sealed(line: Line) -> Sealed:
+    return Sealed(
+        step=line["step"],
+        ts=line["ts"],
+        reward=line["reward_mean"],
+        samples=line["samples"],
+        tokens=line["loss_tokens"],
+        took_s=line["took_s"],
+        resumed_samples=line["resumed_samples"],
+        staleness={int(age): count for age, count in line["staleness"].items()},
+    )
+
+
+def _evaluated(line: Line) -> Evaluated:
+    return Evaluated(line["step"], line["ts"], line["mean"], line["stderr"], line["samples"])
+
+
+def _spans(lines: Sequence[Line]) -> list[Span]:
+    rises: dict[str, list[Line]] = defaultdict(list)
+    for line in _named(lines, "rung reached"):
+        if line.get("role") == names.ROLE_GPU:  # the operator's lines are of the whole group
+            rises[line["pod"]].append(line)
+    return [span for pod, of_pod in sorted(rises.items()) for span in _spans_of(pod, of_pod)]
+
+
+def _spans_of(pod: str, rises: Sequence[Line]) -> list[Span]:
+    spans: list[Span] = []
+    has_served = False
+    for line, following in pairwise(rises):
+        rung, towards = Rung(line["rung"]), Rung(following["rung"])
+        has_served |= rung is Rung.SERVING
+        holder = _holder(rung, towards) if has_served else Holder.START
+        spans.append(Span(pod, line["ts"], following["ts"], holder, towards, following["step"]))
+    return spans
+
+
+def _holder(rung: Rung, towards: Rung) -> Holder:
+    if towards <= Rung.CLOSED or rung in (Rung.SEALED, Rung.SERVING, Rung.UNKNOWN):
+        return Holder.ROLLOUT
+    return Holder.TRAINER if Rung.RELEASED <= rung < Rung.OFFLOADED else Holder.SWITCH

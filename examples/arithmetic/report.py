@@ -1,0 +1,258 @@
+"""The demo's report: records of a run in, one HTML file out, which needs nothing else to be read.
+
+    python -m examples.arithmetic.report RECORDS.json REPORT.html
+
+Pure but for `main`: the same records give the same bytes. A figure that was not measured is a dash, never a guess.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from examples.arithmetic.charts import Bar, Row, Series, bar_table, line_chart, row_chart, table
+from examples.arithmetic.figures import (
+    Evaluated,
+    Figures,
+    Holder,
+    holder_shares,
+    read_figures,
+    rung_times,
+    staleness_tokens,
+    switch_seconds,
+    typical_switch,
+)
+from examples.arithmetic.records import START_AT_MOST, TARGET, Records
+
+COLOURS = {Holder.START: "start", Holder.ROLLOUT: "rollout", Holder.SWITCH: "switch", Holder.TRAINER: "trainer"}
+KEY = [(COLOURS[holder], holder.value) for holder in Holder]
+
+STYLE = Path(__file__).with_name("report.css")
+
+
+def render(records: Records) -> str:
+    """The report of a run."""
+    figures = read_figures(records.lines)
+    title = f"{records.job['metadata']['name']}: rollout and training on the same devices"
+    sections = [
+        _headline(records, figures),
+        _learning(figures),
+        _timeline(figures),
+        _switch(figures),
+        _staleness(figures),
+        _steps(figures),
+        _table(records, figures),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE.read_text()}</style></head><body><main>"
+        f"<h1>{escape(title)}</h1>{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def summary(records: Records) -> list[tuple[str, str]]:
+    """The run's figures, each with its name: for the terminal's last table and the report's."""
+    figures = read_figures(records.lines)
+    spec, status = records.job["spec"], records.job.get("status", {})
+    switches, shares, ages = switch_seconds(figures), holder_shares(figures), staleness_tokens(figures)
+    tokens = sum(batch.tokens for batch in figures.batches)
+    trained = sum(ages.values())
+    first, last = figures.first, figures.last
+    return [
+        ("phase", str(status.get("phase", "-"))),
+        ("steps", f"{status.get('step', '-')} of {spec['steps']}"),
+        ("replicas", f"{spec['replicas']}, each one engine and one trainer rank"),
+        ("held-out exact match, before", _exact(first, spread=True)),
+        ("held-out exact match, after", _exact(last, spread=True)),
+        ("held-out questions", str(last.samples) if last else "-"),
+        (
+            "mean reward, first and last batch",
+            " to ".join(f"{b.reward:.3f}" for b in figures.batches[:: max(1, len(figures.batches) - 1)]),
+        ),
+        ("samples trained", f"{sum(batch.samples for batch in figures.batches):,}"),
+        ("tokens trained", f"{tokens:,}"),
+        (
+            "samples that a switch interrupted",
+            f"{sum(batch.resumed_samples for batch in figures.batches):,}, all continued",
+        ),
+        (
+            "mean staleness of a token, steps",
+            f"{sum(age * n for age, n in ages.items()) / trained:.2f}" if trained else "-",
+        ),
+        ("switch, median and longest", f"{median(switches):.2f} s, {max(switches):.2f} s" if switches else "-"),
+        (
+            "time of the GPUs",
+            ", ".join(f"{holder.value} {100 * share:.0f} %" for holder, share in shares.items()) or "-",
+        ),
+        ("trainer restarts", str(status.get("restarts") or 0)),
+        *((name, f"{took:.0f} s") for name, took in records.took_s.items()),
+    ]
+
+
+def _headline(records: Records, figures: Figures) -> str:
+    first, last, switches = figures.first, figures.last, switch_seconds(figures)
+    cells = [
+        ("held out, before", _exact(first), "good" if first and first.mean <= START_AT_MOST else "bad"),
+        ("held out, after", _exact(last), "good" if last and last.mean >= TARGET else "bad"),
+        ("steps", str(len(figures.batches)), ""),
+        ("median switch", f"{median(switches):.2f} s" if switches else "-", ""),
+        ("from job to its end", f"{records.job_s:.0f} s" if records.job_s else "-", ""),
+    ]
+    body = "".join(f'<div class="{kind}"><b>{escape(value)}</b>{escape(name)}</div>' for name, value, kind in cells)
+    spec = records.job["spec"]
+    return (
+        f"<p>{spec['replicas']} pods, each with one SGLang engine and one rank of the trainer on the same device. They "
+        "take turns: the engines generate a batch, the devices change hands, the trainer makes a step, the engines go "
+        "on with the new weights. All figures are from the job's own log lines and status.</p>"
+        f'<div class="headline">{body}</div>'
+    )
+
+
+def _learning(figures: Figures) -> str:
+    first, last = figures.first, figures.last
+    chart = line_chart(
+        [
+            Series("mean reward of a batch", "rollout", [(batch.step, batch.reward) for batch in figures.batches]),
+            Series(
+                "exact match on held-out questions",
+                "held-out",
+                [(one.step, one.mean) for one in figures.evaluations],
+                spread=[one.stderr for one in figures.evaluations],
+                dots=True,
+            ),
+        ],
+        label=f"Held-out exact match goes from {_exact(first)} to {_exact(last)}.",
+        across="step",
+        unit="share that is right",
+        lines=[(TARGET, f"target {TARGET}")],
+    )
+    rows = [(str(one.step), _exact(one, spread=True), str(one.samples)) for one in figures.evaluations]
+    return (
+        "<h2>What was learned</h2><p>Sums of two to four digits. The early jump is the model finding that writing down "
+        "its working pays; the slower rise after it is getting the sums right. Held-out questions are never trained "
+        f"on, in the warm-up or in the job.</p>{chart}"
+        f"{_details('The evaluations as a table', table(rows, heading=['step', 'exact match', 'questions']))}"
+    )
+
+
+def _timeline(figures: Figures) -> str:
+    began = figures.began
+    rows = [
+        Row(
+            pod,
+            [
+                Bar(
+                    span.start - began,
+                    span.end - began,
+                    COLOURS[span.holder],
+                    f"{span.holder.value}, step {span.step}: {span.end - span.start:.2f} s",
+                )
+                for span in figures.spans
+                if span.pod == pod
+            ],
+        )
+        for pod in figures.pods
+    ]
+    shares = holder_shares(figures)
+    words = ", ".join(f"{holder.value} {100 * share:.0f} %" for holder, share in shares.items())
+    chart = row_chart(rows, label=f"who held the device: {words}", key=KEY, unit="seconds since the first pod answered")
+    marks = [(f"{mark.ts - began:.1f} s", mark.who, mark.text) for mark in figures.marks]
+    return f"<h2>Who held each device</h2><p>After start-up: {escape(words) or 'not measured'}.</p>{chart}" + (
+        _details(f"{len(marks)} errors on the way", table(marks, heading=["when", "who", "what"])) if marks else ""
+    )
+
+
+def _switch(figures: Figures) -> str:
+    times = rung_times(figures)
+    spans = typical_switch(figures)
+    began = min((span.start for span in spans), default=0.0)
+    rows = [
+        Row(
+            pod,
+            [
+                Bar(
+                    span.start - began,
+                    span.end - began,
+                    COLOURS[span.holder],
+                    f"to {span.towards}: {1000 * (span.end - span.start):.0f} ms",
+                )
+                for span in spans
+                if span.pod == pod
+            ],
+        )
+        for pod in figures.pods
+    ]
+    step = f", of step {spans[0].step}" if spans else ""
+    chart = row_chart(rows, label="rungs of a switch", key=KEY[2:], unit=f"seconds since the gate closed{step}")
+    bars = bar_table(
+        [(one.rung.value, one.mean_s, f"{one.mean_s:.3f} s, longest {one.longest_s:.3f} s") for one in times],
+        heading=("rung", "mean time from the rung before"),
+        colour="switch",
+    )
+    return (
+        "<h2>Inside a switch</h2><p>A switch of median length, and the mean time that pods needed for each rung over "
+        f"all switches, waiting for each other at the barriers included.</p>{chart}{bars}"
+    )
+
+
+def _staleness(figures: Figures) -> str:
+    ages = staleness_tokens(figures)
+    trained = sum(ages.values()) or 1
+    rows = [(_steps_old(age), count, f"{count:,} tokens, {100 * count / trained:.1f} %") for age, count in ages.items()]
+    return (
+        "<h2>Staleness</h2><p>How many steps older than the newest weights the weights were that made a token, when it "
+        f"was trained.</p>{bar_table(rows, heading=('age', 'trained tokens'), colour='rollout')}"
+    )
+
+
+def _steps(figures: Figures) -> str:
+    rows = [
+        (
+            str(batch.step),
+            f"{batch.reward:.3f}",
+            str(batch.samples),
+            f"{batch.tokens:,}",
+            str(batch.resumed_samples),
+            f"{(batch.ts - before.ts):.1f} s" if before else "-",
+        )
+        for before, batch in pairwise([None, *figures.batches])
+        if batch is not None
+    ]
+    heading = ["step", "mean reward", "samples", "tokens", "interrupted and continued", "since the batch before"]
+    return _details("Every step", table(rows, heading=heading))
+
+
+def _table(records: Records, figures: Figures) -> str:
+    return f"<h2>Figures</h2>{table(summary(records), heading=['what', 'measured'])}"
+
+
+def _details(name: str, body: str) -> str:
+    return f"<details><summary>{escape(name)}</summary>{body}</details>"
+
+
+def _exact(one: Evaluated | None, *, spread: bool = False) -> str:
+    if one is None:
+        return "-"
+    return f"{one.mean:.3f} ± {one.stderr:.3f}" if spread else f"{one.mean:.3f}"
+
+
+def _steps_old(age: int) -> str:
+    return f"{age} step{'s' if age != 1 else ''}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the report of a recorded run.")
+    parser.add_argument("records", type=Path)
+    parser.add_argument("report", type=Path)
+    args = parser.parse_args()
+    args.report.write_text(render(Records.read(args.records)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
