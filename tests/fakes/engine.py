@@ -1,0 +1,402 @@
+"""SGLang 0.5.23 without a model: its routes, its answers, and the habits that make a switch dangerous.
+
+    python3 -m sglang.launch_server --model-path EXPORT --port 30000 ...      (a package `sglang` that calls `main`)
+
+What it does is what `tests/contract/test_engine_contract.py` shows of the real one; that suite runs against both.
+Weights are one number (`fakes.weights`). Released weights are poison: a token made from them is POISON. It is killed by
+what kills the real one: a release while busy or, with the memory saver, a second one; a resume of what is not released.
+
+    GET  /fake/calls                       [[route, body], ...] since the start
+    POST /fake/fault {"on": ROUTE, "do": FAULT}     once, for the next such call
+
+FAULT is hang, crash, error, act_then_hang or cut: `cut` breaks the connection of a generate after its first chunk; `act_then_hang` has the effect and never answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from fakes.weights import logprob, next_token, read_weight
+
+POISON = 666_666
+END_TOKEN = 2
+TAGS = ("weights", "kv_cache", "cuda_graph")
+CONTROL = (
+    "/abort_request", "/pause_generation", "/continue_generation", "/flush_cache", "/release_memory_occupation",
+    "/resume_memory_occupation", "/update_weights_from_disk",
+)  # fmt: skip
+PAUSE_POLL_S = 1.0  # the engine's own
+CONTEXT = 4096
+
+
+@dataclass
+class Sample:
+    """A request from its arrival to its last chunk."""
+
+    rid: str
+    prompt: list[int]
+    limit: int
+    ends: bool  # by itself, with END_TOKEN
+    interval: int
+    output: list[int] = field(default_factory=list)
+    logprobs: list[list[Any]] = field(default_factory=list)
+    versions: list[dict[str, Any]] = field(default_factory=list)
+    reason: dict[str, Any] | None = None
+    abort_asked: bool = False
+    deaf: bool = False  # aborted at the engine's gate: runs after continue, and can't be aborted any more (H3)
+    parked: bool = False
+    more: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+
+class FakeEngine:
+    """One engine process's worth of state."""
+
+    def __init__(self, model: Path, version: str, *, admin_key: str, memory_saver: bool, token_s: float) -> None:
+        self.model = str(model)
+        self.version = version  # what the scheduler has
+        self.shown_version = version  # what the HTTP process says (H54)
+        self.weight: float | None = read_weight(model)
+        self.admin_key = admin_key
+        self.memory_saver = memory_saver
+        self.token_s = token_s
+        self.paused = False
+        self.released: set[str] = set()
+        self.samples: dict[str, Sample] = {}
+        self.calls: list[tuple[str, Any]] = []
+        self.faults: dict[str, str] = {}
+        self.changed = asyncio.Condition()
+
+    # ------------------------------------------------------------------------------------------------- the scheduler
+    def die(self, reason: str) -> None:
+        """As a scheduler that hits an assertion: the whole server goes."""
+        print(f"Scheduler hit an exception: {reason}", flush=True)  # noqa: T201 - the last words of a process
+        os._exit(1)
+
+    @property
+    def running(self) -> list[Sample]:
+        return [sample for sample in self.samples.values() if not sample.parked]
+
+    async def generate(self, sample: Sample) -> None:
+        """Make tokens until the sample ends."""
+        while self.paused:
+            sample.parked = True
+            async with self.changed:
+                await self.changed.wait()
+        sample.parked = False
+        while sample.reason is None:
+            await asyncio.sleep(self.token_s)
+            await self.make_token(sample)
+        del self.samples[sample.rid]
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def make_token(self, sample: Sample) -> None:
+        before = (sample.prompt + sample.output)[-1]
+        token = POISON if self.weight is None else next_token(self.weight, before, len(sample.output))
+        natural = sample.ends and len(sample.output) >= 8 + before % 16
+        token = END_TOKEN if natural else token
+        sample.output.append(token)
+        sample.logprobs.append([logprob(self.weight or 0.0, before, token), token, None])
+        if not sample.versions or sample.versions[-1]["version"] != self.version:
+            sample.versions.append({"version": self.version, "start": len(sample.output) - 1, "end": 0})
+        sample.versions[-1]["end"] = len(sample.output)
+        if sample.abort_asked and not sample.deaf:  # looked at before end token and length (H49), after one more (H7)
+            sample.reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        elif natural:
+            sample.reason = {"type": "stop", "matched": END_TOKEN}
+        elif len(sample.output) >= sample.limit:
+            sample.reason = {"type": "length", "length": sample.limit}
+        async with sample.more:
+            sample.more.notify_all()
+
+    def abort(self, rid: str, everything: bool) -> None:
+        for sample in self.samples.values():
+            if everything or (rid and sample.rid.startswith(rid)):  # a prefix is enough (H4)
+                sample.abort_asked = True
+                sample.deaf = sample.deaf or sample.parked
+
+    async def idle(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self.changed:
+                await self.changed.wait_for(lambda: not self.running)
+        return not self.running
+
+    # --------------------------------------------------------------------------------------------------- the routes
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self.guard], client_max_size=64 * 1024 * 1024)
+        app.add_routes(
+            [
+                web.get("/ping", self.serve_ping),
+                web.get("/ready", self.serve_ready),
+                web.get("/model_info", self.serve_model_info),
+                web.get("/server_info", self.serve_server_info),
+                web.post("/generate", self.serve_generate),
+                web.post("/abort_request", self.serve_abort),
+                web.post("/pause_generation", self.serve_pause),
+                web.post("/continue_generation", self.serve_continue),
+                web.post("/flush_cache", self.serve_flush),
+                web.post("/release_memory_occupation", self.serve_release),
+                web.post("/resume_memory_occupation", self.serve_resume),
+                web.post("/update_weights_from_disk", self.serve_update),
+                web.get("/fake/calls", self.serve_calls),
+                web.post("/fake/fault", self.serve_fault),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path.startswith("/fake/"):
+            answer: web.StreamResponse = await handler(request)
+            return answer
+        if request.path in CONTROL and request.headers.get("Authorization") != f"Bearer {self.admin_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        body: Any = None
+        if request.method == "POST":
+            try:
+                body = await request.json()
+            except ValueError:
+                return web.json_response({"error": "Invalid JSON"}, status=400)
+        if request.method == "POST":
+            self.calls.append((request.path_qs, body))
+        request["body"] = body
+        fault = self.faults.pop(request.path, None) if request.path != "/generate" else None
+        if fault == "crash":
+            self.die(f"asked to crash in {request.path}")
+        if fault == "error":
+            return web.json_response({"error": "asked to fail"}, status=500)
+        if fault == "hang":
+            await asyncio.Event().wait()
+        answer = await handler(request)
+        if fault == "act_then_hang":
+            await asyncio.Event().wait()
+        return answer
+
+    async def serve_ping(self, request: web.Request) -> web.Response:
+        return web.Response(status=200)
+
+    async def serve_ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=503 if self.paused else 200)
+
+    async def serve_model_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"model_path": self.model, "weight_version": self.shown_version, "is_generation": True}
+        )
+
+    async def serve_server_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "version": "0.5.23",
+                "frontend": "python",
+                "admin_api_key": self.admin_key,
+                "enable_memory_saver": self.memory_saver,
+                "dp_size": 1,
+                "tokenizer_worker_num": 1,
+                "incremental_streaming_output": False,
+                "skip_tokenizer_init": False,
+                "delete_ckpt_after_loading": False,
+                "enable_hierarchical_cache": False,
+                "disaggregation_mode": "null",
+                "weight_cache_mode": "off",
+                "dtype": "float32",
+            }
+        )
+
+    async def serve_abort(self, request: web.Request) -> web.Response:
+        body = request["body"]
+        self.abort(body.get("rid", ""), bool(body.get("abort_all", False)))
+        return web.Response(status=200)
+
+    async def serve_pause(self, request: web.Request) -> web.Response:
+        self.paused = True
+        while True:
+            self.abort("", everything=True)
+            if not self.running:
+                return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+            await asyncio.sleep(PAUSE_POLL_S)
+
+    async def serve_continue(self, request: web.Request) -> web.Response:
+        self.paused = False
+        async with self.changed:
+            self.changed.notify_all()
+        return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def serve_flush(self, request: web.Request) -> web.Response:
+        timeout_s = float(request.query.get("timeout", "0"))
+        if await self.idle(timeout_s):
+            return web.Response(text="Cache flushed.\n")
+        return web.Response(text="Timed out waiting for idle state.\n", status=400)
+
+    async def serve_release(self, request: web.Request) -> web.Response:
+        tags = request["body"].get("tags") or TAGS
+        if self.running:
+            self.die("release_memory_occupation should be called only when server is idle.")
+        if self.memory_saver and self.released & set(tags):
+            self.die("Cannot pause allocation that is not active.")
+        self.released |= set(tags)
+        if "weights" in tags:
+            self.weight = None
+        return web.json_response(None)
+
+    async def serve_resume(self, request: web.Request) -> web.Response:
+        for tag in request["body"].get("tags") or TAGS:
+            if tag not in self.released:
+                self.die(f"KeyError: {tag!r}")
+            self.released.discard(tag)
+        return web.json_response(None)
+
+    async def serve_update(self, request: web.Request) -> web.Response:
+        body = request["body"]
+        directory = Path(body["model_path"])
+        if not (directory / "model.safetensors").exists():
+            return update_answer(False, f"Failed to get weights iterator: {directory}.")
+        self.weight = read_weight(directory)
+        if body.get("weight_version") is not None:
+            self.version = body["weight_version"]
+        if body.get("flush_cache", True) and self.running:
+            return update_answer(False, "Weights were updated, but the cache was not flushed.")
+        self.model, self.shown_version = str(directory), self.version
+        return web.json_response(
+            {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        )
+
+    def update_failed(self, message: str) -> web.Response:
+        return web.json_response({"success": False, "message": message, "num_paused_requests": 0}, status=400)
+
+    async def serve_generate(self, request: web.Request) -> web.StreamResponse:
+        body = request["body"]
+        sampling = body.get("sampling_params") or {}
+        prompt: list[int] = body.get("input_ids") or [ord(letter) % 300 for letter in body.get("text", "")]
+        limit = int(sampling.get("max_new_tokens", 128))
+        fault = self.faults.pop("/generate", None)
+        if len(prompt) + limit > CONTEXT or body.get("rid") in self.samples:
+            return await self.serve_error(request, body, "The input is longer than the model's context length")
+        if fault == "error":
+            return await self.serve_error(request, body, "asked to fail")
+        sample = Sample(
+            rid=body.get("rid") or os.urandom(16).hex(),
+            prompt=prompt,
+            limit=limit,
+            ends=not sampling.get("ignore_eos", False),
+            interval=int(sampling.get("stream_interval") or 1),
+        )
+        self.samples[sample.rid] = sample
+        making = asyncio.create_task(self.generate(sample))
+        try:
+            if not body.get("stream", False):
+                await making
+                return web.json_response(self.chunk(sample, body))
+            return await self.stream(request, sample, body, making, fault)
+        except asyncio.CancelledError:  # the client is gone
+            self.abort(sample.rid, everything=False)
+            raise
+
+    async def stream(
+        self, request: web.Request, sample: Sample, body: dict[str, Any], making: asyncio.Task[None], fault: str | None
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        sent = 0
+        while sample.reason is None or sent < len(sample.output):
+            wanted = sent + (sample.interval if sent else 1)
+            async with sample.more:
+                while sample.reason is None and len(sample.output) < wanted:
+                    await sample.more.wait()
+            chunk, sent = self.chunk(sample, body), len(sample.output)
+            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            if fault == "cut" and request.transport is not None:
+                request.transport.abort()
+            if fault == "crash":
+                self.die("asked to crash in a stream")
+        await making
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def serve_error(self, request: web.Request, body: dict[str, Any], message: str) -> web.StreamResponse:
+        """A bad request: an HTTP status of its own, or an event in a stream that began with 200."""
+        if not body.get("stream", False):
+            return web.json_response({"error": {"message": message}}, status=400)
+        error = {"error": {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}}
+        text = f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n"
+        return web.Response(text=text, content_type="text/event-stream")
+
+    def chunk(self, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
+        """Cumulative, as the engine's are."""
+        meta: dict[str, Any] = {
+            "id": sample.rid,
+            "finish_reason": sample.reason,
+            "prompt_tokens": len(sample.prompt),
+            "completion_tokens": len(sample.output),
+            "cached_tokens": 0,
+            "weight_version": self.version,
+        }
+        if sample.reason is not None:
+            meta["weight_versions"] = sample.versions
+        if body.get("return_logprob"):
+            meta["output_token_logprobs"] = sample.logprobs
+            if (start := body.get("logprob_start_len", -1)) >= 0:
+                weight = self.weight or 0.0
+                pairs = itertools.pairwise(sample.prompt)
+                found = [[logprob(weight, before, token), token, None] for before, token in pairs]
+                meta["input_token_logprobs"] = [[None, sample.prompt[0], None], *found][start:]
+        return {"text": "x" * len(sample.output), "output_ids": list(sample.output), "meta_info": meta}
+
+    async def serve_calls(self, request: web.Request) -> web.Response:
+        return web.json_response(self.calls)
+
+    async def serve_fault(self, request: web.Request) -> web.Response:
+        fault = await request.json()
+        self.faults[fault["on"]] = fault["do"]
+        return web.Response()
+
+
+def update_answer(success: bool, message: str) -> web.Response:
+    body = {"success": success, "message": message, "num_paused_requests": 0}
+    return web.json_response(body, status=200 if success else 400)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--weight-version", default="default")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--enable-memory-saver", action="store_true")
+    parser.add_argument("--sleep-on-idle", action="store_true")
+    parser.add_argument("--fake-token-s", type=float, default=0.002)
+    given, _ = parser.parse_known_args()
+    key = given.config.read_text().split('"')[1] if given.config else ""
+    print(f"server_args=ServerArgs(admin_api_key='{key}')", flush=True)  # noqa: T201 - as the real one does (H60)
+    if not (given.model_path / "model.safetensors").exists():
+        sys.exit(f"OSError: {given.model_path} does not appear to have a file named model.safetensors")
+
+    async def serve() -> None:
+        engine = FakeEngine(
+            given.model_path,
+            given.weight_version,
+            admin_key=key,
+            memory_saver=given.enable_memory_saver,
+            token_s=given.fake_token_s,
+        )
+        runner = web.AppRunner(engine.app(), access_log=None, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, given.host, given.port, reuse_address=True).start()
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A trainer rank without torch: speaks `colocated_rl_api.trainer_wire` with the standard library, trains one number.
+
+    python3 -m fakes.trainer      environment as `TrainerEnvironment`
+
+The weight of version STEP-LINEAGE is STEP + LINEAGE / 8. Checkpoints are files named by their step. A test makes it fail
+by a file `fault` beside its socket, with one line ROUTE ACTION, used once: `train crash`, `train hang`, `load hang`,
+`save error`, `export torn`, `export lies` (the probe is of other weights).
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socketserver
+import threading
+from pathlib import Path
+from typing import Any
+
+from fakes.weights import write_export
+
+PROTOCOL = 1
+
+
+class Rank:
+    """State of one rank, guarded by a lock: requests come in threads."""
+
+    def __init__(self) -> None:
+        self.socket = Path(os.environ["COLOCATE_TRAINER_SOCKET"])
+        self.checkpoints = Path(os.environ["COLOCATE_CHECKPOINTS"])
+        self.rank, self.lineage = int(os.environ["RANK"]), int(os.environ["COLOCATE_LINEAGE"])
+        self.lock = threading.Lock()
+        self.state = "Starting"
+        self.step: int | None = None
+        self.exported: str | None = None
+        self.saved: int | None = None
+
+    def load(self) -> None:
+        self.fail_if_told("load")
+        steps = [int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*")]
+        self.saved = max(steps, default=None)
+        self.step, self.state = self.saved or 0, "Offloaded"
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "protocol": PROTOCOL, "state": self.state, "rank": self.rank, "lineage": self.lineage, "step": self.step,
+            "dirty": False, "exported": self.exported, "saved": self.saved, "metrics": {"loss": 0.5},
+        }  # fmt: skip
+
+    def fail_if_told(self, route: str) -> str:
+        """The fault for this route, taken away; crashes and hangs happen here."""
+        path = self.socket.parent / "fault"
+        try:
+            asked, action = path.read_text().split()
+        except FileNotFoundError:
+            return ""
+        if asked != route:
+            return ""
+        path.unlink()
+        if action == "crash":
+            print("RuntimeError: told to crash", flush=True)  # noqa: T201 - last words
+            os._exit(17)
+        if action == "hang":
+            threading.Event().wait()
+        return action
+
+    def answer(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        with self.lock:
+            fault = self.fail_if_told(route)
+            if fault == "error":
+                return 500, {"error": "ToldToFail", "message": f"{route} was told to fail"}
+            getattr(self, route)(body, fault)
+            return 200, self.status()
+
+    def onload(self, body: dict[str, Any], fault: str) -> None:
+        self.state = "Onloaded"
+
+    def offload(self, body: dict[str, Any], fault: str) -> None:
+        self.state = "Offloaded"
+
+    def train(self, body: dict[str, Any], fault: str) -> None:
+        assert self.state == "Onloaded", self.state
+        assert Path(body["shard"]).stat().st_size > 0, body
+        assert body["step"] in (self.step, (self.step or 0) + 1), body
+        self.step = body["step"]
+
+    def export(self, body: dict[str, Any], fault: str) -> None:
+        assert self.state == "Onloaded", self.state
+        assert self.step is not None
+        directory = Path(body["directory"])
+        weight = self.step + self.lineage / 8
+        write_export(directory, version=body["version"], weight=weight, probe_error=0.5 if fault == "lies" else 0.0)
+        if fault == "torn":
+            (directory / "model.safetensors").write_bytes(b"torn")
+        self.exported = body["version"]
+
+    def save(self, body: dict[str, Any], fault: str) -> None:
+        assert self.state == "Offloaded", self.state
+        (self.checkpoints / f"step-{body['step']}").touch()
+        self.saved = body["step"]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    rank: Rank
+
+    def do_GET(self) -> None:
+        self.reply(200, self.rank.status())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.reply(*self.rank.answer(self.path.removeprefix("/v1/"), body))
+
+    def reply(self, code: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing: standard output is the test's."""
+
+    def address_string(self) -> str:
+        return "agent"
+
+
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+
+
+def main() -> None:
+    rank = Rank()
+    Handler.rank = rank
+    server = Server(str(rank.socket), Handler)
+    threading.Thread(target=rank.load, daemon=True).start()
+    server.serve_forever(poll_interval=60)
+
+
+if __name__ == "__main__":
+    main()

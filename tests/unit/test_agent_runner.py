@@ -1,0 +1,283 @@
+"""The runner as a real process, spoken to through the agent's end of its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from colocated_rl_agent import runner
+from colocated_rl_agent.runner_link import (
+    ChildExited,
+    RunnerEvent,
+    RunnerHello,
+    RunnerLink,
+    RunnerLost,
+    RunnerRefused,
+    RunnerTerminating,
+    RunnerUnreachable,
+)
+
+DEADLINE_S = 10.0
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+class Container:
+    """A runner process and a connected agent that remembers every event."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = directory / "runner.sock"
+        self.output = directory / "output"
+        self.events: list[RunnerEvent] = []
+        self._changed = asyncio.Event()
+        self.link = RunnerLink(self.socket, self._on_event)
+        self.process: asyncio.subprocess.Process
+
+    def _on_event(self, event: RunnerEvent) -> None:
+        self.events.append(event)
+        self._changed.set()
+
+    async def start(self, *, grace_s: float = 60.0) -> None:
+        with self.output.open("ab") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                runner.__file__,
+                env={**os.environ, runner.SOCKET: str(self.socket), runner.GRACE: str(grace_s), "LEAKED": "yes"},
+                stdout=output,
+            )
+
+    async def until(
+        self, kind: type[RunnerEvent], is_it: Callable[[RunnerEvent], bool] = lambda event: True
+    ) -> RunnerEvent:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                for event in self.events:
+                    if isinstance(event, kind) and is_it(event):
+                        return event
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def exited(self, incarnation: str) -> ChildExited:
+        event = await self.until(
+            ChildExited, lambda event: isinstance(event, ChildExited) and event.incarnation == incarnation
+        )
+        assert isinstance(event, ChildExited)
+        return event
+
+    async def hello(self) -> RunnerHello:
+        event = await self.until(RunnerHello)
+        assert isinstance(event, RunnerHello)
+        return event
+
+
+@asynccontextmanager
+async def container(directory: Path, *, grace_s: float = 60.0) -> AsyncIterator[Container]:
+    it = Container(directory)
+    await it.start(grace_s=grace_s)
+    connection = asyncio.create_task(it.link.run())
+    try:
+        await it.hello()
+        yield it
+    finally:
+        connection.cancel()
+        if it.process.returncode is None:
+            it.process.kill()
+        await it.process.wait()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_child_runs_with_its_own_environment_and_reports_its_exit(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        script = "import os; print(os.environ['A'], os.environ.get('LEAKED')); raise SystemExit(3)"
+        incarnation = await it.link.start("engine-0", [sys.executable, "-c", script], {"A": "b", "LEAKED": None})
+        exited = await it.exited(incarnation)
+        assert (3, ("b None",)) == (exited.code, exited.tail)
+
+
+async def test_output_of_a_child_is_passed_on_with_its_name_and_without_secrets(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        incarnation = await it.link.start(
+            "engine-0", [sys.executable, "-c", "print('key=hunter22 ok')"], {}, secrets=["hunter22"]
+        )
+        await it.exited(incarnation)
+        assert "[engine-0] key=*** ok" in it.output.read_text().splitlines()
+
+
+async def test_tail_of_a_child_is_bounded(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        script = "print('x' * 100000); [print(i) for i in range(1000)]"
+        exited = await it.exited(await it.link.start("engine-0", [sys.executable, "-c", script], {}))
+        assert tuple(str(number) for number in range(960, 1000)) == exited.tail
+
+
+async def test_killed_leader_takes_its_whole_group_with_it(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        script = (
+            "import subprocess, sys, time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+            "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+            f"open({str(tmp_path / 'pids')!r}, 'w').write(str(rank.pid) + '\\n'); time.sleep(60)"
+        )
+        incarnation = await it.link.start("engine-0", [sys.executable, "-c", script], {})
+        pid = int(await file_line(tmp_path / "pids"))
+        await it.link.kill("engine-0")
+        assert -signal.SIGKILL == (await it.exited(incarnation)).code
+        assert not is_alive(pid)
+
+
+async def test_dead_leader_is_gone_only_when_its_ranks_are(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        script = (
+            "import subprocess, sys;"
+            "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+            "print(rank.pid)"
+        )
+        exited = await it.exited(await it.link.start("engine-0", [sys.executable, "-c", script], {}))
+        assert 0 == exited.code
+        assert not is_alive(int(exited.tail[-1]))
+
+
+async def test_stopped_child_that_ignores_the_signal_is_killed_after_its_grace(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        script = (
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+            f"open({str(tmp_path / 'up')!r}, 'w').write('up\\n'); time.sleep(60)"
+        )
+        incarnation = await it.link.start("trainer-0", [sys.executable, "-c", script], {})
+        await file_line(tmp_path / "up")
+        await it.link.stop("trainer-0", grace_s=0.2)
+        assert -signal.SIGKILL == (await it.exited(incarnation)).code
+
+
+async def test_running_name_is_not_started_twice(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        first = await it.link.start("engine-0", SLEEP, {})
+        with pytest.raises(RunnerRefused, match="AlreadyRunning"):
+            await it.link.start("engine-0", SLEEP, {})
+        await it.link.kill("engine-0")
+        await it.exited(first)
+        assert first != await it.link.start("engine-0", SLEEP, {})
+
+
+async def test_command_that_does_not_exist_is_refused_by_name(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        with pytest.raises(RunnerRefused, match="CannotStart: /no/such/engine"):
+            await it.link.start("engine-0", ["/no/such/engine"], {})
+
+
+async def test_children_outlive_the_agent_and_are_told_to_the_next_one(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        alive = await it.link.start("engine-0", SLEEP, {})
+        dead = await it.link.start("trainer-0", [sys.executable, "-c", "print('bye')"], {})
+        await it.exited(dead)
+        first_said: asyncio.Future[RunnerEvent] = asyncio.get_running_loop().create_future()
+        second = RunnerLink(it.socket, first_said.set_result)
+        connection = asyncio.create_task(second.run())
+        async with asyncio.timeout(DEADLINE_S):
+            hello = await first_said
+        connection.cancel()
+        assert isinstance(hello, RunnerHello)
+        assert {("engine-0", alive, True, None), ("trainer-0", dead, False, 0)} == {
+            (child.name, child.incarnation, child.running, child.code) for child in hello.children
+        }
+
+
+async def test_children_die_with_the_runner(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        script = (
+            f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()) + '\\n'); time.sleep(60)"
+        )
+        await it.link.start("engine-0", [sys.executable, "-c", script], {})
+        pid = int(await file_line(tmp_path / "pid"))
+        it.process.kill()
+        await it.until(RunnerLost)
+        await until(lambda: not is_alive(pid))
+        with pytest.raises(RunnerUnreachable):
+            await it.link.kill("engine-0")
+
+
+async def test_word_of_the_agent_ends_children_and_runner_with_its_code(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        await it.link.start("engine-0", SLEEP, {})
+        await it.link.exit(0)
+        async with asyncio.timeout(DEADLINE_S):
+            assert 0 == await it.process.wait()
+
+
+async def test_sigterm_is_told_to_the_agent_and_children_go_on_until_its_word(tmp_path: Path) -> None:
+    async with container(tmp_path, grace_s=600) as it:
+        incarnation = await it.link.start("engine-0", SLEEP, {})
+        it.process.terminate()
+        assert RunnerTerminating(event="terminating", children_end_in_s=580) == await it.until(RunnerTerminating)
+        with pytest.raises(RunnerRefused, match="Terminating"):
+            await it.link.start("trainer-0", SLEEP, {})
+        await it.link.exit(143)
+        assert -signal.SIGKILL == (await it.exited(incarnation)).code
+        async with asyncio.timeout(DEADLINE_S):
+            assert 143 == await it.process.wait()
+
+
+async def test_children_end_near_the_end_of_grace_without_any_word(tmp_path: Path) -> None:
+    async with container(tmp_path, grace_s=runner.RESERVE_S + 0.2) as it:
+        incarnation = await it.link.start("engine-0", SLEEP, {})
+        it.process.terminate()
+        assert -signal.SIGKILL == (await it.exited(incarnation)).code
+        async with asyncio.timeout(DEADLINE_S):
+            assert 143 == await it.process.wait()
+
+
+async def test_socket_is_for_owner_and_group_alone(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        assert 0o660 == stat.S_IMODE(it.socket.stat().st_mode)
+
+
+@pytest.mark.parametrize("line", [b"nonsense\n", b"[]\n", b'{"id":1,"op":"fly"}\n', b'{"id":1,"op":"start"}\n'])
+async def test_bad_request_is_answered_and_the_runner_goes_on(tmp_path: Path, line: bytes) -> None:
+    async with container(tmp_path) as it:
+        reader, writer = await asyncio.open_unix_connection(it.socket)
+        writer.write(line)
+        async with asyncio.timeout(DEADLINE_S):
+            assert b'"event":"hello"' in await reader.readline()
+            assert b'"ok":false' in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+        assert it.process.returncode is None
+
+
+async def test_device_memory_is_unmeasured_without_a_driver(tmp_path: Path) -> None:
+    if runner.device_memory() is None:
+        async with container(tmp_path) as it:
+            assert () == await it.link.devices()
+    else:
+        async with container(tmp_path) as it:
+            assert all(0 < device.used_bytes <= device.total_bytes for device in await it.link.devices())
+
+
+def test_runner_imports_nothing_but_the_standard_library() -> None:
+    """It runs in a vendor's image: isolated from site-packages it must still load."""
+    subprocess.run([sys.executable, "-I", "-S", "-c", f"import runpy; runpy.run_path({runner.__file__!r})"], check=True)
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not is_true():  # noqa: ASYNC110 - another process makes it true
+            await asyncio.sleep(0.01)
+
+
+async def file_line(path: Path) -> str:
+    """The first line of a file that another process writes."""
+    await until(lambda: path.exists() and path.read_text().endswith("\n"))
+    return await asyncio.to_thread(lambda: path.read_text().splitlines()[0])

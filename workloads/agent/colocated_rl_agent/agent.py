@@ -1,0 +1,438 @@
+"""The agent's loop: look, choose, act, tell. What to do is `facts.next_action`'s to say.
+
+Owns the order of things in the pod: one action at a time in each lane, woken by events (a target, an exit, an answer,
+the last request in flight) and by deadlines, never by a poll. A gate whose engine is lost closes before anything else
+happens. When the agent ends, engine and trainers go on; the next agent finds them through runner and journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from typing import assert_never
+
+import aiohttp
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_agent import actions as do
+from colocated_rl_agent.batches import ShardUnavailable, fetch_shard, remove_shards
+from colocated_rl_agent.climb import Climb
+from colocated_rl_agent.engine import Engine
+from colocated_rl_agent.exports import ExportTorn, remove_exports, stale_exports, verify_export
+from colocated_rl_agent.facts import next_action
+from colocated_rl_agent.gate import Gate
+from colocated_rl_agent.journal import Journal
+from colocated_rl_agent.metrics import Metrics
+from colocated_rl_agent.runner_link import (
+    ChildExited,
+    RunnerError,
+    RunnerEvent,
+    RunnerHello,
+    RunnerLink,
+    RunnerLost,
+    RunnerTerminating,
+)
+from colocated_rl_agent.settings import Settings
+from colocated_rl_agent.trainers import Trainers
+from colocated_rl_agent.views import ENGINE_NAME, PodView
+from colocated_rl_api import names
+from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
+from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import DeviceFacts, Hello, PodFacts, PodTarget, Problem
+from colocated_rl_api.weights import Manifest
+from colocated_rl_member.data import DataClient, data_application
+from colocated_rl_member.server import MemberServer
+from colocated_rl_member.tls import MemberTls
+
+LOG = logging.getLogger(__name__)
+
+FETCH_AGAIN_S = 1.0
+MESSAGE_CHARS = 1024
+END_S = 5.0  # for an engine call under way when the agent ends: an interrupted one costs the engine
+
+
+class Agent:
+    """One agent process, from `run` to its end."""
+
+    def __init__(self, settings: Settings, session: aiohttp.ClientSession, registry: CollectorRegistry) -> None:
+        self._settings = settings
+        self._journal = Journal(settings.directories.state)
+        self._metrics = Metrics(registry)
+        self._runner = RunnerLink(settings.runner_socket, self._on_runner)
+        self._gate = Gate(session, changed=self._wake_up, count=self._metrics.request_ended)
+        self._metrics.show_in_flight(lambda: self._gate.in_flight)
+        self._engine = Engine(
+            settings,
+            session=session,
+            runner=self._runner,
+            journal=self._journal,
+            metrics=self._metrics,
+            changed=self._wake_up,
+            failed=self._fail,
+        )
+        self._trainers = Trainers(
+            settings,
+            runner=self._runner,
+            journal=self._journal,
+            metrics=self._metrics,
+            changed=self._wake_up,
+            failed=self._fail,
+        )
+        tls = MemberTls.read(settings.directories.tls)
+        self._data = DataClient(session, tls, settings.job.uid)
+        data = data_application(tls, max_request_bytes=MAX_REQUEST_BYTES)
+        data.add_routes(self._gate.routes())
+        self.server = MemberServer(
+            hello=Hello(
+                pod=settings.pod,
+                pod_uid=settings.pod_uid,
+                job_uid=settings.job.uid,
+                role=names.ROLE_GPU,
+                replica=settings.replica,
+                incarnation=uuid.uuid4().hex[:16],
+                highest_epoch=self._journal.memory.epoch,
+            ),
+            kind=PodTarget,
+            tls=tls,
+            facts=self._facts,
+            accept=self._accept,
+            remember_epoch=self._journal.epoch_accepted,
+            data=data,
+            ports=settings.ports,
+            registry=registry,
+        )
+        self._wake = asyncio.Event()
+        self._ending = False
+        self._tasks: asyncio.TaskGroup
+        self._lanes: dict[do.Lane, tuple[do.Action, asyncio.Task[None]]] = {}
+        self._attaching: asyncio.Task[None] | None = None
+        self._runner_known = False
+        self._terminating = False
+        self._stopped = False
+        self._closed_at = time.monotonic()
+        self._manifest: Manifest | None = None  # of the newest export that was verified
+        self._shards: int | None = None
+        self._fetch_after = 0.0
+        self._devices: tuple[DeviceFacts, ...] = ()
+        self._problem: Problem | None = None
+        self._climb = Climb(self._reached)
+
+    async def run(self) -> None:
+        """Until `end`. Raises what a part of the agent raises: the process ends, and its container starts again."""
+        async with self.server, asyncio.TaskGroup() as self._tasks:
+            log(LOG, "agent up", ports=str(self.server.ports))
+            link = self._tasks.create_task(self._runner.run(), name="runner link")
+            while not self._ending:
+                self._wake.clear()
+                until = self._advance()
+                self.server.publish()
+                await self._sleep(until)
+            await self._finish_engine_call()
+            for task in (link, self._attaching, *(task for _, task in self._lanes.values())):
+                if task is not None:
+                    task.cancel()
+        await self._trainers.close()
+        self._journal.close()
+
+    def end(self) -> None:
+        """The agent's own end: engine and trainers go on, the gate does not."""
+        self._ending = True
+        self._wake_up()
+
+    # ------------------------------------------------------------------------------------------------ look and choose
+    def _view(self) -> PodView:
+        target = self.server.target
+        gate_open = self._gate.is_open
+        keep = target.version if target else None
+        return PodView(
+            now=time.monotonic(),
+            runner_known=self._runner_known,
+            terminating=self._terminating,
+            gate_open=gate_open,
+            in_flight=self._gate.in_flight,
+            closed_at=self._closed_at,
+            engine=self._engine.view,
+            ranks=self._trainers.views,
+            whole=self._manifest.version if self._manifest else None,
+            stale_exports=gate_open and bool(stale_exports(self._settings.directories.weights, keep)),
+            shards=self._shards,
+            fetch_after=self._fetch_after,
+            stopped=self._stopped,
+        )
+
+    def _facts(self) -> PodFacts:
+        target = self.server.target
+        return self._view().facts(
+            epoch=target.epoch if target else 0,
+            devices=self._devices,
+            problem=self._problem,
+            took_s=self._climb.took_s,
+        )
+
+    def _advance(self) -> float | None:
+        """Do what can be done now; when to look again if nothing happens before."""
+        view, target = self._view(), self.server.target
+        if target is not None and self._runner_known:
+            self._note_standing(view, target)
+        chosen = next_action(view, target, self._settings.rules)
+        match chosen:
+            case do.Wait(until=until, reason=reason, message=message):
+                if reason:
+                    self._fail(reason, message)
+                return until
+            case do.CloseGate():
+                self._close_gate()
+                return view.now
+            case do.OpenGate():
+                self._gate.open(self._engine.backend())
+                return view.now
+            case _:
+                self._put_in_lane(chosen)
+                return getattr(chosen, "until", None)
+
+    def _put_in_lane(self, chosen: do.EngineAction | do.TrainerAction | do.EndPod) -> None:
+        running = self._lanes.get(chosen.lane)
+        if running is not None:
+            action, task = running
+            if chosen.overrides and not action.overrides:
+                task.cancel()  # the lane is free when it has ended, and this is chosen again
+            return
+        task = self._tasks.create_task(self._run_lane(chosen), name=type(chosen).__name__)
+        self._lanes[chosen.lane] = chosen, task
+
+    async def _run_lane(self, action: do.EngineAction | do.TrainerAction | do.EndPod) -> None:
+        log(LOG, "action", logging.DEBUG, action=repr(action))
+        try:
+            await self._carry_out(action)
+        except RunnerError as error:
+            self._fail("RunnerUnreachable", str(error))
+        finally:
+            del self._lanes[action.lane]
+            self._wake_up()
+
+    # ------------------------------------------------------------------------------------------------------------ act
+    async def _carry_out(self, action: do.EngineAction | do.TrainerAction | do.EndPod) -> None:
+        if isinstance(action, do.EndPod):
+            await self._end_pod(action.code)
+        elif isinstance(action, do.EngineAction):
+            await self._act_on_engine(action)
+        else:
+            await self._act_on_trainers(action)
+        if self._settings.gpus > 0:
+            await self._measure()
+
+    async def _act_on_engine(self, action: do.EngineAction) -> None:
+        engine = self._engine
+        match action:
+            case do.StartEngine(version=version):
+                await engine.start(version)
+            case do.AwaitEngine():
+                await engine.wait_until_up()
+            case do.KillEngine(reason=reason):
+                await engine.kill(reason)
+            case do.AbortAll():
+                await engine.abort_all(self._gate.settled)
+            case do.Pause():
+                await engine.pause()
+            case do.Flush():
+                await engine.flush()
+            case do.Release():
+                await engine.release()
+            case do.Resume(tags=tags):
+                await engine.resume(tags)
+            case do.Update(version=version):
+                await engine.update(version)
+            case do.Continue():
+                await engine.continue_()
+            case do.CheckProbe(version=version):
+                await self._check_probe(version)
+            case _:
+                assert_never(action)
+
+    async def _act_on_trainers(self, action: do.TrainerAction) -> None:
+        trainers = self._trainers
+        match action:
+            case do.StartTrainers(lineage=lineage):
+                await self._start_trainers(lineage)
+            case do.AwaitTrainers():
+                await trainers.wait_until_loaded()
+            case do.StopTrainers(reason=reason):
+                await trainers.stop(reason)
+            case do.FetchShards(step=step):
+                await self._fetch_shards(step)
+            case do.Onload():
+                await trainers.onload()
+            case do.Train(step=step):
+                await trainers.train(step)
+            case do.Export(version=version):
+                await trainers.export(version)
+            case do.VerifyExport(version=version):
+                await self._verify_export(version)
+            case do.Offload():
+                await trainers.offload()
+            case do.Save(step=step):
+                await trainers.save(step)
+            case do.RemoveExports(keep=keep):
+                await asyncio.to_thread(remove_exports, self._settings.directories.weights, keep)
+            case _:
+                assert_never(action)
+
+    def _close_gate(self) -> None:
+        self._gate.close()
+        self._closed_at = time.monotonic()
+        self._engine.gate_closed()
+
+    async def _start_trainers(self, lineage: int) -> None:
+        target = self.server.target
+        if target is not None and target.lineage == lineage and target.rendezvous is not None:
+            await self._trainers.start(lineage, target.rendezvous)
+
+    async def _fetch_shards(self, step: int) -> None:
+        target, spec = self.server.target, self._settings.job.spec
+        if target is None or target.batches is None:
+            return
+        directory, deadline_s = self._settings.directories.batches, spec.switch.trainer_progress_seconds
+        remove_shards(directory, below=step)
+        try:
+            for rank in self._settings.ranks:
+                await fetch_shard(self._data, target.batches, directory, step=step, rank=rank, deadline_s=deadline_s)
+        except ShardUnavailable as error:
+            self._fetch_after = time.monotonic() + FETCH_AGAIN_S
+            self._fail("BatchUnavailable", str(error))
+            return
+        self._shards = step
+
+    async def _verify_export(self, version: WeightVersion) -> None:
+        try:
+            manifest = await self._read_export(version)
+        except ExportTorn as error:
+            self._trainers.broke(self._settings.ranks[0], f"its export can't be used: {error}")
+        else:
+            self._manifest = manifest
+
+    async def _check_probe(self, version: WeightVersion) -> None:
+        try:
+            manifest = self._manifest
+            if manifest is None or manifest.version != version:
+                manifest = await self._read_export(version)
+        except ExportTorn as error:
+            self._engine.broke(f"its weights can't be probed: {error}")
+            return
+        assert manifest.probe is not None, "an export without a probe does not pass _read_export"
+        await self._engine.check_probe(manifest.probe)
+
+    async def _read_export(self, version: WeightVersion) -> Manifest:
+        """Raises ExportTorn."""
+        manifest = await asyncio.to_thread(verify_export, self._settings.directories.weights, version)
+        if self._settings.rules.probe and manifest.probe is None:
+            raise ExportTorn(f"export {version} has no probe: write one, or set spec.weightSync.verify to Version")
+        return manifest
+
+    async def _end_pod(self, code: int) -> None:
+        await self._runner.exit(code)
+        log(LOG, "pod ended", reason=f"exit code {code}")
+        self._stopped = code == 0
+
+    async def _measure(self) -> None:
+        """Device memory. What is used while nobody is on a device is its residue."""
+        residues = {device.index: device.residue_bytes for device in self._devices}
+        nobody = self._engine.view.is_absent and all(rank.is_off_device for rank in self._trainers.views)
+        self._devices = tuple(
+            DeviceFacts(
+                index=device.index,
+                total_bytes=device.total_bytes,
+                used_bytes=device.used_bytes,
+                residue_bytes=device.used_bytes if nobody else residues.get(device.index),
+            )
+            for device in await self._runner.devices()
+        )
+
+    async def _finish_engine_call(self) -> None:
+        """An engine call that can't be repeated is given the time to end: interrupted, it would cost the engine."""
+        action, task = self._lanes.get(do.Lane.ENGINE, (None, None))
+        if task is not None and isinstance(action, do.Release | do.Resume | do.Update):
+            await asyncio.wait({task}, timeout=END_S)
+
+    # --------------------------------------------------------------------------------------------------- what happens
+    def _accept(self, target: PodTarget) -> None:
+        log(LOG, "target accepted", epoch=target.epoch, step=target.step, rung=target.rung, version=target.version)
+        self._gate.enter_epoch(target.epoch)
+        self._wake_up()
+
+    def _on_runner(self, event: RunnerEvent) -> None:
+        match event:
+            case RunnerHello():
+                self._detach()
+                self._attaching = self._tasks.create_task(self._attach(event), name="attach")
+            case ChildExited(name=name, incarnation=incarnation):
+                if self._gate.is_open and incarnation == self._engine.view.incarnation:
+                    self._close_gate()
+                owner = self._engine if name == ENGINE_NAME else self._trainers
+                owner.exited(event)
+            case RunnerTerminating(children_end_in_s=wait_s):
+                log(LOG, "container terminating", children_end_in_s=wait_s)
+                self._terminating = True
+            case RunnerLost(reason=reason):
+                log(LOG, "runner lost", logging.WARNING, reason=reason)
+                self._detach()
+        self._wake_up()
+
+    def _detach(self) -> None:
+        """Nothing is known of the children until they were looked at."""
+        self._runner_known = False
+        if self._attaching is not None:
+            self._attaching.cancel()
+        if self._gate.is_open:
+            self._close_gate()
+
+    async def _attach(self, hello: RunnerHello) -> None:
+        children = {child.name: child for child in hello.children}
+        log(LOG, "runner attached", runner=hello.runner, children=sorted(children))
+        await self._engine.attach(children.get(ENGINE_NAME))
+        await self._trainers.attach(children)
+        self._terminating = hello.terminating
+        self._runner_known = True
+        self._wake_up()
+
+    # ----------------------------------------------------------------------------------------------------------- tell
+    def _note_standing(self, view: PodView, target: PodTarget) -> None:
+        self._climb.stands(view.standing(target.version), epoch=target.epoch, now=view.now)
+
+    def _reached(self, rung: Rung, took_s: float) -> None:
+        target = self.server.target
+        assert target is not None, "a rung is reached on the way to a target"
+        self._metrics.rung_seconds.labels(rung).observe(took_s)
+        self._problem = None
+        log(
+            LOG,
+            "rung reached",
+            epoch=target.epoch,
+            step=target.step,
+            rung=rung,
+            version=target.version,
+            took_s=took_s,
+        )
+
+    def _fail(self, reason: str, message: str) -> None:
+        """Why the pod comes no nearer to its target; it stays until a rung is gained."""
+        problem = Problem(reason=reason, message=message[:MESSAGE_CHARS])
+        if problem != self._problem:
+            self._problem = problem
+            log(LOG, "problem", logging.WARNING, reason=reason, message=problem.message)
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        self._wake.set()
+
+    async def _sleep(self, until: float | None) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(None if until is None else self._loop_time(until)):
+                await self._wake.wait()
+
+    @staticmethod
+    def _loop_time(monotonic: float) -> float:
+        return asyncio.get_running_loop().time() + monotonic - time.monotonic()

@@ -1,0 +1,71 @@
+"""Shards of sealed batches: fetched from the rollout controller, checked, and written where the trainers read.
+
+A shard is immutable and served any number of times, so a failed fetch is simply tried again, after a back-off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+import aiohttp
+
+from colocated_rl_api.batch import DIGEST_HEADER
+from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_member.data import DataClient
+
+MAX_SHARD_BYTES = 16 * 1024**3
+PIECE_BYTES = 1024 * 1024
+
+
+class ShardUnavailable(Exception):
+    """The shard could not be fetched whole. Trying again later is safe."""
+
+
+def shard_path(directory: Path, *, step: int, rank: int) -> Path:
+    return directory / f"batch-{step}-{rank}.safetensors"
+
+
+async def fetch_shard(
+    client: DataClient, endpoint: Endpoint, directory: Path, *, step: int, rank: int, deadline_s: float
+) -> Path:
+    """Fetch one rank's shard of the batch; on return the file is whole. Raises ShardUnavailable."""
+    path = shard_path(directory, step=step, rank=rank)
+    what = f"shard {rank} of batch {step} from {endpoint.pod} at {endpoint.address}:{endpoint.port}"
+    draft = path.with_suffix(".draft")
+    digest = hashlib.sha256()
+    try:
+        async with (
+            asyncio.timeout(deadline_s),
+            client.request("GET", endpoint, f"/v1/batches/{step}?shard={rank}") as answer,
+        ):
+            if answer.status != 200:
+                raise ShardUnavailable(
+                    f"{what}: HTTP {answer.status} {(await answer.content.read(500)).decode(errors='replace')}"
+                )
+            expected = answer.headers.get(DIGEST_HEADER)
+            size = 0
+            with draft.open("wb") as stream:
+                async for piece in answer.content.iter_chunked(PIECE_BYTES):
+                    size += len(piece)
+                    if size > MAX_SHARD_BYTES:
+                        raise ShardUnavailable(f"{what}: larger than {MAX_SHARD_BYTES} bytes")
+                    digest.update(piece)
+                    stream.write(piece)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise ShardUnavailable(f"{what}: {error!r}") from error
+    if digest.hexdigest() != expected:
+        raise ShardUnavailable(
+            f"{what}: digest {digest.hexdigest()[:16]}, the header says {(expected or 'nothing')[:16]}"
+        )
+    draft.replace(path)
+    return path
+
+
+def remove_shards(directory: Path, *, below: int) -> None:
+    """Of steps before `below`."""
+    for path in directory.glob("batch-*-*.safetensors"):
+        step = path.name.split("-")[1]
+        if step.isdigit() and int(step) < below:
+            path.unlink()

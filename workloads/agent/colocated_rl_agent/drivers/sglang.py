@@ -1,0 +1,243 @@
+"""SGLang 0.5.23: its command, its calls, and what it must be before a switch is safe with it.
+
+One caller is assumed, this agent: the engine listens on loopback with an admin key of its own incarnation. Every call
+has a deadline; past it the outcome is unknown and the caller replaces the engine. Nothing is ever sent twice here.
+Unknown fields and tags are ignored by the engine with 200 (H42), so bodies are built in this file alone.
+`/server_info` shows the admin key: it is parsed for a few fields and never kept or logged (H60).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from colocated_rl_agent.drivers.base import CallRefused, Unsuitable, within
+from colocated_rl_api.ladder import WeightVersion
+
+SUPPORTED_VERSIONS = ("0.5.23",)
+FLUSH_MARGIN = 0.8  # the engine's own flush timeout, of the deadline: its answer must come before ours gives up
+MAX_ERROR_BYTES = 1000
+ENGINE_KEEP_ALIVE_S = 75
+IDLE_CONNECTION_S = 15.0  # ours, well below the engine's: a request on a connection that it just closed is lost
+
+Method = Literal["GET", "POST"]
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """How an engine is started on an export. `admin_key` goes into a file, because arguments can be read by anybody."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str | None]
+
+
+def engine_command(
+    *, model: Path, version: WeightVersion, port: int, config: Path, gpus: int, extra: Sequence[str]
+) -> EngineCommand:
+    """`config`: written by `engine_config`. `extra`: spec.rollout.engineArgs, which may not set any of ours."""
+    argv = [
+        "python3", "-m", "sglang.launch_server",
+        "--config", str(config),
+        "--model-path", str(model),
+        "--weight-version", str(version),
+        "--host", "127.0.0.1",
+        "--port", str(port),
+        "--sleep-on-idle",  # an idle engine must not take the trainer's cores
+    ]  # fmt: skip
+    if gpus > 0:
+        argv.append("--enable-memory-saver")
+    env: dict[str, str | None] = {
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # a crash takes 70 s otherwise (H56)
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        "SGLANG_RUST_SERVER": None,  # another HTTP server, with other rules
+        "SGLANG_REQ_WAITING_TIMEOUT": None,  # aborts that look like a switch
+        "SGLANG_REQ_RUNNING_TIMEOUT": None,
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # behaviour log-probabilities are those of the sampling temperature
+        "PYTORCH_CUDA_ALLOC_CONF": None,  # expandable segments can't be released
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(ENGINE_KEEP_ALIVE_S),
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",  # a curious /health must not generate (H16)
+    }
+    if gpus == 0:
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+    return EngineCommand((*argv, *extra), env)
+
+
+def engine_config(admin_key: str) -> str:
+    """The engine's configuration file (YAML), which holds what may not stand on a command line."""
+    return f'admin-api-key: "{admin_key}"\n'
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class ModelInfo(_Answer):
+    """What the HTTP process says of the weights (H54: after a failed update the scheduler may know better)."""
+
+    weight_version: str
+    model_path: str
+
+
+class ServerInfo(_Answer):
+    """The few fields of `/server_info` that are looked at; all others, keys among them, are dropped when parsing."""
+
+    version: str
+    frontend: str = "python"
+    enable_memory_saver: bool
+    dp_size: int
+    tokenizer_worker_num: int
+    incremental_streaming_output: bool
+    skip_tokenizer_init: bool
+    delete_ckpt_after_loading: bool
+    enable_hierarchical_cache: bool
+    disaggregation_mode: str
+    weight_cache_mode: str = "off"
+    dtype: str = "auto"
+
+
+class UpdateAnswer(_Answer):
+    success: bool
+    message: str = ""
+
+
+class _InputLogprobs(_Answer):
+    input_token_logprobs: tuple[tuple[float | None, int, Any], ...] = Field(default=())
+
+
+class _Generated(_Answer):
+    meta_info: _InputLogprobs
+
+
+class SGLang:
+    """One incarnation of an engine.
+
+    call_s: deadline of each call that changes something.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, *, url: str, admin_key: str, call_s: float) -> None:
+        self._session = session
+        self._headers = {"Authorization": f"Bearer {admin_key}"}
+        self._call_s = call_s
+        self.url = url
+
+    # ------------------------------------------------------------------------------------------------ what it is
+    async def is_up(self, *, deadline_s: float = 2.0) -> bool:
+        """Started and healthy, paused or not. Raises OutcomeUnknown while nobody listens."""
+        return await self._status("/ping", deadline_s) == 200
+
+    async def takes_requests(self, *, deadline_s: float = 2.0) -> bool:
+        """Up and not paused; with `is_up` this tells whether it is paused. Raises OutcomeUnknown."""
+        return await self._status("/ready", deadline_s) == 200
+
+    async def model_info(self) -> ModelInfo:
+        return ModelInfo.model_validate(await self._call("GET", "/model_info"))
+
+    async def weight_version(self) -> WeightVersion:
+        """Raises CallRefused if it has none of ours (H22)."""
+        info = await self.model_info()
+        try:
+            return WeightVersion.parse(info.weight_version)
+        except ValueError as error:
+            raise CallRefused(f"engine serves {info.model_path}: {error}") from error
+
+    async def require_suitable(self, *, gpus: int) -> ServerInfo:
+        """Raises Unsuitable with the flag or the package to change."""
+        try:
+            info = ServerInfo.model_validate(await self._call("GET", "/server_info"))
+        except ValidationError as error:
+            missing = ", ".join(".".join(map(str, item["loc"])) for item in error.errors(include_input=False))
+            raise Unsuitable(f"/server_info lacks {missing}: use SGLang {' or '.join(SUPPORTED_VERSIONS)}") from None
+        for wrong, remedy in (
+            (
+                info.version not in SUPPORTED_VERSIONS,
+                f"SGLang {info.version} is not known: use {SUPPORTED_VERSIONS[-1]}",
+            ),
+            (info.frontend != "python", "unset SGLANG_RUST_SERVER: only the Python HTTP server is supported"),
+            (gpus > 0 and not info.enable_memory_saver, "--enable-memory-saver is off: releasing would free nothing"),
+            (info.dp_size != 1, "--dp-size must be 1: use more replicas instead"),
+            (info.tokenizer_worker_num != 1, "--tokenizer-worker-num must be 1: a pause would return early"),
+            (info.incremental_streaming_output, "remove --incremental-streaming-output: aborts would repeat a token"),
+            (info.skip_tokenizer_init, "remove --skip-tokenizer-init"),
+            (info.delete_ckpt_after_loading, "remove --delete-ckpt-after-loading: exports belong to the trainer"),
+            (info.enable_hierarchical_cache, "remove --enable-hierarchical-cache: not supported with release"),
+            (info.disaggregation_mode != "null", "remove --disaggregation-mode: not supported"),
+            (info.weight_cache_mode != "off", "--weight-cache-mode must be off with release"),
+        ):
+            if wrong:
+                raise Unsuitable(remedy)
+        return info
+
+    # ------------------------------------------------------------------------------------------------ a switch
+    async def abort_all(self) -> None:
+        await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
+
+    async def abort(self, rid: str) -> None:
+        await self._call("POST", "/abort_request", {"rid": rid, "abort_all": False})
+
+    async def pause(self) -> None:
+        """Call it when nothing is in flight: it takes whole seconds otherwise (H55)."""
+        await self._call("POST", "/pause_generation", {"mode": "abort"})
+
+    async def flush(self) -> None:
+        """The scheduler itself says idle. Raises CallRefused if it is not within the deadline."""
+        await self._call("POST", f"/flush_cache?timeout={self._call_s * FLUSH_MARGIN:g}", {})
+
+    async def release(self, tags: Sequence[str]) -> None:
+        """Only drained, and never twice: the engine dies of both (H2, H10)."""
+        await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Only tags that were released: the engine dies of others."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
+
+    async def update(self, directory: Path, version: WeightVersion) -> None:
+        """Load an export whose files were verified (H51). Raises CallRefused; the weights are unknown then (H54)."""
+        body = {
+            "model_path": str(directory),
+            "weight_version": str(version),
+            "flush_cache": True,
+            "abort_all_requests": False,
+        }
+        answer = UpdateAnswer.model_validate(await self._call("POST", "/update_weights_from_disk", body))
+        if not answer.success:
+            raise CallRefused(f"update to {version}: {answer.message}")
+
+    async def continue_(self) -> None:
+        await self._call("POST", "/continue_generation", {})
+
+    async def input_logprobs(self, input_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probability of each token but the first given those before it, temperature 1, in nats."""
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = _Generated.model_validate(await self._call("POST", "/generate", body))
+        found = answer.meta_info.input_token_logprobs
+        if [token for _, token, _ in found] != list(input_ids):
+            raise CallRefused(f"log-probabilities of {len(found)} tokens for a sequence of {len(input_ids)}")
+        return tuple(logprob for logprob, _, _ in found[1:] if logprob is not None)
+
+    # ------------------------------------------------------------------------------------------------ transport
+    async def _status(self, path: str, deadline_s: float) -> int:
+        async with within(deadline_s, path), self._session.get(self.url + path, headers=self._headers) as answer:
+            return answer.status
+
+    async def _call(self, method: Method, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The answer of a 200, parsed. Raises CallRefused with the engine's words, OutcomeUnknown."""
+        call = path.partition("?")[0]
+        async with (
+            within(self._call_s, call),
+            self._session.request(method, self.url + path, json=body, headers=self._headers) as answer,
+        ):
+            text = await answer.content.read(MAX_ERROR_BYTES) if answer.status != 200 else await answer.read()
+            if answer.status != 200:
+                raise CallRefused(f"{call}: HTTP {answer.status} {text.decode(errors='replace')}")
+            return json.loads(text) if answer.content_type == "application/json" else None

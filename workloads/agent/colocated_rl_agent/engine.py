@@ -1,0 +1,345 @@
+"""The pod's engine: its process, what is known of it, and the calls that change it.
+
+Owns the engine's view. A call's effect enters the view when the engine has confirmed it; a call that failed in any way
+leaves the view broken, and then the only thing left to do with this incarnation is to kill it. Calls that must not be
+repeated are in the journal before and after. Decides nothing: `facts` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+
+from colocated_rl_agent.drivers.base import CallRefused, DriverError, OutcomeUnknown
+from colocated_rl_agent.drivers.sglang import SGLang, engine_command, engine_config
+from colocated_rl_agent.exports import export_directory
+from colocated_rl_agent.gate import Backend
+from colocated_rl_agent.journal import EngineMemory, Intent, Journal
+from colocated_rl_agent.metrics import Metrics
+from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
+from colocated_rl_agent.runner_link import ChildExited, ChildStatus, RunnerLink, RunnerRefused
+from colocated_rl_agent.settings import Settings
+from colocated_rl_agent.views import ENGINE_NAME, TAGS, WEIGHTS, EngineView
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.logs import log
+from colocated_rl_api.weights import Probe
+
+LOG = logging.getLogger(__name__)
+
+ABORT_AGAIN_S = 0.5  # a request that was on its way when all were aborted is not aborted (H3)
+START_POLL_S = 0.1  # an engine has no way to say that it is up
+MAX_BACK_OFF_S = 60.0
+REAP_S = 30.0  # from SIGKILL to an empty process group; a device driver can hold on to a process
+LONGEST_REASON = 600
+CONFIG_MODE = 0o640  # the engine reads it through the pod's group
+
+
+class Engine:
+    """changed: the view is another one. failed: (reason, message) for the pod's problem."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        session: aiohttp.ClientSession,
+        runner: RunnerLink,
+        journal: Journal,
+        metrics: Metrics,
+        changed: Callable[[], None],
+        failed: Callable[[str, str], None],
+    ) -> None:
+        self._settings = settings
+        self._session = session
+        self._runner = runner
+        self._journal = journal
+        self._metrics = metrics
+        self._changed = changed
+        self._failed = failed
+        self._client: SGLang | None = None
+        self._dtype = "unknown"
+        self._failures = 0  # since it last served: how long the next start waits
+        self._exits: dict[str, ChildExited] = {}  # newest, which can come before the answer to the start
+        self._killed_for: str | None = None
+        self._gone = asyncio.Event()
+        self.view = EngineView()
+
+    # ------------------------------------------------------------------------------------------------- its process
+    async def start(self, version: WeightVersion) -> None:
+        settings, admin_key = self._settings, secrets.token_urlsafe(24)
+        config = settings.directories.sockets / f"{ENGINE_NAME}.yaml"
+        await asyncio.to_thread(_write_config, config, admin_key)
+        command = engine_command(
+            model=export_directory(settings.directories.weights, version),
+            version=version,
+            port=settings.engine_port,
+            config=config,
+            gpus=settings.gpus,
+            extra=settings.job.spec.rollout.engine_args,
+        )
+        self._gone.clear()
+        try:
+            incarnation = await self._runner.start(ENGINE_NAME, command.argv, command.env, secrets=[admin_key])
+        except RunnerRefused as error:
+            self._lost(f"it could not be started: {error}")
+            return
+        self._journal.engine_started(incarnation, version, admin_key)
+        self._metrics.incarnations.labels(ENGINE_NAME).inc()
+        self._client = self._client_of(admin_key)
+        self._set(EngineView().started(incarnation, version, start_by=self._start_by()))
+        if (exited := self._exits.get(incarnation)) is not None:
+            self.exited(exited)
+
+    async def wait_until_up(self) -> None:
+        """Until it answers and is what a switch needs, or is broken. The caller minds the deadline."""
+        client, incarnation, started = self._client, self.view.incarnation, time.monotonic()
+        assert client is not None
+        while not await _is_up(client):  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(START_POLL_S)
+        try:
+            info = await client.require_suitable(gpus=self._settings.gpus)
+            version = await client.weight_version()
+            if version != self.view.starts_on:
+                raise CallRefused(f"it serves {version} and was started on {self.view.starts_on}")
+        except DriverError as error:
+            self.broke(f"the started engine can't be used: {error}")
+            return
+        if self.view.incarnation == incarnation:
+            self._dtype = info.dtype
+            (self._settings.directories.sockets / f"{ENGINE_NAME}.yaml").unlink(missing_ok=True)
+            log(LOG, "engine up", incarnation=incarnation, version=version, took_s=_since(started))
+            self._set(self.view.answered(version))
+
+    async def kill(self, reason: str) -> None:
+        """Until its process group is reaped."""
+        log(LOG, "engine killed", logging.WARNING, incarnation=self.view.incarnation, reason=reason)
+        self._killed_for = reason
+        await self._runner.kill(ENGINE_NAME)
+        try:
+            async with asyncio.timeout(REAP_S):
+                await self._gone.wait()
+        except TimeoutError:
+            self._failed("EngineNotReaped", f"its processes did not end {REAP_S:.0f} s after SIGKILL; killing again")
+
+    def exited(self, event: ChildExited) -> None:
+        """Its process group is gone, whoever ended it."""
+        self._exits = {event.incarnation: event}
+        if self.view.incarnation != event.incarnation:
+            return
+        log(LOG, "engine gone", incarnation=event.incarnation, reason=f"code {event.code}")
+        killed_for, self._killed_for = self._killed_for, None
+        self._gone.set()
+        if killed_for is None:
+            self._lost(f"it ended with code {event.code}; its last words: {' | '.join(event.tail[-3:])}")
+        elif self.view.broken is not None:
+            self._lost(killed_for)
+        else:
+            self._set(EngineView())
+
+    async def attach(self, child: ChildStatus | None) -> None:
+        """What the runner says of the engine, after a restart of either side."""
+        if child is None or not child.running:
+            self._gone.set()
+            if not self.view.is_absent:
+                self._lost("it ended with its container, or while the runner was unreachable")
+            return
+        if child.incarnation == self.view.incarnation:
+            return
+        self._gone.clear()
+        memory = self._journal.memory.engine
+        if memory is None or memory.incarnation != child.incarnation:
+            unknown = EngineView().started(child.incarnation, WeightVersion(0, 0), start_by=0.0)
+            self._set(unknown.broke("it is not known to this agent's journal"))
+        elif memory.pending is not None:
+            tags = memory.pending.tags
+            self._set(memory.view.broke(f"the agent ended during its {memory.pending.call}", tags))
+        else:
+            self._client = self._client_of(memory.admin_key)
+            self._set(await self._recognize(memory, self._client))
+        log(LOG, "engine attached", incarnation=child.incarnation, reason=self.view.broken)
+        if (exited := self._exits.get(child.incarnation)) is not None:
+            self.exited(exited)
+
+    async def _recognize(self, memory: EngineMemory, client: SGLang) -> EngineView:
+        """The view of a running engine that an agent before this one started."""
+        remembered = memory.view
+        if not await _is_up(client):
+            return EngineView().started(memory.incarnation, memory.version, start_by=self._start_by())
+        try:
+            paused = not await client.takes_requests()
+            version = await client.weight_version()
+            self._dtype = (await client.require_suitable(gpus=self._settings.gpus)).dtype
+        except DriverError as error:
+            return remembered.broke(f"it could not be recognized: {error}")
+        if not remembered.is_whole and not paused:
+            return remembered.broke("it takes requests while memory is released")
+        if remembered.version is not None and remembered.version != version:
+            return remembered.broke(f"it holds {version}, the journal says {remembered.version}")
+        # nothing was let in since this agent started, and released memory was drained before
+        return replace(remembered, paused=paused, drained=paused and not remembered.is_whole, flushed=False)
+
+    # ---------------------------------------------------------------------------------------------------- a switch
+    def backend(self) -> Backend:
+        """For a gate that opens now."""
+        client, incarnation, version = self._client, self.view.incarnation, self.view.version
+        assert client is not None, "a gate opens on an engine"
+        assert incarnation is not None, "a gate opens on an engine"
+        assert version is not None, "a gate opens on a version"
+        self._failures = 0
+        return Backend(client.url, incarnation, version, client.abort)
+
+    def gate_closed(self) -> None:
+        self._set(self.view.gate_closed())
+
+    async def abort_all(self, settled: Callable[[], Awaitable[None]]) -> None:
+        """Until nothing is in flight. The caller minds the deadline."""
+        assert self._client is not None
+        while True:
+            try:
+                await self._client.abort_all()
+            except DriverError as error:
+                self.broke(f"abort failed: {error}")
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_AGAIN_S):
+                    await settled()
+                return
+
+    async def pause(self) -> None:
+        await self._change("pause", SGLang.pause, EngineView.was_paused)
+
+    async def flush(self) -> None:
+        await self._change("flush", SGLang.flush, EngineView.was_flushed)
+
+    async def release(self) -> None:
+        await self._change(
+            "release", lambda client: client.release(TAGS), EngineView.was_released, _intent("release", tags=TAGS)
+        )
+
+    async def resume(self, tags: tuple[str, ...]) -> None:
+        await self._change(
+            "resume",
+            lambda client: client.resume(tags),
+            lambda view: view.was_resumed(tags),
+            _intent("resume", tags=tags),
+        )
+
+    async def update(self, version: WeightVersion) -> None:
+        directory = export_directory(self._settings.directories.weights, version)
+
+        async def update_and_read_back(client: SGLang) -> None:
+            await client.update(directory, version)
+            if (found := await client.weight_version()) != version:
+                raise CallRefused(f"it says {found} after the update to {version}")
+
+        await self._change(
+            "update",
+            update_and_read_back,
+            lambda view: view.was_updated(version),
+            _intent("update", tags=(WEIGHTS,), version=version),
+        )
+
+    async def continue_(self) -> None:
+        async def continue_and_look(client: SGLang) -> None:
+            await client.continue_()
+            if not await client.takes_requests():
+                raise CallRefused("it takes no requests after it was continued")
+
+        await self._change("continue", continue_and_look, EngineView.was_continued)
+
+    async def check_probe(self, probe: Probe) -> None:
+        async def compare(client: SGLang) -> None:
+            found = await client.input_logprobs(probe.input_ids)
+            mean = require_agreement(probe.logp, found, dtype=self._dtype)
+            log(LOG, "probe agrees", version=self.view.version, mean_nats=mean, tokens=len(found))
+
+        await self._change("probe", compare, EngineView.agreed)
+
+    async def _change(
+        self,
+        call: str,
+        request: Callable[[SGLang], Awaitable[None]],
+        effect: Callable[[EngineView], EngineView],
+        intent: Callable[[str], Intent] | None = None,
+    ) -> None:
+        """One call and its effect. Whatever keeps it from being confirmed leaves the engine broken (I6)."""
+        client, incarnation, started = self._client, self.view.incarnation, time.monotonic()
+        assert client is not None, f"{call} without an engine"
+        assert incarnation is not None, f"{call} without an engine"
+        written = intent(incarnation) if intent else None
+        if written:
+            self._journal.intend(written)
+        try:
+            await request(client)
+        except (DriverError, ProbeDisagrees) as error:
+            self.broke(f"{call}: {error}", written.tags if written else ())
+            return
+        except asyncio.CancelledError:
+            self.broke(f"{call} was interrupted", written.tags if written else ())
+            raise
+        self._metrics.call_seconds.labels(call).observe(time.monotonic() - started)
+        if self.view.incarnation == incarnation and self.view.broken is None:
+            if written:
+                self._journal.confirm(incarnation)
+            self._set(effect(self.view))
+
+    # ---------------------------------------------------------------------------------------------------- its view
+    def broke(self, reason: str, unknown_tags: Sequence[str] = ()) -> None:
+        """This incarnation can't be used any more: it will be killed."""
+        if not self.view.is_absent and self.view.broken is None:
+            self._set(self.view.broke(reason[:LONGEST_REASON], tuple(unknown_tags)))
+
+    def _client_of(self, admin_key: str) -> SGLang:
+        return SGLang(
+            self._session,
+            url=f"http://127.0.0.1:{self._settings.engine_port}",
+            admin_key=admin_key,
+            call_s=self._settings.job.spec.switch.engine_call_seconds,
+        )
+
+    def _start_by(self) -> float:
+        return time.monotonic() + self._settings.job.spec.switch.engine_start_seconds
+
+    def _lost(self, reason: str) -> None:
+        self._failures += 1
+        wait_s = 0.0 if self._failures == 1 else min(MAX_BACK_OFF_S, 2.0 ** (self._failures - 2))
+        self._metrics.replaced.inc()
+        log(LOG, "engine lost", logging.WARNING, reason=reason, starts_again_in_s=wait_s)
+        self._failed("EngineLost", reason)
+        self._set(self.view.gone(start_after=time.monotonic() + wait_s))
+
+    def _set(self, view: EngineView) -> None:
+        self.view = view
+        self._changed()
+
+
+def _intent(
+    call: Literal["release", "resume", "update"], *, tags: tuple[str, ...], version: WeightVersion | None = None
+) -> Callable[[str], Intent]:
+    """Of an incarnation that is known when the call is made."""
+    return lambda incarnation: Intent(incarnation=incarnation, call=call, tags=tags, version=version)
+
+
+async def _is_up(client: SGLang) -> bool:
+    try:
+        return await client.is_up()
+    except OutcomeUnknown:
+        return False
+
+
+def _write_config(path: Path, admin_key: str) -> None:
+    path.unlink(missing_ok=True)
+    path.touch(mode=CONFIG_MODE)
+    path.write_text(engine_config(admin_key))
+
+
+def _since(started: float) -> float:
+    return round(time.monotonic() - started, 4)

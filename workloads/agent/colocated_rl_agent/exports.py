@@ -1,0 +1,97 @@
+"""Exports in the pod's weights volume: whether one is whole, and the removal of older ones.
+
+The trainer writes them, the agent trusts nothing it has not read: an engine takes missing tensors, wrong names and torn
+files in silence and reports success (H51, H52), so every file is compared with the manifest before an engine sees it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.weights import MANIFEST, Manifest, TensorEntry
+
+MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
+
+
+class ExportTorn(Exception):
+    """The files of an export are not what its manifest says, or there is none. Only a new export helps."""
+
+
+def export_directory(root: Path, version: WeightVersion) -> Path:
+    return root / str(version)
+
+
+def verify_export(root: Path, version: WeightVersion) -> Manifest:
+    """Compare every file with the manifest; reads all of them, so call it in a thread. Raises ExportTorn."""
+    directory = export_directory(root, version)
+    manifest = _manifest(directory)
+    if manifest.version != version:
+        raise ExportTorn(f"{directory} holds version {manifest.version}")
+    files = {path.name for path in directory.glob("*.safetensors")}
+    if files != set(manifest.sha256):
+        raise ExportTorn(f"{directory} holds {sorted(files)}, its manifest names {sorted(manifest.sha256)}")
+    tensors: dict[str, TensorEntry] = {}
+    for name, digest in manifest.sha256.items():
+        path = directory / name
+        with path.open("rb") as stream:
+            if (found := hashlib.file_digest(stream, "sha256").hexdigest()) != digest:
+                raise ExportTorn(f"{path} has digest {found[:16]}, its manifest says {digest[:16]}")
+        tensors |= _tensors(path)
+    if tensors != manifest.tensors:
+        different = sorted(
+            name for name in tensors.keys() | manifest.tensors if tensors.get(name) != manifest.tensors.get(name)
+        )
+        raise ExportTorn(f"{directory} and its manifest differ in {len(different)} tensors, first {different[0]}")
+    return manifest
+
+
+def stale_exports(root: Path, keep: WeightVersion | None) -> list[Path]:
+    """Directories of other versions."""
+    return [path for path in root.iterdir() if path.is_dir() and _is_version(path.name) and path.name != str(keep)]
+
+
+def remove_exports(root: Path, keep: WeightVersion) -> None:
+    for path in stale_exports(root, keep):
+        shutil.rmtree(path)
+
+
+def _is_version(name: str) -> bool:
+    try:
+        WeightVersion.parse(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _manifest(directory: Path) -> Manifest:
+    try:
+        with (directory / MANIFEST).open("rb") as stream:
+            return Manifest.model_validate_json(stream.read(MAX_MANIFEST_BYTES))
+    except (OSError, ValidationError) as error:
+        raise ExportTorn(f"{directory / MANIFEST} can't be read: {error}") from error
+
+
+def _tensors(path: Path) -> dict[str, TensorEntry]:
+    """Names, dtypes and shapes of a safetensors file, from its header."""
+    with path.open("rb") as stream:
+        start = stream.read(8)
+        size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= size <= MAX_HEADER_BYTES:
+            raise ExportTorn(f"{path} is not a safetensors file")
+        try:
+            header = json.loads(stream.read(size))
+            return {
+                name: TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"]))
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            raise ExportTorn(f"{path} is not a safetensors file: {error}") from error

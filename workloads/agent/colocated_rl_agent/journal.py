@@ -1,0 +1,225 @@
+"""What the agent must remember across its own restarts: epochs, incarnations, and calls that can't be repeated.
+
+A record is durable before the effect it announces (`intend`) and after the effect it reports (`confirm`). Everything is
+tied to an incarnation id of the runner: what this file does not know is not the agent's and gets killed, and an intent
+without an outcome means that nobody knows (I6). Bounded: it is rewritten as its own meaning when it is opened and after
+every REWRITE_AFTER records. A torn last record is what a crash leaves and counts as never written; anything else that
+can't be read stops the agent, because forgetting the epoch would let an operator of the past in (I5).
+
+Appending blocks for one fsync, a few times a switch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from colocated_rl_agent.views import TAGS, EngineView
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import Version
+
+FILE = "journal.jsonl"
+REWRITE_AFTER = 1000
+
+
+class JournalUnreadable(ValueError):
+    """The journal is damaged beyond a torn end: the pod must be replaced."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EpochAccepted(_Record):
+    kind: Literal["epoch"] = "epoch"
+    epoch: int
+
+
+class EngineStarted(_Record):
+    kind: Literal["engine"] = "engine"
+    incarnation: str
+    version: Version
+    admin_key: str = Field(repr=False)
+
+
+class TrainerStarted(_Record):
+    kind: Literal["trainer"] = "trainer"
+    rank: int
+    incarnation: str
+    lineage: int
+
+
+class Intent(_Record):
+    """Of a call that must not be repeated. `tags` for release and resume, `version` for an update."""
+
+    kind: Literal["intent"] = "intent"
+    incarnation: str
+    call: Literal["release", "resume", "update"]
+    tags: tuple[str, ...] = ()
+    version: Version | None = None
+
+
+class Outcome(_Record):
+    """The intended call of this incarnation took effect."""
+
+    kind: Literal["outcome"] = "outcome"
+    incarnation: str
+
+
+Record = EpochAccepted | EngineStarted | TrainerStarted | Intent | Outcome
+_record: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What is remembered of the newest engine. `pending`: a call whose outcome was not written down."""
+
+    incarnation: str
+    version: WeightVersion
+    admin_key: str
+    view: EngineView
+    pending: Intent | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The meaning of a journal."""
+
+    epoch: int = 0
+    engine: EngineMemory | None = None
+    trainers: tuple[TrainerStarted, ...] = ()  # newest of each rank
+
+    def after(self, record: Record) -> Memory:
+        match record:
+            case EpochAccepted(epoch=epoch):
+                return replace(self, epoch=max(self.epoch, epoch))
+            case EngineStarted(incarnation=incarnation, version=version, admin_key=key):
+                view = EngineView().started(incarnation, version, start_by=0.0).answered(version)
+                return replace(self, engine=EngineMemory(incarnation, version, key, view))
+            case TrainerStarted(rank=rank):
+                others = tuple(started for started in self.trainers if started.rank != rank)
+                return replace(self, trainers=(*others, record))
+            case Intent(incarnation=incarnation):
+                if self.engine is None or self.engine.incarnation != incarnation:
+                    return self
+                return replace(self, engine=replace(self.engine, pending=record))
+            case Outcome(incarnation=incarnation):
+                engine = self.engine
+                if engine is None or engine.incarnation != incarnation or engine.pending is None:
+                    return self
+                return replace(self, engine=replace(engine, view=_effect(engine.view, engine.pending), pending=None))
+
+    def records(self) -> list[Record]:
+        """The shortest journal of this meaning."""
+        records: list[Record] = [EpochAccepted(epoch=self.epoch)] if self.epoch else []
+        if (engine := self.engine) is not None:
+            incarnation = engine.incarnation
+            records.append(EngineStarted(incarnation=incarnation, version=engine.version, admin_key=engine.admin_key))
+            for intent in _history(engine):
+                records += [intent, Outcome(incarnation=incarnation)]
+            if engine.pending is not None:
+                records.append(engine.pending)
+        return records + list(self.trainers)
+
+
+def _effect(view: EngineView, intent: Intent) -> EngineView:
+    match intent.call:
+        case "release":
+            return view.was_released()
+        case "resume":
+            return view.was_resumed(intent.tags)
+        case "update":
+            assert intent.version is not None
+            return view.was_updated(intent.version)
+
+
+def _history(engine: EngineMemory) -> list[Intent]:
+    """Calls that lead from a fresh engine to what is remembered of it."""
+    start = EngineView().started(engine.incarnation, engine.version, start_by=0.0).answered(engine.version)
+    if engine.view.tags == start.tags and engine.view.version == start.version:
+        return []
+    calls = [Intent(incarnation=engine.incarnation, call="release", tags=TAGS)]
+    if resumed := tuple(tag for tag in TAGS if engine.view.tags[tag] == start.tags[tag]):
+        calls.append(Intent(incarnation=engine.incarnation, call="resume", tags=resumed))
+    if engine.view.version is not None:
+        calls.append(Intent(incarnation=engine.incarnation, call="update", version=engine.view.version))
+    return calls
+
+
+class Journal:
+    """The file, held open for appending."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises JournalUnreadable, OSError."""
+        self._path = directory / FILE
+        self.memory = _read(self._path)
+        self._appended = 0
+        self._file = self._rewrite()
+
+    def epoch_accepted(self, epoch: int) -> None:
+        self._append(EpochAccepted(epoch=epoch))
+
+    def engine_started(self, incarnation: str, version: WeightVersion, admin_key: str) -> None:
+        self._append(EngineStarted(incarnation=incarnation, version=version, admin_key=admin_key))
+
+    def trainer_started(self, rank: int, incarnation: str, lineage: int) -> None:
+        self._append(TrainerStarted(rank=rank, incarnation=incarnation, lineage=lineage))
+
+    def intend(self, intent: Intent) -> None:
+        """Before the call."""
+        self._append(intent)
+
+    def confirm(self, incarnation: str) -> None:
+        """After the call took effect."""
+        self._append(Outcome(incarnation=incarnation))
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _append(self, record: Record) -> None:
+        os.write(self._file, _line(record))
+        os.fdatasync(self._file)
+        self.memory = self.memory.after(record)
+        self._appended += 1
+        if self._appended >= REWRITE_AFTER:
+            os.close(self._file)
+            self._file = self._rewrite()
+
+    def _rewrite(self) -> int:
+        draft = self._path.with_suffix(".draft")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:  # it holds a key
+            stream.writelines(_line(record) for record in self.memory.records())
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(self._path)
+        directory = os.open(self._path.parent, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+        self._appended = 0
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+
+def _line(record: Record) -> bytes:
+    return record.model_dump_json(exclude_defaults=False).encode() + b"\n"
+
+
+def _read(path: Path) -> Memory:
+    memory = Memory()
+    try:
+        *lines, torn = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return memory
+    for number, line in enumerate(lines, start=1):
+        try:
+            parsed: Any = json.loads(line)
+            memory = memory.after(_record.validate_python(parsed))
+        except (ValueError, ValidationError) as error:
+            if number == len(lines) and not torn:
+                break  # a block that was written in part can end with the newline of the record
+            raise JournalUnreadable(f"{path}, line {number} can't be read: replace this pod") from error
+    return memory

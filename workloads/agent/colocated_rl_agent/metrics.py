@@ -1,0 +1,40 @@
+"""Figures of the agent for Prometheus. Names are part of the interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+CALL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)  # idle: 1-30 ms; with 1 s sleeps
+RUNG_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)  # from a closing gate to a training step
+
+
+class Metrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "colocate_gate_requests", "Requests let in, by how they ended", ["outcome"], registry=registry
+        )
+        self.tokens = Counter(
+            "colocate_gate_tokens", "Tokens handed back, by how their request ended", ["outcome"], registry=registry
+        )
+        self.in_flight = Gauge("colocate_gate_in_flight", "Requests let in that have not ended", registry=registry)
+        self.rung_seconds = Histogram(
+            "colocate_rung_seconds",
+            "Time from the rung before",
+            ["rung"],
+            buckets=RUNG_BUCKETS_S,
+            registry=registry,
+        )
+        self.call_seconds = Histogram(
+            "colocate_engine_call_seconds", "Calls of a switch", ["call"], buckets=CALL_BUCKETS_S, registry=registry
+        )
+        self.incarnations = Counter("colocate_incarnations", "Processes started", ["child"], registry=registry)
+        self.replaced = Counter("colocate_engine_replaced", "Engines that died or had to be killed", registry=registry)
+
+    def show_in_flight(self, count: Callable[[], int]) -> None:
+        self.in_flight.set_function(count)
+
+    def request_ended(self, outcome: str, tokens: int) -> None:
+        self.requests.labels(outcome).inc()
+        self.tokens.labels(outcome).inc(tokens)

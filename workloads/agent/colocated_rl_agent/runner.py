@@ -1,0 +1,496 @@
+#!/usr/bin/env python3
+"""Starts, signals and reaps the processes of a GPU container, as its entry point. One file, standard library, >= 3.9.
+
+It is copied into a vendor's image at run time, so it asks nothing of that image but a Python. It decides nothing: the
+agent says what runs. Children outlive the agent's restarts, never the runner. Each child is a process group with an
+environment of its own, and gets an incarnation id; a child is gone when its group is empty, not when its leader died,
+because every rank of an engine holds device memory.
+
+Its output goes to standard output, each line behind `[name]`, and the last lines are kept for messages. Standard output
+of the container is read by people, so values that the agent calls secret are replaced.
+
+The socket: `COLOCATE_RUNNER_SOCKET`, or /run/colocate/sock/runner.sock, mode 0660. JSON lines of at most MAX_LINE
+bytes. One agent at a time; a newer connection replaces an older one. First comes
+
+    {"event": "hello", "protocol": 1, "runner": ID, "terminating": false, "children": [CHILD, ...]}
+
+CHILD is the newest incarnation of a name: {"name", "incarnation", "running", "pid", "code", "tail"}; `code` is the exit
+code once it is gone (negative: signal), `tail` its last lines. Requests carry an `id`, answers repeat it:
+
+    {"id": 1, "op": "start", "name": "engine-0", "argv": [...], "env": {"A": "b", "C": null}, "secrets": ["..."]}
+        -> {"id": 1, "ok": true, "incarnation": ID}     env is laid over the container's; null removes a variable
+    {"id": 2, "op": "stop", "name": "engine-0", "grace_s": 5}    SIGTERM, after grace_s SIGKILL; answered at once
+    {"id": 3, "op": "kill", "name": "engine-0"}                  SIGKILL
+    {"id": 4, "op": "devices"} -> {"id": 4, "ok": true, "devices": [{"index", "total_bytes", "used_bytes"}]}  or null
+    {"id": 5, "op": "exit", "code": 0}   ends all children, then itself with that code
+
+A refused request is answered {"id", "ok": false, "error", "message"}. Events come unasked:
+
+    {"event": "exited", "name", "incarnation", "code", "tail"}   the group is empty
+    {"event": "terminating", "children_end_in_s"}                the container got SIGTERM
+
+On SIGTERM children go on, because native sidecars are told last: the agent hands partial samples back first and then
+says `exit`. Without its word children are ended RESERVE_S before the end of `COLOCATE_GRACE_S` (60).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import pathlib
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+SOCKET = "COLOCATE_RUNNER_SOCKET"
+DEFAULT_SOCKET = "/run/colocate/sock/runner.sock"
+GRACE = "COLOCATE_GRACE_S"
+DEFAULT_GRACE_S = 60.0
+RESERVE_S = 20.0  # of the grace period, for children to end
+PROTOCOL = 1
+MAX_LINE = 1024 * 1024  # of a request
+MAX_UNSENT = 4 * 1024 * 1024  # to an agent that does not read: past it the connection is dropped
+MAX_OUTPUT_LINE = 8 * 1024  # of a child; the rest becomes a line of its own
+TAIL_LINES = 40
+TAIL_LINE_CHARS = 400
+KILL_AGAIN_S = 1.0  # a process that forks while its group is killed can be missed
+EXIT_BUDGET_S = 10.0  # from `exit` to the runner's own end, even if a child can't be reaped (device driver)
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Refused(Exception):
+    """A request that is not carried out. `error` is stable."""
+
+    def __init__(self, error: str, message: str) -> None:
+        super().__init__(message)
+        self.error = error
+
+
+class Child:
+    """One incarnation of a name."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], secrets: list[bytes]) -> None:
+        assert process.stdout is not None
+        self.name = name
+        self.incarnation = uuid.uuid4().hex[:16]
+        self.process = process
+        self.output = process.stdout
+        self.secrets = secrets
+        self.partial = b""
+        self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self.code: int | None = None  # of the leader, once reaped
+        self.gone = False  # the group is empty
+        self.kill_at: float | None = None
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def group_is_empty(self) -> bool:
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+    def read_output(self) -> bool:
+        """Pass on what the child wrote; False at the end of its output."""
+        try:
+            data = os.read(self.output.fileno(), 65536)
+        except BlockingIOError:
+            return True
+        lines = (self.partial + data).split(b"\n")
+        self.partial = lines.pop()
+        while len(self.partial) > MAX_OUTPUT_LINE:
+            lines.append(self.partial[:MAX_OUTPUT_LINE])
+            self.partial = self.partial[MAX_OUTPUT_LINE:]
+        if not data and self.partial:
+            lines.append(self.partial)
+            self.partial = b""
+        for line in lines:
+            self._pass_on(line)
+        return bool(data)
+
+    def _pass_on(self, line: bytes) -> None:
+        for secret in self.secrets:
+            line = line.replace(secret, b"***")
+        text = line.decode("utf-8", "replace").rstrip("\r")
+        self.tail.append(text[:TAIL_LINE_CHARS])
+        write_out(f"[{self.name}] {text}")
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "incarnation": self.incarnation,
+            "running": not self.gone,
+            "pid": self.process.pid,
+            "code": self.code if self.gone else None,
+            "tail": list(self.tail) if self.gone else [],
+        }
+
+
+class Agent:
+    """The connection of the agent."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.received = b""
+        self.unsent = b""
+
+    def requests(self) -> list[bytes] | None:
+        """Whole lines that have arrived; None when the agent is gone or sends too much."""
+        try:
+            data = self.connection.recv(65536)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        *lines, self.received = (self.received + data).split(b"\n")
+        return None if len(self.received) > MAX_LINE else lines
+
+    def flush(self) -> bool:
+        """Send what can be sent; False when the agent is gone or does not read."""
+        try:
+            while self.unsent:
+                self.unsent = self.unsent[self.connection.send(self.unsent) :]
+        except BlockingIOError:
+            return len(self.unsent) <= MAX_UNSENT
+        except OSError:
+            return False
+        return True
+
+
+class Runner:
+    """One loop in one thread: nothing here is called from two places at once."""
+
+    def __init__(self, socket_path: str, grace_s: float) -> None:
+        self.id = uuid.uuid4().hex[:16]
+        self.grace_s = grace_s
+        self.children: dict[str, Child] = {}  # newest incarnation of each name
+        self.groups: dict[int, Child] = {}  # not yet gone, by pid of the leader
+        self.agent: Agent | None = None
+        self.terminate_at: float | None = None  # when children end without the agent's word
+        self.exit_code: int | None = None
+        self.exit_by: float | None = None
+        self.selector = selectors.DefaultSelector()
+        self.listener = listen(socket_path)
+        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        self.wakeup = wake_on_signals()
+        self.selector.register(self.wakeup, selectors.EVENT_READ, self._on_signal)
+
+    def run(self) -> int:
+        """Serve until told to exit; the exit code."""
+        while True:
+            for key, _ in self.selector.select(self._until_next_deadline()):
+                handler: Callable[[], None] = key.data
+                handler()
+            self._meet_deadlines()
+            if self.exit_code is not None and (not self.groups or time.monotonic() >= (self.exit_by or 0)):
+                self._send_all()
+                return self.exit_code
+
+    # ------------------------------------------------------------------------------------------------ the agent
+    def _accept(self) -> None:
+        connection, _ = self.listener.accept()
+        self._drop_agent()
+        self.agent = Agent(connection)
+        self.selector.register(connection, selectors.EVENT_READ, self._on_agent)
+        self._tell(
+            event="hello",
+            protocol=PROTOCOL,
+            runner=self.id,
+            terminating=self.terminate_at is not None,
+            children=[child.status() for child in self.children.values()],
+        )
+
+    def _drop_agent(self) -> None:
+        if self.agent is not None:
+            self.selector.unregister(self.agent.connection)
+            self.agent.connection.close()
+            self.agent = None
+
+    def _on_agent(self) -> None:
+        agent = self.agent
+        if agent is None:
+            return
+        lines = agent.requests()
+        if lines is None:
+            self._drop_agent()
+            return
+        for line in lines:
+            self._answer(line)
+        self._send_all()
+
+    def _answer(self, line: bytes) -> None:
+        request: dict[str, Any] = {}
+        try:
+            parsed = json.loads(line)
+            request = parsed if isinstance(parsed, dict) else {}
+            self._tell(id=request.get("id"), ok=True, **self._carry_out(request))
+        except Refused as refusal:
+            self._tell(id=request.get("id"), ok=False, error=refusal.error, message=str(refusal))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._tell(id=request.get("id"), ok=False, error="BadRequest", message=repr(error))
+
+    def _carry_out(self, request: dict[str, Any]) -> dict[str, Any]:
+        op = request["op"]
+        if op == "start":
+            return {"incarnation": self._start(request)}
+        if op == "stop":
+            child = self._child(request["name"])
+            child.signal(signal.SIGTERM)
+            child.kill_at = time.monotonic() + float(request["grace_s"])
+            return {}
+        if op == "kill":
+            child = self._child(request["name"])
+            child.signal(signal.SIGKILL)
+            child.kill_at = time.monotonic() + KILL_AGAIN_S
+            return {}
+        if op == "devices":
+            return {"devices": device_memory()}
+        if op == "exit":
+            self._end(int(request["code"]))
+            return {}
+        raise Refused("UnknownOperation", f"operation {op!r} is not known to a runner of protocol {PROTOCOL}")
+
+    def _child(self, name: str) -> Child:
+        child = self.children.get(name)
+        if child is None:
+            raise Refused("NoSuchChild", f"{name} was never started by this runner")
+        return child
+
+    def _tell(self, **message: Any) -> None:
+        if self.agent is not None:
+            self.agent.unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+            self._send_all()
+
+    def _send_all(self) -> None:
+        agent = self.agent
+        if agent is None:
+            return
+        if not agent.flush():
+            self._drop_agent()
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.unsent else 0)
+        self.selector.modify(agent.connection, wanted, self._on_agent)
+
+    # ------------------------------------------------------------------------------------------------ children
+    def _start(self, request: dict[str, Any]) -> str:
+        name, argv = str(request["name"]), [str(word) for word in request["argv"]]
+        old = self.children.get(name)
+        if old is not None and not old.gone:
+            raise Refused("AlreadyRunning", f"{name} runs as incarnation {old.incarnation}: stop it first")
+        if self.exit_code is not None or self.terminate_at is not None:
+            raise Refused("Terminating", f"{name} is not started: the container ends")
+        env = dict(os.environ)
+        for variable, value in request.get("env", {}).items():
+            if value is None:
+                env.pop(variable, None)
+            else:
+                env[variable] = str(value)
+        try:
+            process = subprocess.Popen(
+                argv,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_runner,
+            )
+        except OSError as error:
+            raise Refused("CannotStart", f"{argv[0]}: {error}") from error
+        child = Child(name, process, [str(secret).encode() for secret in request.get("secrets", [])])
+        os.set_blocking(child.output.fileno(), False)
+        self.selector.register(child.output, selectors.EVENT_READ, lambda: self._on_output(child))
+        self.children[name] = self.groups[process.pid] = child
+        log("child started", child=name, incarnation=child.incarnation, pid=process.pid)
+        return child.incarnation
+
+    def _on_output(self, child: Child) -> None:
+        if not child.read_output():
+            self._close_output(child)
+
+    def _close_output(self, child: Child) -> None:
+        if not child.output.closed:
+            self.selector.unregister(child.output)
+            child.output.close()
+
+    def _reap(self) -> None:
+        """Collect every dead process: leaders, their orphans, and what became ours because we are the first process."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            child = self.groups.get(pid)
+            if child is not None and child.code is None:
+                child.code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                child.process.returncode = child.code
+                child.signal(signal.SIGKILL)  # a rank without its leader serves nobody and holds memory
+                child.kill_at = time.monotonic() + KILL_AGAIN_S
+        for child in list(self.groups.values()):
+            if child.code is not None and child.group_is_empty():
+                self._report_exit(child)
+
+    def _report_exit(self, child: Child) -> None:
+        while not child.output.closed and select_readable(child.output.fileno()):
+            self._on_output(child)
+        self._close_output(child)
+        child.gone = True
+        child.kill_at = None
+        del self.groups[child.process.pid]
+        log("child exited", child=child.name, incarnation=child.incarnation, code=child.code)
+        status = child.status()
+        self._tell(event="exited", **{key: status[key] for key in ("name", "incarnation", "code", "tail")})
+
+    # ------------------------------------------------------------------------------------------------ the end
+    def _on_signal(self) -> None:
+        numbers = os.read(self.wakeup, 1024)
+        self._reap()
+        if (signal.SIGTERM in numbers or signal.SIGINT in numbers) and self.terminate_at is None:
+            wait_s = max(0.0, self.grace_s - RESERVE_S)
+            self.terminate_at = time.monotonic() + wait_s
+            log("runner terminating", children_end_in_s=wait_s)
+            self._tell(event="terminating", children_end_in_s=wait_s)
+            if not self.groups:
+                self._end(128 + signal.SIGTERM)
+
+    def _end(self, code: int) -> None:
+        if self.exit_code is None:
+            self.exit_code = code
+            self.exit_by = time.monotonic() + EXIT_BUDGET_S
+            log("runner ending", code=code)
+        for child in self.groups.values():
+            child.signal(signal.SIGKILL)
+            child.kill_at = time.monotonic() + KILL_AGAIN_S
+
+    def _until_next_deadline(self) -> float | None:
+        deadlines = [child.kill_at for child in self.groups.values()]
+        deadlines += [self.exit_by, self.terminate_at if self.exit_code is None else None]
+        known = [deadline for deadline in deadlines if deadline is not None]
+        return max(0.0, min(known) - time.monotonic()) if known else None
+
+    def _meet_deadlines(self) -> None:
+        now = time.monotonic()
+        for child in list(self.groups.values()):
+            if child.kill_at is not None and now >= child.kill_at:
+                child.signal(signal.SIGKILL)
+                child.kill_at = now + KILL_AGAIN_S
+        if self.terminate_at is not None and now >= self.terminate_at and self.exit_code is None:
+            self._end(128 + signal.SIGTERM)
+        if self.groups:
+            self._reap()
+
+
+def listen(path: str) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        pathlib.Path(path).unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    pathlib.Path(path).chmod(0o660)  # the agent has another user id and the pod's group
+    listener.listen(4)
+    listener.setblocking(False)
+    return listener
+
+
+def wake_on_signals() -> int:
+    """A descriptor that becomes readable with the numbers of the signals that arrived."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    return reader
+
+
+def select_readable(descriptor: int) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+LIBC = ctypes.CDLL(None)
+
+
+def prctl(option: int, value: int) -> None:
+    LIBC.prctl(option, value, 0, 0, 0)
+
+
+def die_with_runner() -> None:
+    """In the child, before exec: no child outlives its runner, or nobody could ever stop it."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def device_memory() -> list[dict[str, int]] | None:
+    """Memory of each GPU of this container, in bytes, for all its users; None where no NVIDIA driver answers."""
+
+    class Memory(ctypes.Structure):
+        _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return None
+        devices = []
+        for index in range(count.value):
+            handle, memory = ctypes.c_void_p(), Memory()
+            if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
+                return None
+            if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+                return None
+            devices.append({"index": index, "total_bytes": memory.total, "used_bytes": memory.used})
+        return devices
+    finally:
+        nvml.nvmlShutdown()
+
+
+def log(event: str, **fields: Any) -> None:
+    write_out(json.dumps({"ts": round(time.time(), 6), "level": "info", "event": event, "role": "runner", **fields}))
+
+
+def write_out(line: str) -> None:
+    try:
+        sys.stdout.buffer.write(line.encode("utf-8", "replace") + b"\n")
+        sys.stdout.buffer.flush()
+    except OSError as error:
+        if error.errno != errno.EPIPE:  # nobody reads the container's output: children go on
+            raise
+
+
+def main() -> int:
+    os.umask(0o007)  # files are shared with the agent through the pod's group
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # where it is not the first process, orphans still come to it
+    runner = Runner(os.environ.get(SOCKET, DEFAULT_SOCKET), float(os.environ.get(GRACE, DEFAULT_GRACE_S)))
+    log("runner started", runner=runner.id)
+    return runner.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

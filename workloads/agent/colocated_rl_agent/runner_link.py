@@ -1,0 +1,187 @@
+"""The agent's end of the runner's socket: what runs in the GPU container, and the way to change it.
+
+Connects, and connects again for as long as it lives: the agent starts before the GPU container does, and either may be
+restarted alone. While there is no connection nothing is known of the children, and every call raises. Protocol:
+`runner.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from colocated_rl_api.logs import log
+
+LOG = logging.getLogger(__name__)
+
+CALL_DEADLINE_S = 10.0  # the runner answers at once; only a stalled container is slower
+RECONNECT_S = 0.1
+MAX_LINE_BYTES = 4 * 1024 * 1024
+
+
+class RunnerError(Exception):
+    """RunnerError
+    ├─ RunnerUnreachable  no connection, or no answer: the outcome is unknown, the next hello tells
+    └─ RunnerRefused      the runner says why it did nothing
+    """
+
+
+class RunnerUnreachable(RunnerError):
+    pass
+
+
+class RunnerRefused(RunnerError):
+    def __init__(self, error: str, message: str) -> None:
+        super().__init__(f"{error}: {message}")
+        self.error = error
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class ChildStatus(_Message):
+    """Newest incarnation of a name."""
+
+    name: str
+    incarnation: str
+    running: bool
+    code: int | None = None
+    tail: tuple[str, ...] = ()
+
+
+class RunnerHello(_Message):
+    event: Literal["hello"]
+    protocol: int
+    runner: str
+    terminating: bool
+    children: tuple[ChildStatus, ...]
+
+
+class ChildExited(_Message):
+    event: Literal["exited"]
+    name: str
+    incarnation: str
+    code: int
+    tail: tuple[str, ...]
+
+
+class RunnerTerminating(_Message):
+    event: Literal["terminating"]
+    children_end_in_s: float
+
+
+class RunnerLost(_Message):
+    """The connection is gone; what became of the children is unknown until the next hello."""
+
+    event: Literal["lost"] = "lost"
+    reason: str
+
+
+class Device(_Message):
+    index: int
+    total_bytes: int
+    used_bytes: int
+
+
+RunnerEvent = RunnerHello | ChildExited | RunnerTerminating | RunnerLost
+_event: TypeAdapter[RunnerHello | ChildExited | RunnerTerminating] = TypeAdapter(
+    RunnerHello | ChildExited | RunnerTerminating
+)
+
+
+class RunnerLink:
+    """on_event: called on the event loop, in order, with everything the runner says unasked."""
+
+    def __init__(self, path: Path, on_event: Callable[[RunnerEvent], None]) -> None:
+        self._path = path
+        self._on_event = on_event
+        self._writer: asyncio.StreamWriter | None = None
+        self._ids = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    async def run(self) -> None:
+        """Hold a connection until cancelled."""
+        while True:
+            try:
+                reader, self._writer = await asyncio.open_unix_connection(self._path, limit=MAX_LINE_BYTES)
+            except OSError:
+                await asyncio.sleep(RECONNECT_S)
+                continue
+            try:
+                reason = await self._read(reader)
+            finally:
+                self._writer.close()
+                self._writer = None
+                for answer in self._answers.values():
+                    if not answer.done():
+                        answer.set_exception(RunnerUnreachable("the runner's connection was lost during a call"))
+                self._answers.clear()
+            self._on_event(RunnerLost(reason=reason))
+            await asyncio.sleep(RECONNECT_S)
+
+    async def start(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str | None], *, secrets: Sequence[str] = ()
+    ) -> str:
+        """Start a child; its incarnation. Raises RunnerError; after RunnerUnreachable it may run all the same."""
+        answer = await self._call("start", name=name, argv=list(argv), env=dict(env), secrets=list(secrets))
+        return str(answer["incarnation"])
+
+    async def stop(self, name: str, *, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL after grace_s. The exit comes as an event."""
+        await self._call("stop", name=name, grace_s=grace_s)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL to the whole process group. The exit comes as an event."""
+        await self._call("kill", name=name)
+
+    async def devices(self) -> tuple[Device, ...]:
+        """Memory of each GPU; empty where it can't be measured."""
+        answer = await self._call("devices")
+        return tuple(Device.model_validate(device) for device in answer["devices"] or ())
+
+    async def exit(self, code: int) -> None:
+        """End all children, then the runner."""
+        await self._call("exit", code=code)
+
+    async def _call(self, op: str, **fields: Any) -> dict[str, Any]:
+        if self._writer is None:
+            raise RunnerUnreachable(f"{op}: the runner is not connected at {self._path}")
+        number = next(self._ids)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(CALL_DEADLINE_S):
+                self._writer.write(json.dumps({"id": number, "op": op, **fields}).encode() + b"\n")
+                await self._writer.drain()
+                result: dict[str, Any] = await answer
+        except (TimeoutError, ConnectionError) as error:
+            raise RunnerUnreachable(f"{op}: no answer of the runner in {CALL_DEADLINE_S:.0f} s") from error
+        finally:
+            self._answers.pop(number, None)
+        if not result["ok"]:
+            raise RunnerRefused(result["error"], result["message"])
+        return result
+
+    async def _read(self, reader: asyncio.StreamReader) -> str:
+        """Dispatch lines until the connection ends; why it ended."""
+        while True:
+            try:
+                line = await reader.readline()
+            except (OSError, ValueError) as error:
+                return repr(error)
+            if not line:
+                return "closed by the runner"
+            message = json.loads(line)
+            if "event" in message:
+                self._on_event(_event.validate_python(message))
+            elif (answer := self._answers.get(message["id"])) is not None and not answer.done():
+                answer.set_result(message)
+            else:
+                log(LOG, "runner answered too late", logging.WARNING, reason=f"request {message['id']}")

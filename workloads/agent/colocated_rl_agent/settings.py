@@ -1,0 +1,152 @@
+"""Everything the agent is told from outside, read once at start.
+
+Environment (written by the operator): who this pod is. Command line: where files and ports are, which a pod never has
+to say. The job's own file: the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pydantic
+
+from colocated_rl_agent.facts import Rules
+from colocated_rl_api import names
+from colocated_rl_api.job import Verify
+from colocated_rl_api.member_wire import JobFile
+from colocated_rl_member.server import Ports
+
+RUNNER_SOCKET = "runner.sock"
+
+
+class SettingsError(Exception):
+    """The process can't start as it was told; the message names what to change."""
+
+
+@dataclass(frozen=True)
+class Directories:
+    """The same for the agent and for the GPU container, whose children get them by name."""
+
+    job_file: Path
+    trainer_config: Path
+    tls: Path
+    state: Path
+    sockets: Path
+    batches: Path
+    weights: Path
+    model: Path
+    checkpoints: Path
+
+    @classmethod
+    def below(cls, root: Path) -> Directories:
+        return cls(
+            *(
+                root / name.lstrip("/")
+                for name in (
+                    names.JOB_FILE,
+                    names.TRAINER_CONFIG_FILE,
+                    names.TLS_DIR,
+                    names.STATE_DIR,
+                    names.SOCKET_DIR,
+                    names.BATCH_DIR,
+                    names.WEIGHTS_DIR,
+                    names.MODEL_DIR,
+                    names.CHECKPOINT_DIR,
+                )
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    pod: str
+    pod_uid: str
+    replica: int
+    job: JobFile
+    directories: Directories
+    ports: Ports
+    engine_port: int
+
+    @property
+    def gpus(self) -> int:
+        return self.job.spec.gpus.count
+
+    @property
+    def ranks(self) -> range:
+        """Trainer ranks of this pod, as the whole group counts them: one for each device, one without."""
+        each = max(1, self.gpus)
+        return range(self.replica * each, (self.replica + 1) * each)
+
+    @property
+    def runner_socket(self) -> Path:
+        return self.directories.sockets / RUNNER_SOCKET
+
+    @property
+    def rules(self) -> Rules:
+        spec = self.job.spec
+        return Rules(
+            settle_s=spec.switch.settle_seconds,
+            checkpoint_every=spec.checkpoint.every_steps,
+            last_step=spec.steps,
+            probe=spec.weight_sync.verify is Verify.PROBE,
+        )
+
+
+def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
+    """Raises SettingsError."""
+    parser = argparse.ArgumentParser(prog="python -m colocated_rl_agent", description="The agent of a GPU pod.")
+    parser.add_argument("--root", type=Path, default=Path("/"), help="what all directories are in")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")  # a pod's
+    for port, default in (
+        ("control", names.CONTROL_PORT),
+        ("data", names.DATA_PORT),
+        ("metrics", names.METRICS_PORT),
+        ("pages", names.PAGES_PORT),
+        ("engine", names.ENGINE_PORT),
+    ):
+        parser.add_argument(f"--{port}-port", type=int, default=default)
+    given = parser.parse_args(arguments)
+    directories = Directories.below(given.root)
+    return Settings(
+        pod=_required(environment, names.ENV_POD_NAME),
+        pod_uid=_required(environment, names.ENV_POD_UID),
+        replica=_number(environment, names.ENV_REPLICA),
+        job=_read_job(directories.job_file),
+        directories=directories,
+        ports=Ports(
+            control=given.control_port,
+            data=given.data_port,
+            metrics=given.metrics_port,
+            pages=given.pages_port,
+            host=given.host,
+        ),
+        engine_port=given.engine_port,
+    )
+
+
+def _required(environment: Mapping[str, str], name: str) -> str:
+    value = environment.get(name, "")
+    if not value:
+        raise SettingsError(f"environment variable {name} is not set: the operator's pod template sets it")
+    return value
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = _required(environment, name)
+    if not (value.isascii() and value.isdigit()):
+        raise SettingsError(f"environment variable {name} is {value!r}: a number of 0 or more is needed")
+    return int(value)
+
+
+def _read_job(path: Path) -> JobFile:
+    try:
+        return JobFile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise SettingsError(f"job file {path} can't be read: {error}") from error
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise SettingsError(f"job file {path}: {place}: {first['msg']}") from error

@@ -1,0 +1,256 @@
+"""The pod's trainer ranks: their processes, what is known of them, and the requests that move them.
+
+Every request goes to all ranks of the pod at once, because training is collective. A rank whose request fails or is not
+answered in time is broken, and then all of them are stopped: a rank alone can't rejoin its group. A rank that died
+keeps its lineage and its exit code, and is not started again in that lineage: the operator decides on a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from colocated_rl_agent.batches import shard_path
+from colocated_rl_agent.drivers.base import DriverError, OutcomeUnknown
+from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
+from colocated_rl_agent.engine import REAP_S
+from colocated_rl_agent.exports import export_directory
+from colocated_rl_agent.journal import Journal
+from colocated_rl_agent.metrics import Metrics
+from colocated_rl_agent.runner_link import ChildExited, ChildStatus, RunnerLink, RunnerRefused
+from colocated_rl_agent.settings import Settings
+from colocated_rl_agent.views import RankView, trainer_name
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Rendezvous, TrainerState
+from colocated_rl_api.trainer_wire import TrainerStatus
+
+LOG = logging.getLogger(__name__)
+
+START_POLL_S = 0.1  # a trainer has no way to say that it has loaded
+LOST_WITH_CONTAINER = -9  # a container that ends kills what is left in it
+NOT_EXECUTABLE = 127  # as shells say it
+MOST_METRICS = 32  # of a step, in the log
+
+
+class Trainers:
+    """changed: a view is another one. failed: (reason, message) for the pod's problem."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        runner: RunnerLink,
+        journal: Journal,
+        metrics: Metrics,
+        changed: Callable[[], None],
+        failed: Callable[[str, str], None],
+    ) -> None:
+        self._settings = settings
+        self._runner = runner
+        self._journal = journal
+        self._metrics = metrics
+        self._changed = changed
+        self._failed = failed
+        self._exits: dict[str, ChildExited] = {}  # can come before the answer to the start
+        self._one_gone = asyncio.Event()
+        spec = settings.job.spec
+        self._clients = {
+            rank: TrainerRank(self._socket(rank), progress_s=spec.switch.trainer_progress_seconds)
+            for rank in settings.ranks
+        }
+        self._views = {rank: RankView(rank) for rank in settings.ranks}
+
+    @property
+    def views(self) -> tuple[RankView, ...]:
+        return tuple(self._views.values())
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    # ---------------------------------------------------------------------------------------------------- processes
+    async def start(self, lineage: int, rendezvous: Rendezvous) -> None:
+        settings, spec = self._settings, self._settings.job.spec
+        directories = settings.directories
+        for local_rank, rank in enumerate(settings.ranks):
+            self._socket(rank).unlink(missing_ok=True)
+            env = trainer_environment(
+                socket=self._socket(rank),
+                config=directories.trainer_config,
+                job=directories.job_file,
+                model=directories.model / spec.model.path,
+                checkpoints=directories.checkpoints,
+                lineage=lineage,
+                rank=rank,
+                local_rank=local_rank,
+                rendezvous=rendezvous,
+                gpus=settings.gpus,
+            )
+            start_by = time.monotonic() + spec.switch.trainer_start_seconds
+            try:
+                incarnation = await self._runner.start(trainer_name(rank), spec.trainer.command, env)
+            except RunnerRefused as error:
+                self._failed("TrainerNotStarted", str(error))
+                self._set(RankView(rank).started("", lineage, start_by=start_by).gone(NOT_EXECUTABLE))
+                return
+            self._journal.trainer_started(rank, incarnation, lineage)
+            self._metrics.incarnations.labels(trainer_name(rank)).inc()
+            self._set(RankView(rank).started(incarnation, lineage, start_by=start_by))
+            if (exited := self._exits.get(incarnation)) is not None:
+                self.exited(exited)
+
+    async def wait_until_loaded(self) -> None:
+        """Until every rank has loaded its checkpoint, or one is gone. The caller minds the deadline."""
+        started = time.monotonic()
+        while any(view.step is None and view.broken is None for view in self.views):
+            for view in self.views:
+                if not view.is_alive:
+                    return
+                if view.step is None:
+                    await self._look(view)
+            await asyncio.sleep(START_POLL_S)
+        log(LOG, "trainers loaded", step=self.views[0].step, took_s=round(time.monotonic() - started, 4))
+
+    async def stop(self, reason: str) -> None:
+        """Every rank of the pod, until all are reaped."""
+        log(LOG, "trainers stopped", logging.WARNING, reason=reason)
+        if any(view.broken for view in self.views):
+            self._failed("TrainerFailed", reason)
+        for view in self.views:
+            if view.is_alive:
+                await self._runner.kill(trainer_name(view.rank))
+        try:
+            async with asyncio.timeout(REAP_S):
+                while any(view.is_alive for view in self.views):
+                    self._one_gone.clear()
+                    await self._one_gone.wait()
+        except TimeoutError:
+            self._failed("TrainerNotReaped", f"its processes did not end {REAP_S:.0f} s after SIGKILL; killing again")
+
+    def exited(self, event: ChildExited) -> None:
+        self._exits[event.incarnation] = event
+        view = next((view for view in self.views if view.incarnation == event.incarnation), None)
+        if view is None or not view.is_alive:
+            return
+        self._exits.clear()
+        if event.code != LOST_WITH_CONTAINER:
+            words = " | ".join(event.tail[-3:])
+            self._failed("TrainerDied", f"rank {view.rank} ended with code {event.code}; its last words: {words}")
+        log(LOG, "trainer gone", rank=view.rank, lineage=view.lineage, reason=f"code {event.code}")
+        self._set(view.gone(event.code))
+        self._one_gone.set()
+
+    async def attach(self, children: Mapping[str, ChildStatus]) -> None:
+        """What the runner says of the ranks, after a restart of either side."""
+        started = {record.rank: record for record in self._journal.memory.trainers}
+        for rank in self._settings.ranks:
+            child, record, view = children.get(trainer_name(rank)), started.get(rank), self._views[rank]
+            if child is not None and child.running:
+                if child.incarnation == view.incarnation:
+                    continue
+                start_by = time.monotonic() + self._settings.job.spec.switch.trainer_start_seconds
+                if record is None or record.incarnation != child.incarnation:
+                    unknown = RankView(rank, TrainerState.STARTING, child.incarnation, start_by=start_by)
+                    self._set(unknown.broke("it is not known to this agent's journal"))
+                    continue
+                view = RankView(rank).started(child.incarnation, record.lineage, start_by=start_by)
+                self._set(view)
+                await self._look(view)
+                if (exited := self._exits.get(child.incarnation)) is not None:
+                    self.exited(exited)
+            elif record is not None:
+                known = child is not None and child.incarnation == record.incarnation
+                code = child.code if child is not None and known else None
+                last = RankView(rank, incarnation=record.incarnation, lineage=record.lineage)
+                self._set(last.gone(LOST_WITH_CONTAINER if code is None else code))
+                self._one_gone.set()
+
+    # ----------------------------------------------------------------------------------------------------- requests
+    async def onload(self) -> None:
+        await self._ask("onload", lambda rank: self._clients[rank].onload())
+
+    async def offload(self) -> None:
+        await self._ask("offload", lambda rank: self._clients[rank].offload())
+
+    async def train(self, step: int) -> None:
+        for view in self.views:
+            self._set(view.reported(state=TrainerState.TRAINING))
+        batches = self._settings.directories.batches
+        answers = await self._ask(
+            "train", lambda rank: self._clients[rank].train(step, shard_path(batches, step=step, rank=rank))
+        )
+        for rank, status in answers.items():
+            figures = dict(list(status.metrics.items())[:MOST_METRICS])
+            log(LOG, "step trained", step=status.step, rank=rank, lineage=status.lineage, metrics=figures)
+
+    async def export(self, version: WeightVersion) -> None:
+        directory = export_directory(self._settings.directories.weights, version)
+        await self._ask("export", lambda rank: self._clients[rank].export(version, directory))
+
+    async def save(self, step: int) -> None:
+        keep, started = self._settings.job.spec.checkpoint.keep, time.monotonic()
+        answers = await self._ask("save", lambda rank: self._clients[rank].save(step, keep=keep))
+        for rank, status in answers.items():
+            if status.saved is None or status.saved < step:
+                self.broke(rank, f"save answered, and its newest checkpoint is {status.saved}, not {step}")
+                return
+        log(LOG, "checkpoint saved", step=step, took_s=round(time.monotonic() - started, 4))
+
+    def broke(self, rank: int, reason: str) -> None:
+        """This rank can't go on: it will be stopped."""
+        view = self._views[rank]
+        if view.is_alive and view.broken is None:
+            self._set(view.broke(reason))
+
+    async def _ask(self, what: str, request: Callable[[int], Awaitable[TrainerStatus]]) -> dict[int, TrainerStatus]:
+        """Answers of all ranks; one that did not answer is broken."""
+        answers: dict[int, TrainerStatus] = {}
+
+        async def ask(rank: int) -> None:
+            try:
+                answers[rank] = await request(rank)
+            except DriverError as error:
+                self.broke(rank, f"{what}: {error}")
+            else:
+                self._report(rank, answers[rank])
+
+        async with asyncio.TaskGroup() as group:
+            for rank in self._views:
+                group.create_task(ask(rank), name=f"{what}/{rank}")
+        return answers
+
+    async def _look(self, view: RankView) -> None:
+        try:
+            self._report(view.rank, await self._clients[view.rank].status())
+        except OutcomeUnknown:
+            return  # it does not listen yet
+        except DriverError as error:
+            self.broke(view.rank, str(error))
+
+    def _report(self, rank: int, status: TrainerStatus) -> None:
+        view = self._views[rank]
+        if not view.is_alive:
+            return
+        if (status.rank, status.lineage) != (rank, view.lineage):
+            self.broke(rank, f"it says rank {status.rank}, lineage {status.lineage}, and was started as {view.lineage}")
+            return
+        self._set(
+            view.reported(
+                state=status.state,
+                step=status.step,
+                dirty=status.dirty,
+                exported=status.exported,
+                saved=status.saved,
+            )
+        )
+
+    def _socket(self, rank: int) -> Path:
+        return self._settings.directories.sockets / f"{trainer_name(rank)}.sock"
+
+    def _set(self, view: RankView) -> None:
+        self._views[view.rank] = view
+        self._changed()

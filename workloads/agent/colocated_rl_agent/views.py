@@ -1,0 +1,218 @@
+"""What the agent knows of its pod, as values: an engine, trainer ranks, the whole. Pure.
+
+A view says more than the facts that the operator hears: what `next_action` needs to choose the next safe step. Each
+change of a view is a method here that states what a confirmed effect means, so that the agent, its journal and the
+model that the tests explore can't disagree about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from colocated_rl_api.ladder import Rung, WeightVersion, standing
+from colocated_rl_api.member_wire import (
+    DeviceFacts,
+    EngineFacts,
+    EngineState,
+    GateFacts,
+    PodFacts,
+    Problem,
+    TagState,
+    TrainerFacts,
+    TrainerState,
+)
+
+WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
+TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
+ENGINE_NAME = "engine-0"
+
+
+def trainer_name(rank: int) -> str:
+    """The runner's name of a trainer rank's process."""
+    return f"trainer-{rank}"
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """One incarnation of the engine, or its absence. Tag states begin MAPPED: an engine starts with all its memory."""
+
+    state: EngineState = EngineState.ABSENT
+    incarnation: str | None = None
+    starts_on: WeightVersion | None = None
+    start_by: float = 0.0  # while STARTING: past it the engine is replaced
+    start_after: float = 0.0  # while ABSENT: back-off after failures
+    version: WeightVersion | None = None
+    paused: bool = False
+    drained: bool = False
+    released: bool = False  # some tag was released since the gate last closed: never a second time (H10)
+    flushed: bool = True  # the cache holds nothing of other weights or of memory that went away
+    agrees: bool = False  # with the probe of `version`
+    tags: Mapping[str, TagState] = field(default_factory=lambda: dict.fromkeys(TAGS, TagState.MAPPED))
+    broken: str | None = None  # a call failed, or nobody knows its outcome: to be replaced
+
+    @property
+    def is_absent(self) -> bool:
+        return self.state is EngineState.ABSENT
+
+    @property
+    def is_released(self) -> bool:
+        return self.facts().is_released
+
+    @property
+    def is_whole(self) -> bool:
+        """All memory mapped."""
+        return all(state is TagState.MAPPED for state in self.tags.values())
+
+    def holds(self, version: WeightVersion) -> bool:
+        return self.state is EngineState.READY and self.version == version and self.tags[WEIGHTS] is TagState.MAPPED
+
+    # -------------------------------------------------------------------------------- what a confirmed effect means
+    def started(self, incarnation: str, version: WeightVersion, *, start_by: float) -> EngineView:
+        return EngineView(EngineState.STARTING, incarnation, starts_on=version, start_by=start_by)
+
+    def answered(self, version: WeightVersion) -> EngineView:
+        return replace(self, state=EngineState.READY, version=version)
+
+    def gate_closed(self) -> EngineView:
+        return replace(self, drained=False, released=False)
+
+    def was_paused(self) -> EngineView:
+        return replace(self, paused=True)
+
+    def was_flushed(self) -> EngineView:
+        """Flush proves idleness only behind a pause: without one, work could come right after it."""
+        return replace(self, drained=self.paused, flushed=True)
+
+    def was_released(self) -> EngineView:
+        """Released weights are undefined, so they belong to no version any more (H24)."""
+        released = dict.fromkeys(TAGS, TagState.RELEASED)
+        return replace(self, tags=released, released=True, version=None, agrees=False, flushed=False)
+
+    def was_resumed(self, tags: tuple[str, ...]) -> EngineView:
+        return replace(self, tags={**self.tags, **dict.fromkeys(tags, TagState.MAPPED)}, flushed=False)
+
+    def was_updated(self, version: WeightVersion) -> EngineView:
+        return replace(self, version=version, agrees=False)
+
+    def was_continued(self) -> EngineView:
+        return replace(self, paused=False, drained=False)
+
+    def agreed(self) -> EngineView:
+        return replace(self, agrees=True)
+
+    def broke(self, reason: str, unknown_tags: tuple[str, ...] = ()) -> EngineView:
+        """Nothing is known to have happened, nor to have not: I6."""
+        return replace(self, tags={**self.tags, **dict.fromkeys(unknown_tags, TagState.UNKNOWN)}, broken=reason)
+
+    def gone(self, *, start_after: float) -> EngineView:
+        return EngineView(start_after=start_after)
+
+    def facts(self) -> EngineFacts:
+        return EngineFacts(
+            name=ENGINE_NAME,
+            state=self.state,
+            incarnation=self.incarnation,
+            starts_on=self.starts_on,
+            paused=self.paused,
+            drained=self.drained,
+            weights=self.tags[WEIGHTS],
+            kv_cache=self.tags[KV_CACHE],
+            cuda_graph=self.tags[CUDA_GRAPH],
+            version=self.version,
+        )
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One trainer rank: its newest incarnation, alive or not."""
+
+    rank: int
+    state: TrainerState = TrainerState.ABSENT
+    incarnation: str | None = None
+    lineage: int | None = None
+    exit_code: int | None = None
+    start_by: float = 0.0  # while it has not loaded its checkpoint: past it the trainer is stopped
+    step: int | None = None
+    dirty: bool = False
+    exported: WeightVersion | None = None  # as the trainer says; a fact only once its files were verified
+    saved: int | None = None
+    broken: str | None = None  # a request failed or was not answered in time: to be stopped
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state is not TrainerState.ABSENT
+
+    @property
+    def is_off_device(self) -> bool:
+        return self.state in (TrainerState.ABSENT, TrainerState.OFFLOADED)
+
+    def started(self, incarnation: str, lineage: int, *, start_by: float) -> RankView:
+        return RankView(self.rank, TrainerState.STARTING, incarnation, lineage, start_by=start_by)
+
+    def reported(self, **status: Any) -> RankView:
+        """Fields of a `TrainerStatus` that the trainer answered."""
+        return replace(self, **status)
+
+    def broke(self, reason: str) -> RankView:
+        return replace(self, broken=reason)
+
+    def gone(self, exit_code: int) -> RankView:
+        """Lineage and incarnation stay: they say which one died."""
+        return RankView(self.rank, incarnation=self.incarnation, lineage=self.lineage, exit_code=exit_code)
+
+    def facts(self, whole: WeightVersion | None) -> TrainerFacts:
+        return TrainerFacts(
+            rank=self.rank,
+            state=self.state,
+            incarnation=self.incarnation,
+            exit_code=self.exit_code,
+            lineage=self.lineage,
+            step=self.step,
+            dirty=self.dirty,
+            exported=self.exported if self.exported == whole else None,
+            saved=self.saved,
+        )
+
+
+@dataclass(frozen=True)
+class PodView:
+    """Everything that the choice of the next action depends on."""
+
+    now: float  # of a clock that only goes forward, as every other time here
+    runner_known: bool  # connected, and its children were told: without it nothing is known
+    terminating: bool  # the container got SIGTERM
+    gate_open: bool
+    in_flight: int
+    closed_at: float  # when the gate last closed
+    engine: EngineView
+    ranks: tuple[RankView, ...]
+    whole: WeightVersion | None = None  # newest export whose files agree with their manifest
+    stale_exports: bool = False  # older ones are still there
+    shards: int | None = None  # step whose shards are there for every rank
+    fetch_after: float = 0.0  # back-off after a failed fetch
+    stopped: bool = False
+
+    def standing(self, at: WeightVersion) -> Rung:
+        return standing(self.facts(), at)
+
+    def facts(
+        self,
+        *,
+        epoch: int = 0,
+        devices: tuple[DeviceFacts, ...] = (),
+        problem: Problem | None = None,
+        took_s: Mapping[Rung, float] | None = None,
+    ) -> PodFacts:
+        known = self.runner_known or self.stopped
+        return PodFacts(
+            epoch=epoch,
+            gate=GateFacts(open=self.gate_open, settled=not self.gate_open and self.in_flight == 0),
+            engines=(self.engine.facts(),) if known else (),
+            trainers=tuple(rank.facts(self.whole) for rank in self.ranks) if known else (),
+            devices=devices,
+            problem=problem,
+            took_s=dict(took_s or {}),
+            stopped=self.stopped,
+        )
