@@ -1,0 +1,171 @@
+"""Values for tests, made in one line: `make_job(replicas=2)`, `serving(version)`.
+
+Builders give the usual case; a test names only what it is about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from colocated_rl_api import names
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.member_wire import (
+    EngineFacts,
+    EngineState,
+    GateFacts,
+    PodFacts,
+    RolloutFacts,
+    SealedBatch,
+    TagState,
+    TrainerFacts,
+    TrainerState,
+)
+from colocated_rl_operator.observation import (
+    ROLLOUT_SEAT,
+    Climb,
+    Job,
+    Member,
+    Memory,
+    Observation,
+    PodPhase,
+    gpu_seat,
+    remember,
+)
+from colocated_rl_operator.reasons import Cause
+
+UID = "6f1f0c5e-0000-4000-8000-000000000000"
+CREATED = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+# ------------------------------------------------------------------------------------------------------------- the job
+def make_manifest(name: str = "sums", **spec: Any) -> dict[str, Any]:
+    """A job as a person writes it: on the CPU, two replicas, three steps. Keywords replace parts of the spec."""
+    usual: dict[str, Any] = {
+        "steps": 3,
+        "replicas": 2,
+        "model": {"claimName": "model"},
+        "gpus": {"count": 0},
+        "rollout": {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 2},
+    }
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": usual | spec,
+    }
+
+
+def make_job(name: str = "sums", **spec: Any) -> Job:
+    return Job(
+        namespace="default",
+        name=name,
+        uid=UID,
+        generation=1,
+        created=CREATED,
+        spec=ColocatedRLJobSpec.model_validate(make_manifest(name, **spec)["spec"]),
+    )
+
+
+def make_climb(step: int = 0, lineage: int = 1, *, epoch: int = 1, cause: Cause = Cause.FIRST_START) -> Climb:
+    """Of the group that `make_observation` makes."""
+    return Climb(epoch=epoch, step=step, lineage=lineage, group="", cause=cause)
+
+
+# --------------------------------------------------------------------------------------------------------------- facts
+def engine(version: WeightVersion | None, **changes: Any) -> EngineFacts:
+    """A ready engine that holds `version`, all mapped."""
+    usual = EngineFacts(name="engine-0", state=EngineState.READY, incarnation="e1", version=version)
+    return usual.model_copy(update=changes)
+
+
+def released_engine() -> EngineFacts:
+    gone = TagState.RELEASED
+    return engine(None, paused=True, drained=True, weights=gone, kv_cache=gone, cuda_graph=gone)
+
+
+def absent_engine() -> EngineFacts:
+    return EngineFacts(name="engine-0", state=EngineState.ABSENT)
+
+
+def trainer(step: int | None, lineage: int, **changes: Any) -> TrainerFacts:
+    """A rank that offloaded after `step`."""
+    usual = TrainerFacts(rank=0, state=TrainerState.OFFLOADED, incarnation="t1", lineage=lineage, step=step)
+    return usual.model_copy(update=changes)
+
+
+def absent_trainer(lineage: int | None = None, exit_code: int | None = None) -> TrainerFacts:
+    return TrainerFacts(rank=0, state=TrainerState.ABSENT, lineage=lineage, exit_code=exit_code)
+
+
+def pod_facts(
+    engine_facts: EngineFacts, trainer_facts: TrainerFacts, *, epoch: int, is_open: bool = False, settled: bool = True
+) -> PodFacts:
+    gate = GateFacts(open=is_open, settled=settled and not is_open)
+    return PodFacts(epoch=epoch, gate=gate, engines=(engine_facts,), trainers=(trainer_facts,))
+
+
+def facts_at(rung: Rung, at: WeightVersion, *, epoch: int = 1) -> PodFacts:
+    """Facts of a pod that stands at `rung` on its way to `at`, having served the step before."""
+    before = WeightVersion(max(0, at.step - 1), at.lineage)
+    old, done = trainer(before.step, at.lineage, exported=before), trainer(at.step, at.lineage, exported=at)
+    onloaded = {"state": TrainerState.ONLOADED}
+    gone = {"kv_cache": TagState.RELEASED, "cuda_graph": TagState.RELEASED}
+    parts: dict[Rung, tuple[EngineFacts, TrainerFacts]] = {
+        Rung.SEALED: (engine(before), old),
+        Rung.CLOSED: (engine(before), old),
+        Rung.SETTLED: (engine(before), old),
+        Rung.PAUSED: (engine(before, paused=True), old),
+        Rung.DRAINED: (engine(before, paused=True, drained=True), old),
+        Rung.RELEASED: (released_engine(), old),
+        Rung.TRAINED: (released_engine(), done.model_copy(update={**onloaded, "exported": None})),
+        Rung.EXPORTED: (released_engine(), done.model_copy(update=onloaded)),
+        Rung.OFFLOADED: (released_engine(), done),
+        Rung.UPDATED: (engine(at, paused=True, drained=True, **gone), done),
+        Rung.RESTORED: (engine(at, paused=True), done),
+        Rung.SERVING: (engine(at), done),
+    }
+    is_open = rung in (Rung.SEALED, Rung.SERVING)
+    return pod_facts(*parts[rung], epoch=epoch, is_open=is_open, settled=rung is not Rung.CLOSED)
+
+
+def rollout_facts(*, sealed: int = 0, trained: int = 0, epoch: int = 1, **changes: Any) -> RolloutFacts:
+    batch = SealedBatch(step=sealed, groups=4, samples=8, loss_tokens=100) if sealed else None
+    return RolloutFacts(epoch=epoch, sealed=batch, trained_step=trained).model_copy(update=changes)
+
+
+# -------------------------------------------------------------------------------------------------------- observations
+def make_member(seat: str, attempt: int = 0, **changes: Any) -> Member:
+    usual = Member(
+        seat=seat,
+        attempt=attempt,
+        name=f"sums-{seat}-{attempt}",
+        uid=f"uid-{seat}-{attempt}",
+        phase=PodPhase.RUNNING,
+        created_at=0.0,
+        address=f"10.0.0.{sum(map(ord, seat)) % 200 + 1}",
+    )
+    return replace(usual, **changes)
+
+
+def make_observation(
+    job: Job,
+    pods: list[PodFacts | None],
+    *,
+    climb: Climb | None,
+    rollout: RolloutFacts | None,
+    now: float = 100.0,
+    raised: bool = True,
+    **changes: Any,
+) -> Observation:
+    """All pods run; `pods` has the facts of each GPU pod. The climb's group is the present one."""
+    members = [make_member(gpu_seat(replica), facts=facts) for replica, facts in enumerate(pods)]
+    members.append(make_member(ROLLOUT_SEAT, facts=rollout))
+    epoch = climb.epoch if climb else 0
+    memory = Memory(epoch=epoch, raised=raised, epoch_at=now, progress_at=now)
+    seen = Observation(now=now, job=job, members=tuple(members), climb=climb, memory=memory)
+    if climb is not None:
+        seen = replace(seen, climb=replace(climb, group=seen.group or ""))
+    return remember(replace(seen, **changes))

@@ -1,0 +1,497 @@
+"""A whole job as a value that moves: pods, agents, trainers, rollout controller and operator, without time or sockets.
+
+`Group` keeps the truth. Members move by single actions, as the contract of an agent allows; what the operator sees of
+them is what they last reported, possibly less than the truth; targets take their time and may be overtaken. The plan is
+the real one. `Group` checks on each move what must never happen:
+
+* a member passes no barrier before every member of the group has stood at it in the same epoch (I2)
+* an epoch is recorded before a target carries it, and an older target changes nothing (I5)
+* a trainer computes only while its pod's engine maps nothing (I1)
+* a batch is trained once in each lineage, in order, and is still there when it is needed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from builders import make_job
+from colocated_rl_api.ladder import BARRIERS, Rung, WeightVersion, standing
+from colocated_rl_api.member_wire import (
+    EngineFacts,
+    EngineState,
+    EvaluationResult,
+    GateFacts,
+    Goal,
+    PodFacts,
+    PodTarget,
+    RolloutFacts,
+    RolloutTarget,
+    SealedBatch,
+    TagState,
+    TrainerFacts,
+    TrainerState,
+)
+from colocated_rl_operator.actions import CreatePod
+from colocated_rl_operator.observation import (
+    ROLLOUT_SEAT,
+    Climb,
+    Job,
+    Member,
+    Memory,
+    Observation,
+    PodPhase,
+    remember,
+)
+from colocated_rl_operator.plan import Plan, plan
+
+GONE = EngineFacts(name="engine-0", state=EngineState.ABSENT)
+NO_TRAINER = TrainerFacts(rank=0, state=TrainerState.ABSENT)
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+def must(holds: bool, what: str) -> None:
+    if not holds:
+        raise Broken(what)
+
+
+@dataclass
+class SimPod:
+    """What both kinds of pod have. reported: what the operator knows of its member; None while not connected."""
+
+    seat: str
+    attempt: int
+    uid: str
+    alive: bool = True
+    stopped: bool = False
+    reported: PodFacts | RolloutFacts | None = None
+
+    @property
+    def facts(self) -> PodFacts | RolloutFacts:
+        raise NotImplementedError
+
+    def disconnect(self) -> None:
+        self.reported = None
+
+
+@dataclass
+class GpuPod(SimPod):
+    """One agent with its engine and trainer. `durable_epoch` survives the agent's restart, `target` does not."""
+
+    durable_epoch: int = 0
+    target: PodTarget | None = None
+    gate: GateFacts = field(default_factory=lambda: GateFacts(open=False, settled=True))
+    engine: EngineFacts = GONE
+    trainer: TrainerFacts = NO_TRAINER
+    sent: PodTarget | None = None  # newest over the present connection
+    inbox: list[PodTarget] = field(default_factory=list)
+
+    def disconnect(self) -> None:
+        super().disconnect()
+        self.sent = None
+        self.inbox.clear()
+
+    @property
+    def facts(self) -> PodFacts:
+        return PodFacts(
+            epoch=self.target.epoch if self.target else 0,
+            gate=self.gate,
+            engines=(self.engine,),
+            trainers=(self.trainer,),
+            stopped=self.stopped,
+        )
+
+
+@dataclass
+class RolloutPod(SimPod):
+    """The rollout controller; what it has sealed and trained is in the store, and survives it."""
+
+    target: RolloutTarget | None = None
+    sealed: int = 0
+    trained: int = 0
+    evaluated: int | None = None
+
+    @property
+    def facts(self) -> RolloutFacts:
+        batch = SealedBatch(step=self.sealed, groups=1, samples=2, loss_tokens=1) if self.sealed else None
+        result = None if self.evaluated is None else EvaluationResult(step=self.evaluated, samples=1, mean=0, stderr=0)
+        epoch = self.target.epoch if self.target else 0
+        return RolloutFacts(
+            epoch=epoch, sealed=batch, trained_step=self.trained, evaluated=result, stopped=self.stopped
+        )
+
+
+class Group:
+    """spec: parts of the job's spec that replace the usual ones."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.job: Job = make_job(**spec)
+        self.now = 0.0
+        self.incarnations = count(1)
+        self.pods: list[GpuPod] = []
+        self.rollouts: list[RolloutPod] = []
+        self.climb: Climb | None = None  # as recorded
+        self.trained_step = 0
+        self.served: WeightVersion | None = None
+        self.is_over = False
+        self.memory = Memory()
+        self.checkpoints: set[int] = set()
+        self.kept_after = 0  # batches up to here were dropped by the store
+        self.sealed = self.store_trained = 0  # durable in the store
+        self.trained_in: dict[int, list[int]] = {}  # by lineage, in order
+        self.stood: dict[int, dict[str, Rung]] = {}  # by epoch and seat: the highest rung since it was accepted
+        self.sent = 0
+
+    # -------------------------------------------------------------------------------------------------- the operator
+    def operator_pass(self, *, dies_after_record: bool = False) -> Plan:
+        """observe, plan, act, with everything recorded before it is sent."""
+        seen = remember(self._observe())
+        self.memory = seen.memory
+        decided = plan(seen)
+        must(decided.climb is None or self.climb is None or decided.climb.epoch >= self.climb.epoch, "the epoch fell")
+        if decided.raises:
+            must(
+                decided.climb is not None and decided.climb.epoch > (self.climb.epoch if self.climb else 0),
+                "not raised",
+            )
+            self.climb = decided.climb
+            self.memory = replace(self.memory, raised=True)
+            if dies_after_record:
+                self.memory = Memory()
+                return decided
+        else:
+            must(decided.climb == self.climb, "the climb changed without a new epoch")
+        for name, target in decided.targets.items():
+            self._send(name, target)
+        for action in decided.pods:
+            if isinstance(action, CreatePod):
+                self._create(action)
+            else:
+                self._delete(action.uid)
+        if self.climb is not None and not decided.raises:
+            if seen.slowest >= Rung.TRAINED:
+                self.trained_step = max(self.trained_step, self.climb.step)
+            if seen.slowest is Rung.SERVING:
+                self.served = self.climb.version
+        self.is_over = self.is_over or decided.is_over
+        return decided
+
+    def _observe(self) -> Observation:
+        members = [
+            Member(
+                seat=pod.seat,
+                attempt=pod.attempt,
+                name=f"{pod.seat}-{pod.attempt}",
+                uid=pod.uid,
+                phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
+                created_at=-1000.0,
+                address=f"10.0.0.{index}",
+                silent_since=None if pod.reported else self.now,
+                highest_epoch=pod.reported.epoch if pod.reported else 0,
+                facts=pod.reported if pod.alive else None,
+            )
+            for index, pod in enumerate(self.everybody)
+        ]
+        return Observation(
+            now=self.now,
+            job=self.job,
+            members=tuple(members),
+            climb=self.climb,
+            trained_step=self.trained_step,
+            served=self.served,
+            is_over=self.is_over,
+            memory=self.memory,
+        )
+
+    @property
+    def everybody(self) -> list[SimPod]:
+        return [*self.pods, *self.rollouts]
+
+    def _send(self, name: str, target: PodTarget | RolloutTarget) -> None:
+        must(self.climb is not None and target.epoch == self.climb.epoch, "a target's epoch is not the recorded one")
+        if isinstance(target, RolloutTarget):
+            for rollout in self.rollouts:
+                if rollout.alive and name == f"{ROLLOUT_SEAT}-{rollout.attempt}" and rollout.target != target:
+                    must(target.trained_step >= rollout.trained, "trained_step fell")
+                    rollout.target = target
+                    self.sent += 1
+            return
+        if target.goal is Goal.CLIMB:
+            below = max((rung for rung in BARRIERS if rung < target.rung), default=Rung.UNKNOWN)
+            self._must_have_stood(target.epoch, below, f"target {target.rung}")
+        for pod in self.pods:
+            if pod.alive and name == f"{pod.seat}-{pod.attempt}" and pod.sent != target:
+                pod.sent = target
+                pod.inbox.append(target)
+                self.sent += 1
+
+    def _create(self, action: CreatePod) -> None:
+        uid = f"uid-{next(self.incarnations)}"
+        if action.seat == ROLLOUT_SEAT:
+            must(not any(pod.alive for pod in self.rollouts), "two pods of the store")
+            pod = RolloutPod(action.seat, action.attempt, uid, sealed=self.sealed, trained=self.store_trained)
+            self.rollouts.append(pod)
+        else:
+            must(not any(pod.alive and pod.seat == action.seat for pod in self.pods), "two pods in one seat")
+            self.pods.append(GpuPod(action.seat, action.attempt, uid))
+
+    def _delete(self, uid: str) -> None:
+        for pod in self.everybody:
+            if pod.uid == uid:
+                pod.alive = False
+                pod.disconnect()
+
+    # --------------------------------------------------------------------------------------------------- deliveries
+    def deliver(self, pod: GpuPod) -> bool:
+        """The oldest target on its way reaches the agent."""
+        if not pod.inbox or not pod.alive:
+            return False
+        target = pod.inbox.pop(0)
+        if target.epoch < pod.durable_epoch:
+            return True  # refused: an older epoch changes nothing
+        pod.durable_epoch, pod.target = target.epoch, target
+        self._note(pod)
+        return True
+
+    def report(self, pod: SimPod) -> bool:
+        """What the operator knows of the member becomes the truth of now."""
+        if not pod.alive or pod.reported == pod.facts:
+            return False
+        pod.reported = pod.facts
+        return True
+
+    # ---------------------------------------------------------------------------------------------------- an agent
+    def agent_moves(self, pod: GpuPod) -> bool:
+        """The next safe action towards the target; False if there is none."""
+        if not pod.alive or pod.target is None or pod.stopped:
+            return False
+        before = standing(pod.facts, pod.target.version)
+        if not self._move(pod, pod.target, before):
+            return False
+        if pod.target.goal is Goal.CLIMB:
+            after = standing(pod.facts, pod.target.version)
+            if after > before:  # an engine that starts on the export is Updated and Restored at once
+                left = max((barrier for barrier in BARRIERS if barrier <= before), default=Rung.UNKNOWN)
+                self._must_have_stood(pod.target.epoch, left, f"{pod.seat} went on to {after}")
+            self._note(pod)
+        uses = pod.trainer.state in (TrainerState.ONLOADED, TrainerState.TRAINING)
+        must(not uses or _maps_nothing(pod.engine), f"{pod.seat}: trainer and engine are both on the device")
+        return True
+
+    def _move(self, pod: GpuPod, target: PodTarget, rung: Rung) -> bool:
+        if target.goal is Goal.STOP:
+            pod.gate, pod.engine, pod.trainer = GateFacts(open=False, settled=True), GONE, NO_TRAINER
+            pod.stopped = True
+            return True
+        if rung >= target.rung:
+            return rung is Rung.SERVING and self._save(pod, target.step)
+        holds_it = pod.engine.version == target.version and pod.engine.weights_mapped
+        if target.rung >= Rung.CLOSED and not holds_it and self._go_down(pod, target):
+            return True
+        if target.rung >= Rung.TRAINED and _maps_nothing(pod.engine) and not _is_done(pod, target):
+            return self._train(pod, target)
+        if target.rung >= Rung.UPDATED and _is_done(pod, target):
+            return self._go_up(pod, target)
+        return False
+
+    def _go_down(self, pod: GpuPod, target: PodTarget) -> bool:
+        engine = pod.engine
+        if pod.gate.open:
+            pod.gate = GateFacts(open=False, settled=False)
+        elif not pod.gate.settled:
+            pod.gate = GateFacts(open=False, settled=True)
+        elif engine.state is EngineState.STARTING and engine.starts_on != target.version:
+            pod.engine = GONE
+        elif engine.is_absent or engine.state is EngineState.STARTING:
+            return False
+        elif target.rung >= Rung.PAUSED and not engine.paused:
+            pod.engine = engine.model_copy(update={"paused": True})
+        elif target.rung >= Rung.DRAINED and not engine.drained:
+            pod.engine = engine.model_copy(update={"drained": True})
+        elif target.rung >= Rung.RELEASED and not engine.is_released and not _is_done(pod, target):
+            gone = TagState.RELEASED
+            released = {"weights": gone, "kv_cache": gone, "cuda_graph": gone, "version": None}
+            pod.engine = engine.model_copy(update=released)
+        else:
+            return False
+        return True
+
+    def _train(self, pod: GpuPod, target: PodTarget) -> bool:
+        rank = pod.trainer
+        if rank.lineage != target.lineage or not rank.is_alive:
+            if rank.is_alive:
+                pod.trainer = NO_TRAINER.model_copy(update={"lineage": rank.lineage})
+            elif rank.lineage == target.lineage and rank.exit_code is not None:
+                return False  # it died: the operator raises the lineage
+            else:
+                pod.trainer = self._new_trainer(TrainerState.STARTING, target.lineage)
+            return True
+        if rank.step is None:
+            if not self._others_joined(pod, -1):
+                return False
+            newest = max((step for step in self.checkpoints if step <= target.step), default=0)
+            pod.trainer = rank.model_copy(update={"step": newest, "state": TrainerState.OFFLOADED})
+        elif rank.state is TrainerState.OFFLOADED:
+            pod.trainer = rank.model_copy(update={"state": TrainerState.ONLOADED})
+        elif rank.step < target.step:
+            step = rank.step + 1
+            if not self._others_joined(pod, rank.step):
+                return False
+            must(self.kept_after < step <= self.sealed, f"batch {step} is not there ({self.kept_after}, {self.sealed}]")
+            pod.trainer = rank.model_copy(update={"step": step})
+            trained = self.trained_in.setdefault(target.lineage, [])
+            if not trained or trained[-1] < step:
+                must(not trained or step == trained[-1] + 1, f"{target.lineage} trained {trained}, then {step}")
+                trained.append(step)
+        elif target.rung >= Rung.EXPORTED:
+            pod.trainer = rank.model_copy(update={"exported": target.version})
+        else:
+            return False
+        return True
+
+    def _new_trainer(self, state: TrainerState, lineage: int) -> TrainerFacts:
+        return TrainerFacts(rank=0, state=state, incarnation=f"t{next(self.incarnations)}", lineage=lineage)
+
+    def _others_joined(self, pod: GpuPod, step: int) -> bool:
+        """Collectives need every rank of the lineage, at that step or just beyond it."""
+        others = [other.trainer for other in self.pods if other.alive and other is not pod]
+        return len(others) == self.job.spec.replicas - 1 and all(
+            other.is_alive
+            and other.lineage == pod.trainer.lineage
+            and (-1 if other.step is None else other.step) >= step
+            for other in others
+        )
+
+    def _go_up(self, pod: GpuPod, target: PodTarget) -> bool:
+        engine, version = pod.engine, target.version
+        if not pod.trainer.is_offloaded:
+            pod.trainer = pod.trainer.model_copy(update={"state": TrainerState.OFFLOADED})
+        elif engine.is_absent:
+            pod.engine = EngineFacts(
+                name="engine-0",
+                state=EngineState.STARTING,
+                incarnation=f"e{next(self.incarnations)}",
+                starts_on=version,
+            )
+        elif engine.state is EngineState.STARTING:
+            pod.engine = engine.model_copy(update={"state": EngineState.READY, "version": version, "starts_on": None})
+        elif engine.version != version:
+            update = {"weights": TagState.MAPPED, "version": version}
+            pod.engine = engine.model_copy(update=update)
+        elif target.rung < Rung.SERVING:
+            return False
+        elif not engine.is_mapped:
+            mapped = TagState.MAPPED
+            pod.engine = engine.model_copy(update={"kv_cache": mapped, "cuda_graph": mapped})
+        elif engine.paused:
+            pod.engine = engine.model_copy(update={"paused": False, "drained": False})
+        else:
+            pod.gate = GateFacts(open=True, settled=False)
+        return True
+
+    def _save(self, pod: GpuPod, step: int) -> bool:
+        due = step == self.job.spec.steps or step % self.job.spec.checkpoint.every_steps == 0
+        rank = pod.trainer
+        if not due or not rank.is_alive or rank.step != step or rank.saved == step:
+            return False
+        pod.trainer = rank.model_copy(update={"saved": step})
+        self.checkpoints.add(step)
+        return True
+
+    # -------------------------------------------------------------------------------------- the rollout controller
+    def rollout_moves(self, pod: RolloutPod) -> bool:
+        target = pod.target
+        if not pod.alive or pod.stopped or target is None:
+            return False
+        if target.goal is Goal.STOP:
+            pod.stopped = True
+        elif pod.trained < target.trained_step:
+            pod.trained = self.store_trained = target.trained_step
+        elif self.kept_after < target.saved_step:
+            self.kept_after = target.saved_step
+        elif target.evaluate is not None and pod.evaluated != target.evaluate:
+            pod.evaluated = target.evaluate
+        elif pod.sealed <= pod.trained and any(gpu.alive and gpu.gate.open for gpu in self.pods):
+            pod.sealed = self.sealed = pod.trained + 1
+        else:
+            return False
+        return True
+
+    # --------------------------------------------------------------------------------------------------------- faults
+    def engine_dies(self, pod: GpuPod) -> bool:
+        if not pod.alive or pod.engine.is_absent:
+            return False
+        pod.engine, pod.gate = GONE, GateFacts(open=False, settled=True)
+        self._note(pod)  # absent satisfies what lies below Updated
+        return True
+
+    def trainer_dies(self, pod: GpuPod) -> bool:
+        if not pod.alive or not pod.trainer.is_alive:
+            return False
+        pod.trainer = NO_TRAINER.model_copy(update={"lineage": pod.trainer.lineage, "exit_code": -9})
+        return True
+
+    def agent_restarts(self, pod: GpuPod) -> bool:
+        """The journal keeps the epoch; target and connection are lost."""
+        if not pod.alive:
+            return False
+        pod.target = None
+        pod.disconnect()
+        return True
+
+    def pod_is_lost(self, pod: SimPod) -> bool:
+        if not pod.alive:
+            return False
+        pod.alive = False
+        pod.disconnect()
+        return True
+
+    def operator_restarts(self) -> None:
+        """Only what is recorded remains; what was on its way to members still arrives."""
+        self.memory = Memory()
+        for pod in self.pods:
+            pod.sent = None
+
+    def connection_breaks(self, pod: SimPod) -> bool:
+        if not pod.alive or pod.reported is None:
+            return False
+        pod.disconnect()
+        return True
+
+    # ----------------------------------------------------------------------------------------------------- invariants
+    def _note(self, pod: GpuPod) -> None:
+        if pod.target is None or pod.target.goal is Goal.STOP:
+            return
+        stood = self.stood.setdefault(pod.target.epoch, {})
+        rung = standing(pod.facts, pod.target.version)
+        stood[pod.seat] = max(rung, stood.get(pod.seat, Rung.UNKNOWN))
+
+    def _must_have_stood(self, epoch: int, barrier: Rung, what: str) -> None:
+        stood = self.stood.get(epoch, {})
+        for seat in self.job.gpu_seats:
+            must(stood.get(seat, Rung.UNKNOWN) >= barrier, f"{what} in epoch {epoch} before {seat} stood at {barrier}")
+
+    @property
+    def outcome(self) -> str | None:
+        """How the job ended; None while it runs."""
+        if not self.is_over or self.climb is None:
+            return None
+        return str(self.climb.cause)
+
+
+def _maps_nothing(engine: EngineFacts) -> bool:
+    return engine.is_absent or engine.is_released
+
+
+def _is_done(pod: GpuPod, target: PodTarget) -> bool:
+    rank = pod.trainer
+    return (
+        rank.is_alive
+        and rank.lineage == target.lineage
+        and rank.step == target.step
+        and rank.exported == target.version
+    )

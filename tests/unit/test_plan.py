@@ -1,0 +1,360 @@
+"""The plan, case by case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from builders import (
+    absent_engine,
+    absent_trainer,
+    facts_at,
+    make_climb,
+    make_job,
+    make_member,
+    make_observation,
+    pod_facts,
+    rollout_facts,
+    trainer,
+)
+from colocated_rl_api.ladder import LADDER, Rung, WeightVersion, next_barrier, standing
+from colocated_rl_api.member_wire import EvaluationResult, Goal, PodTarget, RolloutTarget
+from colocated_rl_operator.actions import CreatePod, DeletePod
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Observation, PodPhase, remember
+from colocated_rl_operator.plan import STOP_DEADLINE_S, Plan, patience_s, plan
+from colocated_rl_operator.reasons import Cause
+from colocated_rl_operator.roster import FORCE_AFTER_S, SILENCE_S
+
+V1 = WeightVersion(1, 1)
+BLANK = pod_facts(absent_engine(), absent_trainer(), epoch=0)
+
+
+def pod_targets(decided: Plan) -> list[PodTarget]:
+    return [target for target in decided.targets.values() if isinstance(target, PodTarget)]
+
+
+def rollout_target(decided: Plan) -> RolloutTarget:
+    return next(target for target in decided.targets.values() if isinstance(target, RolloutTarget))
+
+
+def climbing(*rungs: Rung, **options: Any) -> Observation:
+    """A group of pods at these rungs on the way to (1, 1), epoch 1."""
+    job = options.pop("job", None) or make_job(replicas=len(rungs))
+    climb: Climb = options.pop("climb", None) or make_climb(1, cause=Cause.NEXT_STEP)
+    facts = [facts_at(rung, climb.version, epoch=climb.epoch) for rung in rungs]
+    options.setdefault("rollout", rollout_facts(sealed=1))
+    return make_observation(job, list(facts), climb=climb, trained_step=options.pop("trained_step", 0), **options)
+
+
+def later(seen: Observation, seconds: float) -> Observation:
+    return remember(replace(seen, now=seen.now + seconds))
+
+
+# ------------------------------------------------------------------------------------------------------------ building
+@pytest.mark.parametrize("rung", LADDER)
+def test_builders_stand_where_they_say(rung: Rung) -> None:
+    assert rung is standing(facts_at(rung, V1), V1)
+
+
+# ------------------------------------------------------------------------------------------------------------- barriers
+@pytest.mark.parametrize("slow", LADDER)
+@pytest.mark.parametrize("fast", LADDER)
+def test_the_group_may_stand_one_barrier_beyond_its_slowest_member(slow: Rung, fast: Rung) -> None:
+    if fast < slow:
+        return
+    decided = plan(climbing(slow, fast))
+    assert {next_barrier(slow)} == {target.rung for target in pod_targets(decided)}
+    assert not decided.raises
+
+
+def test_a_pod_that_has_not_answered_under_the_epoch_holds_the_group_and_is_asked_first() -> None:
+    seen = climbing(Rung.RELEASED, Rung.RELEASED)
+    overtaken = facts_at(Rung.RELEASED, V1, epoch=0)
+    seen = replace(seen, members=(replace(seen.members[0], facts=overtaken), *seen.members[1:]))
+    decided = plan(seen)
+    assert {"sums-gpu-0-0": Rung.SEALED} == {
+        name: t.rung for name, t in decided.targets.items() if isinstance(t, PodTarget)
+    }
+
+
+def test_a_silent_pod_holds_the_group_where_it_is() -> None:
+    seen = climbing(Rung.RELEASED, Rung.RELEASED)
+    seen = replace(seen, members=(replace(seen.members[0], facts=None, silent_since=seen.now), *seen.members[1:]))
+    decided = plan(seen)
+    assert [] == pod_targets(decided)
+    assert decided.wait is not None
+    assert ("gpu-0",) == decided.wait.who
+    assert decided.wake_at == seen.now + SILENCE_S
+
+
+def test_targets_name_the_meeting_place_of_the_lineage_and_the_batches() -> None:
+    decided = plan(climbing(Rung.RELEASED, Rung.RELEASED, Rung.RELEASED))
+    for target in pod_targets(decided):
+        assert target.rendezvous is not None
+        assert target.batches is not None
+        assert (3, 29501) == (target.rendezvous.world_size, target.rendezvous.port)
+        assert "sums-rollout-0" == target.batches.pod
+
+
+# --------------------------------------------------------------------------------------------------------- the decision
+def test_a_new_job_makes_its_pods_and_decides_nothing() -> None:
+    decided = plan(Observation(now=0.0, job=make_job(), members=()))
+    assert {CreatePod("gpu-0", 0), CreatePod("gpu-1", 0), CreatePod(ROLLOUT_SEAT, 0)} == set(decided.pods)
+    assert decided.climb is None
+    assert {} == decided.targets
+
+
+def test_the_first_climb_starts_when_every_member_answers() -> None:
+    seen = make_observation(make_job(), [BLANK, BLANK], climb=None, rollout=rollout_facts(epoch=0))
+    decided = plan(seen)
+    assert decided.raises
+    assert Climb(1, 0, 1, seen.group or "", Cause.FIRST_START) == decided.climb
+    assert {Rung.SEALED} == {target.rung for target in pod_targets(decided)}
+
+
+def test_a_lost_status_is_rebuilt_from_what_members_know() -> None:
+    known = [facts_at(Rung.SERVING, WeightVersion(5, 3), epoch=17) for _ in range(2)]
+    seen = make_observation(make_job(), list(known), climb=None, rollout=rollout_facts(trained=5, epoch=17))
+    seen = replace(seen, members=tuple(replace(member, highest_epoch=17) for member in seen.members))
+    climb = plan(seen).climb
+    assert climb is not None
+    assert (18, 5, 4) == (climb.epoch, climb.step, climb.lineage)
+
+
+def test_the_next_step_begins_when_all_serve_and_its_batch_is_sealed() -> None:
+    decided = plan(climbing(Rung.SERVING, Rung.SERVING, rollout=rollout_facts(sealed=2, trained=1)))
+    assert decided.raises
+    assert decided.climb is not None
+    assert (2, 2, 1, Cause.NEXT_STEP) == (
+        decided.climb.epoch,
+        decided.climb.step,
+        decided.climb.lineage,
+        decided.climb.cause,
+    )
+    assert 1 == rollout_target(decided).trained_step
+
+
+@pytest.mark.parametrize("sealed", [0, 1])
+def test_rollout_goes_on_until_the_next_batch_is_sealed(sealed: int) -> None:
+    assert not plan(climbing(Rung.SERVING, Rung.SERVING, rollout=rollout_facts(sealed=sealed, trained=1))).raises
+
+
+def test_a_switch_waits_for_an_evaluation_that_is_due_and_asks_for_it() -> None:
+    job = make_job(evaluation={"everySteps": 1, "deadlineSeconds": 60})
+    seen = climbing(Rung.SERVING, Rung.SERVING, job=job, rollout=rollout_facts(sealed=2, trained=1))
+    assert not plan(seen).raises
+    assert 1 == rollout_target(plan(seen)).evaluate
+    done = rollout_facts(sealed=2, trained=1, evaluated=EvaluationResult(step=1, samples=4, mean=0.5, stderr=0.1))
+    assert plan(replace(seen, members=(*seen.members[:2], replace(seen.members[2], facts=done)))).raises
+    assert plan(later(seen, 60)).raises
+
+
+def test_an_evaluation_goes_on_while_an_engine_is_replaced() -> None:
+    job = make_job(evaluation={"everySteps": 1})
+    seen = climbing(Rung.SERVING, Rung.OFFLOADED, job=job, rollout=rollout_facts(trained=1), served=V1)
+    assert 1 == rollout_target(plan(seen)).evaluate
+
+
+def test_a_new_leader_raises_the_epoch_before_it_sends_anything() -> None:
+    decided = plan(climbing(Rung.DRAINED, Rung.RELEASED, raised=False))
+    assert decided.raises
+    assert decided.climb is not None
+    assert (2, 1, 1, Cause.TAKEOVER) == (
+        decided.climb.epoch,
+        decided.climb.step,
+        decided.climb.lineage,
+        decided.climb.cause,
+    )
+    assert {Rung.SEALED} == {target.rung for target in pod_targets(decided)}
+
+
+def test_an_epoch_above_ours_is_gone_beyond() -> None:
+    seen = climbing(Rung.DRAINED, Rung.RELEASED)
+    seen = replace(seen, members=(replace(seen.members[0], highest_epoch=9), *seen.members[1:]))
+    climb = plan(seen).climb
+    assert climb is not None
+    assert 10 == climb.epoch
+
+
+def test_a_replaced_pod_starts_the_trainers_together_again() -> None:
+    seen = climbing(Rung.SERVING, Rung.SERVING)
+    fresh = make_member("gpu-1", 1, facts=BLANK)
+    lost = replace(seen.members[1], phase=PodPhase.FAILED, facts=None)
+    decided = plan(remember(replace(seen, members=(seen.members[0], lost, fresh, seen.members[2]))))
+    assert decided.climb is not None
+    assert (1, 2, Cause.POD_REPLACED, 1) == (
+        decided.climb.step,
+        decided.climb.lineage,
+        decided.climb.cause,
+        decided.climb.restarts,
+    )
+
+
+def dead(seen: Observation, index: int, *, lineage: int = 1) -> Observation:
+    facts = seen.members[index].pod_facts
+    assert facts is not None
+    died = facts.model_copy(update={"trainers": (absent_trainer(lineage, exit_code=-9),)})
+    members = list(seen.members)
+    members[index] = replace(members[index], facts=died)
+    return remember(replace(seen, members=tuple(members)))
+
+
+def test_a_trainer_that_dies_in_a_climb_raises_the_lineage() -> None:
+    climb = plan(dead(climbing(Rung.RELEASED, Rung.RELEASED), 0)).climb
+    assert climb is not None
+    assert (1, 2, Cause.TRAINER_DIED) == (climb.step, climb.lineage, climb.cause)
+
+
+def test_a_trainer_that_dies_while_rollout_runs_disturbs_nothing_until_the_next_step() -> None:
+    seen = dead(climbing(Rung.SERVING, Rung.SERVING, rollout=rollout_facts(sealed=1, trained=1)), 0)
+    assert not plan(seen).raises
+    ready = replace(seen.members[2], facts=rollout_facts(sealed=2, trained=1))
+    climb = plan(replace(seen, members=(*seen.members[:2], ready))).climb
+    assert climb is not None
+    assert (2, 2, Cause.TRAINER_DIED) == (climb.step, climb.lineage, climb.cause)
+
+
+def test_a_trainer_of_an_older_lineage_may_be_dead() -> None:
+    seen = climbing(Rung.RELEASED, Rung.RELEASED, climb=make_climb(1, 2, cause=Cause.TRAINER_DIED))
+    assert not plan(dead(seen, 0, lineage=1)).raises
+
+
+def test_backoff_limit_ends_the_job() -> None:
+    climb = replace(make_climb(1), restarts=2)
+    decided = plan(dead(climbing(Rung.RELEASED, Rung.RELEASED, climb=climb, job=make_job(backoffLimit=2)), 0))
+    assert decided.climb is not None
+    assert Cause.BACKOFF_LIMIT is decided.climb.cause
+    assert {Goal.STOP} == {target.goal for target in decided.targets.values()}
+
+
+@pytest.mark.parametrize("rung", [rung for rung in LADDER if rung is not Rung.SERVING])
+def test_every_rung_has_a_deadline(rung: Rung) -> None:
+    seen = climbing(rung, rung)
+    patience = patience_s(next_barrier(rung), seen.job.spec.switch)
+    assert not plan(later(seen, patience - 1)).raises
+    assert plan(seen).wake_at == seen.now + patience
+    climb = plan(later(seen, patience)).climb
+    assert climb is not None
+    assert (Cause.RUNG_DEADLINE, 2) == (climb.cause, climb.lineage)
+
+
+def test_progress_starts_the_deadline_again() -> None:
+    seen = climbing(Rung.RELEASED, Rung.RELEASED)
+    late = replace(seen, now=seen.now + 10_000)
+    facts = facts_at(Rung.TRAINED, V1)
+    moved = remember(replace(late, members=(replace(late.members[0], facts=facts), *late.members[1:])))
+    assert not plan(moved).raises
+
+
+def test_members_that_never_answer_fail_the_job() -> None:
+    seen = make_observation(make_job(podsReadyDeadlineSeconds=60), [None, None], climb=None, rollout=None)
+    assert not plan(later(seen, 59)).raises
+    climb = plan(later(seen, 60)).climb
+    assert climb is not None
+    assert Cause.PODS_NOT_READY is climb.cause
+    assert "gpu-0 (pod Running, no connection)" in plan(later(seen, 60)).message
+
+
+# -------------------------------------------------------------------------------------------------------------- the end
+def last(saved: int | None, **options: Any) -> Observation:
+    seen = climbing(Rung.SERVING, Rung.SERVING, job=make_job(steps=1), rollout=rollout_facts(trained=1), **options)
+    done = trainer(1, 1, exported=V1, saved=saved)
+    members = [
+        replace(member, facts=member.pod_facts.model_copy(update={"trainers": (done,)})) if member.pod_facts else member
+        for member in seen.members
+    ]
+    return remember(replace(seen, members=tuple(members)))
+
+
+def test_the_job_is_done_after_the_last_step_once_its_checkpoint_is_durable() -> None:
+    assert not plan(last(saved=None)).raises
+    decided = plan(last(saved=1))
+    assert decided.climb is not None
+    assert Cause.ALL_STEPS_DONE is decided.climb.cause
+    assert {Goal.STOP} == {target.goal for target in decided.targets.values()}
+
+
+def test_a_trainer_that_dies_before_the_last_checkpoint_starts_again() -> None:
+    climb = plan(dead(last(saved=None), 0)).climb
+    assert climb is not None
+    assert (1, 2, Cause.TRAINER_DIED) == (climb.step, climb.lineage, climb.cause)
+
+
+def ending(**options: Any) -> Observation:
+    seen = last(saved=1)
+    return remember(
+        replace(seen, climb=replace(seen.climb or make_climb(), cause=Cause.ALL_STEPS_DONE, epoch=2), **options)
+    )
+
+
+def test_the_end_waits_for_every_member_and_makes_no_pod() -> None:
+    seen = ending()
+    assert not plan(seen).is_over
+    stopped = tuple(
+        replace(member, facts=member.facts.model_copy(update={"stopped": True}) if member.facts else None)
+        for member in seen.members
+    )
+    assert plan(replace(seen, members=stopped)).is_over
+    assert plan(replace(seen, members=())).is_over
+    assert () == plan(replace(seen, members=())).pods
+
+
+def test_members_that_do_not_stop_lose_their_pod() -> None:
+    seen = ending()
+    decided = plan(later(seen, STOP_DEADLINE_S))
+    assert {member.name for member in seen.members} == {
+        action.name for action in decided.pods if isinstance(action, DeletePod)
+    }
+
+
+def test_a_finished_job_is_left_alone() -> None:
+    seen = replace(ending(), is_over=True)
+    assert Plan(climb=seen.climb, is_over=True) == plan(seen)
+
+
+# ----------------------------------------------------------------------------------------------------------- the roster
+def without(seen: Observation, index: int, **changes: Any) -> Observation:
+    members = list(seen.members)
+    members[index] = replace(members[index], facts=None, **changes)
+    return remember(replace(seen, members=tuple(members)))
+
+
+def test_a_failed_pod_is_made_anew_with_the_next_attempt() -> None:
+    decided = plan(without(climbing(Rung.SERVING, Rung.SERVING), 1, phase=PodPhase.FAILED))
+    assert (CreatePod("gpu-1", 1),) == decided.pods
+
+
+def test_attempts_at_one_seat_are_spaced() -> None:
+    seen = without(climbing(Rung.SERVING, Rung.SERVING), 1, phase=PodPhase.FAILED, created_at=100.0, attempt=4)
+    assert () == plan(seen).pods
+    assert 116.0 == plan(seen).wake_at
+    assert (CreatePod("gpu-1", 5),) == plan(later(seen, 16)).pods
+
+
+def test_a_silent_member_loses_its_pod_and_gets_another() -> None:
+    seen = without(climbing(Rung.SERVING, Rung.SERVING), 1, silent_since=100.0)
+    decided = plan(later(seen, SILENCE_S))
+    assert [("sums-gpu-1-0", None)] == [(a.name, a.grace_s) for a in decided.pods if isinstance(a, DeletePod)]
+
+
+def test_silence_of_everybody_replaces_nobody() -> None:
+    seen = climbing(Rung.SERVING, Rung.SERVING)
+    for index in range(3):
+        seen = without(seen, index, silent_since=100.0)
+    assert () == plan(later(seen, 10 * SILENCE_S)).pods
+
+
+def test_a_pod_that_does_not_end_is_forgotten_after_its_grace_and_replaced_before() -> None:
+    seen = without(climbing(Rung.SERVING, Rung.SERVING), 1, ends_at=160.0)
+    assert (CreatePod("gpu-1", 1),) == plan(seen).pods
+    stuck = plan(later(seen, 60 + FORCE_AFTER_S)).pods
+    assert [0] == [action.grace_s for action in stuck if isinstance(action, DeletePod)]
+
+
+def test_the_pod_of_the_store_is_never_forced_and_its_seat_stays_empty_until_it_is_gone() -> None:
+    seen = without(climbing(Rung.SERVING, Rung.SERVING), 2, ends_at=160.0)
+    assert () == plan(later(seen, 1000)).pods
+    gone = remember(replace(seen, members=seen.members[:2]))
+    assert (CreatePod(ROLLOUT_SEAT, 1),) == plan(gone).pods

@@ -1,0 +1,196 @@
+"""The plan drives a simulated group from start to end, whatever happens in between.
+
+`Group` checks its invariants on every move; the walks here only choose the moves. Each walk has a bounded number of
+faults, anywhere; after the last one the group must reach Complete, or a failure with a name, within a bound.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from colocated_rl_api.ladder import BARRIERS, Rung, standing
+from colocated_rl_operator import observation, plan
+from colocated_rl_operator.reasons import Cause
+from fakes.group import Broken, Group, must
+
+MOVES_TO_THE_END = 4000
+ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT), str(Cause.PODS_NOT_READY)}
+
+
+def make_group(replicas: int = 2, **spec: Any) -> Group:
+    return Group(replicas=replicas, steps=3, checkpoint={"everySteps": 2}, evaluation={"everySteps": 2}, **spec)
+
+
+def fault(group: Group, rng: random.Random) -> str:
+    pod = rng.choice(group.pods) if group.pods else None
+    rollout = rng.choice(group.rollouts) if group.rollouts else None
+    faults: dict[str, Callable[[], object]] = {
+        "operator": group.operator_restarts,
+        "operator between record and send": lambda: group.operator_pass(dies_after_record=True),
+    }
+    if pod is not None:
+        faults |= {
+            "engine": partial(group.engine_dies, pod),
+            "trainer": partial(group.trainer_dies, pod),
+            "agent": partial(group.agent_restarts, pod),
+            "pod": partial(group.pod_is_lost, pod),
+            "connection": partial(group.connection_breaks, pod),
+        }
+    if rollout is not None:
+        faults["rollout pod"] = partial(group.pod_is_lost, rollout)
+    name = rng.choice(sorted(faults))
+    faults[name]()
+    return name
+
+
+def move(group: Group, rng: random.Random) -> None:
+    """One move of anybody, chosen at random; reports and targets lag behind because they are moves too."""
+    pods, rollouts = group.pods, group.rollouts
+    match rng.randrange(6):
+        case 0 | 1:
+            group.operator_pass()
+        case 2 if pods:
+            group.deliver(rng.choice(pods))
+        case 3 if pods:
+            group.agent_moves(rng.choice(pods))
+        case 4 if pods:
+            group.report(rng.choice(group.everybody))
+        case 5 if rollouts:
+            group.rollout_moves(rng.choice(rollouts))
+
+
+def settle(group: Group) -> int:
+    """Everybody moves in turn until the end; returns the rounds it took. Time passes only when nothing else moves."""
+    for rounds in range(MOVES_TO_THE_END):
+        if group.outcome is not None:
+            return rounds
+        before = (group.sent, group.climb, len(group.pods), len(group.rollouts))
+        decided = group.operator_pass()
+        busy = before != (group.sent, group.climb, len(group.pods), len(group.rollouts))
+        for pod in list(group.pods):
+            busy |= group.deliver(pod)
+            busy |= group.agent_moves(pod)
+            busy |= group.report(pod)
+        for rollout in list(group.rollouts):
+            busy |= group.rollout_moves(rollout)
+            busy |= group.report(rollout)
+        if not busy:
+            must(
+                decided.wake_at is not None or group.outcome is not None, "nobody moves, and the plan waits for nothing"
+            )
+            group.now = decided.wake_at or group.now
+    raise AssertionError(f"no end in {MOVES_TO_THE_END} rounds: {group.climb}, {group.pods}")
+
+
+def walk(seed: int, *, replicas: int, faults: int, moves: int = 300) -> Group:
+    rng = random.Random(seed)
+    group = make_group(replicas)
+    at = {rng.randrange(moves) for _ in range(faults)}
+    for index in range(moves):
+        if index in at:
+            fault(group, rng)
+        move(group, rng)
+        group.now += 0.01
+    settle(group)
+    return group
+
+
+@given(seed=st.integers(0, 2**32), replicas=st.integers(1, 3), faults=st.integers(0, 6))
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(seed=0, replicas=2, faults=0)
+def test_every_walk_ends_and_no_invariant_breaks(seed: int, replicas: int, faults: int) -> None:
+    group = walk(seed, replicas=replicas, faults=faults)
+    assert group.outcome in ENDS
+    if faults <= group.job.spec.backoff_limit:
+        assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_an_undisturbed_job_raises_one_epoch_for_each_step_and_sends_each_barrier_once(replicas: int) -> None:
+    group = make_group(replicas)
+    settle(group)
+    assert str(Cause.ALL_STEPS_DONE) == group.outcome
+    assert group.climb is not None
+    assert 1 + 3 + 1 == group.climb.epoch  # first start, three steps, the end
+    assert {1: [1, 2, 3]} == group.trained_in
+    assert group.sent <= (replicas * (len(BARRIERS) + 1) + 6) * group.climb.epoch
+
+
+@pytest.mark.parametrize("kind", ["engine_dies", "trainer_dies", "agent_restarts", "pod_is_lost", "connection_breaks"])
+@pytest.mark.parametrize("round_of_fault", range(0, 60, 3))
+def test_one_fault_at_any_time_is_healed(kind: str, round_of_fault: int) -> None:
+    group = make_group()
+    for _ in range(round_of_fault):
+        group.operator_pass()
+        for pod in list(group.pods):
+            group.deliver(pod)
+            group.agent_moves(pod)
+            group.report(pod)
+        for rollout in list(group.rollouts):
+            group.rollout_moves(rollout)
+            group.report(rollout)
+    if group.pods:
+        getattr(group, kind)(group.pods[0])
+    settle(group)
+    assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+def test_two_leaders_cannot_both_move_the_group() -> None:
+    """One is paused with a plan in its hands; the other raises the epoch; then the first one's targets arrive."""
+    group = make_group()
+    for _ in range(12):
+        group.operator_pass()
+        for pod in group.pods:
+            group.deliver(pod)
+            group.agent_moves(pod)
+            group.report(pod)
+        for rollout in group.rollouts:
+            group.report(rollout)
+    assert group.climb is not None
+    old = [target.model_copy(update={"epoch": group.climb.epoch}) for pod in group.pods if (target := pod.target)]
+    group.operator_restarts()
+    group.operator_pass()
+    for pod in group.pods:
+        while group.deliver(pod):
+            pass
+    facts = [pod.facts for pod in group.pods]
+    for pod, target in zip(group.pods, old, strict=True):
+        pod.inbox.append(target.model_copy(update={"rung": Rung.SERVING}))
+        group.deliver(pod)
+    assert facts == [pod.facts for pod in group.pods]
+
+
+# --------------------------------------------------------------------------------- the checks themselves can fail
+@pytest.mark.parametrize("defect", ["a barrier is dropped", "facts of older epochs count"])
+def test_a_seeded_defect_is_caught(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if defect == "a barrier is dropped":
+        monkeypatch.setattr(plan, "next_barrier", lambda after: Rung.TRAINED if after < Rung.TRAINED else Rung.SERVING)
+    else:
+        monkeypatch.setattr(
+            observation.Observation,
+            "standings",
+            property(
+                lambda seen: {
+                    member.name: standing(member.pod_facts, seen.climb.version)
+                    if member.pod_facts and seen.climb
+                    else Rung.UNKNOWN
+                    for member in seen.gpu_members
+                }
+            ),
+        )
+    caught = Counter[bool]()
+    for seed in range(150):
+        try:
+            walk(seed, replicas=2, faults=4)
+            caught[False] += 1
+        except Broken:
+            caught[True] += 1
+    assert caught[True], f"no walk noticed that {defect}"
