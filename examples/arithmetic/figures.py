@@ -133,6 +133,19 @@ def read_figures(lines: Iterable[Line]) -> Figures:
     )
 
 
+def holder_now(lines: Iterable[Line]) -> dict[str, tuple[Rung, Holder, float]]:
+    """Newest rung of each pod, who has its GPU, and since when."""
+    now: dict[str, tuple[Rung, Holder, float]] = {}
+    served: set[str] = set()
+    for line in lines:
+        if line.get("event") == "rung reached" and line.get("role") == names.ROLE_GPU:
+            rung, pod = Rung(line["rung"]), line["pod"]
+            if rung is Rung.SERVING:
+                served.add(pod)
+            now[pod] = (rung, _holder(rung, None) if pod in served else Holder.START, line["ts"])
+    return dict(sorted(now.items()))
+
+
 def holder_shares(figures: Figures) -> dict[Holder, float]:
     """Part of the pods' time after start-up that each holder had; empty when nothing is known."""
     held: dict[Holder, float] = defaultdict(float)
@@ -231,7 +244,7 @@ def _spans_of(pod: str, rises: Sequence[Line]) -> list[Span]:
     return spans
 
 
-def _holder(rung: Rung, towards: Rung) -> Holder:
-    if towards <= Rung.CLOSED or rung in (Rung.SEALED, Rung.SERVING, Rung.UNKNOWN):
+def _holder(rung: Rung, towards: Rung | None) -> Holder:
+    if (towards is not None and towards <= Rung.CLOSED) or rung in (Rung.SEALED, Rung.SERVING, Rung.UNKNOWN):
         return Holder.ROLLOUT
     return Holder.TRAINER if Rung.RELEASED <= rung < Rung.OFFLOADED else Holder.SWITCH
