@@ -1,6 +1,6 @@
 """The plan drives a simulated group from start to end, whatever happens in between.
 
-`Group` checks its invariants on every move; the walks here only choose the moves. Each walk has a bounded number of
+`fakes.group` checks its invariants on every move; the walks here only choose the moves. Each walk has a bounded number of
 faults, anywhere; after the last one the group must reach Complete, or a failure with a name, within a bound.
 """
 
@@ -13,23 +13,25 @@ from functools import partial
 from typing import Any
 
 import pytest
+from builders import make_job
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from colocated_rl_api.ladder import BARRIERS, Rung, standing
 from colocated_rl_operator import observation, plan
 from colocated_rl_operator.reasons import Cause
-from fakes.group import Broken, Group, must
+from fakes.group import Broken, Simulation, must
 
 MOVES_TO_THE_END = 4000
 ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT), str(Cause.PODS_NOT_READY)}
 
 
-def make_group(replicas: int = 2, **spec: Any) -> Group:
-    return Group(replicas=replicas, steps=3, checkpoint={"everySteps": 2}, evaluation={"everySteps": 2}, **spec)
+def make_group(replicas: int = 2, **spec: Any) -> Simulation:
+    job = make_job(replicas=replicas, steps=3, checkpoint={"everySteps": 2}, evaluation={"everySteps": 2}, **spec)
+    return Simulation(job)
 
 
-def fault(group: Group, rng: random.Random) -> str:
+def fault(group: Simulation, rng: random.Random) -> str:
     pod = rng.choice(group.pods) if group.pods else None
     rollout = rng.choice(group.rollouts) if group.rollouts else None
     faults: dict[str, Callable[[], object]] = {
@@ -51,7 +53,7 @@ def fault(group: Group, rng: random.Random) -> str:
     return name
 
 
-def move(group: Group, rng: random.Random) -> None:
+def move(group: Simulation, rng: random.Random) -> None:
     """One move of anybody, chosen at random; reports and targets lag behind because they are moves too."""
     pods, rollouts = group.pods, group.rollouts
     match rng.randrange(6):
@@ -67,7 +69,7 @@ def move(group: Group, rng: random.Random) -> None:
             group.rollout_moves(rng.choice(rollouts))
 
 
-def settle(group: Group) -> int:
+def settle(group: Simulation) -> int:
     """Everybody moves in turn until the end; returns the rounds it took. Time passes only when nothing else moves."""
     for rounds in range(MOVES_TO_THE_END):
         if group.outcome is not None:
@@ -90,7 +92,7 @@ def settle(group: Group) -> int:
     raise AssertionError(f"no end in {MOVES_TO_THE_END} rounds: {group.climb}, {group.pods}")
 
 
-def walk(seed: int, *, replicas: int, faults: int, moves: int = 300) -> Group:
+def walk(seed: int, *, replicas: int, faults: int, moves: int = 300) -> Simulation:
     rng = random.Random(seed)
     group = make_group(replicas)
     at = {rng.randrange(moves) for _ in range(faults)}

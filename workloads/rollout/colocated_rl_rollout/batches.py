@@ -118,6 +118,11 @@ def shard_path(directory: Path, step: int, shard: int) -> Path:
     return directory / f"{step}-{shard}.safetensors"
 
 
+def batch_is_there(directory: Path, record: BatchRecord) -> bool:
+    """Whether all files of a batch are there; they go before the store says so."""
+    return all(shard_path(directory, record.step, shard).exists() for shard in range(len(record.sha256)))
+
+
 def remove_batch(directory: Path, step: int) -> None:
     """Remove the files of a batch; those that are gone already don't matter."""
     for path in directory.glob(f"{step}-*.safetensors"):

@@ -15,6 +15,7 @@ import os
 import random
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from colocated_rl_api.member_wire import Problem
 
 LOG = logging.getLogger(__name__)
 
+COMMAND = (sys.executable, "-P", "-W", "ignore", "-m", "colocated_rl_rollout.task_process")
 START_DEADLINE_S = 120.0
 REPLY_DEADLINE_S = 30.0
 RESTART_S = 1.0  # before a process that died is replaced; with jitter
@@ -58,14 +60,25 @@ class _Request:
 
 
 class TaskProcesses:
-    """`count` processes of one task; `run` keeps them up."""
+    """`count` processes of one task; `run` keeps them up.
+
+    cache: a directory for what their libraries keep between starts.
+    command: of a process that speaks the lines of `task_process`.
+    """
 
     def __init__(
-        self, task: ReasoningGym, *, count: int, cache: Path, reply_deadline_s: float = REPLY_DEADLINE_S
+        self,
+        task: ReasoningGym,
+        *,
+        count: int,
+        cache: Path,
+        command: Sequence[str] = COMMAND,
+        reply_deadline_s: float = REPLY_DEADLINE_S,
     ) -> None:
         self._task = task
         self._count = count
         self._cache = cache
+        self._command = command
         self._reply_deadline_s = reply_deadline_s
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()
         self._unusable: TaskUnusable | None = None
@@ -114,7 +127,7 @@ class TaskProcesses:
     async def _spawn(self) -> Process:
         self._cache.mkdir(parents=True, exist_ok=True)
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-W", "ignore", "-m", "colocated_rl_rollout.task_process"),
+            *self._command,
             stdin=PIPE,
             stdout=PIPE,
             limit=MAX_LINE_BYTES,

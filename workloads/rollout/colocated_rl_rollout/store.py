@@ -22,7 +22,7 @@ import numpy as np
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import EvaluationResult
-from colocated_rl_rollout.batches import BatchRecord, remove_batch
+from colocated_rl_rollout.batches import BatchRecord, batch_is_there, remove_batch
 from colocated_rl_rollout.database import DatabaseWriter, Statement, StoreFailed, hold, open_database
 from colocated_rl_rollout.resume import join
 from colocated_rl_rollout.samples import (
@@ -358,7 +358,7 @@ class Store:
         )
         for record, kept in database.execute("SELECT record, kept FROM batches ORDER BY step"):
             self.sealed = BatchRecord.model_validate_json(record)
-            if kept:
+            if kept and batch_is_there(self.batch_directory, self.sealed):
                 self._batches[self.sealed.step] = self.sealed
         for (result,) in database.execute("SELECT result FROM evaluations ORDER BY number DESC LIMIT 1"):
             self.evaluated = EvaluationResult.model_validate_json(result)

@@ -1,0 +1,113 @@
+"""Files of a sealed batch: columns, partition, and the same bytes each time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load
+
+from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_rollout.batches import BatchRecord, partition, shard_path, write_batch
+from colocated_rl_rollout.samples import Finish, Group, Prompt, Sample, SampleState, Span, Tokens
+
+
+def make_sample(
+    group: Group, number: int, *, lengths: list[tuple[int, int]], reward: float, finish: Finish = Finish.STOP
+) -> Sample:
+    """A completed sample; lengths: (step, tokens) of each span."""
+    spans, start = [], 0
+    for step, length in lengths:
+        spans.append(Span(WeightVersion(step, 1), start, start + length))
+        start += length
+    tokens = Tokens(np.arange(100, 100 + start, dtype=np.int32), np.full(start, -0.25, np.float32), tuple(spans))
+    return Sample(number, group, SampleState.COMPLETED, tokens, segments=len(lengths), finish=finish, reward=reward)
+
+
+def make_groups() -> list[Group]:
+    first, second = Group(4, Prompt(0, 0, (7, 8))), Group(6, Prompt(1, 1, (9,)))
+    first.samples = [
+        make_sample(first, 1, lengths=[(1, 2), (2, 1)], reward=1.0),
+        make_sample(first, 2, lengths=[(2, 2)], reward=0.0, finish=Finish.LENGTH),
+    ]
+    second.samples = [
+        make_sample(second, 3, lengths=[(2, 1)], reward=1.0),
+        make_sample(second, 4, lengths=[(2, 4)], reward=1.0),
+    ]
+    return [first, second]
+
+
+def write(directory: Path, shards: int) -> BatchRecord:
+    return write_batch(directory, make_groups(), step=3, shards=shards, temperature=0.7, seed=5)
+
+
+def test_columns_say_of_each_token_who_made_it_and_of_each_sample_how_its_group_did(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    columns = load(shard_path(tmp_path, 3, 0).read_bytes())
+    expected: dict[str, list[float]] = {
+        "tokens": [7, 8, 100, 101, 102, 7, 8, 100, 101, 9, 100, 9, 100, 101, 102, 103],
+        "sample_end": [5, 9, 11, 16],
+        "loss_mask": [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1, 1, 1, 1],
+        "token_step": [-1, -1, 1, 1, 2, -1, -1, 2, 2, -1, 2, -1, 2, 2, 2, 2],
+        "reward": [1.0, 0.0, 1.0, 1.0],
+        "group": [4, 4, 6, 6],
+        "group_mean": [0.5, 0.5, 1.0, 1.0],
+        "group_std": [0.5, 0.5, 0.0, 0.0],
+        "group_count": [2.0, 2.0, 2.0, 2.0],
+        "truncated": [0, 1, 0, 0],
+    }
+    assert expected == {name: columns[name].tolist() for name in expected}
+    assert [0.0 if trained == 0 else -0.25 for trained in expected["loss_mask"]] == columns["behaviour_logp"].tolist()
+    dtypes = {name: str(column.dtype) for name, column in columns.items()}
+    assert {
+        "tokens": "int32", "sample_end": "int64", "loss_mask": "uint8", "behaviour_logp": "float32",
+        "token_step": "int32", "reward": "float32", "group": "int64", "group_mean": "float32",
+        "group_std": "float32", "group_count": "float32", "truncated": "uint8",
+    } == dtypes  # fmt: skip
+
+
+def test_the_record_counts_what_the_step_will_see(tmp_path: Path) -> None:
+    record = write(tmp_path, 2)
+    assert (3, 2, 4, 10) == (record.step, record.groups, record.samples, record.loss_tokens)
+    assert ({0: 8, 1: 2}, 0.2) == (record.staleness, record.staleness_mean)
+    assert (1, 5, 1, 0.75) == (record.resumed_samples, record.segments, record.truncated, record.reward_mean)
+    assert record == BatchRecord.model_validate_json(record.model_dump_json(by_alias=True))
+
+
+def test_the_header_is_of_the_whole_batch_in_every_shard(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    for shard in (0, 1):
+        body = shard_path(tmp_path, 3, shard).read_bytes()
+        metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
+        assert BatchHeader(
+            step=3, shard=shard, shards=2, groups=2, samples=4, loss_tokens=10, temperature=0.7, seed=5
+        ) == BatchHeader.model_validate_json(metadata[HEADER_KEY])
+
+
+def test_the_same_samples_are_the_same_bytes(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a", 2), write(tmp_path / "b", 2)
+    assert first == second
+    for shard, digest in enumerate(first.sha256):
+        body = shard_path(tmp_path / "a", 3, shard).read_bytes()
+        assert digest == hashlib.sha256(body).hexdigest()
+        assert body == shard_path(tmp_path / "b", 3, shard).read_bytes()
+
+
+def test_more_ranks_than_samples_leave_some_ranks_without(tmp_path: Path) -> None:
+    write(tmp_path, 6)
+    sizes = [len(load(shard_path(tmp_path, 3, shard).read_bytes())["reward"]) for shard in range(6)]
+    assert [1, 1, 1, 1, 0, 0] == sizes
+
+
+@given(st.lists(st.integers(1, 500), max_size=60), st.integers(1, 9))
+def test_shards_hold_each_sample_once_and_are_balanced(lengths: list[int], shards: int) -> None:
+    parts = partition(lengths, shards)
+    assert list(range(len(lengths))) == sorted(place for part in parts for place in part)
+    loads = [sum(lengths[place] for place in part) for part in parts]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+    assert all(part == sorted(part) for part in parts)

@@ -1,0 +1,137 @@
+"""Segments of one response: what is read from an engine, and how it becomes one completion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_rollout.resume import Ending, GarbledAnswer, join, natural_end, read_answer, remaining
+from colocated_rl_rollout.samples import NO_TOKENS, Finish, Span, Tokens
+
+END = 2
+
+
+def answer(ids: list[int], *, reason: dict[str, Any] | None, **meta: Any) -> dict[str, Any]:
+    return {
+        "text": "",
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": reason,
+            "weight_version": "3-1",
+            "output_token_logprobs": [[-0.5 - number / 8, number, None] for number in ids],
+            **meta,
+        },
+    }
+
+
+def tokens(*parts: tuple[int, int]) -> Tokens:
+    """(step, count) of each span; ids count up from 10."""
+    spans, start = [], 0
+    for step, count in parts:
+        spans.append(Span(WeightVersion(step, 1), start, start + count))
+        start += count
+    return Tokens(np.arange(10, 10 + start, dtype=np.int32), -np.ones(start, np.float32), tuple(spans))
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ({"type": "stop", "matched": END}, Ending.STOP),
+        ({"type": "length", "length": 3}, Ending.LENGTH),
+        ({"type": "abort", "message": "Aborted", "status_code": None}, Ending.INTERRUPTED),
+        ({"type": "abort", "message": "Abort in waiting queue"}, Ending.INTERRUPTED),
+        ({"type": "aborted"}, Ending.INTERRUPTED),
+        (None, Ending.INTERRUPTED),  # the last state that was read from an engine that died
+    ],
+)
+def test_finish_reasons_come_down_to_three(reason: dict[str, Any] | None, expected: Ending) -> None:
+    read, ending = read_answer(answer([5, 6, END], reason=reason))
+    assert expected is ending
+    assert [5, 6, END] == read.ids.tolist()
+    assert [-1.125, -1.25, -0.75] == read.logp.tolist()
+
+
+def test_a_chunk_without_spans_was_made_by_the_version_it_names() -> None:
+    read, _ = read_answer(answer([5, 6], reason=None))
+    assert (Span(WeightVersion(3, 1), 0, 2),) == read.spans
+
+
+def test_spans_are_taken_as_the_engine_has_them() -> None:
+    spans = [{"version": "2-1", "start": 0, "end": 1}, {"version": "3-1", "start": 1, "end": 3}]
+    read, _ = read_answer(answer([5, 6, END], reason={"type": "stop"}, weight_versions=spans))
+    assert (Span(WeightVersion(2, 1), 0, 1), Span(WeightVersion(3, 1), 1, 3)) == read.spans
+    assert (2, 3) == (read.first_version and read.first_version.step, read.last_version and read.last_version.step)
+
+
+def test_an_abort_before_the_first_token_is_an_empty_segment() -> None:
+    meta = {"weight_versions": [{"version": "3-1", "start": 0, "end": 0}]}
+    read, ending = read_answer(answer([], reason={"type": "abort"}, **meta))
+    assert (0, (), Ending.INTERRUPTED) == (len(read), read.spans, ending)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"output_token_logprobs": [[-1.0, 5, None]]}, id="a log-probability is missing"),
+        pytest.param({"output_token_logprobs": [[-1.0, 5, None], [-1.0, 7, None]]}, id="of another token"),
+        pytest.param({"output_token_logprobs": [[float("nan"), 5, None], [-1.0, 6, None]]}, id="not a number"),
+        pytest.param({"output_token_logprobs": [[None, 5, None], [-1.0, 6, None]]}, id="null"),
+        pytest.param({"output_token_logprobs": [[0.5, 5, None], [-1.0, 6, None]]}, id="a probability above 1"),
+        pytest.param({"output_token_logprobs": "no"}, id="of another shape"),
+        pytest.param({"weight_version": "default"}, id="the engine has no version"),
+        pytest.param({"weight_version": None}, id="no version"),
+        pytest.param({"weight_versions": [{"version": "3-1", "start": 0, "end": 1}]}, id="a token without version"),
+        pytest.param({"weight_versions": [{"version": "3-1", "start": 1, "end": 2}]}, id="a gap"),
+        pytest.param({"finish_reason": {"type": "retracted"}}, id="a reason that nobody knows"),
+        pytest.param({"finish_reason": "stop"}, id="a reason of another shape"),
+    ],
+)
+def test_an_answer_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(GarbledAnswer):
+        read_answer(answer([5, 6], reason=change.pop("finish_reason", {"type": "abort"}), **change))
+
+
+@pytest.mark.parametrize("body", [{}, {"meta_info": None}, {"output_ids": [1]}, {"meta_info": {"finish_reason": None}}])
+def test_an_answer_without_its_parts_is_refused(body: dict[str, Any]) -> None:
+    if body == {"meta_info": {"finish_reason": None}}:
+        assert 0 == len(read_answer(body)[0])  # nothing was generated, and nothing is claimed
+    else:
+        with pytest.raises(GarbledAnswer):
+            read_answer(body)
+
+
+def test_segments_of_one_version_become_one_span() -> None:
+    joined = join(join(NO_TOKENS, tokens((1, 2))), tokens((1, 3), (2, 1)))
+    assert (Span(WeightVersion(1, 1), 0, 5), Span(WeightVersion(2, 1), 5, 6)) == joined.spans
+    assert [10, 11, 10, 11, 12, 13] == joined.ids.tolist()
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=10))
+def test_whatever_is_joined_each_token_keeps_its_version(segments: list[tuple[int, int]]) -> None:
+    whole = NO_TOKENS
+    for segment in segments:
+        whole = join(whole, tokens(segment))
+    expected = [step for step, count in segments for _ in range(count)]
+    made_by = [span.version.step for span in whole.spans for _ in range(span.start, span.end)]
+    assert expected == made_by
+    assert len(expected) == len(whole) == len(whole.logp)
+    assert whole.oldest_step == min(expected, default=None)
+    assert all(one.version != other.version for one, other in zip(whole.spans, whole.spans[1:], strict=False))
+
+
+def test_a_natural_end_is_found_in_what_an_abort_left() -> None:
+    ended = Tokens(np.array([5, END], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
+    assert natural_end(ended, limit=2, end_ids={END}) is Finish.STOP
+    assert natural_end(tokens((0, 2)), limit=2, end_ids={END}) is Finish.LENGTH
+    assert natural_end(tokens((0, 2)), limit=3, end_ids={END}) is None
+    assert natural_end(NO_TOKENS, limit=3, end_ids={END}) is None
+
+
+def test_the_budget_holds_over_all_attempts() -> None:
+    assert 5 == remaining(NO_TOKENS, limit=5)
+    assert 2 == remaining(join(tokens((0, 2)), tokens((1, 1))), limit=5)

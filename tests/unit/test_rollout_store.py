@@ -1,0 +1,362 @@
+"""I3: every sample is in exactly one state after every operation, none is lost, none is trained twice.
+
+A state machine drives the real store over a real file. A crash is what a kill -9 leaves: the file as it was last
+committed, whatever the process still had in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+import tempfile
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import EvaluationResult
+from colocated_rl_rollout.batches import BatchRecord, write_batch
+from colocated_rl_rollout.database import StoreFailed
+from colocated_rl_rollout.samples import LIVE, NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens
+from colocated_rl_rollout.store import Store, WrongMove
+
+JOB = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
+S = SampleState
+GROUP_SIZE = 2
+BATCH = 2
+
+
+def segment(count: int, step: int = 0) -> Tokens:
+    if count == 0:
+        return NO_TOKENS
+    ids = np.arange(3, 3 + count, dtype=np.int32)
+    return Tokens(ids, -np.ones(count, np.float32), (Span(WeightVersion(step, 1), 0, count),))
+
+
+def prompt(position: int) -> Prompt:
+    return Prompt(position, position % 7, (1, 2, 3))
+
+
+def seal(store: Store, groups: list[Group]) -> BatchRecord:
+    record = write_batch(store.batch_directory, groups, step=store.next_step, shards=2, temperature=1.0, seed=0)
+    store.seal(record, groups)
+    return record
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Any order of operations, restarts and crashes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.directory = Path(tempfile.mkdtemp())
+        self.life = 0
+        self.store = Store(self.directory / "0", job_uid=JOB)
+        self.batches: dict[int, set[int]] = {}  # sample ids by step, of batches that were made durable
+        self.blocker: sqlite3.Connection | None = None
+
+    def teardown(self) -> None:
+        self.let_go()
+        self.store.close()
+        self.loop.close()
+        shutil.rmtree(self.directory)
+
+    def samples(self, *states: SampleState) -> list[Sample]:
+        return [sample for group in self.store.groups.values() for sample in group.samples if sample.state in states]
+
+    def one(self, data: st.DataObject, *states: SampleState) -> Sample | None:
+        found = self.samples(*states)
+        return data.draw(st.sampled_from(found)) if found else None
+
+    # ------------------------------------------------------------------------------------------------- operations
+    @precondition(lambda self: len(self.store.groups) < 6)
+    @rule()
+    def admit(self) -> None:
+        self.store.admit(prompt(self.store.cursor), size=GROUP_SIZE)
+
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        if sample := self.one(data, S.ADMITTED, S.INTERRUPTED):
+            self.store.start(sample)
+
+    @rule(data=st.data())
+    def park(self, data: st.DataObject) -> None:
+        if sample := self.one(data, S.RUNNING):
+            self.store.park(sample)
+
+    @rule(data=st.data(), count=st.integers(0, 3), step=st.integers(0, 3), keep=st.booleans())
+    def interrupt(self, data: st.DataObject, count: int, step: int, keep: bool) -> None:
+        if sample := self.one(data, S.RUNNING):
+            self.store.interrupt(sample, segment(count, step), keep=keep)
+
+    @rule(data=st.data(), count=st.integers(1, 3), step=st.integers(0, 3))
+    def finish(self, data: st.DataObject, count: int, step: int) -> None:
+        if sample := self.one(data, S.RUNNING):
+            self.store.finish(sample, segment(count, step), Finish.STOP)
+
+    @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]))
+    def score(self, data: st.DataObject, reward: float) -> None:
+        if sample := self.one(data, S.SCORING):
+            self.store.score(sample, reward)
+
+    @rule()
+    def go_all_the_way(self) -> None:
+        for sample in self.samples(S.ADMITTED, S.INTERRUPTED):
+            self.store.start(sample)
+        for sample in self.samples(S.RUNNING):
+            self.store.finish(sample, segment(2), Finish.LENGTH)
+        for sample in self.samples(S.SCORING):
+            self.store.score(sample, 1.0)
+
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        if sample := self.one(data, S.RUNNING, S.SCORING):
+            assert self.store.replace(sample, S.FAILED, "EngineRejected").state is S.ADMITTED
+
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        if sample := self.one(data, S.COMPLETED, S.INTERRUPTED):
+            self.store.replace(sample, S.DISCARDED, "TooStale")
+
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        if sample := self.one(data, *LIVE, S.COMPLETED):
+            self.store.give_up(sample.group, "GroupGivenUp")
+
+    @precondition(lambda self: self.store.sealed_groups == 0)
+    @rule()
+    def seal(self) -> None:
+        groups = [group for group in self.store.groups.values() if group.is_complete][:BATCH]
+        if len(groups) == BATCH:
+            ids = {sample.id for group in groups for sample in group.kept}
+            record = seal(self.store, groups)
+            self.flush()
+            self.batches[record.step] = ids
+
+    @rule()
+    def commit(self) -> None:
+        if self.store.sealed is not None:
+            self.store.commit(self.store.sealed.step)
+
+    @rule(back=st.integers(0, 2))
+    def forget(self, back: int) -> None:
+        self.store.forget(self.store.trained_step - back)
+
+    @rule()
+    def flush(self) -> None:
+        self.let_go()
+        self.loop.run_until_complete(self.store.flushed())
+
+    @precondition(lambda self: self.blocker is None)
+    @rule()
+    def hold_up(self) -> None:
+        """The disk is slow: nothing is committed until it is let go."""
+        self.flush()
+        self.blocker = sqlite3.connect(self.store.path, isolation_level=None)
+        self.blocker.execute("BEGIN IMMEDIATE")
+
+    def let_go(self) -> None:
+        if self.blocker is not None:
+            self.blocker.close()
+            self.blocker = None
+
+    # ------------------------------------------------------------------------------------------------- restarts
+    @rule()
+    def restart(self) -> None:
+        """A clean end loses nothing at all."""
+        before = Counter(self.store.counts)
+        before[S.INTERRUPTED] += before.pop(S.RUNNING, 0)
+        tokens = {sample.id: len(sample.tokens) for group in self.store.groups.values() for sample in group.kept}
+        self.let_go()
+        self.store.close()
+        self.store = Store(self.directory / str(self.life), job_uid=JOB)
+        assert +before == +self.store.counts
+        assert tokens == {
+            sample.id: len(sample.tokens) for group in self.store.groups.values() for sample in group.kept
+        }
+
+    @rule(flushed=st.booleans())
+    def crash(self, flushed: bool) -> None:
+        """What was durable is there again, and with it everything that anybody was told."""
+        if flushed:
+            self.flush()
+            counts = Counter(self.store.counts)
+            counts[S.INTERRUPTED] += counts.pop(S.RUNNING, 0)
+        old, self.life = self.directory / str(self.life), self.life + 1
+        new = self.directory / str(self.life)
+        new.mkdir()
+        with (
+            closing(sqlite3.connect(old / "store.sqlite3")) as source,
+            closing(sqlite3.connect(new / "store.sqlite3")) as copy,
+        ):
+            source.backup(copy)
+        if (old / "batches").exists():
+            shutil.copytree(old / "batches", new / "batches")
+        self.let_go()
+        self.store.close()
+        self.store = Store(new, job_uid=JOB)
+        if flushed:
+            assert +counts == +self.store.counts
+
+    # ------------------------------------------------------------------------------------------------- what holds
+    @invariant()
+    def every_sample_is_in_exactly_one_state(self) -> None:
+        store = self.store
+        alive = Counter(sample.state for group in store.groups.values() for sample in group.samples)
+        for state in (*LIVE, S.COMPLETED):
+            assert alive[state] == store.counts[state], "only groups that are in no batch have live samples"
+        assert all(count >= 0 for count in store.counts.values())
+        ids = [sample.id for group in store.groups.values() for sample in group.samples]
+        assert len(ids) == len(set(ids))
+        assert all(number <= store.counts.total() for number in ids)
+
+    @invariant()
+    def what_waits_is_known_to_wait(self) -> None:
+        assert {sample.id for sample in self.samples(S.ADMITTED, S.INTERRUPTED)} == set(self.store.waiting)
+        for group in self.store.groups.values():
+            assert group.unfinished == sum(sample.state in LIVE for sample in group.samples)
+            assert GROUP_SIZE == len(group.kept)
+
+    @invariant()
+    def no_sample_is_in_two_batches(self) -> None:
+        sealed = [number for ids in self.batches.values() for number in ids]
+        assert len(sealed) == len(set(sealed))
+        assert not set(sealed) & {sample.id for group in self.store.groups.values() for sample in group.samples}
+        assert len(sealed) == self.store.counts[S.SEALED] + self.store.counts[S.TRAINED]
+        assert self.store.next_step == max(self.batches, default=0) + 1
+
+    @invariant()
+    def a_batch_that_is_kept_has_its_files(self) -> None:
+        for step in self.batches:
+            record = self.store.batch(step)
+            files = sorted(self.store.batch_directory.glob(f"{step}-*.safetensors"))
+            assert (len(record.sha256) if record else 0) in (len(files), 0)
+
+
+StoreMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestStore = StoreMachine.TestCase
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path, job_uid=JOB)
+
+
+def completed_group(store: Store) -> Group:
+    group = store.admit(prompt(store.cursor), size=GROUP_SIZE)
+    for sample in group.samples:
+        store.start(sample)
+        store.finish(sample, segment(2), Finish.STOP)
+        store.score(sample, 1.0)
+    return group
+
+
+async def test_a_move_that_the_table_does_not_have_is_refused(store: Store) -> None:
+    sample = store.admit(prompt(0), size=1).samples[0]
+    with pytest.raises(WrongMove, match="from admitted to completed"):
+        store.score(sample, 1.0)
+    with pytest.raises(WrongMove):
+        store.interrupt(sample, NO_TOKENS)
+    store.close()
+
+
+async def test_a_batch_is_sealed_once(store: Store) -> None:
+    record = seal(store, [completed_group(store)])
+    with pytest.raises(WrongMove, match="can't be sealed"):
+        store.seal(record, [completed_group(store)])
+    store.close()
+
+
+async def test_the_volume_of_another_job_is_refused(store: Store, tmp_path: Path) -> None:
+    store.close()
+    with pytest.raises(StoreFailed, match="belongs to job"):
+        Store(tmp_path, job_uid="another")
+
+
+async def test_two_controllers_do_not_share_a_volume(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(StoreFailed, match="another rollout controller"):
+        Store(tmp_path, job_uid=JOB)
+    store.close()
+
+
+async def test_an_epoch_is_durable_when_the_call_returns(store: Store) -> None:
+    store.remember_epoch(41)
+    with closing(sqlite3.connect(store.path)) as reader:
+        assert [(41,)] == reader.execute("SELECT value FROM facts WHERE name = 'epoch'").fetchall()
+    store.close()
+
+
+async def test_the_newest_evaluation_survives_a_restart(store: Store, tmp_path: Path) -> None:
+    for step in (10, 0):  # the job went back
+        store.record_evaluation(EvaluationResult(step=step, samples=4, mean=0.5, stderr=0.25))
+    store.close()
+    again = Store(tmp_path, job_uid=JOB)
+    assert again.evaluated is not None
+    assert 0 == again.evaluated.step
+    again.close()
+
+
+async def test_a_lost_store_goes_on_after_what_the_trainers_have(store: Store) -> None:
+    """The volume is new, the trainers are not: the next batch is the one they lack."""
+    store.commit(12)
+    assert 13 == store.next_step
+    record = seal(store, [completed_group(store)])
+    assert (13, 1) == (record.step, store.sealed_groups)
+    store.close()
+
+
+async def test_counts_survive_what_retention_removes(store: Store, tmp_path: Path) -> None:
+    group = completed_group(store)
+    store.replace(group.samples[0], S.DISCARDED, "TooStale")
+    store.give_up(group, "GroupGivenUp")
+    for _ in range(3):
+        step = seal(store, [completed_group(store)]).step
+        store.commit(step)
+        store.forget(step)
+    counts, reasons = +store.counts, dict(store.reasons)
+    assert {S.TRAINED: 6, S.DISCARDED: 3} == counts
+    store.close()
+    again = Store(tmp_path, job_uid=JOB)
+    assert (counts, reasons) == (+again.counts, dict(again.reasons))
+    assert [] == again.recent(None, limit=10)
+    assert [] == list(again.batch_directory.iterdir())
+    again.close()
+
+
+async def test_a_crash_while_files_are_removed_leaves_no_batch_without_files(store: Store, tmp_path: Path) -> None:
+    seal(store, [completed_group(store)])
+    store.commit(1)
+    store.close()
+    for path in store.batch_directory.iterdir():
+        path.unlink()
+    again = Store(tmp_path, job_uid=JOB)
+    assert again.batch(1) is None
+    assert again.sealed is not None
+    again.close()
+
+
+async def test_a_failed_write_reaches_whoever_waits_and_whoever_comes_later(store: Store) -> None:
+    with closing(sqlite3.connect(store.path)) as other:
+        other.execute("DROP TABLE groups")
+    store.admit(prompt(0), size=1)
+    with pytest.raises(StoreFailed, match="could not be written"):
+        await store.flushed()
+    with pytest.raises(StoreFailed):
+        store.admit(prompt(1), size=1)
+    store.close()
+
+
+async def test_people_see_the_newest_samples_first(store: Store) -> None:
+    completed_group(store)
+    store.admit(prompt(1), size=1)
+    await store.flushed()
+    assert [3, 2, 1] == [row["id"] for row in store.recent(None, limit=10)]
+    assert [2] == [row["id"] for row in store.recent(S.COMPLETED, limit=1)]
+    store.close()
