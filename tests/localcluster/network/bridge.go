@@ -1,0 +1,42 @@
+package network
+
+import (
+	"fmt"
+	"os"
+
+	"github.com/vishvananda/netlink"
+)
+
+const bridge = "pods0"
+
+// MakeBridge gives the calling process's network namespace a loopback and a bridge with one address per node.
+func MakeBridge(nodes int) error {
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		return err
+	}
+	if err := netlink.LinkSetUp(lo); err != nil {
+		return err
+	}
+	if err := netlink.AddrAdd(lo, &netlink.Addr{IPNet: ipNet(APIServer, 32)}); err != nil {
+		return err
+	}
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = bridge
+	br := &netlink.Bridge{LinkAttrs: attrs}
+	if err := netlink.LinkAdd(br); err != nil {
+		return fmt.Errorf("bridge (is the kernel's bridge module there?): %w", err)
+	}
+	disableIPv6(bridge)
+	for node := 1; node <= nodes; node++ {
+		if err := netlink.AddrAdd(br, &netlink.Addr{IPNet: ipNet(NodeIP(node), 16)}); err != nil {
+			return err
+		}
+	}
+	return netlink.LinkSetUp(br)
+}
+
+// disableIPv6 spares duplicate-address detection and router solicitation. A kernel without IPv6 has no such file.
+func disableIPv6(link string) {
+	_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+link+"/disable_ipv6", []byte("1"), 0)
+}

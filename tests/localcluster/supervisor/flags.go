@@ -1,0 +1,123 @@
+package supervisor
+
+import (
+	"fmt"
+	"os"
+	"strconv"
+
+	"a.localcluster/layout"
+	"a.localcluster/network"
+	"a.localcluster/pki"
+)
+
+const (
+	etcdClientURL = "http://127.0.0.1:2379"
+	etcdPeerURL   = "http://127.0.0.1:2380"
+)
+
+func apiServerFlags(dir layout.Dir) []string {
+	return []string{
+		"--etcd-servers=" + etcdClientURL,
+		"--bind-address=0.0.0.0",
+		"--secure-port=" + strconv.Itoa(network.APIPort),
+		"--advertise-address=" + network.NodeIP(1),
+		"--service-cluster-ip-range=" + network.ServiceCIDR,
+		"--cert-dir=" + dir.PKI(),
+		"--tls-cert-file=" + dir.Secret("apiserver.crt"),
+		"--tls-private-key-file=" + dir.Secret("apiserver.key"),
+		"--client-ca-file=" + dir.Secret("ca.crt"),
+		"--token-auth-file=" + dir.Secret("tokens.csv"),
+		"--authorization-mode=Node,RBAC",
+		"--enable-admission-plugins=NodeRestriction",
+		"--allow-privileged=true",
+		"--service-account-issuer=https://kubernetes.default.svc",
+		"--service-account-key-file=" + dir.Secret("sa.pub"),
+		"--service-account-signing-key-file=" + dir.Secret("sa.key"),
+		"--kubelet-preferred-address-types=InternalIP",
+		"--kubelet-client-certificate=" + dir.Secret("apiserver-kubelet.crt"),
+		"--kubelet-client-key=" + dir.Secret("apiserver-kubelet.key"),
+		"--audit-policy-file=" + dir.Path("audit-policy.yaml"),
+		"--audit-log-path=" + dir.Log("audit"),
+		"--audit-log-maxsize=32", // MB, of each file
+		"--audit-log-maxbackup=2",
+	}
+}
+
+// auditPolicy: who did what to which object and when, of every request but questions about health.
+const auditPolicy = `apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+- {level: None, nonResourceURLs: [/readyz*, /livez*, /healthz*]}
+- {level: Metadata}
+`
+
+func writeAuditPolicy(dir layout.Dir) error {
+	return os.WriteFile(dir.Path("audit-policy.yaml"), []byte(auditPolicy), 0o600)
+}
+
+func controllerManagerFlags(dir layout.Dir) []string {
+	kubeconfig := pki.Kubeconfig(dir, pki.ControllerManager)
+	return []string{
+		"--kubeconfig=" + kubeconfig,
+		"--authentication-kubeconfig=" + kubeconfig,
+		"--authorization-kubeconfig=" + kubeconfig,
+		"--use-service-account-credentials=true",
+		"--service-account-private-key-file=" + dir.Secret("sa.key"),
+		"--root-ca-file=" + dir.Secret("ca.crt"),
+		"--leader-elect=false",
+		"--secure-port=0",
+		"--kube-api-qps=500",
+		"--kube-api-burst=1000",
+	}
+}
+
+func schedulerFlags(dir layout.Dir) []string {
+	return []string{"--kubeconfig=" + pki.Kubeconfig(dir, pki.Scheduler), "--leader-elect=false", "--secure-port=0"}
+}
+
+func kubeletFlags(n layout.Node) []string {
+	return []string{
+		"--config=" + n.Path("kubelet.yaml"),
+		"--kubeconfig=" + pki.Kubeconfig(n.Dir, pki.Kubelet(n)),
+		"--root-dir=" + n.Kubelet(),
+		"--cert-dir=" + n.Path("kubelet", "pki"),
+		"--hostname-override=" + n.Name(),
+		"--node-ip=" + network.NodeIP(n.Index),
+		"--v=2",
+	}
+}
+
+// kubeletConfig: limits are the runtime's part here, so no groups of the kubelet's own; and no eviction, as the disk is the
+// machine's. The DNS address is the node's, where nothing answers: names fail at once, and pods get no event about it.
+func kubeletConfig(n layout.Node) string {
+	return fmt.Sprintf(`apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+featureGates: {KubeletInUserNamespace: %[1]t} # tolerates that /dev/kmsg is closed
+address: %[2]s
+healthzPort: 0
+readOnlyPort: 0
+authentication: {anonymous: {enabled: false}, webhook: {enabled: true}, x509: {clientCAFile: %[3]s}}
+authorization: {mode: Webhook}
+containerRuntimeEndpoint: unix://%[4]s
+podLogsDir: %[5]s
+volumePluginDir: %[6]s
+containerLogMaxSize: 10Mi
+containerLogMaxFiles: 3
+containerLogMonitorInterval: 3s
+cgroupDriver: cgroupfs
+cgroupsPerQOS: false
+enforceNodeAllocatable: []
+failCgroupV1: false
+failSwapOn: false
+localStorageCapacityIsolation: false
+evictionHard: {imagefs.available: "0%%", nodefs.available: "0%%", memory.available: "0%%", nodefs.inodesFree: "0%%"}
+imageGCHighThresholdPercent: 100
+imageGCLowThresholdPercent: 99
+clusterDomain: cluster.local
+clusterDNS: [%[2]s]
+resolvConf: ""
+serializeImagePulls: false
+nodeStatusUpdateFrequency: 2s
+`, inUserNamespace, network.NodeIP(n.Index), n.Dir.Secret("ca.crt"), n.Socket(), n.Path("pod-logs"), n.Path("volume-plugins"))
+}
