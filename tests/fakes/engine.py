@@ -6,10 +6,12 @@ What it does is what `tests/contract/test_engine_contract.py` shows of the real 
 Weights are one number (`fakes.weights`). Released weights are poison: a token made from them is POISON. It is killed by
 what kills the real one: a release while busy or, with the memory saver, a second one; a resume of what is not released.
 
-    GET  /fake/calls                       [[route, body], ...] since the start
+    GET  /fake/calls                                [[route, body], ...] since the start
+    GET  /fake/tokens                               tokens made so far, of each request that has not ended
     POST /fake/fault {"on": ROUTE, "do": FAULT}     once, for the next such call
 
-FAULT is hang, crash, error, act_then_hang or cut: `cut` breaks the connection of a generate after its first chunk; `act_then_hang` has the effect and never answers.
+FAULT is hang, crash, error, act_then_hang (the effect, and no answer) or cut (the connection of a generate breaks after
+its first chunk).
 """
 
 from __future__ import annotations
@@ -150,6 +152,7 @@ class FakeEngine:
                 web.post("/resume_memory_occupation", self.serve_resume),
                 web.post("/update_weights_from_disk", self.serve_update),
                 web.get("/fake/calls", self.serve_calls),
+                web.get("/fake/tokens", self.serve_tokens),
                 web.post("/fake/fault", self.serve_fault),
             ]
         )
@@ -354,6 +357,9 @@ class FakeEngine:
 
     async def serve_calls(self, request: web.Request) -> web.Response:
         return web.json_response(self.calls)
+
+    async def serve_tokens(self, request: web.Request) -> web.Response:
+        return web.json_response([len(sample.output) for sample in self.samples.values()])
 
     async def serve_fault(self, request: web.Request) -> web.Response:
         fault = await request.json()

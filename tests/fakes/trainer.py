@@ -2,9 +2,9 @@
 
     python3 -m fakes.trainer      environment as `TrainerEnvironment`
 
-The weight of version STEP-LINEAGE is STEP + LINEAGE / 8. Checkpoints are files named by their step. A test makes it fail
-by a file `fault` beside its socket, with one line ROUTE ACTION, used once: `train crash`, `train hang`, `load hang`,
-`save error`, `export torn`, `export lies` (the probe is of other weights).
+The weight of version STEP-LINEAGE is STEP + LINEAGE / 8. Checkpoints are files named by their step. A test makes it
+fail by a file `fault` beside its socket, with one line ROUTE ACTION, used once: ROUTE and crash, hang, slow or error,
+and also `export torn` and `export lies` (the probe is of other weights).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import socketserver
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ class Rank:
         if action == "crash":
             print("RuntimeError: told to crash", flush=True)  # noqa: T201 - last words
             os._exit(17)
+        if action == "slow":
+            time.sleep(1.0)
         if action == "hang":
             threading.Event().wait()
         return action

@@ -118,7 +118,8 @@ class Agent:
         self._shards: int | None = None
         self._fetch_after = 0.0
         self._devices: tuple[DeviceFacts, ...] = ()
-        self._problem: Problem | None = None
+        self._failure: Problem | None = None  # what went wrong last, until a rung is gained
+        self._waits_for: Problem | None = None
         self._climb = Climb(self._reached)
 
     async def run(self) -> None:
@@ -169,7 +170,7 @@ class Agent:
         return self._view().facts(
             epoch=target.epoch if target else 0,
             devices=self._devices,
-            problem=self._problem,
+            problem=self._failure or self._waits_for,
             took_s=self._climb.took_s,
         )
 
@@ -181,8 +182,7 @@ class Agent:
         chosen = next_action(view, target, self._settings.rules)
         match chosen:
             case do.Wait(until=until, reason=reason, message=message):
-                if reason:
-                    self._fail(reason, message)
+                self._waits_for = Problem(reason=reason, message=message) if reason else None
                 return until
             case do.CloseGate():
                 self._close_gate()
@@ -359,7 +359,7 @@ class Agent:
 
     # --------------------------------------------------------------------------------------------------- what happens
     def _accept(self, target: PodTarget) -> None:
-        log(LOG, "target accepted", epoch=target.epoch, step=target.step, rung=target.rung, version=target.version)
+        log(LOG, "target accepted", epoch=target.epoch, step=target.step, rung=target.rung, version=str(target.version))
         self._gate.enter_epoch(target.epoch)
         self._wake_up()
 
@@ -406,22 +406,22 @@ class Agent:
         target = self.server.target
         assert target is not None, "a rung is reached on the way to a target"
         self._metrics.rung_seconds.labels(rung).observe(took_s)
-        self._problem = None
+        self._failure = None
         log(
             LOG,
             "rung reached",
             epoch=target.epoch,
             step=target.step,
             rung=rung,
-            version=target.version,
+            version=str(target.version),
             took_s=took_s,
         )
 
     def _fail(self, reason: str, message: str) -> None:
-        """Why the pod comes no nearer to its target; it stays until a rung is gained."""
+        """Why the pod comes no nearer to its target."""
         problem = Problem(reason=reason, message=message[:MESSAGE_CHARS])
-        if problem != self._problem:
-            self._problem = problem
+        if problem != self._failure:
+            self._failure = problem
             log(LOG, "problem", logging.WARNING, reason=reason, message=problem.message)
             self._wake_up()
 

@@ -38,6 +38,7 @@ LOG = logging.getLogger(__name__)
 ABORT_AGAIN_S = 0.5  # a request that was on its way when all were aborted is not aborted (H3)
 START_POLL_S = 0.1  # an engine has no way to say that it is up
 MAX_BACK_OFF_S = 60.0
+KILLED = -9
 REAP_S = 30.0  # from SIGKILL to an empty process group; a device driver can hold on to a process
 LONGEST_REASON = 600
 CONFIG_MODE = 0o640  # the engine reads it through the pod's group
@@ -115,7 +116,7 @@ class Engine:
         if self.view.incarnation == incarnation:
             self._dtype = info.dtype
             (self._settings.directories.sockets / f"{ENGINE_NAME}.yaml").unlink(missing_ok=True)
-            log(LOG, "engine up", incarnation=incarnation, version=version, took_s=_since(started))
+            log(LOG, "engine up", incarnation=incarnation, version=str(version), took_s=_since(started))
             self._set(self.view.answered(version))
 
     async def kill(self, reason: str) -> None:
@@ -137,8 +138,9 @@ class Engine:
         log(LOG, "engine gone", incarnation=event.incarnation, reason=f"code {event.code}")
         killed_for, self._killed_for = self._killed_for, None
         self._gone.set()
-        if killed_for is None:
-            self._lost(f"it ended with code {event.code}; its last words: {' | '.join(event.tail[-3:])}")
+        if killed_for is None or event.code != KILLED:
+            broken = f" ({self.view.broken})" if self.view.broken else ""
+            self._lost(f"it ended with code {event.code}{broken}; last words: {' | '.join(event.tail[-3:])}")
         elif self.view.broken is not None:
             self._lost(killed_for)
         else:
@@ -259,7 +261,7 @@ class Engine:
         async def compare(client: SGLang) -> None:
             found = await client.input_logprobs(probe.input_ids)
             mean = require_agreement(probe.logp, found, dtype=self._dtype)
-            log(LOG, "probe agrees", version=self.view.version, mean_nats=mean, tokens=len(found))
+            log(LOG, "probe agrees", version=str(self.view.version), mean_nats=mean, tokens=len(found))
 
         await self._change("probe", compare, EngineView.agreed)
 

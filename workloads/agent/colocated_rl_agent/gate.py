@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from colocated_rl_agent.drivers.base import DriverError
 from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
@@ -208,7 +209,7 @@ class Gate:
     async def _abort(self, backend: Backend, rid: str) -> None:
         """The caller or the connection is gone: make sure that the engine stops working on it."""
         task = asyncio.ensure_future(backend.abort(rid))
-        with contextlib.suppress(TimeoutError, aiohttp.ClientError):  # the engine is gone, and the request with it
+        with contextlib.suppress(TimeoutError, DriverError):  # the engine is gone, and the request with it
             async with asyncio.timeout(ABORT_S):
                 await asyncio.shield(task)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from colocated_rl_agent.batches import shard_path
 from colocated_rl_agent.drivers.base import DriverError, OutcomeUnknown
 from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
-from colocated_rl_agent.engine import REAP_S
+from colocated_rl_agent.engine import KILLED, REAP_S
 from colocated_rl_agent.exports import export_directory
 from colocated_rl_agent.journal import Journal
 from colocated_rl_agent.metrics import Metrics
@@ -31,7 +31,6 @@ from colocated_rl_api.trainer_wire import TrainerStatus
 LOG = logging.getLogger(__name__)
 
 START_POLL_S = 0.1  # a trainer has no way to say that it has loaded
-LOST_WITH_CONTAINER = -9  # a container that ends kills what is left in it
 NOT_EXECUTABLE = 127  # as shells say it
 MOST_METRICS = 32  # of a step, in the log
 
@@ -56,6 +55,7 @@ class Trainers:
         self._changed = changed
         self._failed = failed
         self._exits: dict[str, ChildExited] = {}  # can come before the answer to the start
+        self._stopping = False
         self._one_gone = asyncio.Event()
         spec = settings.job.spec
         self._clients = {
@@ -76,6 +76,7 @@ class Trainers:
     async def start(self, lineage: int, rendezvous: Rendezvous) -> None:
         settings, spec = self._settings, self._settings.job.spec
         directories = settings.directories
+        self._stopping = False
         for local_rank, rank in enumerate(settings.ranks):
             self._socket(rank).unlink(missing_ok=True)
             env = trainer_environment(
@@ -106,18 +107,21 @@ class Trainers:
     async def wait_until_loaded(self) -> None:
         """Until every rank has loaded its checkpoint, or one is gone. The caller minds the deadline."""
         started = time.monotonic()
-        while any(view.step is None and view.broken is None for view in self.views):
+        while True:
             for view in self.views:
-                if not view.is_alive:
-                    return
-                if view.step is None:
+                if view.is_alive and view.step is None:
                     await self._look(view)
+            if not all(view.is_alive and view.broken is None for view in self.views):
+                return
+            if all(view.step is not None for view in self.views):
+                break
             await asyncio.sleep(START_POLL_S)
         log(LOG, "trainers loaded", step=self.views[0].step, took_s=round(time.monotonic() - started, 4))
 
     async def stop(self, reason: str) -> None:
         """Every rank of the pod, until all are reaped."""
         log(LOG, "trainers stopped", logging.WARNING, reason=reason)
+        self._stopping = True
         if any(view.broken for view in self.views):
             self._failed("TrainerFailed", reason)
         for view in self.views:
@@ -137,9 +141,10 @@ class Trainers:
         if view is None or not view.is_alive:
             return
         self._exits.clear()
-        if event.code != LOST_WITH_CONTAINER:
+        if not self._stopping or event.code != KILLED:  # a broken connection can be seen before the exit
             words = " | ".join(event.tail[-3:])
-            self._failed("TrainerDied", f"rank {view.rank} ended with code {event.code}; its last words: {words}")
+            broken = f" ({view.broken})" if view.broken else ""
+            self._failed("TrainerDied", f"rank {view.rank} ended with code {event.code}{broken}; last words: {words}")
         log(LOG, "trainer gone", rank=view.rank, lineage=view.lineage, reason=f"code {event.code}")
         self._set(view.gone(event.code))
         self._one_gone.set()
@@ -166,7 +171,7 @@ class Trainers:
                 known = child is not None and child.incarnation == record.incarnation
                 code = child.code if child is not None and known else None
                 last = RankView(rank, incarnation=record.incarnation, lineage=record.lineage)
-                self._set(last.gone(LOST_WITH_CONTAINER if code is None else code))
+                self._set(last.gone(KILLED if code is None else code))
                 self._one_gone.set()
 
     # ----------------------------------------------------------------------------------------------------- requests

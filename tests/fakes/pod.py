@@ -1,0 +1,386 @@
+"""A GPU pod as processes of this machine: the real runner and the real agent, a fake engine and a fake trainer.
+
+The test plays the operator (`OperatorEnd`, over the agent's mutual TLS) and the rollout controller (`batches`, requests
+to the gate). Directories lie below one root as in a pod.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+import fakes
+from colocated_rl_agent import runner
+from colocated_rl_agent.settings import Directories
+from colocated_rl_api import names
+from colocated_rl_api.batch import DIGEST_HEADER
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.ladder import Rung, WeightVersion, next_barrier, slowest, standing
+from colocated_rl_api.member_wire import (
+    Endpoint,
+    Goal,
+    Hello,
+    JobFile,
+    PodFacts,
+    PodTarget,
+    Refusal,
+    Rendezvous,
+    from_member,
+)
+from colocated_rl_member.data import DataClient, data_application
+from colocated_rl_member.server import SHUTDOWN_S
+from colocated_rl_member.tls import MemberTls
+from fakes.authority import Authority
+
+JOB_UID = "5b0f7e0e-6a2a-4a55-9c5b-0d8f0a5f3c11"
+TOKEN = "data-token-of-a-test-job"
+DEADLINE_S = 30.0
+TESTS = Path(fakes.__path__[0]).parent
+
+
+def make_job(**changes: Any) -> JobFile:
+    """A job on the CPU with the fakes; `changes` are merged into the spec, camelCase."""
+    spec: dict[str, Any] = {
+        "steps": 4,
+        "replicas": 1,
+        "model": {"claimName": "model"},
+        "gpus": {"count": 0},
+        "rollout": {
+            "prompts": {"reasoningGym": {"name": "chain_sum"}},
+            "batchSize": 2,
+            "groupSize": 2,
+        },
+        "trainer": {"command": ["python3", "-m", "fakes.trainer"]},
+        "checkpoint": {"everySteps": 2},
+        "switch": {"settleSeconds": 5, "engineCallSeconds": 5, "engineStartSeconds": 20, "trainerProgressSeconds": 20},
+    }
+    for name, value in changes.items():
+        spec[name] = {**spec.get(name, {}), **value} if isinstance(value, dict) else value
+    return JobFile(
+        name="job",
+        namespace="default",
+        uid=JOB_UID,
+        created=datetime.now(UTC),
+        spec=ColocatedRLJobSpec.model_validate(spec),
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@dataclass
+class Network:
+    """What the pods of a job share: authority, sessions, the rollout controller's data port."""
+
+    root: Path
+    session: aiohttp.ClientSession
+    authority: Authority = field(default_factory=Authority)
+    served: list[str] = field(default_factory=list)  # batches that were asked for
+    batches: Endpoint = field(init=False)
+
+    @property
+    def tls(self) -> MemberTls:
+        return MemberTls.read(self.authority.member_directory(self.root / "tls", job_uid=JOB_UID, token=TOKEN))
+
+    async def serve_batch(self, request: web.Request) -> web.Response:
+        self.served.append(request.path_qs)
+        data = f"batch {request.path_qs}".encode()
+        return web.Response(body=data, headers={DIGEST_HEADER: hashlib.sha256(data).hexdigest()})
+
+
+@asynccontextmanager
+async def network(root: Path) -> AsyncIterator[Network]:
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        it = Network(root, session)
+        tls = it.tls
+        app = data_application(tls, max_request_bytes=1024)
+        app.router.add_get("/v1/batches/{step}", it.serve_batch)
+        served = web.AppRunner(app, shutdown_timeout=SHUTDOWN_S)
+        await served.setup()
+        await web.TCPSite(served, "127.0.0.1", 0, ssl_context=tls.data_context()).start()
+        it.batches = Endpoint(pod="job-rollout", address="127.0.0.1", port=served.addresses[0][1])
+        yield it
+        await served.cleanup()
+
+
+class Pod:
+    """One GPU pod. `facts`: every report that the operator's end received, oldest first."""
+
+    def __init__(self, net: Network, job: JobFile, *, replica: int = 0) -> None:
+        self.net, self.job, self.replica = net, job, replica
+        self.root = net.root / f"p{replica}"
+        self.directories = Directories.below(self.root)
+        self.control, self.data, self.metrics, self.pages, self.engine = free_ports(5)
+        self.facts: list[PodFacts] = []
+        self.refusals: list[Refusal] = []
+        self.hello: Hello | None = None
+        self.changed = asyncio.Event()
+        self.log = self.root / "log"
+        self.runner: asyncio.subprocess.Process
+        self.agent: asyncio.subprocess.Process
+        self._link: aiohttp.ClientWebSocketResponse | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"job-gpu-{self.replica}-0"
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(pod=self.name, address="127.0.0.1", port=self.data)
+
+    # -------------------------------------------------------------------------------------------------- processes
+    def lay_out(self) -> None:
+        places = self.directories
+        for directory in (
+            places.state, places.sockets, places.batches, places.weights, places.model, places.checkpoints,
+            places.job_file.parent, self.root / "site/sglang",
+        ):  # fmt: skip
+            directory.mkdir(parents=True)
+        places.job_file.write_text(self.job.model_dump_json(by_alias=True))
+        places.trainer_config.write_text("{}")
+        self.net.authority.member_directory(places.tls, job_uid=JOB_UID, token=TOKEN)
+        (self.root / "site/sglang/__init__.py").touch()
+        (self.root / "site/sglang/launch_server.py").write_text("from fakes.engine import main\nmain()\n")
+
+    async def start_runner(self) -> None:
+        with self.log.open("ab") as output:
+            self.runner = await asyncio.create_subprocess_exec(
+                sys.executable,
+                runner.__file__,
+                env={
+                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                    "PYTHONPATH": f"{self.root / 'site'}:{TESTS}",
+                    runner.SOCKET: str(self.directories.sockets / "runner.sock"),
+                },
+                stdout=output,
+            )
+
+    async def start_agent(self) -> None:
+        ports = {"control": self.control, "data": self.data, "metrics": self.metrics, "pages": self.pages}
+        with self.log.open("ab") as output:
+            self.agent = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "colocated_rl_agent", "--root", str(self.root), "--host", "127.0.0.1"),
+                *(f"--{name}-port={port}" for name, port in {**ports, "engine": self.engine}.items()),
+                env={
+                    **os.environ,
+                    names.ENV_POD_NAME: self.name,
+                    names.ENV_POD_UID: f"uid-{self.replica}",
+                    names.ENV_REPLICA: str(self.replica),
+                },
+                stdout=output,
+                stderr=output,
+            )
+
+    async def stop(self) -> None:
+        await self.unlink()
+        for process in (self.agent, self.runner):
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    async def restart_agent(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """End the agent and start another one, to which the operator connects again."""
+        await self.unlink()
+        self.agent.send_signal(number)
+        await self.agent.wait()
+        await self.start_agent()
+        await self.link()
+
+    def kill(self, pattern: str) -> None:
+        """SIGKILL to the child of the runner whose command line has `pattern`."""
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
+                command = (path.parent / "cmdline").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == self.runner.pid and pattern in command:
+                os.kill(int(path.parent.name), signal.SIGKILL)
+                return
+        raise LookupError(f"no child of the runner has {pattern} in its command line")
+
+    # --------------------------------------------------------------------------------------------- the operator's end
+    async def link(self) -> None:
+        context = self.net.authority.client_context(self.root / "operator")
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                try:
+                    self._link = await self.net.session.ws_connect(
+                        f"https://127.0.0.1:{self.control}/v1/link",
+                        ssl=context,
+                        server_hostname=names.member_server_name(JOB_UID),
+                    )
+                    break
+                except aiohttp.ClientConnectorError:
+                    await asyncio.sleep(0.05)
+        self._listening = asyncio.create_task(self._listen(self._link))
+
+    async def unlink(self) -> None:
+        if self._listening is not None and self._link is not None:
+            self._listening.cancel()
+            await self._link.close()
+            self._listening = None
+
+    async def _listen(self, link: aiohttp.ClientWebSocketResponse) -> None:
+        async for message in link:
+            match from_member.validate_json(message.data):
+                case Hello() as hello:
+                    self.hello = hello
+                case PodFacts() as facts:
+                    self.facts.append(facts)
+                case Refusal() as refusal:
+                    self.refusals.append(refusal)
+                case other:
+                    raise AssertionError(f"an agent said {other}")
+            self.changed.set()
+
+    async def send(self, target: PodTarget) -> None:
+        assert self._link is not None
+        await self._link.send_str(target.model_dump_json(by_alias=True))
+
+    @property
+    def now(self) -> PodFacts | None:
+        return self.facts[-1] if self.facts else None
+
+    async def until(self, is_so: Callable[[PodFacts], bool], what: str) -> PodFacts:
+        """The first report from now on, or the newest one, of which it is so."""
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while True:
+                    if self.now is not None and is_so(self.now):
+                        return self.now
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            raise AssertionError(f"not {what} after {DEADLINE_S} s, but {self.now}\n{self.story()}") from None
+
+    def story(self) -> str:
+        return self.log.read_text()[-6000:]
+
+    def standings(self, version: WeightVersion, *, epoch: int) -> list[Rung]:
+        """Rungs in the order in which they were reported in an epoch, without repetitions."""
+        rungs = [standing(facts, version) for facts in self.facts if facts.epoch == epoch]
+        return [rung for rung, before in zip(rungs, [None, *rungs], strict=False) if rung != before]
+
+    # ----------------------------------------------------------------------------------------------------- its insides
+    async def generate(self, **request: Any) -> tuple[int, dict[str, Any]]:
+        client = DataClient(self.net.session, self.net.tls, JOB_UID)
+        async with client.request("POST", self.endpoint, "/generate", json=request) as answer:
+            return answer.status, await answer.json()
+
+    async def fault(self, on: str, do: str) -> None:
+        """The engine's next call of a route fails in this way."""
+        url = f"http://127.0.0.1:{self.engine}/fake/fault"
+        async with self.net.session.post(url, json={"on": on, "do": do}) as answer:
+            assert answer.status == 200
+
+    def trainer_fault(self, route: str, action: str) -> None:
+        (self.directories.sockets / "fault").write_text(f"{route} {action}")
+
+    async def generating(self, requests: int) -> None:
+        """Until the engine has made tokens for so many requests."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                async with self.net.session.get(f"http://127.0.0.1:{self.engine}/fake/tokens") as answer:
+                    if sum(tokens > 1 for tokens in await answer.json()) >= requests:
+                        return
+                await asyncio.sleep(0.01)
+
+    async def engine_calls(self) -> list[str]:
+        """Routes of this engine's calls since its start, in order."""
+        async with self.net.session.get(f"http://127.0.0.1:{self.engine}/fake/calls") as answer:
+            return [route.partition("?")[0] for route, _ in await answer.json()]
+
+
+@asynccontextmanager
+async def pod(net: Network, job: JobFile, *, replica: int = 0) -> AsyncIterator[Pod]:
+    it = Pod(net, job, replica=replica)
+    it.lay_out()
+    await it.start_agent()
+    await it.start_runner()
+    try:
+        await it.link()
+        yield it
+    finally:
+        await it.stop()
+
+
+class Group:
+    """Plays the operator for some pods: the group may stand one barrier beyond its slowest member."""
+
+    def __init__(self, pods: Sequence[Pod]) -> None:
+        self.pods = pods
+        self.epoch = 0
+
+    def target(self, version: WeightVersion, rung: Rung, *, epoch: int | None = None) -> PodTarget:
+        return PodTarget(
+            epoch=self.epoch if epoch is None else epoch,
+            goal=Goal.CLIMB,
+            step=version.step,
+            lineage=version.lineage,
+            rung=rung,
+            rendezvous=Rendezvous(address="127.0.0.1", port=29500, world_size=len(self.pods)),
+            batches=self.pods[0].net.batches,
+        )
+
+    async def climb(self, version: WeightVersion, to: Rung = Rung.SERVING) -> None:
+        """A new epoch, and up barrier by barrier until every pod stands at `to`."""
+        self.epoch += 1
+        await self.go_on(version, to)
+
+    async def go_on(self, version: WeightVersion, to: Rung = Rung.SERVING) -> None:
+        sent: Rung | None = None
+        async with asyncio.timeout(2 * DEADLINE_S):
+            while True:
+                low = slowest(standing(each.now, version) for each in self.pods)
+                if low >= to:
+                    return
+                rung = min(next_barrier(low), to)
+                if rung != sent:
+                    for each in self.pods:
+                        await each.send(self.target(version, rung))
+                    sent = rung
+                await self.news(functools.partial(self.moved, version, low))
+
+    def moved(self, version: WeightVersion, before: Rung) -> bool:
+        return slowest(standing(each.now, version) for each in self.pods) != before
+
+    async def news(self, is_so: Callable[[], bool]) -> None:
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while not is_so():
+                    events = [asyncio.create_task(each.changed.wait()) for each in self.pods]
+                    await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+                    for each, event in zip(self.pods, events, strict=True):
+                        event.cancel()
+                        each.changed.clear()
+        except TimeoutError:
+            told = "\n".join(f"{each.now}\n{each.story()}" for each in self.pods)
+            raise AssertionError(f"no progress in {DEADLINE_S} s\n{told}") from None
+
+    async def stop(self) -> None:
+        self.epoch += 1
+        for each in self.pods:
+            await each.send(PodTarget(epoch=self.epoch, goal=Goal.STOP, step=0, lineage=0, rung=Rung.SERVING))

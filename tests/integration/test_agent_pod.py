@@ -1,0 +1,325 @@
+"""A pod from its first target to its last: real agent, real runner, real TLS; engine and trainer are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+
+import pytest
+
+from colocated_rl_api.ladder import LADDER, Rung, WeightVersion, standing
+from colocated_rl_api.member_wire import EngineState, PodFacts, TrainerState
+from fakes.pod import DEADLINE_S, Group, Network, Pod, make_job, network, pod
+
+V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture
+async def net(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Network]:
+    async with network(tmp_path_factory.mktemp("n")) as it:
+        yield it
+
+
+def is_serving(version: WeightVersion) -> Callable[[PodFacts], bool]:
+    return lambda facts: standing(facts, version) is Rung.SERVING
+
+
+async def test_new_pod_climbs_to_serving_trains_a_step_and_serves_it(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        assert (200, "0-1") == await served_version(it)
+        first = it.now
+        assert first is not None
+        await group.climb(V1)
+        assert (200, "1-1") == await served_version(it)
+        rungs = it.standings(V1, epoch=group.epoch)
+        assert sorted(rungs, key=LADDER.index) == [rung for rung in LADDER if rung in rungs]
+        assert it.now is not None
+        assert first.engines[0].incarnation == it.now.engines[0].incarnation, "the engine goes through a switch"
+        assert ["/v1/batches/1?shard=0"] == net.served
+        assert ["1-1"] == sorted(path.name for path in it.directories.weights.iterdir())
+
+
+async def test_engine_calls_of_a_switch_come_in_their_order(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        before = len(await it.engine_calls())
+        await group.climb(V1)
+        calls = (await it.engine_calls())[before:]
+        assert [
+            "/pause_generation",
+            "/flush_cache",
+            "/release_memory_occupation",
+            "/resume_memory_occupation",
+            "/update_weights_from_disk",
+            "/resume_memory_occupation",
+            "/flush_cache",
+            "/continue_generation",
+            "/generate",
+        ] == calls
+
+
+async def test_request_in_flight_comes_back_with_its_tokens_when_a_switch_begins(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        long = asyncio.create_task(it.generate(input_ids=PROMPT, sampling_params=endless()))
+        await it.generating(1)
+        await group.climb(V1, to=Rung.RELEASED)
+        status, answer = await long
+        assert (200, "abort") == (status, answer["meta_info"]["finish_reason"]["type"])
+        assert len(answer["output_ids"]) > 0
+        assert (503, {"error": "closed", "epoch": 2}) == await it.generate(input_ids=PROMPT)
+
+
+async def test_group_waits_at_each_barrier_for_its_slow_replica(net: Network) -> None:
+    async with AsyncExitStack() as stack:
+        fast, slow = [await stack.enter_async_context(pod(net, make_job(replicas=2), replica=n)) for n in (0, 1)]
+        group = Group([fast, slow])
+        await group.climb(V0)
+        slow.trainer_fault("train", "slow")
+        await group.climb(V1, to=Rung.TRAINED)
+        assert slow.now is not None
+        assert slow.now.took_s[Rung.TRAINED] > 0.9
+        assert Rung.TRAINED == fast.standings(V1, epoch=group.epoch)[-1], "trained, and not a rung further"
+        await group.go_on(V1)
+        assert {"/v1/batches/1?shard=0", "/v1/batches/1?shard=1"} == set(net.served)
+
+
+async def test_target_of_an_older_epoch_changes_nothing(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        group.epoch = 6
+        await group.climb(V0)
+        await it.send(group.target(V1, Rung.RELEASED, epoch=6))
+        await group.news(lambda: bool(it.refusals))
+        assert ("StaleEpoch", 7) == (it.refusals[0].reason, it.refusals[0].highest_epoch)
+        assert (200, "0-1") == await served_version(it)
+
+
+async def test_older_epoch_is_refused_by_a_restarted_agent_too(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        group.epoch = 6
+        await group.climb(V0)
+        await it.restart_agent()
+        await it.send(group.target(V1, Rung.RELEASED, epoch=6))
+        await group.news(lambda: bool(it.refusals))
+        assert it.hello is not None
+        assert 7 == it.hello.highest_epoch
+
+
+async def test_engine_killed_while_serving_hands_its_tokens_back_and_comes_again(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        await Group([it]).climb(V0)
+        first = it.now
+        assert first is not None
+        long = asyncio.create_task(it.generate(input_ids=PROMPT, sampling_params=endless()))
+        await it.generating(1)
+        it.kill("sglang")
+        status, answer = await long
+        assert (200, "abort") == (status, answer["meta_info"]["finish_reason"]["type"])
+        assert len(answer["output_ids"]) > 0
+        again = await it.until(
+            lambda facts: is_serving(V0)(facts) and facts.engines[0].incarnation != first.engines[0].incarnation,
+            "serving with another engine",
+        )
+        assert first.engines[0].incarnation != again.engines[0].incarnation
+        assert (200, "0-1") == await served_version(it)
+
+
+async def test_engine_killed_while_trained_stays_absent_until_the_trainer_is_off_the_device(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        await group.climb(V1, to=Rung.TRAINED)
+        it.kill("sglang")
+        await it.until(lambda facts: facts.engines[0].is_absent, "absent")
+        seen = len(it.facts)
+        await group.go_on(V1)
+        for facts in it.facts[seen:]:
+            if not facts.engines[0].is_absent:
+                assert all(rank.state is TrainerState.OFFLOADED for rank in facts.trainers)
+        assert (200, "1-1") == await served_version(it)
+
+
+@pytest.mark.parametrize(
+    ("rung", "number"),
+    [
+        (Rung.DRAINED, signal.SIGKILL),
+        (Rung.RELEASED, signal.SIGTERM),
+        (Rung.TRAINED, signal.SIGKILL),
+        (Rung.EXPORTED, signal.SIGKILL),
+        (Rung.UPDATED, signal.SIGKILL),
+    ],
+)
+async def test_agent_that_is_restarted_in_a_switch_goes_on(net: Network, rung: Rung, number: signal.Signals) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        engine, trainer = identities(it)
+        await group.climb(V1, to=rung)
+        await it.restart_agent(number)
+        await it.until(lambda facts: bool(facts.engines), "attached")
+        await group.go_on(V1)
+        assert (engine, trainer) == identities(it), "engine and trainer outlive the agent"
+        assert (200, "1-1") == await served_version(it)
+
+
+async def test_restarted_container_is_a_loss_of_engine_and_trainers(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        it.runner.kill()
+        await it.runner.wait()
+        await it.start_runner()
+        facts = await it.until(lambda facts: bool(facts.trainers), "attached")
+        assert (TrainerState.ABSENT, -9, 1) == trainer_of(facts)
+        await group.climb(WeightVersion(0, 2))
+        assert (200, "0-2") == await served_version(it)
+
+
+async def test_release_that_is_never_answered_costs_the_engine_and_is_not_sent_again(net: Network) -> None:
+    async with pod(net, make_job(switch={"engineCallSeconds": 1})) as it:
+        group = Group([it])
+        await group.climb(V0)
+        await it.fault("/release_memory_occupation", "act_then_hang")
+        await group.climb(V1, to=Rung.RELEASED)
+        assert it.now is not None
+        assert EngineState.ABSENT is it.now.engines[0].state
+        await group.go_on(V1)
+        assert (200, "1-1") == await served_version(it)
+
+
+async def test_engine_that_disagrees_with_the_probe_never_serves(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        it.trainer_fault("export", "lies")
+        await group.climb(V1, to=Rung.UPDATED)
+        await it.send(group.target(V1, Rung.SERVING))
+        facts = await it.until(lambda facts: facts.problem is not None, "problem")
+        assert facts.problem is not None
+        assert "nats" in facts.problem.message
+        assert not any(facts.gate.open for facts in it.facts if standing(facts, V1) > Rung.SEALED)
+
+
+async def test_torn_export_never_reaches_an_engine(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        it.trainer_fault("export", "torn")
+        await group.climb(V1, to=Rung.TRAINED)
+        await it.send(group.target(V1, Rung.EXPORTED))
+        facts = await it.until(lambda facts: facts.trainers[0].state is TrainerState.ABSENT, "trainer stopped")
+        assert facts.problem is not None
+        assert "digest" in facts.problem.message
+        await group.climb(WeightVersion(1, 2))
+        assert (200, "1-2") == await served_version(it)
+
+
+async def test_trainer_that_crashes_is_reported_with_its_last_words_and_left_to_the_operator(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        it.trainer_fault("train", "crash")
+        await group.climb(V1, to=Rung.RELEASED)
+        await it.send(group.target(V1, Rung.TRAINED))
+        facts = await it.until(lambda facts: facts.trainers[0].exit_code is not None, "trainer dead")
+        assert (TrainerState.ABSENT, 17, 1) == trainer_of(facts)
+        await it.until(lambda facts: "told to crash" in (facts.problem.message if facts.problem else ""), "told why")
+        await group.climb(WeightVersion(1, 2))
+        assert (200, "1-2") == await served_version(it)
+
+
+async def test_trainer_that_hangs_is_stopped_at_its_deadline(net: Network) -> None:
+    async with pod(net, make_job(switch={"trainerProgressSeconds": 1})) as it:
+        group = Group([it])
+        await group.climb(V0)
+        it.trainer_fault("train", "hang")
+        await group.climb(V1, to=Rung.RELEASED)
+        await it.send(group.target(V1, Rung.TRAINED))
+        facts = await it.until(lambda facts: facts.trainers[0].exit_code is not None, "trainer stopped")
+        assert (TrainerState.ABSENT, -9, 1) == trainer_of(facts)
+
+
+async def test_new_lineage_interrupts_a_step_that_waits_for_a_dead_peer(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        it.trainer_fault("train", "hang")
+        await group.climb(V1, to=Rung.RELEASED)
+        await it.send(group.target(V1, Rung.TRAINED))
+        await it.until(lambda facts: facts.trainers[0].state is TrainerState.TRAINING, "training")
+        await group.climb(WeightVersion(1, 2))
+        assert (200, "1-2") == await served_version(it)
+
+
+async def test_checkpoint_is_saved_beside_rollout_and_before_the_next_step(net: Network) -> None:
+    async with pod(net, make_job(checkpoint={"everySteps": 1})) as it:
+        group = Group([it])
+        await group.climb(V0)
+        await group.climb(V1)
+        facts = await it.until(lambda facts: facts.trainers[0].saved == 1, "saved")
+        assert is_serving(V1)(facts), "rollout goes on meanwhile"
+        assert ["step-1"] == [path.name for path in it.directories.checkpoints.iterdir()]
+
+
+async def test_goal_stop_ends_children_and_runner_with_code_0(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        await group.stop()
+        await it.until(lambda facts: facts.stopped, "stopped")
+        async with asyncio.timeout(DEADLINE_S):
+            assert 0 == await it.runner.wait()
+
+
+async def test_terminated_container_hands_back_what_is_in_flight_before_it_ends(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        await Group([it]).climb(V0)
+        long = asyncio.create_task(it.generate(input_ids=PROMPT, sampling_params=endless()))
+        await it.generating(1)
+        it.runner.terminate()
+        status, answer = await long
+        assert (200, "abort") == (status, answer["meta_info"]["finish_reason"]["type"])
+        async with asyncio.timeout(DEADLINE_S):
+            assert 143 == await it.runner.wait()
+
+
+async def test_secrets_are_in_no_log(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        await Group([it]).climb(V0)
+        journal = (it.directories.state / "journal.jsonl").read_text().splitlines()
+        keys = [record["admin_key"] for record in map(json.loads, journal) if "admin_key" in record]
+        assert len(keys) == 1
+        log = it.log.read_text()
+        assert "admin_api_key='***'" in log, "the engine shows its key when it starts"
+        assert keys[0] not in log
+        assert not (it.directories.sockets / "engine-0.yaml").exists()
+
+
+def endless() -> dict[str, object]:
+    return {"max_new_tokens": 4000, "ignore_eos": True, "stream_interval": 1}
+
+
+def identities(it: Pod) -> tuple[str | None, str | None]:
+    assert it.now is not None
+    return it.now.engines[0].incarnation, it.now.trainers[0].incarnation
+
+
+def trainer_of(facts: PodFacts) -> tuple[TrainerState, int | None, int | None]:
+    (rank,) = facts.trainers
+    return rank.state, rank.exit_code, rank.lineage
+
+
+async def served_version(it: Pod) -> tuple[int, str]:
+    status, answer = await it.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 4}, return_logprob=True)
+    assert all(token < 1000 for token in answer["output_ids"]), "no token is made from released weights"
+    return status, answer["meta_info"]["weight_version"]
