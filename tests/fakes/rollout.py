@@ -109,7 +109,7 @@ class Answers:
     def text(self, question: str) -> str:
         found = re.search(r"problem: (.*) =", question)
         assert found, question
-        value = eval(found[1])  # noqa: S307 - digits, plus and minus
+        value = eval(found[1])
         wrong = len(question) % 3 == 0
         return "." * self._tail + MARK + str(value + wrong)
 
