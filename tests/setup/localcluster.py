@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from setup.digest import digest, forget, is_made_from, remember, sources
+from setup.digest import digest, is_made_from, remember, sources
 from setup.environments import IMAGES
 from setup.layout import Layout
 from setup.session import Session
@@ -33,11 +33,7 @@ def binary_task(layout: Layout) -> Task:
 
     def make(session: Session) -> None:
         made_from = inputs()
-        layout.localcluster.parent.mkdir(parents=True, exist_ok=True)
-        forget(layout.localcluster)
-        part = layout.localcluster.with_suffix(".part")  # a running cluster keeps the old file
-        session.run(BINARY, ["bash", folder / "build.sh", part], cwd=folder, env=environment_of_go(layout))
-        part.rename(layout.localcluster)
+        session.run(BINARY, ["bash", folder / "build.sh", layout.localcluster], env=environment_of_go(layout))
         remember(layout.localcluster, made_from)
 
     return Task(
