@@ -1,0 +1,145 @@
+"""The controller's client against an agent's own gate: each outcome arrives as what it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from colocated_rl_agent.gate import Backend, Gate
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_member.data import DataClient, data_application
+from colocated_rl_rollout.engine_client import (
+    AttemptLost,
+    EngineClient,
+    GateClosed,
+    GenerateRequest,
+    RequestRejected,
+)
+from colocated_rl_rollout.resume import Ending
+from fakes.engine import CONTEXT, END_TOKEN, FakeEngine
+from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
+from fakes.weights import logprob, write_export
+
+pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use web.RequestKey")  # in the fake engine
+
+VERSION = WeightVersion(4, 2)
+WEIGHT = 0.5
+
+
+@dataclass
+class Scene:
+    engine: FakeEngine
+    gate: Gate
+    backend: Backend
+    client: EngineClient
+
+    async def open(self) -> None:
+        self.gate.open(self.backend)
+        await until(lambda: self.client.is_open)
+
+
+async def listen(stack: AsyncExitStack, app: web.Application, tls: JobOnDisk | None = None) -> int:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05, handler_cancellation=True)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    context = tls.tls.data_context() if tls else None
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    port: int = runner.addresses[0][1]
+    return port
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    job = JobOnDisk.write(tmp_path, make_spec())
+    write_export(tmp_path / "export", version=str(VERSION), weight=WEIGHT)
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        engine = FakeEngine(tmp_path / "export", str(VERSION), admin_key="", memory_saver=False, token_s=0.001)
+        url = f"http://127.0.0.1:{await listen(stack, engine.app())}"
+
+        async def abort(rid: str) -> None:
+            engine.abort(rid, everything=False)
+
+        gate = Gate(session)
+        application = data_application(job.tls, max_request_bytes=2**20)
+        application.add_routes(gate.routes())
+        endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=await listen(stack, application, job))
+        client = EngineClient(endpoint, DataClient(session, job.tls, JOB_UID), settle_s=5, changed=lambda: None)
+        watching = asyncio.create_task(client.watch())
+        yield Scene(engine, gate, Backend(url, "a", VERSION, abort), client)
+        watching.cancel()
+        await asyncio.wait([watching])
+
+
+def request(prompt: list[int], limit: int = 200) -> GenerateRequest:
+    return GenerateRequest(prompt, limit, 1.0, {END_TOKEN})
+
+
+async def test_a_response_comes_back_with_log_probabilities_and_the_version_that_made_it(scene: Scene) -> None:
+    await scene.open()
+    assert (VERSION, True) == (scene.client.version, scene.client.takes_requests)
+    generated = await scene.client.generate(request([5, 6, 7]))
+    assert Ending.STOP is generated.ending
+    ids = generated.tokens.ids.tolist()
+    assert END_TOKEN == ids[-1]
+    assert [span.version for span in generated.tokens.spans] == [VERSION]
+    expected = [logprob(WEIGHT, before, token) for before, token in zip([7, *ids], ids, strict=False)]
+    assert expected == pytest.approx(generated.tokens.logp.tolist())
+
+
+async def test_the_limit_is_the_one_that_was_asked_for(scene: Scene) -> None:
+    await scene.open()
+    generated = await scene.client.generate(request([5, 6, 7], limit=3))
+    assert (Ending.LENGTH, 3) == (generated.ending, len(generated.tokens))
+
+
+async def test_a_switch_brings_back_what_was_generated(scene: Scene) -> None:
+    await scene.open()
+    scene.engine.token_s = 0.02
+    asked = asyncio.create_task(scene.client.generate(request([5, 6, 7])))
+    await until(lambda: any(sample.output for sample in scene.engine.samples.values()))
+    scene.gate.close()
+    scene.engine.abort("", everything=True)
+    generated = await asked
+    assert Ending.INTERRUPTED is generated.ending
+    assert len(generated.tokens) == len(generated.tokens.logp) > 0
+    await until(lambda: not scene.client.is_open)
+    with pytest.raises(GateClosed):
+        await scene.client.generate(request([5, 6, 7]))
+
+
+async def test_what_was_read_from_a_lost_engine_is_kept(scene: Scene) -> None:
+    await scene.open()
+    scene.engine.faults["/generate"] = "cut"
+    generated = await scene.client.generate(request([5, 6, 7]))
+    assert (Ending.INTERRUPTED, 1) == (generated.ending, len(generated.tokens))
+    assert [span.version for span in generated.tokens.spans] == [VERSION]
+
+
+async def test_a_request_that_the_engine_will_never_take_is_told_from_trouble_that_passes(scene: Scene) -> None:
+    await scene.open()
+    with pytest.raises(RequestRejected, match="context length"):
+        await scene.client.generate(request([5] * CONTEXT))
+    scene.gate.open(Backend("http://127.0.0.1:1", "b", VERSION, scene.backend.abort))
+    generated = await scene.client.generate(request([5, 6, 7]))
+    assert (Ending.INTERRUPTED, 0) == (generated.ending, len(generated.tokens))
+    assert not scene.client.takes_requests, "an engine that brings nothing is let be for a while"
+
+
+async def test_a_silent_agent_does_not_hold_a_request_for_ever(scene: Scene) -> None:
+    await scene.open()
+    scene.engine.token_s = 3600.0
+    asked = asyncio.create_task(scene.client.generate(request([5, 6, 7])))
+    await until(lambda: scene.engine.samples)
+    scene.client.abandon()
+    with pytest.raises(AttemptLost, match="given up"):
+        await asked
+    await until(lambda: all(sample.abort_asked for sample in scene.engine.samples.values()))
