@@ -1,8 +1,8 @@
 """A whole job as a value that moves: pods, agents, trainers, rollout controller and operator, without time or sockets.
 
-`Group` keeps the truth. Members move by single actions, as the contract of an agent allows; what the operator sees of
-them is what they last reported, possibly less than the truth; targets take their time and may be overtaken. The plan is
-the real one. `Group` checks on each move what must never happen:
+`Group` keeps the truth. Members move by single actions, as the contract of an agent allows. `Simulation` adds the
+operator with its real plan: what it sees of members is what they last reported, possibly less than the truth, and its
+targets take their time and may be overtaken. Each move is checked for what must never happen:
 
 * a member passes no barrier before every member of the group has stood at it in the same epoch (I2)
 * an epoch is recorded before a target carries it, and an older target changes nothing (I5)
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
 
-from builders import make_job
 from colocated_rl_api.ladder import BARRIERS, Rung, WeightVersion, standing
 from colocated_rl_api.member_wire import (
     EngineFacts,
@@ -126,143 +124,38 @@ class RolloutPod(SimPod):
 
 
 class Group:
-    """spec: parts of the job's spec that replace the usual ones."""
+    """The truth about every pod of a job, and what each may do next."""
 
-    def __init__(self, **spec: Any) -> None:
-        self.job: Job = make_job(**spec)
-        self.now = 0.0
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.incarnations = count(1)
         self.pods: list[GpuPod] = []
         self.rollouts: list[RolloutPod] = []
-        self.climb: Climb | None = None  # as recorded
-        self.trained_step = 0
-        self.served: WeightVersion | None = None
-        self.is_over = False
-        self.memory = Memory()
         self.checkpoints: set[int] = set()
         self.kept_after = 0  # batches up to here were dropped by the store
         self.sealed = self.store_trained = 0  # durable in the store
         self.trained_in: dict[int, list[int]] = {}  # by lineage, in order
         self.stood: dict[int, dict[str, Rung]] = {}  # by epoch and seat: the highest rung since it was accepted
-        self.sent = 0
-
-    # -------------------------------------------------------------------------------------------------- the operator
-    def operator_pass(self, *, dies_after_record: bool = False) -> Plan:
-        """observe, plan, act, with everything recorded before it is sent."""
-        seen = remember(self._observe())
-        self.memory = seen.memory
-        decided = plan(seen)
-        must(decided.climb is None or self.climb is None or decided.climb.epoch >= self.climb.epoch, "the epoch fell")
-        if decided.raises:
-            must(
-                decided.climb is not None and decided.climb.epoch > (self.climb.epoch if self.climb else 0),
-                "not raised",
-            )
-            self.climb = decided.climb
-            self.memory = replace(self.memory, raised=True)
-            if dies_after_record:
-                self.memory = Memory()
-                return decided
-        else:
-            must(decided.climb == self.climb, "the climb changed without a new epoch")
-        for name, target in decided.targets.items():
-            self._send(name, target)
-        for action in decided.pods:
-            if isinstance(action, CreatePod):
-                self._create(action)
-            else:
-                self._delete(action.uid)
-        if self.climb is not None and not decided.raises:
-            if seen.slowest >= Rung.TRAINED:
-                self.trained_step = max(self.trained_step, self.climb.step)
-            if seen.slowest is Rung.SERVING:
-                self.served = self.climb.version
-        self.is_over = self.is_over or decided.is_over
-        return decided
-
-    def _observe(self) -> Observation:
-        members = [
-            Member(
-                seat=pod.seat,
-                attempt=pod.attempt,
-                name=f"{pod.seat}-{pod.attempt}",
-                uid=pod.uid,
-                phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
-                created_at=-1000.0,
-                address=f"10.0.0.{index}",
-                silent_since=None if pod.reported else self.now,
-                highest_epoch=pod.reported.epoch if pod.reported else 0,
-                facts=pod.reported if pod.alive else None,
-            )
-            for index, pod in enumerate(self.everybody)
-        ]
-        return Observation(
-            now=self.now,
-            job=self.job,
-            members=tuple(members),
-            climb=self.climb,
-            trained_step=self.trained_step,
-            served=self.served,
-            is_over=self.is_over,
-            memory=self.memory,
-        )
 
     @property
     def everybody(self) -> list[SimPod]:
         return [*self.pods, *self.rollouts]
 
-    def _send(self, name: str, target: PodTarget | RolloutTarget) -> None:
-        must(self.climb is not None and target.epoch == self.climb.epoch, "a target's epoch is not the recorded one")
-        if isinstance(target, RolloutTarget):
-            for rollout in self.rollouts:
-                if rollout.alive and name == f"{ROLLOUT_SEAT}-{rollout.attempt}" and rollout.target != target:
-                    must(target.trained_step >= rollout.trained, "trained_step fell")
-                    rollout.target = target
-                    self.sent += 1
-            return
-        if target.goal is Goal.CLIMB:
-            below = max((rung for rung in BARRIERS if rung < target.rung), default=Rung.UNKNOWN)
-            self._must_have_stood(target.epoch, below, f"target {target.rung}")
-        for pod in self.pods:
-            if pod.alive and name == f"{pod.seat}-{pod.attempt}" and pod.sent != target:
-                pod.sent = target
-                pod.inbox.append(target)
-                self.sent += 1
+    def add(self, seat: str, attempt: int, uid: str) -> GpuPod | RolloutPod:
+        """A pod begins to run."""
+        must(not any(pod.alive and pod.seat == seat for pod in self.everybody), f"two pods in seat {seat}")
+        if seat == ROLLOUT_SEAT:
+            rollout = RolloutPod(seat, attempt, uid, sealed=self.sealed, trained=self.store_trained)
+            self.rollouts.append(rollout)
+            return rollout
+        pod = GpuPod(seat, attempt, uid)
+        self.pods.append(pod)
+        return pod
 
-    def _create(self, action: CreatePod) -> None:
-        uid = f"uid-{next(self.incarnations)}"
-        if action.seat == ROLLOUT_SEAT:
-            must(not any(pod.alive for pod in self.rollouts), "two pods of the store")
-            pod = RolloutPod(action.seat, action.attempt, uid, sealed=self.sealed, trained=self.store_trained)
-            self.rollouts.append(pod)
-        else:
-            must(not any(pod.alive and pod.seat == action.seat for pod in self.pods), "two pods in one seat")
-            self.pods.append(GpuPod(action.seat, action.attempt, uid))
-
-    def _delete(self, uid: str) -> None:
-        for pod in self.everybody:
-            if pod.uid == uid:
-                pod.alive = False
-                pod.disconnect()
-
-    # --------------------------------------------------------------------------------------------------- deliveries
-    def deliver(self, pod: GpuPod) -> bool:
-        """The oldest target on its way reaches the agent."""
-        if not pod.inbox or not pod.alive:
-            return False
-        target = pod.inbox.pop(0)
-        if target.epoch < pod.durable_epoch:
-            return True  # refused: an older epoch changes nothing
+    def accept(self, pod: GpuPod, target: PodTarget) -> None:
+        """A target that passed the fence."""
         pod.durable_epoch, pod.target = target.epoch, target
         self._note(pod)
-        return True
-
-    def report(self, pod: SimPod) -> bool:
-        """What the operator knows of the member becomes the truth of now."""
-        if not pod.alive or pod.reported == pod.facts:
-            return False
-        pod.reported = pod.facts
-        return True
 
     # ---------------------------------------------------------------------------------------------------- an agent
     def agent_moves(self, pod: GpuPod) -> bool:
@@ -276,7 +169,7 @@ class Group:
             after = standing(pod.facts, pod.target.version)
             if after > before:  # an engine that starts on the export is Updated and Restored at once
                 left = max((barrier for barrier in BARRIERS if barrier <= before), default=Rung.UNKNOWN)
-                self._must_have_stood(pod.target.epoch, left, f"{pod.seat} went on to {after}")
+                self.must_have_stood(pod.target.epoch, left, f"{pod.seat} went on to {after}")
             self._note(pod)
         uses = pod.trainer.state in (TrainerState.ONLOADED, TrainerState.TRAINING)
         must(not uses or _maps_nothing(pod.engine), f"{pod.seat}: trainer and engine are both on the device")
@@ -450,12 +343,6 @@ class Group:
         pod.disconnect()
         return True
 
-    def operator_restarts(self) -> None:
-        """Only what is recorded remains; what was on its way to members still arrives."""
-        self.memory = Memory()
-        for pod in self.pods:
-            pod.sent = None
-
     def connection_breaks(self, pod: SimPod) -> bool:
         if not pod.alive or pod.reported is None:
             return False
@@ -470,10 +357,133 @@ class Group:
         rung = standing(pod.facts, pod.target.version)
         stood[pod.seat] = max(rung, stood.get(pod.seat, Rung.UNKNOWN))
 
-    def _must_have_stood(self, epoch: int, barrier: Rung, what: str) -> None:
+    def must_have_stood(self, epoch: int, barrier: Rung, what: str) -> None:
         stood = self.stood.get(epoch, {})
         for seat in self.job.gpu_seats:
             must(stood.get(seat, Rung.UNKNOWN) >= barrier, f"{what} in epoch {epoch} before {seat} stood at {barrier}")
+
+
+class Simulation(Group):
+    """A group with its operator: the real plan, members that report late, targets that arrive late."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.now = 0.0
+        self.climb: Climb | None = None  # as recorded
+        self.trained_step = 0
+        self.served: WeightVersion | None = None
+        self.is_over = False
+        self.memory = Memory()
+        self.sent = 0
+
+    # -------------------------------------------------------------------------------------------------- the operator
+    def operator_pass(self, *, dies_after_record: bool = False) -> Plan:
+        """observe, plan, act, with everything recorded before it is sent."""
+        seen = remember(self._observe())
+        self.memory = seen.memory
+        decided = plan(seen)
+        must(decided.climb is None or self.climb is None or decided.climb.epoch >= self.climb.epoch, "the epoch fell")
+        if decided.raises:
+            must(
+                decided.climb is not None and decided.climb.epoch > (self.climb.epoch if self.climb else 0),
+                "not raised",
+            )
+            self.climb = decided.climb
+            self.memory = replace(self.memory, raised=True)
+            if dies_after_record:
+                self.memory = Memory()
+                return decided
+        else:
+            must(decided.climb == self.climb, "the climb changed without a new epoch")
+        for name, target in decided.targets.items():
+            self._send(name, target)
+        for action in decided.pods:
+            if isinstance(action, CreatePod):
+                self.add(action.seat, action.attempt, f"uid-{next(self.incarnations)}")
+            else:
+                self._delete(action.uid)
+        if self.climb is not None and not decided.raises:
+            if seen.slowest >= Rung.TRAINED:
+                self.trained_step = max(self.trained_step, self.climb.step)
+            if seen.slowest is Rung.SERVING:
+                self.served = self.climb.version
+        self.is_over = self.is_over or decided.is_over
+        return decided
+
+    def _observe(self) -> Observation:
+        members = [
+            Member(
+                seat=pod.seat,
+                attempt=pod.attempt,
+                name=f"{pod.seat}-{pod.attempt}",
+                uid=pod.uid,
+                phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
+                created_at=-1000.0,
+                address=f"10.0.0.{index}",
+                silent_since=None if pod.reported else self.now,
+                highest_epoch=pod.reported.epoch if pod.reported else 0,
+                facts=pod.reported if pod.alive else None,
+            )
+            for index, pod in enumerate(self.everybody)
+        ]
+        return Observation(
+            now=self.now,
+            job=self.job,
+            members=tuple(members),
+            climb=self.climb,
+            trained_step=self.trained_step,
+            served=self.served,
+            is_over=self.is_over,
+            memory=self.memory,
+        )
+
+    def _send(self, name: str, target: PodTarget | RolloutTarget) -> None:
+        must(self.climb is not None and target.epoch == self.climb.epoch, "a target's epoch is not the recorded one")
+        if isinstance(target, RolloutTarget):
+            for rollout in self.rollouts:
+                if rollout.alive and name == f"{ROLLOUT_SEAT}-{rollout.attempt}" and rollout.target != target:
+                    must(target.trained_step >= rollout.trained, "trained_step fell")
+                    rollout.target = target
+                    self.sent += 1
+            return
+        if target.goal is Goal.CLIMB:
+            below = max((rung for rung in BARRIERS if rung < target.rung), default=Rung.UNKNOWN)
+            self.must_have_stood(target.epoch, below, f"target {target.rung}")
+        for pod in self.pods:
+            if pod.alive and name == f"{pod.seat}-{pod.attempt}" and pod.sent != target:
+                pod.sent = target
+                pod.inbox.append(target)
+                self.sent += 1
+
+    def _delete(self, uid: str) -> None:
+        for pod in self.everybody:
+            if pod.uid == uid:
+                pod.alive = False
+                pod.disconnect()
+
+    # --------------------------------------------------------------------------------------------------- deliveries
+    def deliver(self, pod: GpuPod) -> bool:
+        """The oldest target on its way reaches the agent."""
+        if not pod.inbox or not pod.alive:
+            return False
+        target = pod.inbox.pop(0)
+        if target.epoch < pod.durable_epoch:
+            return True  # refused: an older epoch changes nothing
+        self.accept(pod, target)
+        return True
+
+    def report(self, pod: SimPod) -> bool:
+        """What the operator knows of the member becomes the truth of now."""
+        if not pod.alive or pod.reported == pod.facts:
+            return False
+        pod.reported = pod.facts
+        return True
+
+    def operator_restarts(self) -> None:
+        """Only what is recorded remains; what was on its way to members still arrives."""
+        self.memory = Memory()
+        for pod in self.pods:
+            pod.sent = None
 
     @property
     def outcome(self) -> str | None:

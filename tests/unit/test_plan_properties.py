@@ -1,7 +1,7 @@
 """The plan drives a simulated group from start to end, whatever happens in between.
 
-`fakes.group` checks its invariants on every move; the walks here only choose the moves. Each walk has a bounded number of
-faults, anywhere; after the last one the group must reach Complete, or a failure with a name, within a bound.
+`fakes.group` checks its invariants on every move; the walks here only choose the moves. Each walk has a bounded number
+of faults, anywhere; after the last one the group must reach Complete, or a failure with a name, within a bound.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from builders import make_job
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from builders import make_job
 from colocated_rl_api.ladder import BARRIERS, Rung, standing
 from colocated_rl_operator import observation, plan
 from colocated_rl_operator.reasons import Cause

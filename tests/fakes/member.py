@@ -1,0 +1,192 @@
+"""Members that speak the real protocol over real TLS, and do what `fakes.group` lets them.
+
+`FakeMember` is one agent or rollout controller on an address of its own; its driver is the group's table of moves, so
+the group's invariants are checked on every move here too. `FakeKubelet` runs one for each pod that an API server shows
+it, and reports the pod's phase and address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_api import names
+from colocated_rl_api.member_wire import Hello, PodTarget, RolloutTarget
+from colocated_rl_member.server import MemberServer, Ports
+from colocated_rl_member.tls import MemberTls
+from fakes.group import GpuPod, Group, RolloutPod
+
+Body = dict[str, Any]
+
+
+class FakeMember:
+    """One member of a job, while its context is entered. `is_slow` keeps it where it stands."""
+
+    def __init__(
+        self, group: Group, pod: GpuPod | RolloutPod, *, name: str, job_uid: str, host: str, tls: Path, control: int
+    ) -> None:
+        self.group = group
+        self.pod = pod
+        self.is_slow = False
+        self.seen: list[PodTarget | RolloutTarget] = []
+        self._moved = asyncio.Event()
+        is_gpu = isinstance(pod, GpuPod)
+        hello = Hello(
+            pod=name,
+            pod_uid=pod.uid,
+            job_uid=job_uid,
+            role=names.ROLE_GPU if is_gpu else names.ROLE_ROLLOUT,
+            replica=int(pod.seat.removeprefix("gpu-")) if is_gpu else None,
+            incarnation="i1",
+            highest_epoch=pod.durable_epoch if isinstance(pod, GpuPod) else 0,
+        )
+        common: dict[str, Any] = {
+            "hello": hello,
+            "tls": MemberTls.read(tls),
+            "facts": lambda: pod.facts,
+            "remember_epoch": self._remember,
+            "ports": Ports(control=control, data=0, metrics=0, pages=0, host=host),
+            "registry": CollectorRegistry(),
+        }
+        self.server: MemberServer[Any] = (
+            MemberServer(kind=PodTarget, accept=self._accept_pod, **common)
+            if is_gpu
+            else MemberServer(kind=RolloutTarget, accept=self._accept_rollout, **common)
+        )
+
+    def _remember(self, epoch: int) -> None:
+        if isinstance(self.pod, GpuPod):
+            self.pod.durable_epoch = epoch
+
+    def _accept_pod(self, target: PodTarget) -> None:
+        assert isinstance(self.pod, GpuPod)
+        self.seen.append(target)
+        self.group.accept(self.pod, target)
+        self.poke()
+
+    def _accept_rollout(self, target: RolloutTarget) -> None:
+        assert isinstance(self.pod, RolloutPod)
+        self.seen.append(target)
+        self.pod.target = target
+        self.poke()
+
+    def poke(self) -> None:
+        """Something changed: move on, and tell the operator."""
+        self._moved.set()
+
+    async def live(self, changed: Callable[[], None]) -> None:
+        """Act until stopped or cancelled. changed: called after each move, for members that wait for one another."""
+        async with self.server:
+            while not self.pod.stopped:
+                self._moved.clear()
+                if not self.is_slow and self._move():
+                    self.server.publish()
+                    changed()
+                    await asyncio.sleep(0)
+                    continue
+                self.server.publish()
+                await self._moved.wait()
+
+    def _move(self) -> bool:
+        if isinstance(self.pod, GpuPod):
+            return self.group.agent_moves(self.pod)
+        return self.group.rollout_moves(self.pod)
+
+
+class FakeKubelet:
+    """Runs a member for each pod. set_status: writes a pod's status to the API server. ended: a pod is gone for good.
+
+    Each pod has its own loopback address, because the control port is the same everywhere.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        directory: Path,
+        *,
+        read_secret: Callable[[str], dict[str, str]],
+        set_status: Callable[[Body, Body], Coroutine[None, None, None]],
+        ended: Callable[[Body], Coroutine[None, None, None]],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self.group = group
+        self.members: dict[str, FakeMember] = {}
+        self.tasks = tasks
+        self.moved = asyncio.Event()  # any member did something; for tests that wait
+        self._directory = directory
+        self._read_secret = read_secret
+        self._set_status = set_status
+        self._ended = ended
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._net = f"127.{random.randrange(10, 250)}.{random.randrange(1, 250)}"
+        self._hosts = iter(range(1, 250))
+
+    def note(self, event: str, pod: Body) -> None:
+        """A watch event of a pod."""
+        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        if event == "DELETED":
+            self.end(uid)
+        elif pod["metadata"].get("deletionTimestamp"):
+            if uid in self._lives:
+                self.end(uid)
+                self.tasks.create_task(self._ended(pod), name=f"end/{name}")
+        elif uid not in self._lives and pod.get("status", {}).get("phase") in (None, "Pending"):
+            self._lives[uid] = self.tasks.create_task(self._run(pod), name=f"run/{name}")
+
+    def end(self, uid: str) -> None:
+        """The pod's processes die; one that is on its way out by itself is left to it."""
+        life, member = self._lives.pop(uid, None), self.members.pop(uid, None)
+        if member is not None:
+            member.pod.alive = False
+        if life is not None and not (member and member.pod.stopped):
+            life.cancel()
+
+    def end_all(self) -> None:
+        for uid in list(self._lives):
+            self.end(uid)
+
+    async def _run(self, pod: Body) -> None:
+        metadata = pod["metadata"]
+        labels = metadata["labels"]
+        seat = labels[names.ROLE_LABEL]
+        if seat == names.ROLE_GPU:
+            seat = f"{seat}-{labels[names.REPLICA_LABEL]}"
+        simulated = self.group.add(seat, int(labels[names.ATTEMPT_LABEL]), metadata["uid"])
+        host = f"{self._net}.{next(self._hosts)}"
+        member = FakeMember(
+            self.group,
+            simulated,
+            name=metadata["name"],
+            job_uid=labels[names.JOB_UID_LABEL],
+            host=host,
+            tls=self._tls(pod),
+            control=names.CONTROL_PORT,
+        )
+        self.members[metadata["uid"]] = member
+        await self._set_status(pod, {"phase": "Running", "podIP": host})
+        with contextlib.suppress(asyncio.CancelledError):
+            await member.live(self.poke_all)
+            await self._set_status(pod, {"phase": "Succeeded", "podIP": host})
+
+    def poke_all(self) -> None:
+        self.moved.set()
+        for member in self.members.values():
+            member.poke()
+
+    def of_seat(self, seat: str) -> FakeMember:
+        return next(member for member in self.members.values() if member.pod.seat == seat)
+
+    def _tls(self, pod: Body) -> Path:
+        volume = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "tls")
+        name: str = volume["secret"]["secretName"]
+        directory = self._directory / name
+        directory.mkdir(parents=True, exist_ok=True)
+        for file, text in self._read_secret(name).items():
+            (directory / file).write_text(text)
+        return directory

@@ -1,0 +1,333 @@
+"""The job's whole loop: real doors, real TLS to members, an API server in memory; only kopf is not there.
+
+Members move as fast as they can, so what is measured is the operator's own time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kopf import DaemonStoppingReason
+from prometheus_client import CollectorRegistry, Histogram
+
+from builders import make_job, make_manifest
+from colocated_rl_api import names
+from colocated_rl_api.ladder import Rung
+from colocated_rl_operator.act import Doors
+from colocated_rl_operator.authority import Authority
+from colocated_rl_operator.case import Pods
+from colocated_rl_operator.events import Events
+from colocated_rl_operator.handlers import Office, drive_job, note_job, note_pod
+from colocated_rl_operator.kube import Kube
+from colocated_rl_operator.members import Members
+from colocated_rl_operator.metrics import Metrics
+from colocated_rl_operator.reconcile import Wakeups
+from colocated_rl_operator.resources import PodImages
+from fakes.api_server import FakeApiServer
+from fakes.group import Group
+from fakes.member import FakeKubelet
+
+JOB_PATH = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}/sums"
+SPEC: dict[str, Any] = {"replicas": 2, "steps": 3, "checkpoint": {"everySteps": 2}, "evaluation": {"everySteps": 2}}
+DEADLINE_S = 20.0
+
+
+@dataclass
+class Stopper:
+    """What kopf hands to a daemon."""
+
+    reason: DaemonStoppingReason = field(default_factory=lambda: DaemonStoppingReason(0))
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __bool__(self) -> bool:
+        return self.event.is_set()
+
+    async def wait(self) -> None:
+        await self.event.wait()
+
+    def set(self, reason: DaemonStoppingReason) -> None:
+        self.reason = reason
+        self.event.set()
+
+
+@dataclass
+class Operator:
+    office: Office
+    stopper: Stopper
+    task: asyncio.Task[None]
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.office.doors.metrics
+
+
+@dataclass
+class World:
+    """An API server, a kubelet, and as many operators as a test starts."""
+
+    api: FakeApiServer
+    group: Group
+    kubelet: FakeKubelet
+    authority: Authority
+    tasks: asyncio.TaskGroup
+
+    @asynccontextmanager
+    async def operator(self) -> AsyncIterator[Operator]:
+        """One process of it; leaving the context is kill -9."""
+        metrics, wakeups, pods, stopper = Metrics(CollectorRegistry()), Wakeups(), Pods(), Stopper()
+        async with (
+            Kube(self.api.access, count=metrics.count_request) as kube,
+            Members(self.authority.operator_context(), wakeups.wake, lost=metrics.lost.inc) as members,
+        ):
+            images = PodImages(agent="agent", rollout="rollout", gpu="gpu", pull_policy="IfNotPresent")
+            doors = Doors(
+                kube=kube,
+                members=members,
+                events=Events(kube, instance="test"),
+                pods=pods,
+                authority=self.authority,
+                images=images,
+                metrics=metrics,
+                namespace="operators",
+                confirm=_confirmed,
+            )
+            office = Office(self.api.access, doors, wakeups, is_clusterwide=True)
+            watching = len(self.api.watchers)
+            self.api.watch("pods", lambda event, body: note_pod({"type": event, "object": body}, office))
+            self.api.watch(names.PLURAL, lambda event, body: note_job({"type": event, "object": body}, office))
+            task = asyncio.create_task(drive_job(self.body, stopper, office), name="daemon")
+            try:
+                yield Operator(office, stopper, task)
+            finally:
+                task.cancel()
+                del self.api.watchers[watching:]
+                await asyncio.gather(task, return_exceptions=True)
+
+    @property
+    def body(self) -> Any:
+        return Live(self.api)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = self.api.objects[JOB_PATH].get("status", {})
+        return status
+
+    async def until(self, what: Callable[[], object]) -> None:
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while not what():
+                    self.kubelet.moved.clear()
+                    await self.kubelet.moved.wait()
+        except TimeoutError:
+            pytest.fail(f"did not happen in {DEADLINE_S} s; status {self.status}")
+
+
+class Live(dict[str, Any]):
+    """The job's body, always the newest: as kopf gives it to a daemon."""
+
+    def __init__(self, api: FakeApiServer) -> None:
+        self._api = api
+
+    def __getitem__(self, key: str) -> Any:
+        return self._api.objects[JOB_PATH][key]
+
+
+async def _confirmed() -> None:
+    return None
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with asyncio.TaskGroup() as tasks, FakeApiServer() as api:
+        group = Group(make_job(**SPEC))
+
+        async def set_status(pod: dict[str, Any], status: dict[str, Any]) -> None:
+            path = f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}"
+            if path in api.objects:
+                api.set_status(path, status)
+
+        async def ended(pod: dict[str, Any]) -> None:
+            api.remove(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}")
+
+        def read_secret(name: str) -> dict[str, str]:
+            files: dict[str, str] = api.objects[f"/api/v1/namespaces/default/secrets/{name}"]["stringData"]
+            return files
+
+        kubelet = FakeKubelet(group, tmp_path, read_secret=read_secret, set_status=set_status, ended=ended, tasks=tasks)
+        api.watch("pods", kubelet.note)
+        for plural in ("pods", names.PLURAL):
+            api.watch(plural, lambda event, body: kubelet.moved.set())
+        api.put(JOB_PATH, make_manifest(**SPEC))
+        yield World(api, group, kubelet, Authority.new(), tasks)
+        kubelet.end_all()
+
+
+def condition(world: World, kind: str) -> tuple[str, str]:
+    found = next(item for item in world.status["conditions"] if item["type"] == kind)
+    return found["status"], found["reason"]
+
+
+# --------------------------------------------------------------------------------------------------------------- whole
+async def test_a_job_runs_its_steps_and_completes(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("phase") == "Complete")
+        barriers = operator.metrics.barrier_s
+    status = world.status
+    assert ("True", "Completed") == condition(world, "Ready")
+    assert ("True", "Completed") == condition(world, "Complete")
+    assert {1: [1, 2, 3]} == world.group.trained_in
+    assert (3, "3-1", 0) == (status["step"], status["weightVersion"], status["restarts"])
+    assert {"Succeeded"} == {pod["status"]["phase"] for pod in world.api.all("pods")}
+    logging.getLogger(__name__).info("operator's own time per barrier: %.2f ms over %d barriers", *mean_ms(barriers))
+
+
+def mean_ms(histogram: Histogram) -> tuple[float, int]:
+    values = {
+        sample.name.rsplit("_", 1)[1]: sample.value for metric in histogram.collect() for sample in metric.samples
+    }
+    return 1e3 * values["sum"] / values["count"], int(values["count"])
+
+
+async def test_a_switch_costs_at_most_four_writes_of_the_job(world: World) -> None:
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    writes = [line for line in world.api.requests if line.startswith("PATCH") and line.endswith("/sums/status")]
+    switches = 3
+    start_and_end = 8
+    assert len(writes) <= 4 * switches + start_and_end, writes
+
+
+async def test_objects_of_the_job_are_made_before_its_pods(world: World) -> None:
+    async with world.operator():
+        await world.until(lambda: world.api.all("pods"))
+    plurals = [line.split("/")[-2] if line.startswith("PATCH") else line.split("/")[-1] for line in world.api.requests]
+    for plural in ("secrets", "configmaps", "persistentvolumeclaims", "networkpolicies"):
+        assert plurals.index(plural) < plurals.index("pods", plurals.index("configmaps")), plurals
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+@pytest.mark.parametrize("rung", [Rung.PAUSED, Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED])
+async def test_a_killed_operator_is_taken_over_in_the_middle_of_a_switch(world: World, rung: Rung) -> None:
+    async with world.operator():
+        await world.until(lambda: any(_stood(world, rung, step=2)))
+        epoch = world.status["epoch"]
+    async with world.operator():
+        await world.until(lambda: world.status["epoch"] > epoch)
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert {1: [1, 2, 3]} == world.group.trained_in
+
+
+def _stood(world: World, rung: Rung, *, step: int) -> list[bool]:
+    """Whether each pod has reached `rung` in the climb to `step`."""
+    return [
+        pod.target is not None and pod.target.step == step and world.group.stood[pod.target.epoch][pod.seat] >= rung
+        for pod in world.group.pods
+    ]
+
+
+async def test_one_slow_pod_holds_the_other_at_the_barrier(world: World) -> None:
+    async with world.operator():
+        await world.until(lambda: len(world.kubelet.members) == 3)
+        slow = world.kubelet.of_seat("gpu-1")
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        slow.is_slow = True
+        await world.until(lambda: any(_stood(world, Rung.PAUSED, step=1)))
+        fast = world.kubelet.of_seat("gpu-0")
+        assert [Rung.PAUSED] == [t.rung for t in fast.seen[-1:] if t.type == "podTarget"]
+        slow.is_slow = False
+        slow.poke()
+        await world.until(lambda: world.status.get("phase") == "Complete")
+
+
+async def test_a_lost_pod_is_made_anew_and_the_trainers_start_together_again(world: World) -> None:
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step", 0) >= 1)
+        victim = world.kubelet.of_seat("gpu-1")
+        path = f"/api/v1/namespaces/default/pods/{victim.server.hello.pod}"
+        world.kubelet.end(victim.pod.uid)
+        world.api.set_status(path, {"phase": "Failed", "reason": "Evicted"})
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert "/api/v1/namespaces/default/pods/sums-gpu-1-1" in world.api.objects
+    assert (2, 1) == (world.status["lineage"], world.status["restarts"])
+
+
+async def test_a_dead_trainer_starts_a_new_lineage(world: World) -> None:
+    async with world.operator():
+        await world.until(lambda: any(_stood(world, Rung.RELEASED, step=1)))
+        member = world.kubelet.of_seat("gpu-0")
+        assert not isinstance(member.pod, str)
+        await world.until(lambda: world.group.trainer_dies(member.pod))  # type: ignore[arg-type]
+        member.poke()
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert world.status["restarts"] <= 1
+
+
+async def test_a_deleted_job_is_dismissed_at_once(world: World) -> None:
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
+        async with asyncio.timeout(DEADLINE_S):
+            await operator.task
+        await world.until(lambda: not world.api.all("pods"))
+    assert all(pod.stopped for pod in world.group.pods)
+
+
+async def test_a_job_whose_members_are_all_dead_is_dismissed_too(world: World) -> None:
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        for uid in list(world.kubelet.members):
+            world.kubelet.end(uid)
+        operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
+        async with asyncio.timeout(DEADLINE_S):
+            await operator.task
+    assert all(pod["metadata"]["deletionTimestamp"] for pod in world.api.all("pods"))
+
+
+# ------------------------------------------------------------------------------------------------------- the API server
+async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_tried_again(world: World) -> None:
+    world.api.refuse_next(403)
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("conditions"))
+        await world.until(lambda: condition(world, "Stalled")[0] == "True")
+        assert ("True", "ObjectRefused") == condition(world, "Stalled")
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert ("False", "NotStalled") == condition(world, "Stalled")
+
+
+async def test_a_spec_that_only_the_models_refuse_is_named_in_a_condition(world: World) -> None:
+    broken = make_manifest(**SPEC)
+    broken["spec"]["rollout"] = broken["spec"]["rollout"] | {"maxConcurrency": 1000}
+    world.api.put(JOB_PATH, broken)
+    async with world.operator():
+        await world.until(lambda: world.status.get("conditions"))
+    assert ("True", "InvalidSpec") == condition(world, "Stalled")
+    message = next(item["message"] for item in world.status["conditions"] if item["type"] == "Stalled")
+    assert "maxConcurrency" in message
+    assert not world.api.all("pods")
+
+
+async def test_a_change_of_the_spec_in_between_does_not_lose_the_epoch(world: World) -> None:
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        body = world.api.objects[JOB_PATH]
+        world.api.put(JOB_PATH, {**body, "spec": {**body["spec"], "steps": 4}})
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert 4 == world.status["step"]
+
+
+async def test_an_epoch_raised_by_somebody_else_is_gone_beyond_after_a_look_at_the_lease(world: World) -> None:
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        stolen = world.status["epoch"] + 10
+        world.api.set_status(JOB_PATH, {**world.status, "epoch": stolen})
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert world.status["epoch"] > stolen
