@@ -205,14 +205,21 @@ class Agent:
         self._lanes[chosen.lane] = chosen, task
 
     async def _run_lane(self, action: do.EngineAction | do.TrainerAction | do.EndPod) -> None:
-        began = time.monotonic()
+        began, target = time.monotonic(), self.server.target
         try:
             await self._carry_out(action)
         except RunnerError as error:
             self._fail("RunnerUnreachable", str(error))
         finally:
-            took_s = round(time.monotonic() - began, 4)
-            log(LOG, "action ended", action=type(action).__name__, took_s=took_s, in_flight=self._gate.in_flight)
+            log(
+                LOG,
+                "action ended",
+                action=type(action).__name__,
+                epoch=target.epoch if target else None,
+                step=target.step if target else None,
+                took_s=round(time.monotonic() - began, 4),
+                in_flight=self._gate.in_flight,
+            )
             del self._lanes[action.lane]
             self._wake_up()
 
