@@ -111,7 +111,11 @@ clean: cluster-down ## remove all that was built; downloads stay in the caches o
 # --- the layers of `make test`, when what they need is there
 
 .PHONY: fast-layer
-fast-layer: lint-layer types-layer
+fast-layer:
+	@$(MAKE) -j2 lint-layer types-layer unit-layer
+
+.PHONY: unit-layer
+unit-layer:
 	@pytest tests/unit
 
 .PHONY: contract-layer
