@@ -1,0 +1,175 @@
+"""A job on a cluster, as a person with kubectl sees it: status, pods, logs, exec.
+
+Nothing here knows how a cluster is made, so the end-to-end tests run unchanged on any.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from colocated_rl_api import names
+from colocated_rl_api.ladder import Rung
+
+POLL_S = 0.25
+T = TypeVar("T")
+
+
+class Kubectl(Protocol):
+    """Runs kubectl and returns its standard output; raises when it fails."""
+
+    def __call__(self, *args: str, stdin: str | None = None) -> str: ...
+
+
+@dataclass(frozen=True)
+class Line:
+    """One JSON log line of a member."""
+
+    ts: float
+    event: str
+    pod: str
+    fields: dict[str, Any]
+
+    @property
+    def began(self) -> float:
+        """For lines that say how long something took: when it began."""
+        return self.ts - float(self.fields.get("took_s", 0.0))
+
+
+def wait_for(what: str, look: Callable[[], T | None], *, deadline_s: float, explain: Callable[[], str] = str) -> T:
+    """The first thing that `look` finds. Fails at the deadline with what was wanted and what is seen instead."""
+    until = time.monotonic() + deadline_s
+    while (found := look()) is None or found is False:
+        if time.monotonic() > until:
+            raise AssertionError(f"not within {deadline_s:.0f} s: {what}\n{explain()}")
+        time.sleep(POLL_S)  # kubectl has no event for a condition over several objects
+    return found
+
+
+class RunningJob:
+    def __init__(self, kubectl: Kubectl, *, namespace: str, name: str) -> None:
+        self._kubectl = kubectl
+        self.namespace = namespace
+        self.name = name
+
+    # ------------------------------------------------------------------------------------------------------- objects
+    def get(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.kubectl("get", names.PLURAL, self.name, "-o", "json"))
+        return found
+
+    @property
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.get().get("status", {})
+        return found
+
+    @property
+    def step(self) -> int:
+        return int(self.status.get("step") or 0)
+
+    @property
+    def uid(self) -> str:
+        return str(self.get()["metadata"]["uid"])
+
+    def condition(self, kind: str) -> str | None:
+        return next((c["status"] for c in self.status.get("conditions", []) if c["type"] == kind), None)
+
+    def pods(self, role: str) -> list[dict[str, Any]]:
+        """By name, of one role."""
+        selector = f"{names.JOB_NAME_LABEL}={self.name},{names.ROLE_LABEL}={role}"
+        found: list[dict[str, Any]] = json.loads(self.kubectl("get", "pods", "-l", selector, "-o", "json"))["items"]
+        return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
+
+    @property
+    def gpu_pods(self) -> list[str]:
+        return [pod["metadata"]["name"] for pod in self.pods(names.ROLE_GPU)]
+
+    @property
+    def rollout_pod(self) -> str:
+        return str(self.pods(names.ROLE_ROLLOUT)[0]["metadata"]["name"])
+
+    def kubectl(self, *args: str, stdin: str | None = None) -> str:
+        return self._kubectl("-n", self.namespace, *args, stdin=stdin)
+
+    # ------------------------------------------------------------------------------------------------------- waiting
+    def wait_for_step(self, step: int, *, deadline_s: float) -> None:
+        wait_for(f"step {step} of {self.name}", lambda: self.step >= step, deadline_s=deadline_s, explain=self.describe)
+
+    def wait_for_condition(self, kind: str, *, deadline_s: float) -> None:
+        wait_for(
+            f"{kind} of {self.name}",
+            lambda: self.condition(kind) == "True",
+            deadline_s=deadline_s,
+            explain=self.describe,
+        )
+
+    def describe(self) -> str:
+        """What a person would look at first."""
+        pods = self.kubectl("get", "pods", "-o", "wide")
+        events = self.kubectl("get", "events", "--sort-by=.lastTimestamp")
+        return f"status: {json.dumps(self.status, indent=1)}\n{pods}\n{events[-3000:]}"
+
+    # ---------------------------------------------------------------------------------------------------------- logs
+    def lines(self, pod: str, container: str) -> list[Line]:
+        """JSON lines of a member's container, oldest first; of its former run too, if there was one."""
+        found = []
+        for raw in self.kubectl("logs", pod, "-c", container).splitlines():
+            if raw.startswith("{"):
+                fields = json.loads(raw)
+                if "event" in fields and "ts" in fields:
+                    found.append(Line(ts=fields["ts"], event=fields["event"], pod=pod, fields=fields))
+        return found
+
+    def agent_lines(self, event: str | None = None) -> list[Line]:
+        """Of all agents, in the order of time."""
+        found = [line for pod in self.gpu_pods for line in self.lines(pod, names.AGENT_CONTAINER)]
+        return sorted((line for line in found if event in (None, line.event)), key=lambda line: line.ts)
+
+    def rollout_lines(self, event: str) -> list[Line]:
+        return [line for line in self.lines(self.rollout_pod, names.ROLLOUT_CONTAINER) if line.event == event]
+
+    def rungs(self, step: int) -> Iterator[Line]:
+        """Each pod's arrivals at rungs on the way to one step."""
+        for line in self.agent_lines("rung reached"):
+            if line.fields.get("step") == step:
+                yield line
+
+    # ---------------------------------------------------------------------------------------------------------- exec
+    def python(self, pod: str, container: str, code: str, *args: str) -> str:
+        """Runs code in a container's own Python."""
+        return self.kubectl("exec", "-i", pod, "-c", container, "--", "python3", "-", *args, stdin=code)
+
+    def member(self, pod: str) -> dict[str, Any]:
+        """`/v1/state` of a member: hello, target, facts."""
+        container = names.ROLLOUT_CONTAINER if pod == self.rollout_pod else names.AGENT_CONTAINER
+        code = (
+            "import urllib.request as u\n"
+            f"print(u.urlopen('http://127.0.0.1:{names.PAGES_PORT}/v1/state', timeout=10).read().decode())"
+        )
+        found: dict[str, Any] = json.loads(self.python(pod, container, code))
+        return found
+
+    def signal(self, pod: str, container: str, *, command_contains: str, signal: str) -> int:
+        """Send a signal to every process of a container whose command line contains a text; how many there were."""
+        code = (
+            "import os, pathlib, signal, sys\n"
+            "want, number, hit = sys.argv[1].encode(), getattr(signal, sys.argv[2]), 0\n"
+            "for path in pathlib.Path('/proc').glob('[0-9]*'):\n"
+            "    try:\n"
+            "        if int(path.name) not in (1, os.getpid()) and want in (path / 'cmdline').read_bytes():\n"
+            "            os.kill(int(path.name), number); hit += 1\n"
+            "    except (FileNotFoundError, ProcessLookupError):\n"
+            "        pass\n"
+            "print(hit)"
+        )
+        return int(self.python(pod, container, code, command_contains, signal))
+
+
+def reached(lines: list[Line], pod: str, rung: Rung) -> float:
+    """When a pod first stood at a rung or above, among these lines."""
+    times = [line.ts for line in lines if line.pod == pod and Rung(line.fields["rung"]) >= rung]
+    if not times:
+        raise AssertionError(f"{pod} never reached {rung}: {[(line.pod, line.fields['rung']) for line in lines]}")
+    return min(times)

@@ -1,0 +1,359 @@
+"""One job of two pods with real engines and trainers, from its first climb to its deletion, with faults on the way.
+
+The tests run in the order of this file on the same job: each leaves it going. What happened is read from the members'
+own log lines, facts and files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from e2e.conftest import OPERATOR_NAMESPACE, apply
+from e2e.running_job import Kubectl, Line, RunningJob, reached, wait_for
+
+from colocated_rl_api import names
+from colocated_rl_api.ladder import BARRIERS, LADDER, Rung
+
+START_S = 300  # two engines and two trainers start on two cores
+STEPS_S = 120  # a few steps
+ENGINE = "sglang"  # in the command lines of an engine's processes
+TRAINER = "colocated_rl_trainer"
+DELETED_S = 60
+
+FIRST_ACTION_AFTER = {Rung.PAUSED: "Flush", Rung.DRAINED: "Release", Rung.RELEASED: "Train", Rung.TRAINED: "Export"}
+"""For a barrier, the first action beyond it: no pod may begin it before every pod stands at the barrier."""
+
+
+@pytest.fixture(scope="module")
+def job(kubectl: Kubectl) -> RunningJob:
+    """Has done three steps without a fault."""
+    running = apply(kubectl, "two-pods.yaml")
+    running.wait_for_step(3, deadline_s=START_S)
+    return running
+
+
+# ------------------------------------------------------------------------------------------------------ without faults
+def test_every_step_climbs_the_ladder_in_order_over_both_pods(job: RunningJob) -> None:
+    for step in (1, 2, 3):
+        assert_climbed_in_order(job, step)
+
+
+def test_no_pod_goes_beyond_a_barrier_while_another_is_slow(job: RunningJob) -> None:
+    slow = job.gpu_pods[1]
+    with slowed(job, slow, seconds=12):
+        first = job.step + 2  # begun while the pod was slow
+        job.wait_for_step(first, deadline_s=STEPS_S)
+    assert_climbed_in_order(job, first)
+
+
+def test_nothing_is_in_flight_from_release_until_the_gate_opens(job: RunningJob) -> None:
+    releases = [line for line in job.agent_lines("action ended") if line.fields["action"] == "Release"]
+    assert len(releases) >= 2 * 3
+    assert {0} == {line.fields["in_flight"] for line in releases}
+    off = {"Release", "Onload", "Train", "Export", "VerifyExport", "Offload", "Resume", "Update"}
+    while_off = [line for line in job.agent_lines("action ended") if line.fields["action"] in off]
+    assert {0} == {line.fields["in_flight"] for line in while_off}
+
+
+def test_a_generation_that_spans_a_switch_comes_back_as_one_completion(job: RunningJob) -> None:
+    sealed = job.rollout_lines("batch sealed")
+    assert sum(line.fields["resumed_samples"] for line in sealed) > 0
+    batch = read_newest_batch(job)
+    assert batch["spanning"] > 0, "no sample of the newest batch has tokens of two versions"
+    assert batch["spanning_in_order"] == batch["spanning"], "a later token was made by older weights"
+
+
+def test_every_trained_token_has_a_version_and_a_log_probability(job: RunningJob) -> None:
+    batch = read_newest_batch(job)
+    assert batch["policy_tokens"] > 0
+    assert batch["policy_tokens"] == batch["with_version"] == batch["with_logp"]
+    assert batch["max_staleness"] <= 1
+
+
+def test_every_sample_is_in_exactly_one_state(job: RunningJob) -> None:
+    step = job.step
+    seen = []
+
+    def look() -> bool:
+        seen.append(read_accounts(job))
+        return job.step >= step + 3
+
+    wait_for("three more steps", look, deadline_s=STEPS_S, explain=job.describe)
+    for accounts in seen:
+        assert accounts["admitted_ever"] == sum(accounts["by_state"].values()) + accounts["retired"]
+        assert accounts["samples_of_no_group"] == 0
+
+
+# ------------------------------------------------------------------------------------------------------- engine faults
+def test_an_engine_killed_while_it_serves_comes_back_gated_and_climbs(job: RunningJob) -> None:
+    pod = job.gpu_pods[0]
+    lost = len(events_of(job, pod, "engine lost"))
+    before = engine_of(job, pod)["incarnation"]
+    assert job.signal(pod, names.GPU_CONTAINER, command_contains=ENGINE, signal="SIGKILL") > 0
+    wait_for(
+        "the loss of the engine to be seen",
+        lambda: len(events_of(job, pod, "engine lost")) > lost,
+        deadline_s=30,
+        explain=job.describe,
+    )
+    job.wait_for_step(job.step + 2, deadline_s=START_S)
+    assert engine_of(job, pod)["incarnation"] not in (None, before)
+    lines = job.lines(pod, names.AGENT_CONTAINER)
+    gone = last(lines, "engine lost").ts
+    after = [line for line in lines if line.ts > gone]
+    assert first(after, "engine up").ts < first(after, "gate open").ts
+
+
+def test_an_engine_killed_while_the_trainer_holds_the_gpu_is_absent_until_offloaded(job: RunningJob) -> None:
+    victim, other = job.gpu_pods
+    with trainer_held(job, other):
+        assert job.signal(victim, names.GPU_CONTAINER, command_contains=ENGINE, signal="SIGKILL") > 0
+        wait_for(
+            "the engine to be absent",
+            lambda: engine_of(job, victim)["state"] == "Absent",
+            deadline_s=30,
+            explain=job.describe,
+        )
+        held_at = job.step
+        assert job.status["rung"] == Rung.RELEASED
+    job.wait_for_step(held_at + 2, deadline_s=START_S)
+    lines = job.lines(victim, names.AGENT_CONTAINER)
+    gone = last(lines, "engine lost").ts
+    after = [line for line in lines if line.ts > gone]
+    started = first(after, "action ended", action="StartEngine").began
+    assert started > reached(only(after, "rung reached"), victim, Rung.OFFLOADED) - 0.001
+    step = held_at + 1
+    joined = [line for line in only(after, "rung reached") if line.fields["step"] == step]
+    assert reached(joined, victim, Rung.UPDATED) > started
+    serving = [reached(list(job.rungs(step)), pod, Rung.SERVING) for pod in (victim, other)]
+    assert min(serving) > reached(joined, victim, Rung.UPDATED), "a gate opened before every pod held the new weights"
+
+
+# ----------------------------------------------------------------------------------------------------- operator faults
+def test_an_operator_killed_in_the_middle_of_a_switch_is_taken_over(job: RunningJob, kubectl: Kubectl) -> None:
+    with trainer_held(job, job.gpu_pods[1]):
+        before = job.status
+        selector = "app.kubernetes.io/component=operator"
+        kubectl(
+            *("-n", OPERATOR_NAMESPACE, "delete", "pods", "-l", selector),
+            *("--force", "--grace-period=0", "--wait=false"),
+        )
+        after = wait_for(
+            "another operator to raise the epoch",
+            lambda: status if (status := job.status)["epoch"] > before["epoch"] else None,
+            deadline_s=90,
+            explain=job.describe,
+        )
+    assert (before["targetStep"], before["lineage"]) == (after["targetStep"], after["lineage"])
+    job.wait_for_step(before["targetStep"] + 1, deadline_s=STEPS_S)
+    trained = [line for line in job.agent_lines("step trained") if line.fields["step"] == before["targetStep"]]
+    assert len(trained) == 2, "each rank trains the step once, whoever operates"
+    assert job.status["lineage"] == before["lineage"]
+
+
+# -------------------------------------------------------------------------------------------------------------- ending
+def test_the_job_completes_after_its_last_step_and_frees_its_pods(job: RunningJob) -> None:
+    job.kubectl(
+        *("patch", names.PLURAL, job.name, "--type=merge"),
+        *("-p", json.dumps({"spec": {"steps": job.step + 2}})),
+    )
+    job.wait_for_condition("Complete", deadline_s=STEPS_S)
+    assert job.condition("Ready") == "True"
+    assert job.step == job.get()["spec"]["steps"]
+    wait_for(
+        "all pods to have succeeded",
+        lambda: {"Succeeded"} == {pod["status"]["phase"] for role in ROLES for pod in job.pods(role)},
+        deadline_s=60,
+        explain=job.describe,
+    )
+
+
+def test_deletion_leaves_nothing_but_retained_volumes(job: RunningJob) -> None:
+    """Every member has ended by now."""
+    assert_deleted(job)
+
+
+def test_deletion_does_not_wait_for_members_that_are_dead(kubectl: Kubectl) -> None:
+    job = apply(kubectl, "one-pod.yaml")
+    wait_for(
+        "pods to run",
+        lambda: {"Running"} == {pod["status"]["phase"] for role in ROLES for pod in job.pods(role)},
+        deadline_s=90,
+        explain=job.describe,
+    )
+    job.kubectl("delete", "pods", "--all", "--force", "--grace-period=0", "--wait=false")
+    assert_deleted(job)
+
+
+ROLES = (names.ROLE_GPU, names.ROLE_ROLLOUT)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+def assert_climbed_in_order(job: RunningJob, step: int) -> None:
+    """Each pod reached the rungs in order, and none began what lies beyond a barrier before all stood there."""
+    pods, lines = job.gpu_pods, list(job.rungs(step))
+    for pod in pods:
+        rungs = [Rung(line.fields["rung"]) for line in lines if line.pod == pod]
+        assert sorted(rungs) == rungs, f"{pod} in step {step}"
+        assert {Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.SERVING} <= set(rungs), f"{pod} in step {step}"
+    actions = [line for line in job.agent_lines("action ended") if line.fields.get("step") == step]
+    for barrier, action in FIRST_ACTION_AFTER.items():
+        all_there = max(reached(lines, pod, barrier) for pod in pods)
+        began = [line.began for line in actions if line.fields["action"] == action]
+        assert began, f"no {action} in step {step}"
+        assert min(began) >= all_there - CLOCK_S, f"{action} before every pod was {barrier}, step {step}"
+    assert set(FIRST_ACTION_AFTER) < BARRIERS < set(LADDER)
+
+
+CLOCK_S = 0.002  # log lines are written just after what they tell
+
+
+def events_of(job: RunningJob, pod: str, event: str) -> list[Line]:
+    return only(job.lines(pod, names.AGENT_CONTAINER), event)
+
+
+def only(lines: list[Line], event: str, **fields: Any) -> list[Line]:
+    return [line for line in lines if line.event == event and fields.items() <= line.fields.items()]
+
+
+def first(lines: list[Line], event: str, **fields: Any) -> Line:
+    found = only(lines, event, **fields)
+    assert found, f"no line {event!r} {fields}; there are {sorted({line.event for line in lines})}"
+    return found[0]
+
+
+def last(lines: list[Line], event: str) -> Line:
+    first(lines, event)
+    return only(lines, event)[-1]
+
+
+def engine_of(job: RunningJob, pod: str) -> dict[str, Any]:
+    found: dict[str, Any] = job.member(pod)["facts"]["engines"][0]
+    return found
+
+
+READ_BATCH = """
+import glob, json, os
+import numpy as np
+from safetensors.numpy import load_file
+newest = max(int(os.path.basename(p).split('-')[0]) for p in glob.glob('/var/lib/colocate/batches/*.safetensors'))
+out = dict(step=newest, policy_tokens=0, with_version=0, with_logp=0, spanning=0, spanning_in_order=0, max_staleness=0)
+for path in glob.glob(f'/var/lib/colocate/batches/{newest}-*.safetensors'):
+    batch = load_file(path)
+    mask, steps, logp = batch['loss_mask'] == 1, batch['token_step'], batch['behaviour_logp']
+    out['policy_tokens'] += int(mask.sum())
+    out['with_version'] += int((steps[mask] >= 0).sum())
+    out['with_logp'] += int((np.isfinite(logp[mask]) & (logp[mask] <= 0)).sum())
+    out['max_staleness'] = max(out['max_staleness'], int((newest - 1 - steps[mask]).max()))
+    start = 0
+    for end in batch['sample_end']:
+        made_by = steps[start:end][mask[start:end]]
+        if len(set(made_by.tolist())) > 1:
+            out['spanning'] += 1
+            out['spanning_in_order'] += int((np.diff(made_by) >= 0).all())
+        start = end
+print(json.dumps(out))
+"""
+
+READ_ACCOUNTS = """
+import json, sqlite3
+db = sqlite3.connect('file:/var/lib/colocate/store.sqlite?mode=ro', uri=True)
+db.execute('BEGIN')
+one = lambda sql: db.execute(sql).fetchone()[0] or 0
+print(json.dumps(dict(
+    by_state=dict(db.execute('SELECT state, count(*) FROM samples GROUP BY state').fetchall()),
+    retired=one('SELECT sum(count) FROM retired'),
+    admitted_ever=one('SELECT max(id) FROM samples'),
+    samples_of_no_group=one('SELECT count(*) FROM samples WHERE group_id NOT IN (SELECT id FROM groups)'),
+)))
+"""
+
+
+def read_newest_batch(job: RunningJob) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, READ_BATCH))
+    return found
+
+
+def read_accounts(job: RunningJob) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, READ_ACCOUNTS))
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+SLOW_DOWN = """
+import os, pathlib, signal, sys, time
+def engine():
+    for path in pathlib.Path('/proc').glob('[0-9]*'):
+        try:
+            if int(path.name) not in (1, os.getpid()) and sys.argv[1].encode() in (path / 'cmdline').read_bytes():
+                yield int(path.name)
+        except FileNotFoundError:
+            pass
+def send(number):
+    for pid in engine():
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+until = time.monotonic() + float(sys.argv[2])
+try:
+    while time.monotonic() < until:
+        send(signal.SIGSTOP); time.sleep(0.15)
+        send(signal.SIGCONT); time.sleep(0.05)
+finally:
+    send(signal.SIGCONT)
+"""
+
+
+@contextmanager
+def slowed(job: RunningJob, pod: str, *, seconds: float) -> Iterator[None]:
+    """The pod's engine runs a quarter of the time."""
+    with ThreadPoolExecutor(1) as pool:
+        slowing = pool.submit(job.python, pod, names.GPU_CONTAINER, SLOW_DOWN, ENGINE, str(seconds))
+        yield
+        slowing.result()
+
+
+@contextmanager
+def trainer_held(job: RunningJob, pod: str) -> Iterator[None]:
+    """One pod's trainer stands still, so the group stays at Released with a trainer on the devices."""
+    assert job.signal(pod, names.GPU_CONTAINER, command_contains=TRAINER, signal="SIGSTOP") > 0
+    try:
+        other = next(name for name in job.gpu_pods if name != pod)
+        wait_for(
+            "a trainer to hold the GPU",
+            lambda: job.member(other)["facts"]["trainers"][0]["state"] == "Training",
+            deadline_s=STEPS_S,
+            explain=job.describe,
+        )
+        wait_for("the status to say so", lambda: job.status["rung"] == Rung.RELEASED, deadline_s=30)
+        yield
+    finally:
+        job.signal(pod, names.GPU_CONTAINER, command_contains=TRAINER, signal="SIGCONT")
+
+
+def assert_deleted(job: RunningJob) -> None:
+    """Nothing of the job is left after the deadline but the claims that it retains."""
+    uid = job.uid
+    job.kubectl("delete", names.PLURAL, job.name, "--wait=false")
+    wait_for("the job to be gone", lambda: not found(job, names.PLURAL), deadline_s=DELETED_S, explain=job.describe)
+    rest = ("pods", "secrets", "configmaps", "networkpolicies")
+    wait_for(
+        "its objects to be gone",
+        lambda: not [one for kind in rest for one in found(job, kind, uid)],
+        deadline_s=DELETED_S,
+        explain=lambda: str([one for kind in rest for one in found(job, kind, uid)]),
+    )
+    assert len(found(job, "persistentvolumeclaims", uid)) == 2, "store and checkpoints are retained"
+
+
+def found(job: RunningJob, kind: str, uid: str | None = None) -> list[str]:
+    """Names of what is there, of one job if it is named."""
+    selector = ["-l", f"{names.JOB_UID_LABEL}={uid}"] if uid else ["--field-selector", f"metadata.name={job.name}"]
+    items = json.loads(job.kubectl("get", kind, *selector, "-o", "json"))["items"]
+    return [str(item["metadata"]["name"]) for item in items]
