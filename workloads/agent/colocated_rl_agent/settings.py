@@ -52,7 +52,7 @@ class Directories:
                     names.STATE_DIR,
                     names.SOCKET_DIR,
                     names.BATCH_DIR,
-                    names.WEIGHTS_DIR,
+                    names.EXPORTS_DIR,
                     names.MODEL_DIR,
                     names.CHECKPOINT_DIR,
                 )
