@@ -1,5 +1,6 @@
 """The shape of the repository: what an import, a wheel or a requirement file would get wrong in silence."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -41,6 +42,13 @@ def test_operator_is_a_folder_and_no_package() -> None:
 def test_tests_are_no_package_so_that_none_can_be_installed() -> None:
     assert not (ROOT / "tests" / "__init__.py").exists()
     assert not (ROOT / "pyproject.toml").exists(), "at the root it would put operator/ into a wheel"
+
+
+def test_make_help_explains_every_target() -> None:
+    text = (ROOT / "Makefile").read_text()
+    explained = set(re.findall(r"^([a-z0-9-]+):.* ## ", text, re.MULTILINE))
+    steps = {"setup-dev"} | set(re.findall(r"^([a-z0-9]+-layer):", text, re.MULTILINE))  # of the others, not for people
+    assert set(re.findall(r"^\.PHONY: (.+)$", text, re.MULTILINE)) == explained | steps
 
 
 @pytest.mark.parametrize("folder", DISTRIBUTIONS)
