@@ -187,8 +187,9 @@ class FakeGate:
         attempt = self._begin(body)
         try:
             if fault is Fault.EMPTY:
-                attempt.ids.clear()
                 self._end(attempt, {"type": "abort", "message": "Abort in waiting queue"})
+            else:
+                self._advance(attempt)
             await attempt.ended.wait()
         finally:
             self._attempts.discard(attempt)
@@ -203,7 +204,6 @@ class FakeGate:
         assert list(whole[: len(so_far)]) == list(so_far), "tokens so far are sent back as they were made"
         attempt = _Attempt(left=deque(whole[len(so_far) :]), limit=body["sampling_params"]["max_new_tokens"])
         self._attempts.add(attempt)
-        self._advance(attempt)
         return attempt
 
     def _advance(self, attempt: _Attempt) -> None:

@@ -6,8 +6,10 @@ Questions and rewards come from reasoning-gym in its own process, which all test
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 from safetensors.numpy import load
 
+from colocated_rl_api import names
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint, Goal, RolloutFacts
@@ -29,7 +32,7 @@ from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.settings import read_settings
 from fakes.gate import FakeGate, Fault, logp_of
-from fakes.rollout import DEADLINE_S, Answers, JobOnDisk, OperatorEnd, make_spec, until
+from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, make_spec, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -421,3 +424,149 @@ async def test_a_resumed_attempt_has_what_is_left_of_the_budget(job: JobOnDisk, 
         assert {48, 43} == {
             request["sampling_params"]["max_new_tokens"] for gate in scene.gates for request in gate.requests
         }
+
+
+async def test_a_sample_that_no_batch_can_take_is_discarded_and_replaced(
+    tmp_path: Path, processes: TaskProcesses
+) -> None:
+    """Within the rules of admission it does not come to that; an engine with weights of the past brings it about."""
+    job = with_rollout(tmp_path, maxConcurrency=6)
+    async with running(job, processes) as scene:
+        await scene.target(trained_step=4)
+        await scene.open(V1, pace=3)
+        await scene.generating(4 * BATCH)
+        await scene.close()
+        await scene.samples(interrupted=4 * BATCH)
+        await scene.target(2, trained_step=5)
+        await scene.samples(discarded=4 * BATCH, admitted=4 * BATCH)
+        await scene.open(WeightVersion(5, 1))
+        await scene.sealed(6)
+        assert {5} == {step for _, _, step in token_rows(await scene.batch(6))}
+
+
+async def test_a_group_that_keeps_failing_is_given_up_and_said(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        for gate in scene.gates:
+            gate.faults.extend([Fault.REJECTED] * 30)
+        await scene.target()
+        await scene.open(V0)
+        facts = await scene.operator.until(lambda facts: facts.problem)
+        assert facts.problem is not None
+        assert "EngineRejected" == facts.problem.reason
+        assert "prompt is longer than the context" in facts.problem.message
+        for gate in scene.gates:
+            gate.faults.clear()
+        facts = await scene.sealed(1)
+        assert facts.samples["discarded"] + facts.samples["failed"] >= 5
+        await scene.operator.until(lambda facts: facts.problem is None)
+
+
+async def test_only_holders_of_the_data_token_get_a_batch(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with (
+        running(job, processes) as scene,
+        scene.session.get(
+            f"https://127.0.0.1:{scene.controller.member.ports.data}/v1/batches/1?shard=0",
+            ssl=job.tls.client_context(),
+            server_hostname=names.member_server_name(JOB_UID),
+        ) as response,
+    ):
+        assert 401 == response.status
+
+
+async def test_pages_and_metrics_show_what_there_is(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        ports = scene.controller.member.ports
+        for url, expected in (
+            (f"http://127.0.0.1:{ports.pages}/v1/progress", '"lossTokens"'),
+            (f"http://127.0.0.1:{ports.pages}/v1/samples?state=sealed&limit=2", '"state": "sealed"'),
+            (f"http://127.0.0.1:{ports.metrics}/metrics", 'colocate_rollout_samples{state="sealed"} 6.0'),
+        ):
+            async with scene.session.get(url) as response:
+                assert 200 == response.status
+                assert expected in await response.text()
+        for query in ("state=lost", "limit=-1"):
+            async with scene.session.get(f"http://127.0.0.1:{ports.pages}/v1/samples?{query}") as response:
+                assert 400 == response.status
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_happens_each_batch_is_whole_and_each_token_is_accounted_for(
+    tmp_path: Path, processes: TaskProcesses, seed: int
+) -> None:
+    """A job of eight steps with engines and agents that die, switches at any time, faults, and restarts of its own."""
+    chance = random.Random(seed)
+    limit = chance.choice([0, 1, 2])
+    job = with_rollout(tmp_path, maxStaleness=limit, maxConcurrency=BATCH * (limit + 1))
+    respond = Answers(job.directory / "model", tail=8)
+    seen: list[int] = []
+    async with AsyncExitStack() as stack:
+        gates = [FakeGate(f"job-gpu-{replica}-0", job.tls, respond) for replica in range(2)]
+        for gate in gates:
+            await stack.enter_async_context(gate.listening())
+        step, epoch = 1, 0
+        while step <= 8:
+            async with running(job, processes, gates=gates) as scene:
+                for _ in range(chance.randrange(2, 12)):
+                    epoch += 1
+                    await scene.target(epoch, trained_step=step - 1, saved_step=max(0, step - 3))
+                    await disturb(scene, chance, WeightVersion(step - 1, 1))
+                    sealed = scene.operator.facts.sealed if scene.operator.facts else None
+                    if sealed is None or sealed.step < step:
+                        continue
+                    batch = await scene.batch(step)
+                    check(batch, respond, limit)
+                    seen += set(batch.groups)
+                    await scene.close()
+                    step += 1
+                    if step > 8:
+                        break
+        assert len(seen) == len(set(seen)) == 8 * BATCH
+
+
+async def disturb(scene: Scene, chance: random.Random, version: WeightVersion) -> None:
+    """One thing that happens to a job, and the time in which something may come of it."""
+    for gate in scene.gates:
+        match chance.choice(["go", "go", "go", "slow", "close", "crash engine", "crash agent", "fault"]):
+            case "go":
+                await gate.open(version)
+                await gate.release()
+            case "slow":
+                await gate.open(version, pace=chance.randrange(1, 9))
+            case "close":
+                await gate.close()
+            case "crash engine":
+                await gate.crash_engine()
+            case "crash agent":
+                await gate.crash_agent()
+                await gate.start()
+            case _:
+                gate.faults.append(chance.choice(list(Fault)))
+                await gate.open(version)
+    with contextlib.suppress(AssertionError):
+        await scene.operator.until(lambda facts: facts.sealed and facts.sealed.step > version.step, deadline_s=0.3)
+
+
+def check(batch: Batch, respond: Answers, limit: int) -> None:
+    """Every response is the one that its prompt has, and every token says truly which weights made it."""
+    step = batch.headers[0].step
+    assert 2 * BATCH == len(batch.groups)
+    assert 2 == min(batch.groups.count(group) for group in batch.groups)
+    for shard in batch.columns:
+        start = 0
+        for end in shard["sample_end"].tolist():
+            whole, so_far = respond(shard["tokens"][start:end].tolist())
+            assert list(whole) == list(so_far)
+            length = len(so_far)
+            assert [1] * length == shard["loss_mask"][end - length : end].tolist()
+            for token, logp, made_by in zip(
+                so_far,
+                shard["behaviour_logp"][end - length : end],
+                shard["token_step"][end - length : end],
+                strict=True,
+            ):
+                assert logp == pytest.approx(logp_of(WeightVersion(int(made_by), 1), token), abs=1e-6)
+                assert 0 <= step - 1 - made_by <= limit
+            start = end

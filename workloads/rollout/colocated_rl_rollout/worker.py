@@ -192,7 +192,7 @@ class Worker:
         self.rate.add(len(segment))
         whole = join(sample.tokens, segment)
         finish = natural_end(whole, limit=self._rollout.max_response_tokens, end_ids=self._chat.end_ids)
-        if generated.ending is not Ending.INTERRUPTED and len(whole):
+        if generated.ending is not Ending.INTERRUPTED and len(segment):
             finish = Finish(generated.ending)
         if finish is not None:
             self._metrics.response_tokens.observe(len(whole))
