@@ -76,17 +76,22 @@ def line_chart(
     )
 
 
-def row_chart(rows: Sequence[Row], *, label: str, key: Sequence[tuple[str, str]], unit: str) -> str:
-    """Bars along a common axis that begins at 0, one row for each name. `key`: colour and meaning."""
+def row_chart(
+    rows: Sequence[Row], *, label: str, key: Sequence[tuple[str, str]], unit: str, parted: bool = False
+) -> str:
+    """Bars along a common axis that begins at 0, one row for each name. `key`: colour and meaning.
+
+    parted: a gap between bars, also of one colour.
+    """
     right = max((bar.end for row in rows for bar in row.bars), default=1) or 1
-    parts = []
+    parts, kind = [], "flat parted" if parted else "flat"
     for row in rows:
         shapes = [
             f'<rect x="{100 * bar.start / right:.3f}" width="{100 * (bar.end - bar.start) / right:.3f}" height="100" '
             f'style="fill:var(--{bar.colour})"><title>{escape(bar.title)}</title></rect>'
             for bar in row.bars
         ]
-        parts.append(f'<div class="name">{escape(row.name)}</div>{_svg(shapes, f"{row.name}: {label}", "flat")}')
+        parts.append(f'<div class="name">{escape(row.name)}</div>{_svg(shapes, f"{row.name}: {label}", kind)}')
     names = "".join(f"<li>{_swatch(colour)}{escape(name)}</li>" for colour, name in key)
     ticks = "".join(_tick("left", 100 * x / right, f"{x:g}") for x in _ticks(right))
     return (
@@ -96,13 +101,13 @@ def row_chart(rows: Sequence[Row], *, label: str, key: Sequence[tuple[str, str]]
     )
 
 
-def bar_table(rows: Sequence[tuple[str, Number, str]], *, heading: tuple[str, str], colour: str) -> str:
-    """A table whose second column is a bar with its text."""
-    most = max((value for _, value, _ in rows), default=0) or 1
+def bar_table(rows: Sequence[tuple[str, Number, str, str]], *, heading: tuple[str, str]) -> str:
+    """A table whose second column is a bar with its text. A row: name, length of the bar, text, colour."""
+    most = max((value for _, value, _, _ in rows), default=0) or 1
     body = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td class="bar"><i style="width:{100 * value / most:.1f}%;'
         f'background:var(--{colour})"></i><span>{escape(text)}</span></td></tr>'
-        for name, value, text in rows
+        for name, value, text, colour in rows
     )
     head = "".join(f'<th scope="col">{escape(one)}</th>' for one in heading)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -79,6 +79,7 @@ class RungTime:
     """Seconds that pods needed to reach a rung from the one before, over all switches of a run."""
 
     rung: Rung
+    holder: Holder
     mean_s: float
     median_s: float
     longest_s: float
@@ -158,13 +159,16 @@ def holder_shares(figures: Figures) -> dict[Holder, float]:
 
 def rung_times(figures: Figures) -> list[RungTime]:
     """How long each rung took, in ladder order, over all pods and all switches after start-up."""
-    by_rung: dict[Rung, list[float]] = defaultdict(list)
+    by_rung: dict[Rung, list[Span]] = defaultdict(list)
     for span in figures.spans:
         if span.holder in (Holder.SWITCH, Holder.TRAINER) and span.towards is not None:
-            by_rung[span.towards].append(span.end - span.start)
-    return [
-        RungTime(rung, mean(took), median(took), max(took), len(took)) for rung in LADDER if (took := by_rung.get(rung))
-    ]
+            by_rung[span.towards].append(span)
+    times = []
+    for rung in LADDER:
+        if spans := by_rung.get(rung):
+            took = [span.end - span.start for span in spans]
+            times.append(RungTime(rung, spans[0].holder, mean(took), median(took), max(took), len(took)))
+    return times
 
 
 def switch_seconds(figures: Figures) -> list[float]:

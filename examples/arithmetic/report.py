@@ -133,9 +133,10 @@ def _learning(figures: Figures) -> str:
     )
     rows = [(str(one.step), _exact(one, spread=True), str(one.samples)) for one in figures.evaluations]
     return (
-        "<h2>What was learned</h2><p>Sums of two to four digits. The early jump is the model finding that writing down "
-        "its working pays; the slower rise after it is getting the sums right. Held-out questions are never trained "
-        f"on, in the warm-up or in the job.</p>{chart}"
+        "<h2>What was learned</h2><p>Sums of two to four one-digit numbers. First the model finds that writing down "
+        f"its working pays (a response grows from {_length(figures, 0)} to {_length(figures, -1)} tokens), then it gets "
+        "the sums right. Held-out questions are never trained on, in the warm-up or in the job.</p>"
+        f"{chart}"
         f"{_details('The evaluations as a table', table(rows, heading=['step', 'exact match', 'questions']))}"
     )
 
@@ -187,12 +188,14 @@ def _switch(figures: Figures) -> str:
         )
         for pod in figures.pods
     ]
-    step = f", of step {spans[0].step}" if spans else ""
-    chart = row_chart(rows, label="rungs of a switch", key=KEY[2:], unit=f"seconds since the gate closed{step}")
+    unit = "seconds since the gate closed" + (f", of step {spans[0].step}" if spans else "")
+    chart = row_chart(rows, label="rungs of a switch", key=KEY[2:], unit=unit, parted=True)
     bars = bar_table(
-        [(one.rung.value, one.mean_s, f"{one.mean_s:.3f} s, longest {one.longest_s:.3f} s") for one in times],
+        [
+            (one.rung.value, one.mean_s, f"{one.mean_s:.3f} s, longest {one.longest_s:.3f} s", COLOURS[one.holder])
+            for one in times
+        ],
         heading=("rung", "mean time from the rung before"),
-        colour="switch",
     )
     return (
         "<h2>Inside a switch</h2><p>A switch of median length, and the mean time that pods needed for each rung over "
@@ -203,10 +206,13 @@ def _switch(figures: Figures) -> str:
 def _staleness(figures: Figures) -> str:
     ages = staleness_tokens(figures)
     trained = sum(ages.values()) or 1
-    rows = [(_steps_old(age), count, f"{count:,} tokens, {100 * count / trained:.1f} %") for age, count in ages.items()]
+    rows = [
+        (_steps_old(age), count, f"{count:,} tokens, {100 * count / trained:.1f} %", "rollout")
+        for age, count in ages.items()
+    ]
     return (
         "<h2>Staleness</h2><p>How many steps older than the newest weights the weights were that made a token, when it "
-        f"was trained.</p>{bar_table(rows, heading=('age', 'trained tokens'), colour='rollout')}"
+        f"was trained.</p>{bar_table(rows, heading=('age', 'trained tokens'))}"
     )
 
 
@@ -239,6 +245,12 @@ def _exact(one: Evaluated | None, *, spread: bool = False) -> str:
     if one is None:
         return "-"
     return f"{one.mean:.3f} ± {one.stderr:.3f}" if spread else f"{one.mean:.3f}"
+
+
+def _length(figures: Figures, place: int) -> str:
+    """Mean tokens of a response in the first or last batch."""
+    batch = figures.batches[place] if figures.batches else None
+    return f"{batch.tokens / batch.samples:.0f}" if batch and batch.samples else "-"
 
 
 def _steps_old(age: int) -> str:

@@ -7,13 +7,16 @@ the same split (`job.yaml`), so that no question that an evaluation asks was eve
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from typing import Any
 
-import reasoning_gym
+with warnings.catch_warnings():  # of a package that it imports, when that is compiled
+    warnings.simplefilter("ignore", SyntaxWarning)
+    import reasoning_gym
 
 CHAIN_SUM: dict[str, int] = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}
 HELD_OUT_PERCENT = 10
