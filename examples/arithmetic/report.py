@@ -134,8 +134,8 @@ def _learning(figures: Figures) -> str:
     rows = [(str(one.step), _exact(one, spread=True), str(one.samples)) for one in figures.evaluations]
     return (
         "<h2>What was learned</h2><p>Sums of two to four one-digit numbers. First the model finds that writing down "
-        f"its working pays (a response grows from {_length(figures, 0)} to {_length(figures, -1)} tokens), then it gets "
-        "the sums right. Held-out questions are never trained on, in the warm-up or in the job.</p>"
+        f"its working pays (a response grows from {_length(figures, 0)} to {_length(figures, -1)} tokens), then it gets"
+        " the sums right. Held-out questions are never trained on, in the warm-up or in the job.</p>"
         f"{chart}"
         f"{_details('The evaluations as a table', table(rows, heading=['step', 'exact match', 'questions']))}"
     )

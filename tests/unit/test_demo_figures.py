@@ -1,0 +1,132 @@
+"""What the demo reads from log lines: holders, switches, rungs, learning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from colocated_rl_api.ladder import Rung
+from examples.arithmetic.figures import (
+    Holder,
+    holder_now,
+    holder_shares,
+    read_figures,
+    rung_times,
+    staleness_tokens,
+    switch_seconds,
+    typical_switch,
+)
+
+START = [("Released", 0.0), ("Trained", 5.0), ("Offloaded", 6.0), ("Updated", 20.0), ("Serving", 21.0)]
+SWITCH = [("Closed", 0.0), ("Settled", 0.2), ("Drained", 0.3), ("Released", 0.4), ("Trained", 2.4), ("Exported", 2.5)]
+BACK = [("Offloaded", 2.6), ("Updated", 2.8), ("Serving", 3.0)]
+
+Line = Mapping[str, Any]
+
+
+def rises(pod: str, rungs: list[tuple[str, float]], *, step: int, after: float = 0.0, role: str = "gpu") -> list[Line]:
+    return [
+        {
+            "ts": after + at,
+            "event": "rung reached",
+            "role": role,
+            "pod": pod,
+            "rung": rung,
+            "step": step,
+            "epoch": step + 1,
+        }
+        for rung, at in rungs
+    ]
+
+
+def sealed(step: int, *, staleness: dict[str, int], ts: float = 0.0) -> Line:
+    return {
+        "ts": ts, "event": "batch sealed", "step": step, "samples": 8, "loss_tokens": sum(staleness.values()),
+        "reward_mean": 0.5, "took_s": 1.0, "resumed_samples": 1, "staleness": staleness,
+    }  # fmt: skip
+
+
+def evaluated(step: int, mean: float) -> Line:
+    return {"ts": float(step), "event": "evaluation ended", "step": step, "mean": mean, "stderr": 0.02, "samples": 400}
+
+
+def one_switch() -> list[Line]:
+    """A pod that starts, serves from 21 to 30, and switches from 30 to 33."""
+    return rises("a", START, step=0) + rises("a", SWITCH + BACK, step=1, after=30.0)
+
+
+def test_the_trainer_holds_the_device_from_released_until_offloaded() -> None:
+    figures = read_figures(one_switch())
+    held = [(span.start, span.end) for span in figures.spans if span.holder is Holder.TRAINER]
+    assert [(30.4, 32.4), (32.4, 32.5), (32.5, 32.6)] == [(pytest.approx(a), pytest.approx(b)) for a, b in held]
+
+
+def test_rollout_holds_the_device_until_the_gate_closes() -> None:
+    figures = read_figures(one_switch())
+    assert [(21.0, 30.0)] == [(span.start, span.end) for span in figures.spans if span.holder is Holder.ROLLOUT]
+
+
+def test_nothing_before_the_first_serving_counts_as_a_switch() -> None:
+    figures = read_figures(rises("a", START, step=0))
+    assert {Holder.START} == {span.holder for span in figures.spans}
+    assert ([], [], {}) == (rung_times(figures), switch_seconds(figures), holder_shares(figures))
+
+
+def test_a_switch_lasts_from_the_first_gate_closed_to_the_last_opened_without_training() -> None:
+    slow = rises("b", START, step=0) + rises("b", [*SWITCH, ("Offloaded", 2.6), ("Serving", 4.0)], step=1, after=30.0)
+    assert [pytest.approx(4.0 - 2.2)] == switch_seconds(read_figures(one_switch() + slow))
+
+
+def test_a_switch_under_way_at_the_end_is_not_counted() -> None:
+    figures = read_figures(one_switch() + rises("a", SWITCH, step=2, after=40.0))
+    assert 1 == len(switch_seconds(figures))
+    assert {1} == {span.step for span in typical_switch(figures)}
+
+
+def test_each_rung_is_timed_from_the_one_before() -> None:
+    times = {one.rung: one.mean_s for one in rung_times(read_figures(one_switch()))}
+    assert pytest.approx(2.0) == times[Rung.TRAINED]
+    assert pytest.approx(0.2) == times[Rung.SETTLED]
+
+
+def test_the_operators_lines_about_the_group_are_no_pod() -> None:
+    assert [] == read_figures(rises("operator-1", START, step=0, role="operator")).pods
+
+
+def test_the_order_of_lines_does_not_matter() -> None:
+    assert read_figures(one_switch()) == read_figures(list(reversed(one_switch())))
+
+
+def test_unknown_and_broken_lines_are_passed_over() -> None:
+    odd: list[Line] = [{"event": "batch sealed"}, {"ts": "yesterday", "event": "rung reached"}, {"ts": 1.0}]
+    assert () == read_figures(odd).spans
+
+
+def test_a_batch_sealed_again_after_a_restart_counts_once() -> None:
+    figures = read_figures([sealed(1, staleness={"0": 10}), sealed(1, staleness={"0": 10}, ts=5.0)])
+    assert 1 == len(figures.batches)
+
+
+def test_staleness_adds_up_tokens_of_all_batches() -> None:
+    figures = read_figures([sealed(1, staleness={"0": 10}), sealed(2, staleness={"1": 4, "0": 6})])
+    assert {0: 16, 1: 4} == staleness_tokens(figures)
+
+
+def test_the_first_evaluation_is_of_step_0_and_the_last_is_the_newest() -> None:
+    figures = read_figures([evaluated(10, 0.8), evaluated(0, 0.2)])
+    assert figures.first is not None
+    assert figures.last is not None
+    assert (0.2, 0.8) == (figures.first.mean, figures.last.mean)
+
+
+def test_shares_of_the_holders_add_up_to_one() -> None:
+    assert pytest.approx(1.0) == sum(holder_shares(read_figures(one_switch())).values())
+
+
+def test_the_live_view_knows_who_holds_each_device_now() -> None:
+    lines = one_switch() + rises("b", START[:2], step=0)
+    now = holder_now(lines)
+    assert (Rung.SERVING, Holder.ROLLOUT) == now["a"][:2]
+    assert (Rung.TRAINED, Holder.START) == now["b"][:2]
