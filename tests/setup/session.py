@@ -28,7 +28,7 @@ class Session:
         self._began = time.monotonic()
         self._voice = threading.Lock()
         self._held_back: list[str] | None = None
-        self._programs: set[subprocess.Popen[bytes]] = set()
+        self._programs: dict[subprocess.Popen[bytes], signal.Signals] = {}  # and what asks each to end
         self._programs_lock = threading.Lock()
         self._is_stopped = False
 
@@ -63,23 +63,23 @@ class Session:
         with path.open("ab") as output:
             output.write(f"$ {' '.join(map(str, command))}\n".encode())
             output.flush()
-            code = self._run_to_its_end(command, cwd=cwd, env=env, output=output.fileno())
+            code = self._run_to_its_end(command, signal.SIGTERM, cwd=cwd, env=env, output=output.fileno())
         if code != 0:
             last = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
             raise SetupError("\n    ".join([f"`{command[0]}` ended with {code} (all of its output: {path})", *last]))
 
     def show(self, command: Sequence[str], *, cwd: Path) -> int:
-        """Run a program to its end on our own terminal; its exit code."""
+        """Run a program to its end on our own terminal; its exit code. It is stopped like by Ctrl-C, and cleans up."""
         with self.silence():
-            return self._run_to_its_end(command, cwd=cwd, env=None, output=None)
+            return self._run_to_its_end(command, signal.SIGINT, cwd=cwd, env=None, output=None)
 
     def stop(self) -> None:
         """End every program that is still running, and let none start."""
         with self._programs_lock:
             self._is_stopped = True
-            programs = list(self._programs)
-        for program in programs:
-            _signal_group(program, signal.SIGTERM)
+            programs = dict(self._programs)
+        for program, request in programs.items():
+            _signal_group(program, request)
         deadline = time.monotonic() + STOP_S
         for program in programs:
             try:
@@ -88,7 +88,13 @@ class Session:
                 _signal_group(program, signal.SIGKILL)
 
     def _run_to_its_end(
-        self, command: Sequence[str | Path], *, cwd: Path | None, env: Mapping[str, str] | None, output: int | None
+        self,
+        command: Sequence[str | Path],
+        request: signal.Signals,
+        *,
+        cwd: Path | None,
+        env: Mapping[str, str] | None,
+        output: int | None,
     ) -> int:
         with self._programs_lock:
             if self._is_stopped:
@@ -102,12 +108,10 @@ class Session:
                 stderr=subprocess.STDOUT if output is not None else None,
                 process_group=0,  # so that `stop` reaches what it starts in turn
             )
-            self._programs.add(program)
-        try:
-            code = program.wait()
-        finally:
-            with self._programs_lock:
-                self._programs.discard(program)
+            self._programs[program] = request
+        code = program.wait()  # interrupted here, the program stays known to `stop`
+        with self._programs_lock:
+            del self._programs[program]
         if self._is_stopped:
             raise Interrupted
         return code

@@ -1,5 +1,8 @@
 """The set-up's order, its reuse of what is made, and how it ends."""
 
+import os
+import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -7,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from setup.digest import digest, forget, is_made_from, remember, sources
-from setup.layout import Layout
+from setup.layout import CHECKOUT, Layout
 from setup.localcluster import image_list
 from setup.session import Interrupted, Session, SetupError
 from setup.tasks import Board, Task
@@ -127,3 +130,37 @@ def _variables(image: str) -> dict[str, str]:
     variables = image_list(Layout(Path("/srv/checkout")))[image]["env"]
     assert isinstance(variables, dict)
     return variables
+
+
+def test_interrupted_layer_gets_to_clean_up(tmp_path: Path) -> None:
+    """An interrupt that arrived while a layer ran on our terminal used to leave the layer's processes behind."""
+    (tmp_path / "layer.py").write_text(
+        "import signal\n"
+        "try:\n"
+        "    print('running', flush=True)\n"
+        "    signal.pause()\n"
+        "except KeyboardInterrupt:\n"
+        "    print('cleaned up', flush=True)\n"
+    )
+    (tmp_path / "run.py").write_text(
+        "import pathlib, sys\n"
+        "from setup.session import Session\n"
+        "session = Session(pathlib.Path('log'))\n"
+        "try:\n"
+        "    session.show([sys.executable, 'layer.py'], cwd=pathlib.Path())\n"
+        "except KeyboardInterrupt:\n"
+        "    session.stop()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "run.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT.root / "tests")},
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    ) as run:
+        assert run.stdout is not None
+        assert "running\n" == run.stdout.readline()
+        run.send_signal(signal.SIGINT)
+        assert "cleaned up\n" == run.stdout.readline()
+        assert 0 == run.wait(timeout=DEADLINE_S)
