@@ -20,7 +20,7 @@ from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import TrainerState
 from colocated_rl_api.trainer_wire import TrainerEnvironment, TrainerStatus
 
-START_S = 120.0  # a loaded machine imports torch in half a minute
+START_S = 300.0  # importing torch and transformers takes 10 s of a core: a minute, where many share it
 ANSWER_S = 60.0
 
 Answer = TypeVar("Answer")
@@ -126,7 +126,7 @@ class TrainerGroup:
         self.checkpoints = folder / "checkpoints"
         self.checkpoints.mkdir(exist_ok=True)
         (folder / "trainer.json").write_text(json.dumps(kind.config))
-        (folder / "job.json").write_text(json.dumps(_job(switch or {})))
+        (folder / "job.json").write_text(json.dumps(job_file(**(switch or {}))))
         port = _free_port()
         self.ranks = [self._start(rank, port) for rank in range(size)]
 
@@ -201,7 +201,7 @@ def _free_port() -> int:
         return port
 
 
-def _job(switch: Mapping[str, int]) -> dict[str, object]:
+def job_file(**switch: int) -> dict[str, object]:
     return {
         "name": "sums",
         "namespace": "default",

@@ -76,8 +76,8 @@ class ReferenceTrainer:
             progress_s=switch.trainer_progress_seconds,
         )
         found = self._checkpoints.newest() if settings.rank == 0 else None
-        self._model = load_model(found.directory if found else settings.model)
-        self._state = Residency(self._model, self._device)
+        self.model = load_model(found.directory if found else settings.model)
+        self._state = Residency(self.model, self._device)
         if found:
             self._read_optimizer(found.directory / OPTIMIZER_FILE)
             log(_LOG, "checkpoint read", step=found.step)
@@ -132,8 +132,8 @@ class ReferenceTrainer:
     def export(self, directory: Path) -> Probe | None:
         if not self._settings.writes_weights:
             return None
-        write_model(self._model, directory, origin=self._settings.model, dtype=self._dtype)
-        return probe(self._model, self._dtype)
+        write_model(self.model, directory, origin=self._settings.model, dtype=self._dtype)
+        return probe(self.model, self._dtype)
 
     def save(self, step: int, keep: int) -> None:
         """Rank 0 writes; the others answer when it has: then the step is durable for everyone."""
@@ -172,7 +172,7 @@ class ReferenceTrainer:
         """Log-probability and entropy of each trained token of a micro-batch, in the order of `micro.tokens`."""
         device = self._device
         with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
-            logits = self._model(
+            logits = self.model(
                 input_ids=micro.input_ids.to(device), logits_to_keep=micro.positions.to(device), use_cache=False
             ).logits
         return token_logp(
@@ -193,7 +193,7 @@ class ReferenceTrainer:
         return norm
 
     def _write_checkpoint(self, directory: Path) -> None:
-        write_model(self._model, directory, origin=self._settings.model, dtype=torch.float32)
+        write_model(self.model, directory, origin=self._settings.model, dtype=torch.float32)
         state = self._state
         moments: dict[str, Tensor] = {"updates": torch.tensor(state.updates)}
         for kind, buffer in (("first_moment", state.first_moment), ("second_moment", state.second_moment)):

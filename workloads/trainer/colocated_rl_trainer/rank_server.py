@@ -292,6 +292,8 @@ class Rank:
                 directory.mkdir(parents=True)
             probe = loop.export(directory)
             if self._writes_weights:
+                for file in directory.rglob("*"):  # safetensors makes files for their owner alone
+                    file.chmod(file.stat().st_mode | (0o770 if file.is_dir() else 0o660))
                 write_manifest(directory, version, probe)
 
     def _mark_dirty(self) -> None:

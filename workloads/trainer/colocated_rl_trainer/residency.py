@@ -10,6 +10,7 @@ On the CPU device and host are the same memory, and both moves change nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +22,27 @@ _EPSILON = 1e-8  # of AdamW
 class Residency:
     """The state of one model and its AdamW, on the host or on the device.
 
-    Invariant: between calls, every parameter of the model is a view of `parameters`, and while on the device its
+    Invariants between calls: every trained parameter of the model is a view of `parameters`, and while onloaded its
     gradient is a view of `gradients`.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Takes the model's parameters over, on the host, whatever they were before."""
-        self.device = device
-        self._must_move = device.type != "cpu"  # device and host are different memory
+    def __init__(self, model: nn.Module, device: torch.device, *, moves: bool | None = None) -> None:
+        """Take the model's parameters over, on the host. moves: device and host are different memory."""
+        self._device = device
+        self._moves = device.type != "cpu" if moves is None else moves
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._rest = [tensor for tensor in _all_tensors(model) if not tensor.requires_grad]
+        self._fixed = [tensor for tensor in chain(model.parameters(), model.buffers()) if not tensor.requires_grad]
         size = sum(parameter.numel() for parameter in self._trained.values())
-        self.parameters = self._host_buffer(size)
-        self.first_moment = self._host_buffer(size)
-        self.second_moment = self._host_buffer(size)
-        self.gradients = torch.empty(0)
+        self.parameters, self.first_moment, self.second_moment = self._host = tuple(
+            torch.zeros(size, dtype=torch.float32, pin_memory=device.type == "cuda") for _ in range(3)
+        )
+        self._host_fixed = [tensor.data for tensor in self._fixed]
         self.updates = 0  # optimizer calls so far, for the bias correction of the moments
-        self._host = (self.parameters, self.first_moment, self.second_moment)
-        self._host_rest = [tensor.data for tensor in self._rest]
         for parameter, view in zip(self._trained.values(), self._views(self.parameters), strict=True):
             view.copy_(parameter.data)
             parameter.data = view  # one by one: each old tensor is freed before the next is copied
-        self.is_onloaded = not self._must_move
+        self.gradients = torch.empty(0)
+        self.is_onloaded = not self._moves
         if self.is_onloaded:
             self._make_gradients()
 
@@ -50,27 +50,28 @@ class Residency:
         """Bring everything to the device and make the gradients there, zero."""
         if self.is_onloaded:
             return
-        self._place(*(buffer.to(self.device, non_blocking=True) for buffer in self._host))
-        for tensor, host in zip(self._rest, self._host_rest, strict=True):
-            tensor.data = host.to(self.device, non_blocking=True)
+        self._place(*(buffer.to(self._device, non_blocking=True, copy=True) for buffer in self._host))
+        for tensor, host in zip(self._fixed, self._host_fixed, strict=True):
+            tensor.data = host.to(self._device, non_blocking=True)
         self._make_gradients()
-        torch.cuda.synchronize(self.device)
+        self._wait_for_copies()
         self.is_onloaded = True
 
     def offload(self) -> None:
         """Bring everything to host memory and give the device's back to the driver."""
-        if not (self._must_move and self.is_onloaded):
+        if not (self._moves and self.is_onloaded):
             return
         for host, buffer in zip(self._host, (self.parameters, self.first_moment, self.second_moment), strict=True):
             host.copy_(buffer, non_blocking=True)
-        torch.cuda.synchronize(self.device)  # before a device buffer is freed
+        self._wait_for_copies()  # before a device buffer is freed
         self._place(*self._host)
-        for tensor, host in zip(self._rest, self._host_rest, strict=True):
+        for tensor, host in zip(self._fixed, self._host_fixed, strict=True):
             tensor.data = host
         for parameter in self._trained.values():
             parameter.grad = None
         self.gradients = torch.empty(0)
-        torch.cuda.empty_cache()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         self.is_onloaded = False
 
     def update(self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> None:
@@ -103,10 +104,6 @@ class Residency:
         for part, shape in zip(buffer.split([shape.numel() for shape in shapes]), shapes, strict=True):
             yield part.view(shape)
 
-    def _host_buffer(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.float32, pin_memory=self._must_move)
-
-
-def _all_tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+    def _wait_for_copies(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -8,8 +8,8 @@ under the name that loaders look for. The manifest is added by the rank server, 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,7 +39,9 @@ def load_model(directory: Path) -> PreTrainedModel:
     return model
 
 
-def write_model(model: PreTrainedModel, directory: Path, *, origin: Path, dtype: torch.dtype) -> None:
+def write_model(
+    model: PreTrainedModel, directory: Path, *, origin: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
+) -> None:
     """Write the model's weights in `dtype`, and what of `origin` is not weights, into the empty `directory`.
 
     Raises OSError when there is no space.
@@ -49,7 +51,7 @@ def write_model(model: PreTrainedModel, directory: Path, *, origin: Path, dtype:
             shutil.copyfile(file, directory / file.name)
     _set_dtype(directory / "config.json", dtype)
     tensors = _named_tensors(model)
-    files = _divide(tensors, dtype)
+    files = _divide(tensors, dtype, file_bytes)
     for name, members in files.items():
         write_tensors(directory / name, {member: tensors[member].to(dtype) for member in members})
     if len(files) > 1:
@@ -84,15 +86,15 @@ def _named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return dict(revert_weight_conversion(model, tensors))
 
 
-def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, list[str]]:
+def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int) -> dict[str, list[str]]:
     """Tensor names by file name, in the model's order."""
     parts: list[list[str]] = [[]]
-    room = FILE_BYTES
+    room = file_bytes
     for name, tensor in tensors.items():
         size = tensor.numel() * dtype.itemsize
         if parts[-1] and size > room:
             parts.append([])
-            room = FILE_BYTES
+            room = file_bytes
         parts[-1].append(name)
         room -= size
     if len(parts) == 1:
@@ -115,7 +117,6 @@ def _as_os_error() -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
-            if f"os error {code}" in str(error):
-                raise OSError(code, str(error)) from error
+        if code := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(code[1]), str(error)) from error
         raise

@@ -1,0 +1,183 @@
+"""Reading a shard, and dividing a batch so that no result depends on how it was split among ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colocated_rl_api.batch import BatchHeader
+from colocated_rl_trainer.batch import BadShard, GroupShare, Minibatch, Shard, deal_minibatches, micro_batches
+from fakes.shards import Sample, Values, columns, write_shard, write_shards
+
+SAMPLES = [
+    Sample(prompt=[1, 2, 3], response=[4, 5], logp=[-0.1, -0.2], reward=1.0, group=7, token_step=2),
+    Sample(prompt=[1, 2, 3], response=[6], logp=[-0.3], reward=0.0, group=7, token_step=2),
+    Sample(prompt=[8], response=[9, 10, 11], logp=[-0.4, -0.5, -0.6], reward=0.5, group=9, token_step=1),
+    Sample(prompt=[8], response=[12], logp=[-0.7], reward=0.5, group=9, token_step=2),
+]
+HEADER = BatchHeader(step=3, shard=0, shards=1, groups=2, samples=4, loss_tokens=7, temperature=1.0, seed=0)
+Columns = dict[str, tuple[str, Values]]
+
+
+def read(path: Path) -> Shard:
+    return Shard.read(path, step=3, shard=0, shards=1)
+
+
+def test_samples_are_found_in_the_columns(tmp_path: Path) -> None:
+    shard = read(write_shards(tmp_path, SAMPLES, step=3, split=1)[0])
+
+    assert 4 == shard.samples
+    assert [0, 5, 9, 13] == shard.start.tolist()
+    assert [2, 1, 3, 1] == shard.loss_tokens.tolist()
+    assert [1.0, -1.0, 0.0, 0.0] == pytest.approx(shard.advantage.tolist(), abs=1e-3)
+    assert [True, True, False, False] == shard.teaching().tolist()
+    assert {7: GroupShare(3, True), 9: GroupShare(4, False)} == shard.groups()
+
+
+def test_rank_without_samples_has_an_empty_shard(tmp_path: Path) -> None:
+    write_shards(tmp_path, SAMPLES, step=3, split=[1, 1, 1, 1])
+
+    shard = Shard.read(tmp_path / "step-3-shard-0-of-2.safetensors", step=3, shard=0, shards=2)
+
+    assert 0 == shard.samples
+    assert {} == shard.groups()
+    assert [] == micro_batches(shard, Minibatch(frozenset({7}), 3, True), tokens=100)
+
+
+def change(name: str, values: Values, kind: str | None = None) -> Callable[[Columns], None]:
+    def apply(columns: Columns) -> None:
+        columns[name] = (kind or columns[name][0], values)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda columns: columns.pop("reward"), "can't be read"),
+        (change("reward", [1, 1, 1, 1], "int64"), "column reward is torch.int64"),
+        (change("reward", [1.0, 1.0]), "column reward has 2 entries, should have 4"),
+        (change("behaviour_logp", [0.0] * 14), "column behaviour_logp has 14 entries, should have 15"),
+        (change("sample_end", [5, 5, 13, 15]), "sample_end must rise"),
+        (change("sample_end", [5, 9, 13, 14]), "sample_end must rise and end at the number of tokens"),
+        (change("loss_mask", [1] * 15), "first token of a sample can't be trained"),
+        (change("behaviour_logp", [float("nan")] * 15), "behaviour_logp must be finite"),
+        (change("behaviour_logp", [0.5] * 15), "behaviour_logp must be finite and at most 0"),
+        (change("token_step", [-1] * 15), "a token to be trained has no step"),
+        (change("reward", [float("inf")] * 4), "reward must be finite"),
+    ],
+)
+def test_shard_that_contradicts_itself_is_refused(tmp_path: Path, harm: Callable[[Columns], object], said: str) -> None:
+    content = columns(SAMPLES, {7: [1.0, 0.0], 9: [0.5, 0.5]})
+    harm(content)
+    write_shard(tmp_path / "shard", HEADER, content)
+
+    with pytest.raises(BadShard, match=said):
+        read(tmp_path / "shard")
+
+
+@pytest.mark.parametrize("header", [{"step": 4}, {"shard": 1}, {"shards": 2}])
+def test_shard_of_another_place_is_refused(tmp_path: Path, header: dict[str, int]) -> None:
+    content = columns(SAMPLES, {7: [1.0, 0.0], 9: [0.5, 0.5]})
+    write_shard(tmp_path / "shard", HEADER.model_copy(update=header), content)
+
+    with pytest.raises(BadShard, match="asked for was shard 0 of 1 of step 3"):
+        read(tmp_path / "shard")
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors at all", None])
+def test_file_that_is_no_shard_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "shard").write_bytes(content)
+
+    with pytest.raises(BadShard, match="fetch it again"):
+        read(tmp_path / "shard")
+
+
+GROUPS = st.dictionaries(
+    st.integers(0, 1000), st.builds(GroupShare, st.integers(0, 50), st.booleans()), min_size=0, max_size=40
+)
+
+
+@given(GROUPS, st.integers(1, 5), st.integers(0, 10), st.randoms(use_true_random=False))
+def test_minibatches_depend_on_the_batch_and_not_on_its_split(
+    groups: dict[int, GroupShare], count: int, seed: int, chance: random.Random
+) -> None:
+    ranks: list[dict[int, GroupShare]] = [{}, {}, {}]
+    for group, whole in groups.items():  # each group in two parts, on ranks by chance
+        cut = chance.randint(0, whole.loss_tokens)
+        for tokens in (cut, whole.loss_tokens - cut):
+            rank = chance.choice(ranks)
+            known = rank.get(group, GroupShare(0, False))
+            rank[group] = GroupShare(known.loss_tokens + tokens, known.teaches or whole.teaches)
+
+    assert deal_minibatches([groups], count=count, seed=seed) == deal_minibatches(ranks, count=count, seed=seed)
+
+
+@given(GROUPS, st.integers(1, 5), st.integers(0, 10))
+def test_minibatches_share_groups_evenly_and_lose_none(groups: dict[int, GroupShare], count: int, seed: int) -> None:
+    minibatches = deal_minibatches([groups], count=count, seed=seed)
+
+    assert count == len(minibatches)
+    assert sorted(groups) == sorted(group for minibatch in minibatches for group in minibatch.groups)
+    for counted in (set(groups), {group for group, share in groups.items() if share.teaches}):
+        sizes = [len(minibatch.groups & counted) for minibatch in minibatches]
+        assert max(sizes) - min(sizes) <= 1
+    for minibatch in minibatches:
+        assert sum(groups[group].loss_tokens for group in minibatch.groups) == minibatch.loss_tokens
+        assert any(groups[group].teaches for group in minibatch.groups) == minibatch.teaches
+
+
+def test_minibatches_are_dealt_anew_each_step() -> None:
+    groups = {group: GroupShare(1, True) for group in range(20)}
+
+    assert 1 < len({deal_minibatches([groups], count=2, seed=seed)[0].groups for seed in range(5)})
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 12, 1000])
+def test_micro_batches_hold_each_trained_token_once_with_its_context(tmp_path: Path, tokens: int) -> None:
+    chance = random.Random(tokens)
+    samples = []
+    for number in range(20):
+        length = chance.randint(1, 9)
+        prompt = [chance.randrange(48) for _ in range(chance.randint(1, 5))]
+        response = [chance.randrange(48) for _ in range(length)]
+        samples.append(Sample(prompt, response, [-1.0] * length, float(number % 3 == 0), group=number % 4))
+    shard = read(write_shards(tmp_path, samples, step=3, split=1)[0])
+
+    batches = micro_batches(shard, Minibatch(frozenset({0, 1, 3}), 1, True), tokens=tokens)
+
+    seen: list[int] = []
+    for batch in batches:
+        assert 1 == len(batch.input_ids) or batch.input_ids.numel() <= tokens
+        rows, kept = batch.predicts.nonzero(as_tuple=True)
+        for row, position, token, sample in zip(
+            rows.tolist(), batch.positions[kept].tolist(), batch.tokens.tolist(), batch.sample.tolist(), strict=True
+        ):
+            start = int(shard.start[sample])
+            assert shard.tokens[start:token].tolist() == batch.input_ids[row, : position + 1].tolist()
+            assert start <= token < shard.end[sample]
+        seen += batch.tokens.tolist()
+    chosen = shard.teaching() & (shard.group != 2)
+    expected = [
+        token
+        for sample in chosen.nonzero().squeeze(1).tolist()
+        for token in range(int(shard.start[sample]), int(shard.end[sample]))
+        if shard.loss_mask[token]
+    ]
+    assert expected == sorted(seen)
+
+
+def test_only_the_positions_that_predict_a_trained_token_are_kept(tmp_path: Path) -> None:
+    long_prompt = replace(SAMPLES[0], prompt=[1] * 50)
+    shard = read(write_shards(tmp_path, [long_prompt, SAMPLES[1]], step=3, split=1)[0])
+
+    (batch,) = micro_batches(shard, Minibatch(frozenset({7}), 3, True), tokens=1000)
+
+    assert [2, 49, 50] == batch.positions.tolist()

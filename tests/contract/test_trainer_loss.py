@@ -1,0 +1,165 @@
+"""The loss, against values worked by hand, finite differences and the definition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from colocated_rl_trainer.loss import LengthMismatch, group_advantage, importance_ratio, policy_loss, token_logp
+
+LOW, HIGH = 0.2, 0.28
+
+
+def logs(*ratios: float) -> torch.Tensor:
+    return torch.tensor(ratios, dtype=torch.float64).log()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "importance", "loss", "slope", "clipped"),
+    [
+        # inside: loss -ratio * advantage; its slope in the log-probability is the same
+        (1.0, 2.0, 1.0, -2.0, -2.0, 0),
+        (1.2, 0.5, 1.0, -0.6, -0.6, 0),
+        (0.9, -1.0, 1.0, 0.9, 0.9, 0),
+        # good tokens made much likelier already: no more pull; bad ones made much less likely: no more push
+        (1.5, 2.0, 1.0, -2.56, 0.0, 1),
+        (0.5, -2.0, 1.0, 1.6, 0.0, 1),
+        # outside on the side where the update would bring it back: not clipped
+        (1.5, -2.0, 1.0, 3.0, 3.0, 0),
+        (0.5, 2.0, 1.0, -1.0, -1.0, 0),
+        # nothing to learn, nothing to clip
+        (1.5, 0.0, 1.0, 0.0, 0.0, 0),
+        # the importance ratio scales all of it
+        (1.2, 0.5, 0.5, -0.3, -0.3, 0),
+        (1.5, 2.0, 0.5, -1.28, 0.0, 1),
+    ],
+)
+def test_loss_and_slope_of_one_token(
+    ratio: float, advantage: float, importance: float, loss: float, slope: float, clipped: int
+) -> None:
+    policy_logp = logs(0.3 * ratio).requires_grad_()
+
+    result = policy_loss(
+        policy_logp,
+        logs(0.3),
+        torch.tensor([advantage], dtype=torch.float64),
+        torch.tensor([importance], dtype=torch.float64),
+        clip_low=LOW,
+        clip_high=HIGH,
+    )
+    result.total.backward()
+
+    assert policy_logp.grad is not None
+    assert loss == pytest.approx(result.total.item())
+    assert slope == pytest.approx(policy_logp.grad.item())
+    assert clipped == result.clipped_tokens
+
+
+def test_loss_is_a_sum_over_tokens() -> None:
+    policy, proximal = logs(0.5, 0.2, 0.9), logs(0.4, 0.4, 0.9)
+    advantage, importance = torch.tensor([1.0, -1.0, 0.5]), torch.tensor([1.0, 2.0, 0.1])
+
+    whole = policy_loss(policy, proximal, advantage, importance, clip_low=LOW, clip_high=HIGH).total
+    parts = [
+        policy_loss(
+            policy[i : i + 1],
+            proximal[i : i + 1],
+            advantage[i : i + 1],
+            importance[i : i + 1],
+            clip_low=LOW,
+            clip_high=HIGH,
+        ).total
+        for i in range(3)
+    ]
+
+    torch.testing.assert_close(whole, torch.stack(parts).sum())
+
+
+def test_gradient_is_that_of_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shift = torch.rand(64, generator=generator, dtype=torch.float64) - 0.5
+    away_from_kinks = shift[((shift.exp() - 0.8).abs() > 0.01) & ((shift.exp() - 1.28).abs() > 0.01)]
+    proximal = -torch.rand(len(away_from_kinks), generator=generator, dtype=torch.float64)
+    advantage = torch.randn(len(away_from_kinks), generator=generator, dtype=torch.float64)
+    importance = torch.rand(len(away_from_kinks), generator=generator, dtype=torch.float64)
+
+    assert torch.autograd.gradcheck(
+        lambda policy: policy_loss(policy, proximal, advantage, importance, clip_low=LOW, clip_high=HIGH).total,
+        ((proximal + away_from_kinks).requires_grad_(),),
+    )
+
+
+def test_only_the_policy_is_differentiated() -> None:
+    policy, proximal, behaviour = (torch.full((2,), -1.0).requires_grad_() for _ in range(3))
+    importance = importance_ratio(proximal, behaviour, cap=2.0)
+
+    policy_loss(policy, proximal, torch.ones(2), importance, clip_low=LOW, clip_high=HIGH).total.backward()
+
+    assert not importance.requires_grad
+    assert (True, False, False) == (policy.grad is not None, proximal.grad is not None, behaviour.grad is not None)
+
+
+def test_importance_ratio_is_cut_off_above_only() -> None:
+    ratio = importance_ratio(logs(0.5, 0.5, 0.5, 0.9), logs(0.5, 0.4, 0.1, 0.000001), cap=2.0)
+
+    torch.testing.assert_close(ratio, torch.tensor([1.0, 1.25, 2.0, 2.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        importance_ratio(logs(0.001), logs(0.1), cap=2.0), torch.tensor([0.01], dtype=torch.float64)
+    )
+
+
+def test_advantage_is_in_spreads_of_the_group() -> None:
+    reward = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.25])
+    mean = torch.tensor([0.25, 0.25, 0.25, 1.0, 0.25])
+    std = torch.tensor([0.4, 0.4, 0.4, 0.0, 0.0])
+
+    expected = torch.tensor([0.75 / 0.4001, -0.25 / 0.4001, -0.25 / 0.4001, 0.0, 0.0])
+    torch.testing.assert_close(group_advantage(reward, mean, std), expected)
+
+
+def test_equal_rewards_teach_nothing_also_when_their_mean_is_rounded() -> None:
+    """Rewards of 0.1 have a mean and a spread that are off by rounding: 0.1 / epsilon of noise was trained on."""
+    reward = torch.full((3,), 0.1)
+
+    assert [0.0] * 3 == group_advantage(reward, reward + 1e-8, torch.full((3,), 1e-8)).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_token_logp_is_of_the_distribution_that_was_sampled(temperature: float) -> None:
+    logits = torch.tensor([[2.0, 1.0, -1.0], [0.0, 0.0, 0.0]])
+    weights = [[math.exp(logit / temperature) for logit in row] for row in logits.tolist()]
+    chances = [[weight / sum(row) for weight in row] for row in weights]
+
+    logp, entropy = token_logp(logits, torch.tensor([1, 2]), temperature=temperature)
+
+    torch.testing.assert_close(logp, torch.tensor([math.log(chances[0][1]), math.log(1 / 3)]))
+    torch.testing.assert_close(entropy, torch.tensor([-sum(p * math.log(p) for p in row) for row in chances]))
+
+
+def test_token_logp_is_computed_in_float32() -> None:
+    logp, entropy = token_logp(torch.zeros(1, 3, dtype=torch.bfloat16), torch.tensor([0]), temperature=1.0)
+
+    assert (torch.float32, torch.float32) == (logp.dtype, entropy.dtype)
+
+
+ONE, TWO = torch.zeros(1), torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: importance_ratio(ONE, TWO, cap=2.0),
+        lambda: group_advantage(TWO, ONE, TWO),
+        lambda: policy_loss(TWO, TWO, ONE, TWO, clip_low=LOW, clip_high=HIGH),
+        lambda: policy_loss(TWO, ONE, TWO, TWO, clip_low=LOW, clip_high=HIGH),
+        lambda: policy_loss(TWO, TWO, TWO, ONE, clip_low=LOW, clip_high=HIGH),
+        lambda: token_logp(torch.zeros(2, 3), torch.tensor([0]), temperature=1.0),
+    ],
+)
+def test_tensors_of_different_tokens_are_refused(call: Callable[[], object]) -> None:
+    """Broadcasting one log-probability over two tokens would train on wrong ones (H27)."""
+    with pytest.raises(LengthMismatch, match="should be one"):
+        call()

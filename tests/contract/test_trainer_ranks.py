@@ -1,0 +1,184 @@
+"""Ranks of one group: they compute what one rank would, refuse together, and none outlives the group by much."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from contract.trainer_in_process import OneRank
+from contract.trainer_process import Refusal, TrainerGroup, TrainerKind, running
+from safetensors.torch import load_file
+
+from colocated_rl_trainer.group import GroupLost, interface_towards
+from fakes.shards import Sample, write_shards
+from fakes.tiny_model import VOCABULARY, write_tiny_model
+
+CONFIG: dict[str, object] = {"learningRate": 1e-2, "minibatches": 2, "microBatchTokens": 60, "threads": 1}
+FAIL_FAST_S = 20.0
+SAMPLES = 24
+
+
+@pytest.fixture(scope="module")
+def kind(tmp_path_factory: pytest.TempPathFactory) -> TrainerKind:
+    model = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+    return TrainerKind("reference", [sys.executable, "-m", "colocated_rl_trainer"], model, CONFIG)
+
+
+@dataclass
+class Pair:
+    """Two ranks, and one rank that does the same steps."""
+
+    two: TrainerGroup
+    one: OneRank
+
+    def train(self, samples: list[Sample], split: list[int]) -> tuple[Mapping[str, float], list[Mapping[str, float]]]:
+        """The metrics of the one, and of each of the two."""
+        files = write_shards(self.two.folder, samples, step=self.one.step + 1, split=split)
+        alone = self.one.train(samples)
+        return alone, [status.metrics for status in self.two.train(self.one.step, files)]
+
+
+@pytest.fixture(scope="module")
+def pair(kind: TrainerKind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with running(kind, tmp_path_factory.mktemp("two"), size=2) as two:
+        one = OneRank(tmp_path_factory.mktemp("one"), kind.model, **CONFIG)
+        two.wait_loaded()
+        two.onload()
+        yield Pair(two, one)
+
+
+def make_samples(seed: int, *, same_reward: bool = False) -> list[Sample]:
+    chance = random.Random(seed)
+    samples = []
+    for number in range(SAMPLES):
+        prompt, response = ([chance.randrange(VOCABULARY) for _ in range(chance.randint(2, 8))] for _ in range(2))
+        logp = [-chance.uniform(2.5, 5.0) for _ in response]
+        samples.append(Sample(prompt, response, logp, 0.5 if same_reward else chance.random(), number // 4, seed - 1))
+    return samples
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        [number % 2 for number in range(SAMPLES)],
+        [number // 12 for number in range(SAMPLES)],
+        [int(number >= 3) for number in range(SAMPLES)],
+        [1] * SAMPLES,
+    ],
+    ids=["in turn", "halves", "uneven", "all on one"],
+)
+def test_the_split_of_a_batch_changes_nothing_but_rounding(pair: Pair, split: list[int]) -> None:
+    begin = pair.one.weights
+
+    alone, together = pair.train(make_samples(pair.one.step + 1), split)
+
+    assert together[0] == together[1]
+    assert {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in alone.items()} == together[0]
+    exported = [load_file(folder / "model.safetensors") for folder in pair.two.export(pair.one.step)]
+    for name, expected in pair.one.weights.items():
+        assert torch.equal(exported[0][name], exported[1][name]), name
+        moved = (expected - begin[name]).norm()
+        assert (exported[0][name] - expected).norm() < 1e-2 * moved, name
+
+
+def test_batch_that_teaches_nothing_ends_its_step_on_every_rank(pair: Pair) -> None:
+    _, together = pair.train(make_samples(1, same_reward=True), [number % 2 for number in range(SAMPLES)])
+
+    assert [0.0, 0.0] == [metrics["updates"] for metrics in together]
+    assert {pair.one.step} == {rank.status.step for rank in pair.two.ranks}
+
+
+def test_shard_that_one_rank_cannot_read_is_refused_by_all_and_can_be_sent_again(pair: Pair) -> None:
+    step = pair.one.step + 1
+    files = write_shards(
+        pair.two.folder, make_samples(step), step=step, split=[number % 2 for number in range(SAMPLES)]
+    )
+    torn = pair.two.folder / "torn"
+    torn.write_bytes(files[1].read_bytes()[:-4])
+
+    def refusal(number: int) -> Refusal:
+        with pytest.raises(Refusal) as refused:
+            pair.two.ranks[number].train(step, [files[0], torn][number])
+        return refused.value
+
+    refusals = pair.two.all(lambda number, _: refusal(number))
+
+    assert ["PeerRefused", "BadShard"] == [refused.error for refused in refusals]
+    assert "rank 1: shard" in refusals[0].message
+    assert [(step - 1, False)] * 2 == [(rank.status.step, rank.status.dirty) for rank in pair.two.ranks]
+    pair.one.train(make_samples(step))
+    assert [step] * 2 == [status.step for status in pair.two.train(step, files)]
+
+
+def test_no_rank_calls_a_checkpoint_durable_before_it_is_written(pair: Pair) -> None:
+    step = pair.one.step
+    early = threading.Thread(target=lambda: pair.two.ranks[1].save(step))
+    early.start()
+
+    assert step != pair.two.ranks[1].status.saved
+    pair.two.ranks[0].save(step)
+    early.join()
+
+    assert [step] * 2 == [rank.status.saved for rank in pair.two.ranks]
+
+
+def test_rank_whose_peer_is_gone_ends_at_once_and_says_why(pair: Pair) -> None:
+    """The last test of the pair."""
+    step = pair.one.step + 1
+    files = write_shards(
+        pair.two.folder, make_samples(step), step=step, split=[number % 2 for number in range(SAMPLES)]
+    )
+    left, lost = pair.two.ranks
+    lost.end()
+
+    with pytest.raises(Refusal) as refused:
+        left.train(step, files[0])
+
+    assert "GroupLost: a peer was lost" in refused.value.message
+    assert 1 == left.process.wait(FAIL_FAST_S)
+    assert "GroupLost" in left.events("trainer failed, its process ends")[0]["reason"]
+
+
+def test_rank_that_nobody_joins_ends_at_its_deadline_and_names_it(kind: TrainerKind, tmp_path: Path) -> None:
+    with running(kind, tmp_path, size=2, switch={"trainerStartSeconds": 3}) as group:
+        group.ranks[1].end()
+        with pytest.raises(AssertionError, match="trainer ended with 1"):
+            group.ranks[0].wait_loaded()
+
+        (line,) = group.ranks[0].events("trainer failed, its process ends")
+        assert "rank 0 of 2 found no group at 127.0.0.1" in line["reason"]
+        assert "within 3 s (spec.switch.trainerStartSeconds)" in line["reason"]
+
+
+def test_config_that_makes_no_sense_ends_the_trainer_with_one_clear_line(kind: TrainerKind, tmp_path: Path) -> None:
+    wrong = TrainerKind(kind.name, kind.command, kind.model, {"learnRate": 1e-3})
+    with running(wrong, tmp_path, size=1) as group:
+        assert 2 == group.ranks[0].process.wait(FAIL_FAST_S)
+
+        (line,) = group.ranks[0].events("trainer can't start")
+        assert "unknown key learnRate in spec.trainer.config, did you mean learningRate?" in line["reason"]
+
+
+def test_interface_is_the_one_that_leads_to_the_group() -> None:
+    """Gloo's own choice is what the host's name resolves to: in a pod often loopback, or nothing."""
+    assert "lo" == interface_towards("127.0.0.1")
+
+
+def test_group_that_no_route_leads_to_is_named() -> None:
+    with pytest.raises(GroupLost, match=r"no-such-host\.invalid"):
+        interface_towards("no-such-host.invalid")
+
+
+def test_log_lines_have_the_fields_of_every_process(pair: Pair) -> None:
+    (first, *_) = pair.two.ranks[1].events("step trained")
+
+    assert ("trainer", "sums", 1, 1, 1) == (first["role"], first["job"], first["rank"], first["lineage"], first["step"])
+    assert 0 <= first["took_s"]
+    assert json.dumps(first["metrics"])

@@ -1,0 +1,112 @@
+"""The training state as flat buffers: what moves, what stays, and that an update is AdamW's."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from colocated_rl_trainer.residency import Residency
+
+CPU = torch.device("cpu")
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 7, bias=False))
+    model[1].weight.requires_grad_(False)
+    return model
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    result: torch.Tensor = model(torch.tensor([0, 3, 6])).square().sum()
+    return result
+
+
+def test_parameters_and_gradients_are_views_of_one_buffer_each() -> None:
+    plain, model = make_model(), make_model()
+    state = Residency(model, CPU)
+
+    loss_of(model.eval()).backward()
+    loss_of(plain.eval()).backward()
+
+    trained = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    assert sum(parameter.numel() for parameter in trained.values()) == len(state.parameters)
+    for name, parameter in trained.items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(state.named(state.parameters)[name], parameter.data, rtol=0, atol=0)
+        torch.testing.assert_close(state.named(state.gradients)[name], parameter.grad, rtol=0, atol=0)
+
+
+def test_gradients_of_several_backward_passes_add_up_in_place() -> None:
+    model = make_model().eval()
+    state = Residency(model, CPU)
+    place = state.gradients.data_ptr()
+
+    loss_of(model).backward()
+    once = state.gradients.clone()
+    loss_of(model).backward()
+
+    torch.testing.assert_close(state.gradients, 2 * once)
+    assert place == state.gradients.data_ptr()
+
+
+def test_update_is_that_of_adamw() -> None:
+    plain, model = make_model().eval(), make_model().eval()
+    state = Residency(model, CPU)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in plain.parameters() if parameter.requires_grad],
+        lr=0.01, betas=(0.8, 0.9), weight_decay=0.1,
+    )  # fmt: skip
+    for _ in range(5):
+        loss_of(plain).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        state.update(learning_rate=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+
+    assert 5 == state.updates
+    assert not state.gradients.any()
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected)
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    model = make_model()
+    state = Residency(model, CPU)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+
+    state.offload()
+    state.onload()
+
+    assert places == [parameter.data_ptr() for parameter in model.parameters()]
+    assert state.is_onloaded
+
+
+def test_what_is_trained_between_two_moves_is_what_stands_on_the_host() -> None:
+    stays, model = make_model().eval(), make_model().eval()
+    resident, moving = Residency(stays, CPU), Residency(model, CPU, moves=True)
+    host = moving.parameters.data_ptr()
+    for _ in range(3):
+        moving.onload()
+        assert host != moving.parameters.data_ptr()
+        for each, state in ((stays, resident), (model, moving)):
+            loss_of(each).backward()
+            state.update(learning_rate=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+        moving.offload()
+
+    assert host == moving.parameters.data_ptr()
+    assert not len(moving.gradients)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for kind in ("parameters", "first_moment", "second_moment"):
+        torch.testing.assert_close(getattr(moving, kind), getattr(resident, kind), rtol=0, atol=0)
+    torch.testing.assert_close(loss_of(model), loss_of(stays), rtol=0, atol=0)
+
+
+def test_moves_are_idempotent() -> None:
+    state = Residency(make_model(), CPU, moves=True)
+    state.offload()
+    state.onload()
+    place = state.parameters.data_ptr()
+    state.onload()
+
+    assert place == state.parameters.data_ptr()

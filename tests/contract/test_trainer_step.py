@@ -1,0 +1,279 @@
+"""What a step of the reference trainer computes, against a plain implementation; and what a step may not do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from contract.trainer_in_process import OneRank
+
+from colocated_rl_api.batch import BatchHeader
+from colocated_rl_trainer.batch import BadShard, Shard, deal_minibatches
+from colocated_rl_trainer.loop import Diverged
+from colocated_rl_trainer.weights import load_model
+from fakes.shards import Sample, columns, write_shard, write_shards
+from fakes.tiny_model import VOCABULARY, write_tiny_model
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def make_samples(seed: int, *, groups: int = 6, size: int = 4, token_step: int = 0) -> list[Sample]:
+    chance = random.Random(seed)
+    samples = []
+    for group in range(groups):
+        prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randint(2, 5))]
+        for _ in range(size):
+            response = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 8))]
+            logp = [-chance.uniform(2.5, 5.0) for _ in response]
+            samples.append(Sample(prompt, response, logp, float(chance.random() < 0.5), group, token_step))
+    return samples
+
+
+def plain_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    samples: Sequence[Sample],
+    minibatches: Sequence[frozenset[int]],
+) -> None:
+    """GRPO as one would write it on a blackboard: sample by sample, no padding, nothing skipped."""
+
+    def logp(sample: Sample) -> torch.Tensor:
+        ids = torch.tensor([[*sample.prompt, *sample.response]])
+        every = torch.log_softmax(model(input_ids=ids).logits[0].double(), -1)
+        start = len(sample.prompt)
+        return torch.stack([every[start + i - 1, token] for i, token in enumerate(sample.response)])
+
+    with torch.no_grad():
+        proximal = [logp(sample) for sample in samples]
+    rewards = {group: [s.reward for s in samples if s.group == group] for group in {s.group for s in samples}}
+    for groups in minibatches:
+        loss = torch.zeros((), dtype=torch.float64)
+        tokens = 0
+        for sample, old in zip(samples, proximal, strict=True):
+            if sample.group not in groups:
+                continue
+            group = torch.tensor(rewards[sample.group], dtype=torch.float64)
+            advantage = (sample.reward - group.mean()) / (group.std(correction=0) + 1e-4)
+            ratio = (logp(sample) - old).exp()
+            importance = (old - torch.tensor(sample.logp, dtype=torch.float64)).exp().clamp(max=2.0)
+            loss -= (torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) * importance).sum()
+            tokens += len(sample.response)
+        (loss / tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_step_is_that_of_the_plain_implementation(model: Path, tmp_path: Path) -> None:
+    trainer = OneRank(tmp_path, model, learningRate=1e-2, minibatches=2, microBatchTokens=60, weightDecay=0.1)
+    plain, begin = load_model(model), trainer.weights
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in (1, 2, 3):
+        samples = make_samples(step)
+        trainer.train(samples)
+        shard = Shard.read(write_shards(tmp_path, samples, step=step, split=1)[0], step=step, shard=0, shards=1)
+        dealt = deal_minibatches([shard.groups()], count=2, seed=step)
+        plain_step(plain, optimizer, samples, [minibatch.groups for minibatch in dealt])
+
+    expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    assert_moved_alike(expected, trainer.weights, begin=begin)
+
+
+@pytest.mark.parametrize("config", [{"microBatchTokens": 10}, {"microBatchTokens": 100_000}])
+def test_division_into_micro_batches_changes_nothing_but_rounding(
+    model: Path, tmp_path: Path, config: dict[str, object]
+) -> None:
+    one, other = _two(tmp_path, model, {"microBatchTokens": 50}, config)
+
+    begin = one.weights
+
+    first, second = one.train(make_samples(1)), other.train(make_samples(1))
+
+    assert {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in first.items()} == second
+    assert_moved_alike(one.weights, other.weights, begin=begin)
+
+
+def test_group_without_spread_counts_in_the_normalizer_and_is_not_computed(model: Path, tmp_path: Path) -> None:
+    trainer = OneRank(tmp_path, model, learningRate=1e-3)
+    samples = make_samples(1)
+    same = [Sample(s.prompt, s.response, s.logp, 1.0, s.group + 100, s.token_step) for s in make_samples(2)]
+
+    alone = trainer.train(samples)
+    trainer.step = 0
+    together = trainer.train([*samples, *same])
+
+    assert alone["teaching_samples"] == together["teaching_samples"]
+    assert sum(len(s.response) for s in (*samples, *same)) == together["tokens"]
+
+
+@pytest.mark.parametrize("samples", [[], [Sample([1, 2], [3], [-1.0], 1.0, group, 0) for group in (0, 0, 1, 1)]])
+def test_batch_that_teaches_nothing_still_ends_its_step(model: Path, tmp_path: Path, samples: list[Sample]) -> None:
+    trainer = OneRank(tmp_path, model, learningRate=1e-2, weightDecay=0.5)
+    before = trainer.weights
+
+    metrics = trainer.train(samples)
+
+    assert (0.0, 0.0) == (metrics["updates"], metrics["teaching_samples"])
+    assert [] == trainer.updates
+    assert not metrics.keys() & {"loss", "entropy", "gradient_norm", "mismatch_mean"}
+    assert all(torch.equal(tensor, trainer.weights[name]) for name, tensor in before.items())
+
+
+def test_learning_rate_0_changes_no_weight(model: Path, tmp_path: Path) -> None:
+    trainer = OneRank(tmp_path, model, learningRate=0, minibatches=2, weightDecay=0.5)
+    before = trainer.weights
+
+    metrics = trainer.train(make_samples(1))
+
+    assert 2 == metrics["updates"]
+    assert all(torch.equal(tensor, trainer.weights[name]) for name, tensor in before.items())
+
+
+def test_learning_rate_rises_over_the_first_steps(model: Path, tmp_path: Path) -> None:
+    trainer = OneRank(tmp_path, model, learningRate=0.4, warmupSteps=4)
+
+    assert [0.1, 0.2, 0.3, 0.4, 0.4] == pytest.approx(
+        [trainer.train([])["learning_rate"] for _ in range(5)]
+    )  # fmt: skip
+
+
+def test_each_pass_and_minibatch_is_an_update(model: Path, tmp_path: Path) -> None:
+    trainer = OneRank(tmp_path, model, learningRate=1e-3, minibatches=3, dataPasses=2)
+
+    assert 6 == trainer.train(make_samples(1))["updates"]
+    assert [1] * 6 == trainer.updates
+
+
+def test_agreement_with_the_engine_is_measured_on_tokens_of_the_present_weights_alone(
+    model: Path, tmp_path: Path
+) -> None:
+    """A token of older weights has another log-probability for a good reason."""
+    trainer = OneRank(tmp_path, model, learningRate=0, minibatches=2)
+    own = [_with_own_logp(trainer, sample) for sample in make_samples(1)]
+    off_by = [Sample(s.prompt, s.response, [p - 0.5 for p in s.logp], s.reward, s.group, 1) for s in own]
+
+    exact = trainer.train(own)
+    fresh = trainer.train(off_by)
+    stale = trainer.train(off_by)
+
+    assert exact["mismatch_max"] < 1e-4
+    assert 0.5 == pytest.approx(fresh["mismatch_mean"], abs=1e-4)
+    assert 0.5 == pytest.approx(fresh["mismatch_max"], abs=1e-4)
+    assert "mismatch_mean" not in stale
+
+
+def test_bypass_clips_against_the_behaviour_policy(model: Path, tmp_path: Path) -> None:
+    one, other = _two(tmp_path, model, {}, {"bypass": True})
+    far = [
+        Sample(s.prompt, s.response, [p - 1.0 for p in s.logp], s.reward, s.group) for s in _own(one, make_samples(1))
+    ]
+
+    recomputed, bypassed = one.train(far), other.train(far)
+
+    assert 0 == recomputed["clip_fraction"]  # the first update begins at ratio 1
+    assert 0.2 < bypassed["clip_fraction"]  # there it begins at e
+    assert 2.0 == pytest.approx(recomputed["importance_mean"])  # cut off
+    assert 1.0 == pytest.approx(bypassed["importance_mean"])
+
+
+def test_temperature_of_sampling_is_that_of_training(model: Path, tmp_path: Path) -> None:
+    trainer = OneRank(tmp_path, model, learningRate=0)
+    warm = [_with_own_logp(trainer, sample, temperature=0.5) for sample in make_samples(1)]
+
+    assert trainer.train(warm, temperature=0.5)["mismatch_max"] < 1e-4
+
+
+def test_run_that_was_interrupted_goes_on_to_the_same_bits(model: Path, tmp_path: Path) -> None:
+    config = {"learningRate": 1e-2, "minibatches": 2, "warmupSteps": 5}
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = OneRank(tmp_path / "whole", model, **config)
+    for step in (1, 2, 3, 4):
+        whole.train(make_samples(step))
+
+    first = OneRank(tmp_path / "parts", model, **config)
+    first.train(make_samples(1))
+    first.train(make_samples(2))
+    first.save()
+    first.train(make_samples(99))  # lost with its process
+    second = OneRank(tmp_path / "parts", model, **config)
+    assert 2 == second.step
+    second.train(make_samples(3))
+    second.train(make_samples(4))
+
+    for name, tensor in whole.weights.items():
+        assert torch.equal(tensor, second.weights[name]), name
+
+
+def test_checkpoint_is_a_model_that_anything_can_load(model: Path, tmp_path: Path) -> None:
+    trainer = OneRank(tmp_path, model, learningRate=1e-2)
+    trainer.train(make_samples(1))
+    trainer.save()
+
+    again = dict(load_model(tmp_path / "checkpoints" / "step-00000001").named_parameters())
+
+    assert all(torch.equal(tensor, again[name]) for name, tensor in trainer.weights.items())
+
+
+def test_batch_with_a_shard_missing_is_refused(model: Path, tmp_path: Path) -> None:
+    trainer = OneRank(tmp_path, model)
+    samples = make_samples(1)
+    first_half = columns(samples[:12], {group: [s.reward for s in samples if s.group == group] for group in range(6)})
+    header = BatchHeader(
+        step=1, shard=0, shards=1, groups=6, samples=24, loss_tokens=sum(len(s.response) for s in samples),
+        temperature=1.0, seed=0,
+    )  # fmt: skip
+    write_shard(tmp_path / "shard", header, first_half)
+
+    with pytest.raises(BadShard, match=f"hold .* loss tokens, not {header.loss_tokens}"):
+        trainer.loop.train(1, tmp_path / "shard", lambda: None)
+
+
+def test_gradient_that_is_not_finite_stops_the_trainer_before_the_weights_are_spoilt(
+    model: Path, tmp_path: Path
+) -> None:
+    trainer = OneRank(tmp_path, model, learningRate=1e-2)
+    next(trainer.loop.model.parameters()).data.fill_(float("nan"))
+
+    with pytest.raises(Diverged, match="gradient norm of step 1 is nan"):
+        trainer.train(make_samples(1))
+
+    assert [] == trainer.updates
+
+
+def _with_own_logp(trainer: OneRank, sample: Sample, temperature: float = 1.0) -> Sample:
+    ids = torch.tensor([[*sample.prompt, *sample.response]])
+    with torch.no_grad():
+        every = torch.log_softmax(trainer.loop.model(input_ids=ids).logits[0] / temperature, -1)
+    start = len(sample.prompt)
+    logp = [every[start + place - 1, token].item() for place, token in enumerate(sample.response)]
+    return Sample(sample.prompt, sample.response, logp, sample.reward, sample.group, sample.token_step)
+
+
+def _own(trainer: OneRank, samples: Sequence[Sample]) -> list[Sample]:
+    return [_with_own_logp(trainer, sample) for sample in samples]
+
+
+def _two(folder: Path, model: Path, one: dict[str, object], other: dict[str, object]) -> tuple[OneRank, OneRank]:
+    for name in ("one", "other"):
+        (folder / name).mkdir()
+    return (
+        OneRank(folder / "one", model, **{"learningRate": 1e-2} | one),
+        OneRank(folder / "other", model, **{"learningRate": 1e-2} | other),
+    )
+
+
+def assert_moved_alike(expected: Weights, weights: Weights, *, begin: Weights) -> None:
+    """Equal but for rounding, measured against how far training has moved each tensor."""
+    for name, tensor in expected.items():
+        moved = (tensor - begin[name]).norm()
+        assert moved > 0, name
+        assert (weights[name] - tensor).norm() < 1e-3 * moved, name

@@ -1,0 +1,125 @@
+"""What the reference trainer writes: weights that load back as they were, under the names that loaders look for."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from colocated_rl_trainer.manifest import tensor_entries
+from colocated_rl_trainer.residency import Residency
+from colocated_rl_trainer.weights import load_model, probe, write_model, write_tensors
+from fakes.tiny_model import write_tiny_model
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def origin(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model", tied=request.param)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def test_export_has_the_tensors_of_the_original(origin: Path, out: Path) -> None:
+    write_model(load_model(origin), out, origin=origin, dtype=torch.float32)
+
+    assert tensor_entries(origin / "model.safetensors") == tensor_entries(out / "model.safetensors")
+
+
+def test_export_holds_the_weights_as_they_are_now(origin: Path, out: Path) -> None:
+    model = load_model(origin)
+    state = Residency(model, torch.device("cpu"))
+    state.parameters.mul_(1.5)
+
+    write_model(model, out, origin=origin, dtype=torch.float32)
+
+    again = load_model(out)
+    for expected, parameter in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=0, atol=0)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    torch.testing.assert_close(again(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=0)
+
+
+def test_everything_but_weights_is_copied_byte_by_byte(origin: Path, out: Path) -> None:
+    (origin / "chat_template.jinja").write_text("{{ messages }}")
+    (origin / "pytorch_model.bin").write_bytes(b"old")
+    (origin / "model.safetensors.index.json").write_text("{}")
+
+    write_model(load_model(origin), out, origin=origin, dtype=torch.float32)
+
+    copied = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert [*copied, "model.safetensors"] == sorted((file.name for file in out.iterdir()), key=_weights_last)
+    for name in copied:
+        assert (origin / name).read_bytes() == (out / name).read_bytes()
+
+
+def test_export_in_half_precision_says_so(origin: Path, out: Path) -> None:
+    write_model(load_model(origin), out, origin=origin, dtype=torch.bfloat16)
+
+    assert {"BF16"} == {entry.dtype for entry in tensor_entries(out / "model.safetensors").values()}
+    assert "bfloat16" == json.loads((out / "config.json").read_bytes())["dtype"]
+
+
+def test_large_export_is_divided_and_loads_as_one(origin: Path, out: Path) -> None:
+    model = load_model(origin)
+
+    write_model(model, out, origin=origin, dtype=torch.float32, file_bytes=20_000)
+
+    files = sorted(out.glob("*.safetensors"))
+    index = json.loads((out / "model.safetensors.index.json").read_bytes())["weight_map"]
+    assert 2 < len(files)
+    assert {name: file.name for file in files for name in _names(file)} == index
+    for expected, parameter in zip(model.parameters(), load_model(out).parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=0, atol=0)
+
+
+def test_probe_is_of_each_token_given_those_before_it(origin: Path) -> None:
+    model = load_model(origin)
+
+    told = probe(model, torch.float32)
+
+    assert len(told.input_ids) - 1 == len(told.logp)
+    assert 10 < len(set(told.input_ids))
+    for place in (0, 7, len(told.logp) - 1):
+        logits = model(input_ids=torch.tensor([told.input_ids[: place + 1]])).logits[0, -1]
+        expected = torch.log_softmax(logits, -1)[told.input_ids[place + 1]].item()
+        assert expected == pytest.approx(told.logp[place], abs=1e-5)
+
+
+def test_probe_tells_changed_weights_apart(origin: Path) -> None:
+    model = load_model(origin)
+    before = probe(model, torch.float32)
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.down_proj.weight").mul_(1.01)
+
+    assert 1e-5 < max(abs(a - b) for a, b in zip(before.logp, probe(model, torch.float32).logp, strict=True))
+
+
+def test_what_the_volume_refuses_is_an_error_of_the_system(out: Path) -> None:
+    """A full volume was taken for a broken trainer: safetensors has an error type of its own."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as refused:
+            write_tensors(out / "model.safetensors", {"a": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert errno.EFBIG == refused.value.errno
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+def _weights_last(name: str) -> tuple[bool, str]:
+    return name.endswith(".safetensors"), name

@@ -1,0 +1,57 @@
+"""The reference trainer as the only rank of its group, without a process of its own: for what one step computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from contract.trainer_process import job_file
+
+from colocated_rl_trainer.loop import ReferenceTrainer
+from colocated_rl_trainer.settings import RankSettings, TrainerConfig
+from fakes.shards import Sample, write_shards
+
+
+class OneRank:
+    """`folder` keeps its checkpoints: another one there goes on where this one saved."""
+
+    def __init__(self, folder: Path, model: Path, **config: object) -> None:
+        self.folder = folder
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        (folder / "job.json").write_text(json.dumps(job_file()))
+        (folder / "trainer.json").write_text(json.dumps({"threads": 1} | config))
+        settings = RankSettings(
+            socket=folder / "unused.sock",
+            config=folder / "trainer.json",
+            job=folder / "job.json",
+            model=model,
+            checkpoints=folder / "checkpoints",
+            lineage=1,
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            master_address="127.0.0.1",
+            master_port=1,
+            device="cpu",
+        )
+        self.loop = ReferenceTrainer(settings, TrainerConfig.read(settings.config))
+        self.step = self.loop.load()
+        self.updates: list[int] = []  # steps that became dirty
+        self.loop.onload()
+
+    def train(self, samples: Sequence[Sample], *, temperature: float = 1.0) -> Mapping[str, float]:
+        """One step on these samples."""
+        step = self.step + 1
+        (shard,) = write_shards(self.folder, samples, step=step, split=1, temperature=temperature)
+        metrics = self.loop.train(step, shard, lambda: self.updates.append(step))
+        self.step = step
+        return metrics
+
+    def save(self, keep: int = 2) -> None:
+        self.loop.save(self.step, keep)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.loop.model.named_parameters()}
