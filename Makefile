@@ -9,8 +9,11 @@ ifeq ($(shell command -v $(PYTHON)),)
 $(error $(PYTHON) is not on PATH: install Python 3.11 or newer, or name one with `make PYTHON=...`)
 endif
 override PYTHON := $(shell command -v $(PYTHON))
-export PYTHON
-SETUP = cd tests && exec $(PYTHON) -m setup
+ifndef MACHINE_PATH
+MACHINE_PATH := $(PATH)# before ours is in front of it, also for a make below this one
+endif
+export PYTHON MACHINE_PATH
+SETUP = cd tests && PATH='$(MACHINE_PATH)' exec $(PYTHON) -m setup
 DEV := $(CURDIR)/.build/env/dev/bin
 LOCALCLUSTER = $(CURDIR)/.build/bin/localcluster
 CLUSTER_DIR := $(CURDIR)/.build/localcluster

