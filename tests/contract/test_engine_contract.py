@@ -1,0 +1,347 @@
+"""What an engine does, shown of the real one and of the fake by the same tests, so that the fake can't drift.
+
+Numbers H… are those of the hazards that the agent is built around. One start of the real engine serves the whole file,
+so each test leaves it as it found it; the one that kills it comes last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+import fakes
+from colocated_rl_agent.drivers.base import CallRefused
+from colocated_rl_agent.drivers.sglang import SGLang, engine_command, engine_config
+from colocated_rl_agent.exports import verify_export
+from colocated_rl_agent.gate import Backend, Gate, Refused, engine_request, events
+from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
+from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.weights import Probe
+from fakes.engine_model import write_engine_export
+from fakes.pod import free_ports
+from fakes.weights import write_export
+from setup.layout import CHECKOUT
+
+ADMIN_KEY = "admin-key-of-a-contract-test"
+START_S = 180.0
+CALL_S = 20.0
+OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
+PROMPT = [5, 6, 7, 8]
+LONG = {"max_new_tokens": 3000, "ignore_eos": True, "stream_interval": 1}
+CPU_FLAGS = (
+    "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-overlap-schedule",
+    "--max-total-tokens", "32768", "--log-level", "warning",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running engine process and the exports it can load."""
+
+    url: str
+    exports: Path
+    process: subprocess.Popen[bytes]
+
+    def probe(self, version: WeightVersion) -> Probe:
+        probe = verify_export(self.exports, version).probe
+        assert probe is not None
+        return probe
+
+
+@pytest.fixture(scope="module", params=["fake", "sglang"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp(request.param)
+    exports = root / "weights"
+    if request.param == "fake":
+        for version in (OLD, NEW):
+            write_export(exports / str(version), version=str(version), weight=float(version.step))
+        (root / "sglang").mkdir()
+        (root / "sglang/__init__.py").touch()
+        (root / "sglang/launch_server.py").write_text("from fakes.engine import main\nmain()\n")
+        environment = {"PYTHONPATH": f"{root}:{Path(fakes.__path__[0]).parent}"}
+        binaries = Path(sys.executable).parent
+    else:
+        for version in (OLD, NEW):
+            write_engine_export(exports / str(version), version=version, seed=version.step)
+        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HOME": str(root)}
+        binaries = CHECKOUT.environment("gpu") / "bin"
+    (port,) = free_ports(1)
+    config = root / "engine.yaml"
+    config.write_text(engine_config(ADMIN_KEY))
+    command = engine_command(model=exports / str(OLD), version=OLD, port=port, config=config, gpus=0, extra=CPU_FLAGS)
+    environment |= {name: value for name, value in command.env.items() if value is not None}
+    with (root / "output").open("wb") as output:
+        process = subprocess.Popen(
+            command.argv,
+            env={"PATH": f"{binaries}:{os.environ['PATH']}", **environment},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        wait_until_up(f"http://127.0.0.1:{port}", process, root / "output")
+        yield Server(f"http://127.0.0.1:{port}", exports, process)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+def wait_until_up(url: str, process: subprocess.Popen[bytes], output: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/ping", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    pytest.fail(f"the engine did not start:\n{output.read_text()[-4000:]}")
+
+
+class Engine(SGLang):
+    """The agent's driver, and what a caller of the engine sees."""
+
+    def __init__(self, session: aiohttp.ClientSession, server: Server) -> None:
+        super().__init__(session, url=server.url, admin_key=ADMIN_KEY, call_s=CALL_S)
+        self.session, self.server = session, server
+
+    async def stream(self, **request: Any) -> AsyncIterator[dict[str, Any]]:
+        async with self.session.post(f"{self.url}/generate", json={"stream": True, **request}) as answer:
+            assert answer.status == 200
+            async for event in events(answer.content):
+                if event == b"[DONE]":
+                    return
+                yield json.loads(event)
+
+    async def generate(self, **request: Any) -> dict[str, Any]:
+        """The last chunk."""
+        last: dict[str, Any] = {}
+        async for chunk in self.stream(**{"input_ids": PROMPT, "return_logprob": True, **request}):
+            last = chunk
+        return last
+
+    async def until_running(self, request: AsyncIterator[dict[str, Any]]) -> asyncio.Task[dict[str, Any]]:
+        """The rest of a request that has begun to produce tokens, as its last chunk."""
+        first = await anext(request)
+        assert first["output_ids"]
+
+        async def rest() -> dict[str, Any]:
+            last = first
+            async for chunk in request:
+                last = chunk
+            return last
+
+        return asyncio.create_task(rest())
+
+    async def post(self, path: str, body: object, *, key: str = ADMIN_KEY) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with self.session.post(self.url + path, json=body, headers=headers) as answer:
+            return answer.status
+
+
+@pytest.fixture
+async def engine(server: Server) -> AsyncIterator[Engine]:
+    """Serving version OLD, idle."""
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        it = Engine(session, server)
+        yield it
+        if server.process.poll() is None:
+            await it.continue_()
+            await it.abort_all()
+            await it.flush()
+
+
+def reason_of(answer: dict[str, Any]) -> dict[str, Any]:
+    reason: dict[str, Any] = answer["meta_info"]["finish_reason"]
+    return reason
+
+
+async def test_started_engine_is_what_a_switch_needs_and_names_its_version(engine: Engine) -> None:
+    info = await engine.require_suitable(gpus=0)
+    assert "float32" == info.dtype
+    assert await engine.weight_version() == OLD
+    assert await engine.is_up()
+    assert await engine.takes_requests()
+
+
+async def test_probe_of_the_trainer_agrees_with_the_engine(engine: Engine, server: Server) -> None:
+    probe = server.probe(OLD)
+    found = await engine.input_logprobs(probe.input_ids)
+    assert require_agreement(probe.logp, found, dtype="float32") < 1e-4
+    with pytest.raises(ProbeDisagrees):
+        require_agreement(server.probe(NEW).logp, found, dtype="float32")
+
+
+async def test_control_routes_ask_for_the_admin_key(engine: Engine) -> None:
+    for path in ("/pause_generation", "/release_memory_occupation", "/abort_request", "/update_weights_from_disk"):
+        assert 401 == await engine.post(path, {}, key="wrong")
+    assert await engine.takes_requests()
+
+
+async def test_chunks_are_cumulative_and_only_the_last_one_has_spans(engine: Engine) -> None:
+    limits = {"max_new_tokens": 20, "ignore_eos": True, "stream_interval": 4}
+    chunks = [chunk async for chunk in engine.stream(input_ids=PROMPT, return_logprob=True, sampling_params=limits)]
+    lengths = [len(chunk["output_ids"]) for chunk in chunks]
+    assert lengths == sorted(lengths)
+    assert 20 == lengths[-1]
+    assert len(chunks) <= 7, "chunks are spaced"
+    for before, after in itertools.pairwise(chunks):
+        assert before["output_ids"] == after["output_ids"][: len(before["output_ids"])]
+        assert "weight_versions" not in before["meta_info"]
+    last = chunks[-1]["meta_info"]
+    assert [{"version": "0-1", "start": 0, "end": 20}] == last["weight_versions"]
+    assert {"type": "length", "length": 20} == last["finish_reason"]
+    assert chunks[-1]["output_ids"] == [token for _, token, _ in last["output_token_logprobs"]]
+
+
+async def test_h4_abort_by_id_ends_every_request_whose_id_begins_so(engine: Engine) -> None:
+    first = await engine.until_running(engine.stream(input_ids=PROMPT, rid="a" * 31, sampling_params=LONG))
+    second = await engine.until_running(engine.stream(input_ids=PROMPT, rid="a" * 32, sampling_params=LONG))
+    await engine.abort("a" * 31)
+    assert "abort" == reason_of(await first)["type"] == reason_of(await second)["type"]
+
+
+async def test_abort_of_all_hands_back_what_was_generated(engine: Engine) -> None:
+    requests = [
+        await engine.until_running(engine.stream(input_ids=PROMPT, return_logprob=True, sampling_params=LONG))
+        for _ in range(3)
+    ]
+    await engine.abort_all()
+    for answer in await asyncio.gather(*requests):
+        assert ("abort", None) == (reason_of(answer)["type"], reason_of(answer).get("status_code"))
+        assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) > 0
+        assert answer["meta_info"]["weight_versions"][-1]["end"] == len(answer["output_ids"])
+
+
+async def test_idle_pause_is_quick_and_tells_itself_by_ready(engine: Engine) -> None:
+    started = time.monotonic()
+    await engine.pause()
+    assert time.monotonic() - started < 0.9
+    assert (True, False) == (await engine.is_up(), await engine.takes_requests())
+    await engine.continue_()
+    assert await engine.takes_requests()
+
+
+async def test_h55_pause_with_work_in_flight_takes_a_second_or_more(engine: Engine) -> None:
+    running = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG))
+    started = time.monotonic()
+    await engine.pause()
+    assert time.monotonic() - started >= 0.9
+    assert "abort" == reason_of(await running)["type"]
+
+
+async def test_h3_request_aborted_while_paused_runs_after_continue(engine: Engine) -> None:
+    await engine.pause()
+    parked = asyncio.create_task(
+        engine.generate(rid="p" * 32, sampling_params={"max_new_tokens": 8, "ignore_eos": True})
+    )
+    await stays_open(parked, 0.3)
+    await engine.abort("p" * 32)
+    await stays_open(parked, 0.3)
+    await engine.continue_()
+    answer = await parked
+    assert 8 == len(answer["output_ids"]) or "abort" == reason_of(answer)["type"]
+
+
+async def test_flush_waits_for_work_and_refuses_past_its_timeout(engine: Engine) -> None:
+    running = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG))
+    assert 400 == await engine.post("/flush_cache?timeout=0.2", {})
+    await engine.abort_all()
+    await running
+    await engine.flush()
+
+
+async def test_engine_stops_working_for_a_client_that_left_a_stream(engine: Engine) -> None:
+    request = engine.stream(input_ids=PROMPT, sampling_params=LONG)
+    await anext(request)
+    await request.aclose()  # type: ignore[attr-defined]
+    await engine.flush()
+
+
+async def test_whole_switch_changes_the_weights_and_their_name(engine: Engine, server: Server) -> None:
+    for version in (NEW, OLD):
+        await engine.pause()
+        await engine.flush()
+        await engine.release(TAGS)
+        await engine.resume((WEIGHTS,))
+        await engine.update(server.exports / str(version), version)
+        assert version == await engine.weight_version()
+        await engine.resume((KV_CACHE, CUDA_GRAPH))
+        await engine.flush()
+        await engine.continue_()
+        assert await engine.takes_requests()
+        probe = server.probe(version)
+        require_agreement(probe.logp, await engine.input_logprobs(probe.input_ids), dtype="float32")
+        answer = await engine.generate(sampling_params={"max_new_tokens": 4, "ignore_eos": True})
+        assert str(version) == answer["meta_info"]["weight_version"]
+
+
+async def test_h51_update_from_a_directory_without_weights_is_refused(engine: Engine, tmp_path: Path) -> None:
+    await engine.pause()
+    with pytest.raises(CallRefused):
+        await engine.update(tmp_path, NEW)
+    assert OLD == await engine.weight_version()
+
+
+async def test_bad_request_in_a_stream_is_an_error_with_its_code(engine: Engine) -> None:
+    answer = await engine.generate(sampling_params={"max_new_tokens": 100_000})
+    assert 400 == answer["error"]["code"]
+
+
+async def test_gate_forwards_counts_and_hands_back(engine: Engine) -> None:
+    gate = Gate(engine.session)
+    backend = Backend(engine.url, "incarnation", OLD, engine.abort)
+    body = {"input_ids": PROMPT, "return_logprob": True, "sampling_params": {"max_new_tokens": 12, "ignore_eos": True}}
+    answer = await gate._forward(backend, engine_request(json.dumps(body).encode()))
+    assert {"type": "length", "length": 12} == reason_of(answer)
+    assert 12 == len(answer["meta_info"]["output_token_logprobs"])
+    body["sampling_params"] = {"max_new_tokens": 100_000}
+    with pytest.raises(Refused) as refusal:
+        await gate._forward(backend, engine_request(json.dumps(body).encode()))
+    assert 400 == refusal.value.status
+
+
+async def test_h2_release_while_busy_kills_the_engine_and_the_stream_keeps_what_it_has(
+    engine: Engine, server: Server
+) -> None:
+    """Last: the engine is gone afterwards."""
+    gate = Gate(engine.session)
+    body = json.dumps({"input_ids": PROMPT, "sampling_params": LONG}).encode()
+    running = asyncio.create_task(gate._forward(Backend(server.url, "i", OLD, no_abort), engine_request(body)))
+    probe = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG))
+    release = asyncio.create_task(engine.post("/release_memory_occupation", {}))
+    async with asyncio.timeout(30):
+        answer = await running
+    assert ("abort", True) == (reason_of(answer)["type"], len(answer["output_ids"]) > 0)
+    for task in (probe, release):
+        task.cancel()
+    await asyncio.gather(probe, release, return_exceptions=True)
+    assert 0 != await asyncio.to_thread(server.process.wait, 30)
+
+
+async def no_abort(rid: str) -> None:
+    pass
+
+
+async def stays_open(task: asyncio.Task[Any], seconds: float) -> None:
+    """What is shown is that nothing happens."""
+    done, _ = await asyncio.wait({task}, timeout=seconds)
+    assert not done

@@ -1,0 +1,60 @@
+"""Exports that the real engine can load: a random Qwen3 with a tokenizer of its own. Needs torch and transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.weights import Probe
+from colocated_rl_trainer.manifest import write_manifest
+
+PROBE = tuple(range(5, 29))
+VOCABULARY = 300
+CONTEXT = 4096
+
+
+def write_engine_export(directory: Path, *, version: WeightVersion, seed: int) -> Path:
+    """float32, with the log-probabilities of PROBE as transformers computes them."""
+    torch.manual_seed(seed)
+    tokenizer = _tokenizer()
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    with torch.no_grad():
+        logp = torch.log_softmax(model(torch.tensor([PROBE])).logits[0, :-1], dim=-1)
+    found = logp.gather(1, torch.tensor(PROBE[1:]).unsqueeze(1)).squeeze(1)
+    write_manifest(directory, version, Probe(input_ids=PROBE, logp=tuple(found.tolist())))
+    return directory
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    )
+    core.train_from_iterator(["zero one two three four five six seven eight nine ten plus minus is what"] * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
