@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,6 +22,8 @@ LEARNING_RATE = 0.01
 
 
 class Reinforce:
+    model: Any  # of transformers, whose types leave out most of it
+
     def __init__(self, settings: RankSettings) -> None:
         self.settings = settings
 

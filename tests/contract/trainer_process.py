@@ -83,7 +83,7 @@ class TrainerProcess:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise AssertionError(f"trainer ended with {self.process.returncode}:\n{self.log.read_text()}")
-            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            with contextlib.suppress(FileNotFoundError, ConnectionError):
                 status = self.status
                 if holds(status):
                     return status
