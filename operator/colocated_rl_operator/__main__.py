@@ -42,6 +42,7 @@ def main() -> int:
         print(f"colocated-rl operator: {error}", file=sys.stderr)  # noqa: T201 - before there are logs
         return 2
     logs.configure(level=settings.log_level, role="operator", pod=settings.identity)
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # else a line for each watch event
     bound_tls_memory()
     try:
         asyncio.run(serve(settings, access))
@@ -90,6 +91,7 @@ async def lead(settings: Settings, access: ClusterAccess, metrics: Metrics, leas
                 confirm=lease.confirm,
             )
             office = handlers.Office(access, doors, wakeups, is_clusterwide=not settings.watch_namespaces)
+            os.environ["POD_ID"] = settings.identity  # else kopf asks for the name of its user, and the UID has none
             await kopf.operator(
                 standalone=True,  # the Lease elects; peering does not fence
                 clusterwide=office.is_clusterwide,
