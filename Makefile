@@ -44,7 +44,7 @@ test: ## everything below in one go: checks and fast tests first, while the rest
 # --- parts of them
 
 .PHONY: setup
-setup: ## environments, the local cluster's binary and its list of images, in .build
+setup: ## environments, the local cluster's binary and images, the demo's model: everything in .build
 	@$(SETUP)
 
 .PHONY: setup-dev
@@ -57,7 +57,7 @@ test-fast: ## lint, types, unit and property tests: no cluster, no engine
 
 .PHONY: test-contract
 test-contract: ## against the real engine, the real API server, real processes
-	@$(SETUP) --then all contract-layer
+	@$(SETUP) --only dev --only cluster --only images --then all contract-layer
 
 .PHONY: e2e
 e2e: ## whole jobs on the local cluster; on any other with `make e2e KUBECONFIG=...`

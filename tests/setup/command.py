@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
-from setup import environments, localcluster, lock, preflight, toolchain
+from setup import environments, localcluster, lock, model, preflight, toolchain
 from setup.layout import CHECKOUT, Layout
 from setup.session import Session, SetupError
 from setup.tasks import Board
 
-EVERYTHING = (environments.DEV, localcluster.BINARY, localcluster.IMAGE_LIST)
+EVERYTHING = (environments.DEV, localcluster.BINARY, localcluster.IMAGE_LIST, model.MODEL)
 FAILED, BAD_MACHINE, STOPPED = 1, 2, 130
 
 
@@ -60,6 +60,7 @@ def _run(session: Session, options: argparse.Namespace) -> int:
             *environments.tasks(CHECKOUT),
             localcluster.binary_task(CHECKOUT),
             localcluster.images_task(CHECKOUT),
+            model.task(CHECKOUT),
         ],
         session,
     )

@@ -31,6 +31,11 @@ class Layout:
         return self.build / "images.yaml"
 
     @property
+    def model(self) -> Path:
+        """What the demo and the end-to-end tests start from."""
+        return self.build / "models" / "arithmetic"
+
+    @property
     def wheels(self) -> Path:
         return self.build / "wheels"
 
