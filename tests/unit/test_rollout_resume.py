@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.resume import Ending, GarbledAnswer, join, natural_end, read_answer, remaining
+from colocated_rl_rollout.resume import Ending, GarbledAnswer, finish_of, join, read_answer, remaining
 from colocated_rl_rollout.samples import NO_TOKENS, Finish, Span, Tokens
 
 END = 2
@@ -105,12 +105,18 @@ def test_an_answer_without_its_parts_is_refused(body: dict[str, Any]) -> None:
             read_answer(body)
 
 
+def test_an_end_before_the_first_token_is_refused() -> None:
+    with pytest.raises(GarbledAnswer, match="before its first token"):
+        read_answer(answer([], reason={"type": "stop"}))
+
+
 def test_segments_of_one_version_become_one_span() -> None:
     joined = join(join(NO_TOKENS, tokens((1, 2))), tokens((1, 3), (2, 1)))
     assert (Span(WeightVersion(1, 1), 0, 5), Span(WeightVersion(2, 1), 5, 6)) == joined.spans
     assert [10, 11, 10, 11, 12, 13] == joined.ids.tolist()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=10))
 def test_whatever_is_joined_each_token_keeps_its_version(segments: list[tuple[int, int]]) -> None:
     whole = NO_TOKENS
@@ -124,12 +130,25 @@ def test_whatever_is_joined_each_token_keeps_its_version(segments: list[tuple[in
     assert all(one.version != other.version for one, other in zip(whole.spans, whole.spans[1:], strict=False))
 
 
-def test_a_natural_end_is_found_in_what_an_abort_left() -> None:
-    ended = Tokens(np.array([5, END], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
-    assert natural_end(ended, limit=2, end_ids={END}) is Finish.STOP
-    assert natural_end(tokens((0, 2)), limit=2, end_ids={END}) is Finish.LENGTH
-    assert natural_end(tokens((0, 2)), limit=3, end_ids={END}) is None
-    assert natural_end(NO_TOKENS, limit=3, end_ids={END}) is None
+@pytest.mark.parametrize(
+    ("last", "ending", "limit", "expected"),
+    [
+        (7, Ending.STOP, 9, Finish.STOP),
+        (7, Ending.LENGTH, 2, Finish.LENGTH),
+        (7, Ending.INTERRUPTED, 9, None),
+        (END, Ending.INTERRUPTED, 9, Finish.STOP),  # hidden by the abort
+        (7, Ending.INTERRUPTED, 2, Finish.LENGTH),
+        (END, Ending.LENGTH, 2, Finish.STOP),  # hidden by the limit
+        (7, Ending.LENGTH, 9, Finish.LENGTH),  # a limit of the engine's own
+    ],
+)
+def test_an_end_is_found_whatever_hides_it(last: int, ending: Ending, limit: int, expected: Finish | None) -> None:
+    whole = Tokens(np.array([5, last], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
+    assert expected is finish_of(whole, ending, limit=limit, end_ids={END})
+
+
+def test_nothing_has_not_ended() -> None:
+    assert finish_of(NO_TOKENS, Ending.INTERRUPTED, limit=3, end_ids={END}) is None
 
 
 def test_the_budget_holds_over_all_attempts() -> None:

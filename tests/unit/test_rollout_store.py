@@ -286,6 +286,31 @@ async def test_two_controllers_do_not_share_a_volume(store: Store, tmp_path: Pat
     store.close()
 
 
+async def test_attempts_without_a_token_are_counted_until_one_brings_some(store: Store) -> None:
+    """H6: an engine may abort a request before it begins, again and again."""
+    sample = store.admit(prompt(0), size=1).samples[0]
+    for count, idle in [(0, 1), (0, 2), (3, 0), (0, 1)]:
+        store.start(sample)
+        store.interrupt(sample, segment(count))
+        assert idle == sample.idle_attempts
+    store.start(sample)
+    store.park(sample)  # refused at a gate: nothing was tried
+    assert (4, 1) == (sample.attempts, sample.idle_attempts)
+    store.close()
+
+
+async def test_starting_over_drops_what_was_kept(store: Store, tmp_path: Path) -> None:
+    sample = store.admit(prompt(0), size=1).samples[0]
+    for keep in (True, False, True):
+        store.start(sample)
+        store.interrupt(sample, segment(2), keep=keep)
+    assert (2, 1) == (len(sample.tokens), sample.segments)
+    store.close()
+    again = Store(tmp_path, job_uid=JOB)
+    assert [2] == [len(sample.tokens) for sample in again.waiting.values()]
+    again.close()
+
+
 async def test_an_epoch_is_durable_when_the_call_returns(store: Store) -> None:
     store.remember_epoch(41)
     with closing(sqlite3.connect(store.path)) as reader:

@@ -17,10 +17,16 @@ from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import EvaluationResult, Problem
 from colocated_rl_rollout.chat import Chat, ModelUnusable
-from colocated_rl_rollout.engine_client import EngineClient, GateRefused, GenerateRequest, RequestRejected
+from colocated_rl_rollout.engine_client import (
+    EngineClient,
+    GateRefused,
+    Generated,
+    GenerateRequest,
+    RequestRejected,
+)
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.prompts import NoPrompts, PromptSource
-from colocated_rl_rollout.resume import Ending, natural_end
+from colocated_rl_rollout.resume import finish_of
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
 from colocated_rl_rollout.samples import Finish, Prompt, Tokens
 from colocated_rl_rollout.store import Store
@@ -151,37 +157,31 @@ class Evaluation:
         prompt = (self._held_out or [])[place]
         request = GenerateRequest(list(prompt.ids), self._limit, self._temperature, self._chat.end_ids)
         try:
-            counts = await self._ask_once(board, place, prompt, request, engine)
-        except (GateRefused, RequestRejected) as error:
-            log(LOG, "evaluation answer lost", logging.DEBUG, reason=str(error))
-            counts = False
+            generated = await engine.generate(request)
+        except GateRefused as error:
+            log(LOG, "evaluation answer lost", logging.DEBUG, gate=engine.name, reason=str(error))
+        except RequestRejected as error:  # no engine takes this prompt: no answer is a wrong one
+            log(LOG, "evaluation prompt rejected", logging.WARNING, gate=engine.name, reason=str(error))
+            board.take(place, [engine.version] if engine.version else [], 0.0)
+        else:
+            await self._take(board, place, prompt, generated)
         if self._under_way.get(place) is asyncio.current_task():
             del self._under_way[place]
-        self._redone += not counts
         self._conclude(board)
         self._changed()
 
-    async def _ask_once(
-        self, board: Scoreboard, place: int, prompt: Prompt, request: GenerateRequest, engine: EngineClient
-    ) -> bool:
-        """Whether the answer that was had counts."""
-        generated = await engine.generate(request)
+    async def _take(self, board: Scoreboard, place: int, prompt: Prompt, generated: Generated) -> None:
+        """Score a whole answer as in training, 0 unless it ended by itself; one that was cut short is asked again."""
         tokens = generated.tokens
-        if (
-            generated.ending is Ending.INTERRUPTED
-            and natural_end(tokens, limit=self._limit, end_ids=self._chat.end_ids) is None
-        ):
-            return False
+        finish = finish_of(tokens, generated.ending, limit=self._limit, end_ids=self._chat.end_ids)
+        reward = await self._reward(prompt, tokens) if finish is Finish.STOP else 0.0
         versions = {span.version for span in tokens.spans}
-        return board.take(place, versions, await self._reward(prompt, tokens))
+        self._redone += finish is None or not board.take(place, versions, reward)
 
     async def _reward(self, prompt: Prompt, tokens: Tokens) -> float:
-        """As in training: 0 for an answer that did not end by itself."""
-        if natural_end(tokens, limit=self._limit, end_ids=self._chat.end_ids) is not Finish.STOP:
-            return 0.0
         try:
             return await self._processes.score(prompt.index, self._chat.text(tokens.ids.tolist()))
-        except RewardFailed as error:
+        except (RewardFailed, TaskUnusable) as error:
             log(LOG, "evaluation answer not scored", logging.WARNING, reason=str(error))
             return 0.0
 

@@ -47,6 +47,8 @@ def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Ending]:
         raise GarbledAnswer(f"a part is missing or of another shape: {error!r}") from error
     except ValueError as error:
         raise error if isinstance(error, GarbledAnswer) else GarbledAnswer(str(error)) from error
+    if ending is not Ending.INTERRUPTED and not len(tokens):
+        raise GarbledAnswer(f"it ended with {ending} before its first token")
     if not np.isfinite(tokens.logp).all() or (tokens.logp > 1e-4).any():
         raise GarbledAnswer("a log-probability is not a finite number of at most 0")
     return tokens, ending
@@ -96,11 +98,16 @@ def join(so_far: Tokens, segment: Tokens) -> Tokens:
     return Tokens(np.concatenate([so_far.ids, segment.ids]), np.concatenate([so_far.logp, segment.logp]), tuple(spans))
 
 
-def natural_end(tokens: Tokens, *, limit: int, end_ids: Collection[int]) -> Finish | None:
-    """How the response has ended, if it has. An abort hides an end token in its last step (H49)."""
-    if len(tokens) and int(tokens.ids[-1]) in end_ids:
+def finish_of(tokens: Tokens, ending: Ending, *, limit: int, end_ids: Collection[int]) -> Finish | None:
+    """How a response has ended, if it has, when the attempt that brought its last tokens ended as `ending`.
+
+    An abort hides an end in its last step (H49), and the limit hides an end token at the limit.
+    """
+    if not len(tokens):
+        return None
+    if ending is Ending.STOP or int(tokens.ids[-1]) in end_ids:
         return Finish.STOP
-    return Finish.LENGTH if len(tokens) >= limit else None
+    return Finish.LENGTH if ending is Ending.LENGTH or len(tokens) >= limit else None
 
 
 def remaining(tokens: Tokens, *, limit: int) -> int:

@@ -34,7 +34,7 @@ from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.evaluation import Evaluation
 from colocated_rl_rollout.metrics import Metrics, TokenRate
 from colocated_rl_rollout.prompts import PromptSource
-from colocated_rl_rollout.resume import Ending, join, natural_end, remaining
+from colocated_rl_rollout.resume import finish_of, join, remaining
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
 from colocated_rl_rollout.samples import NO_TOKENS, WAITING, Finish, Group, Sample, SampleState
 from colocated_rl_rollout.staleness import Candidate, choose, deadline, room
@@ -172,7 +172,7 @@ class Worker:
         except GateRefused as error:
             garbled = isinstance(error, AnswerGarbled)
             self._metrics.attempts.labels("garbled" if garbled else "lost").inc()
-            log(LOG, "attempt lost", logging.WARNING, gate=engine.name, sample=sample.id, reason=str(error))
+            log(LOG, "attempt lost", logging.DEBUG, gate=engine.name, sample=sample.id, reason=str(error))
             self._store.interrupt(sample, NO_TOKENS)
             self._limit_attempts(sample)
         except RequestRejected as error:
@@ -186,14 +186,13 @@ class Worker:
                 await self._score(sample)
 
     def _accept(self, sample: Sample, generated: Generated) -> None:
-        """What an attempt brought goes to the store. An abort may hide that the response had ended (H49)."""
+        """What an attempt brought goes to the store."""
         segment = generated.tokens
         self._metrics.tokens.inc(len(segment))
         self.rate.add(len(segment))
         whole = join(sample.tokens, segment)
-        finish = natural_end(whole, limit=self._rollout.max_response_tokens, end_ids=self._chat.end_ids)
-        if generated.ending is not Ending.INTERRUPTED and len(segment):
-            finish = Finish(generated.ending)
+        limit = self._rollout.max_response_tokens
+        finish = finish_of(whole, generated.ending, limit=limit, end_ids=self._chat.end_ids)
         if finish is not None:
             self._metrics.response_tokens.observe(len(whole))
             self._store.finish(sample, segment, finish)
@@ -229,7 +228,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- giving up
     def _replace(self, sample: Sample, state: SampleState, reason: str, message: str) -> None:
         """End a sample and admit another in its place; give the group up when that happened too often."""
-        log(LOG, "sample replaced", logging.WARNING, sample=sample.id, state=state, reason=reason, message=message)
+        log(LOG, "sample replaced", sample=sample.id, state=state, reason=reason, message=message)
         self._metrics.discarded_tokens.labels(reason).inc(len(sample.tokens))
         group = sample.group
         self._store.replace(sample, state, reason)
