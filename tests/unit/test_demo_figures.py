@@ -59,8 +59,9 @@ def one_switch() -> list[Line]:
 
 def test_the_trainer_holds_the_device_from_released_until_offloaded() -> None:
     figures = read_figures(one_switch())
-    held = [(span.start, span.end) for span in figures.spans if span.holder is Holder.TRAINER]
-    assert [(30.4, 32.4), (32.4, 32.5), (32.5, 32.6)] == [(pytest.approx(a), pytest.approx(b)) for a, b in held]
+    held = [span for span in figures.spans if span.holder is Holder.TRAINER]
+    assert [Rung.TRAINED, Rung.EXPORTED, Rung.OFFLOADED] == [span.towards for span in held]
+    assert (pytest.approx(30.4), pytest.approx(32.6)) == (held[0].start, held[-1].end)
 
 
 def test_rollout_holds_the_device_until_the_gate_closes() -> None:
