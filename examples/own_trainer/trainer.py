@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from colocated_rl_api.weights import Probe
 from colocated_rl_trainer.batch import Shard
 from colocated_rl_trainer.rank_server import serve
 from colocated_rl_trainer.settings import RankSettings
+from colocated_rl_trainer.weights import probe
 
 LEARNING_RATE = 0.01
 
@@ -52,9 +54,10 @@ class Reinforce:
         self.optimizer.zero_grad()
         return {"reward": float(batch.reward.mean())}
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path) -> Probe:
         self.model.save_pretrained(directory)
         AutoTokenizer.from_pretrained(self.settings.model).save_pretrained(directory)
+        return probe(self.model, torch.float32)
 
     def save(self, step: int, keep: int) -> None:
         draft = self.settings.checkpoints / "draft"

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from colocated_rl_api.weights import Probe
-from colocated_rl_trainer.rank_server import Refused, serve
+from colocated_rl_trainer.rank import Refused
+from colocated_rl_trainer.rank_server import serve
 from colocated_rl_trainer.settings import RankSettings
 
 

@@ -21,18 +21,17 @@ from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import TrainerState
 from colocated_rl_api.trainer_wire import ExportRequest, SaveRequest, TrainerStatus, TrainRequest
 from colocated_rl_api.weights import MANIFEST, Probe
-from colocated_rl_trainer.rank_server import (
-    MAX_BODY_BYTES,
-    Answer,
+from colocated_rl_trainer.rank import (
+    NotDone,
     OffloadRequest,
     OnloadRequest,
     Rank,
-    RankServer,
     Refused,
     Request,
     conflict,
     holds,
 )
+from colocated_rl_trainer.rank_server import MAX_BODY_BYTES, RankServer
 
 DEADLINE_S = 10.0
 LOADED = WeightVersion(4, 2)  # what a scripted rank stands at
@@ -103,8 +102,8 @@ class RunningRank:
     def begin(self, request: Request) -> Future[TrainerStatus]:
         return self._pool.submit(self.rank.ask, request)
 
-    def refusal(self, request: Request) -> Answer:
-        with pytest.raises(Answer) as refused:
+    def refusal(self, request: Request) -> NotDone:
+        with pytest.raises(NotDone) as refused:
             self.ask(request)
         return refused.value
 

@@ -1,6 +1,7 @@
 """`python3 -m colocated_rl_trainer`: one rank of the reference trainer."""
 
-from colocated_rl_trainer.rank_server import Loop, serve
+from colocated_rl_trainer.rank import Loop
+from colocated_rl_trainer.rank_server import serve
 from colocated_rl_trainer.settings import RankSettings, TrainerConfig
 
 

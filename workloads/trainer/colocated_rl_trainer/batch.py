@@ -18,7 +18,7 @@ from torch import Tensor
 
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_trainer.loss import group_advantage
-from colocated_rl_trainer.rank_server import Refused
+from colocated_rl_trainer.rank import Refused
 
 _COLUMNS = {
     "tokens": torch.int32, "sample_end": torch.int64, "loss_mask": torch.uint8, "behaviour_logp": torch.float32,

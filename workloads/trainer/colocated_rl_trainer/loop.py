@@ -23,7 +23,7 @@ from colocated_rl_trainer.batch import BadShard, MicroBatch, Shard, deal_minibat
 from colocated_rl_trainer.checkpoint import Checkpoints
 from colocated_rl_trainer.group import Group, form_group
 from colocated_rl_trainer.loss import importance_ratio, policy_loss, token_logp
-from colocated_rl_trainer.rank_server import Refused
+from colocated_rl_trainer.rank import Refused
 from colocated_rl_trainer.residency import Residency
 from colocated_rl_trainer.settings import RankSettings, TrainerConfig
 from colocated_rl_trainer.tally import Tally, metrics
@@ -51,7 +51,7 @@ class _Work:
 
 
 class ReferenceTrainer:
-    """One rank. The methods are those of `rank_server.Loop`."""
+    """One rank. The methods are those of `rank.Loop`."""
 
     def __init__(self, settings: RankSettings, config: TrainerConfig) -> None:
         self._settings = settings

@@ -1,0 +1,304 @@
+"""One rank of a trainer: which request may come when, and that each has its effect once. Knows no sockets.
+
+It owns what is the same for all trainers: one operation at a time, on the main thread; the same request asked twice has
+one effect; the manifest of an export; the log line of each transition; and when the state is not known any more.
+
+That is so after every failure but two (`Refused`; no space or no access while files are written): the answer is a
+failure and `Rank.run` raises, so that the process ends. Peers that wait for this rank in a collective then fail at once
+instead of waiting for their deadline, and the group is started again from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import NoReturn, Protocol, assert_never
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import TrainerState, Wire
+from colocated_rl_api.trainer_wire import ExportRequest, SaveRequest, TrainerError, TrainerStatus, TrainRequest
+from colocated_rl_api.weights import MANIFEST, Probe
+from colocated_rl_trainer.manifest import write_manifest
+
+LAST_ANSWERS_S = 2.0  # before the process ends, answers under way may still be written
+
+_LOG = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """Raised by a loop that did nothing: its state is what it was, and no peer waits for it in a collective.
+
+    The caller may ask again. Anything else that a method raises ends the process.
+    """
+
+
+class Loop(Protocol):
+    """What a person writes. All methods are called on the main thread, never two at a time.
+
+    With several ranks, `load`, `train` and `export` are called on every one of them and may be collective; `onload`,
+    `offload` and `save` come when each pod is ready for them and may not wait for peers.
+    """
+
+    def load(self) -> int:
+        """Join the group and read the newest checkpoint, or the model; return its step (0: the model as it came).
+
+        Leaves the state off the device.
+        """
+
+    def onload(self) -> None:
+        """Bring the state to the device."""
+
+    def offload(self) -> None:
+        """Take the state off the device: what stays there is missing to the rollout engine."""
+
+    def train(self, step: int, shard: Path, mark_dirty: Callable[[], None]) -> Mapping[str, float]:
+        """Do step `step` on this rank's shard of its batch (`colocated_rl_api.batch`) and return its metrics.
+
+        Call `mark_dirty` before the first optimizer call: from there on, the step can't be tried again in place.
+        """
+
+    def export(self, directory: Path) -> Probe | None:
+        """Write the weights and what an engine needs beside them, in Hugging Face format.
+
+        `directory` exists and is empty. Only the rank with `settings.writes_weights` may write; the manifest is added.
+        """
+
+    def save(self, step: int, keep: int) -> None:
+        """Write a checkpoint of `step`, the last finished one, durably; keep the newest `keep`."""
+
+
+class OnloadRequest(Wire):
+    pass
+
+
+class OffloadRequest(Wire):
+    pass
+
+
+Request = OnloadRequest | OffloadRequest | TrainRequest | ExportRequest | SaveRequest
+
+
+def holds(status: TrainerStatus, request: Request) -> bool:
+    """Whether the effect that is asked for is there already."""
+    match request:
+        case OnloadRequest():
+            return status.state is TrainerState.ONLOADED
+        case OffloadRequest():
+            return status.state is TrainerState.OFFLOADED
+        case TrainRequest():
+            return status.step == request.step
+        case ExportRequest():
+            return status.exported == request.version and (Path(request.directory) / MANIFEST).is_file()
+        case SaveRequest():
+            return status.saved is not None and status.saved >= request.step
+    assert_never(request)
+
+
+def conflict(status: TrainerStatus, request: Request) -> TrainerError | None:
+    """Why `request` can't be done from here, or None. For a request whose effect does not hold."""
+    match request:
+        case OnloadRequest() | OffloadRequest():
+            return None
+        case TrainRequest() | ExportRequest() if status.state is not TrainerState.ONLOADED:
+            return trainer_error("NotOnloaded", f"rank {status.rank} is {status.state}: ask for /v1/onload first")
+        case TrainRequest() if status.step is None or request.step != status.step + 1:
+            return trainer_error(
+                "WrongStep", f"rank {status.rank} stands at {status.step}: it can't train {request.step}"
+            )
+        case ExportRequest() if request.version != (status.step, status.lineage):
+            held = f"{status.step}-{status.lineage}"
+            return trainer_error("WrongVersion", f"rank {status.rank} holds {held}, not {request.version}")
+        case SaveRequest() if request.step != status.step:
+            return trainer_error(
+                "WrongStep", f"rank {status.rank} stands at {status.step}: it can't save {request.step}"
+            )
+    return None
+
+
+class NotDone(Exception):
+    """The effect that was asked for does not hold. `code` is of HTTP: 409 not from here, 500 it failed."""
+
+    def __init__(self, code: HTTPStatus, body: TrainerError) -> None:
+        super().__init__(body.message)
+        self.code = code
+        self.body = body
+
+
+@dataclasses.dataclass(eq=False)
+class _Operation:
+    request: Request
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    failure: TrainerError | None = None
+
+
+class Rank:
+    """The state of one rank, and the one operation that may be under way.
+
+    `ask` is for the server's threads, everything else for the main thread.
+    """
+
+    def __init__(self, *, rank: int, lineage: int, writes_weights: bool) -> None:
+        self._writes_weights = writes_weights
+        self._status = TrainerStatus(state=TrainerState.STARTING, rank=rank, lineage=lineage)
+        self._operation: _Operation | None = None
+        self._asking = 0
+        self._changed = threading.Condition()
+
+    @property
+    def status(self) -> TrainerStatus:
+        return self._status  # replaced as a whole, never changed
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around a request and its answer, so that the process does not end between them."""
+        with self._changed:
+            self._asking += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._asking -= 1
+                self._changed.notify_all()
+
+    def ask(self, request: Request) -> TrainerStatus:
+        """Bring an effect about, or join whoever did so before; returns when it holds. Raises NotDone.
+
+        The caller's deadline is the deadline: an operation that is under way can't be called back.
+        """
+        with self._changed:
+            operation = self._operation
+            if operation is None or operation.request != request:
+                passing = isinstance(request, OnloadRequest | OffloadRequest)  # what is under way may be the contrary
+                if holds(self._status, request) and not (passing and operation):
+                    return self._status
+                if error := self._obstacle(request):
+                    raise NotDone(HTTPStatus.CONFLICT, error)
+                operation = self._operation = _Operation(request)
+                self._changed.notify_all()
+        operation.done.wait()
+        if operation.failure is not None:
+            raise NotDone(HTTPStatus.INTERNAL_SERVER_ERROR, operation.failure)
+        return self._status
+
+    def _obstacle(self, request: Request) -> TrainerError | None:
+        if self._status.state is TrainerState.STARTING:
+            return trainer_error("Starting", "no checkpoint is loaded yet: ask again later")
+        if self._operation is not None:
+            under_way = type(self._operation.request).__name__.removesuffix("Request").lower()
+            return trainer_error("Busy", f"{under_way} is under way: ask again when it is done")
+        return conflict(self._status, request)
+
+    def run(self, make_loop: Callable[[], Loop]) -> NoReturn:
+        """Load, then do what is asked, until something fails. Raises whatever made the state unknown."""
+        began = time.monotonic()
+        loop = make_loop()
+        step = loop.load()
+        self._set(state=TrainerState.OFFLOADED, step=step, saved=step)
+        log(_LOG, "trainer loaded", step=step, took_s=_since(began))
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._operation is not None)
+                operation = self._operation
+            assert operation is not None
+            try:
+                self._do(loop, operation.request)
+            except Exception as error:
+                if not isinstance(error, Refused) or self._status.dirty:
+                    operation.failure = trainer_error("Failed", f"{type(error).__name__}: {error}; this rank ends")
+                    raise
+                if isinstance(operation.request, TrainRequest):
+                    self._set(state=TrainerState.ONLOADED)
+                operation.failure = trainer_error(type(error).__name__, str(error))
+                log(_LOG, "request refused", logging.WARNING, step=self._status.step, reason=str(error))
+            finally:
+                with self._changed:
+                    self._operation = None
+                operation.done.set()
+
+    def wait_for_answers(self) -> None:
+        """Return when no answer is under way, at the latest after LAST_ANSWERS_S."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._asking == 0, timeout=LAST_ANSWERS_S)
+
+    def _do(self, loop: Loop, request: Request) -> None:
+        began = time.monotonic()
+        match request:
+            case OnloadRequest():
+                loop.onload()
+                self._set(state=TrainerState.ONLOADED)
+                log(_LOG, "trainer onloaded", step=self._status.step, took_s=_since(began))
+            case OffloadRequest():
+                loop.offload()
+                self._set(state=TrainerState.OFFLOADED)
+                log(_LOG, "trainer offloaded", step=self._status.step, took_s=_since(began))
+            case TrainRequest():
+                self._set(state=TrainerState.TRAINING)
+                metrics = loop.train(request.step, Path(request.shard), self._mark_dirty)
+                told = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+                self._set(state=TrainerState.ONLOADED, step=request.step, dirty=False, metrics=told)
+                log(_LOG, "step trained", step=request.step, took_s=_since(began), metrics=told)
+            case ExportRequest():
+                self._export(loop, request.version, Path(request.directory))
+                self._set(exported=request.version)
+                log(
+                    _LOG,
+                    "weights exported",
+                    step=request.version.step,
+                    version=str(request.version),
+                    took_s=_since(began),
+                )
+            case SaveRequest():
+                with _refusing("checkpoint", "free space on it or make spec.checkpoint.volume larger"):
+                    loop.save(request.step, request.keep)
+                self._set(saved=request.step)
+                log(_LOG, "checkpoint saved", step=request.step, took_s=_since(began))
+            case _:
+                assert_never(request)
+
+    def _export(self, loop: Loop, version: WeightVersion, directory: Path) -> None:
+        with _refusing("export", "make spec.weightSync.sizeLimit at least twice the size of the weights"):
+            if self._writes_weights:
+                if directory.exists():  # torn: a whole one would have been the answer
+                    shutil.rmtree(directory)
+                directory.mkdir(parents=True)
+            probe = loop.export(directory)
+            if self._writes_weights:
+                for file in directory.rglob("*"):  # safetensors makes files for their owner alone
+                    file.chmod(file.stat().st_mode | (0o770 if file.is_dir() else 0o660))
+                write_manifest(directory, version, probe)
+
+    def _mark_dirty(self) -> None:
+        if not self._status.dirty:
+            self._set(dirty=True)
+
+    def _set(self, **changes: object) -> None:
+        with self._changed:
+            self._status = self._status.model_copy(update=changes)
+
+
+@contextlib.contextmanager
+def _refusing(what: str, when_full: str) -> Iterator[None]:
+    """No space or no access while files are written leaves the trainer's state as it was."""
+    try:
+        yield
+    except OSError as error:
+        hint = f": {when_full}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise Refused(f"{what} not written: {error}{hint}") from error
+
+
+def trainer_error(error: str, message: str) -> TrainerError:
+    return TrainerError(error=error, message=message)
+
+
+def _since(began: float) -> float:
+    return round(time.monotonic() - began, 3)
