@@ -231,8 +231,12 @@ def _evaluated(line: Line) -> Evaluated:
 
 def _spans(lines: Sequence[Line]) -> list[Span]:
     rises: dict[str, list[Line]] = defaultdict(list)
-    for line in _named(lines, "rung reached"):
-        if line.get("role") == names.ROLE_GPU:  # the operator's lines are of the whole group
+    for line in lines:
+        if line.get("role") != names.ROLE_GPU:  # the operator's lines are of the whole group
+            continue
+        if line.get("event") == "agent up" and line["pod"] not in rises:
+            rises[line["pod"]].append({**line, "rung": Rung.UNKNOWN})
+        elif line.get("event") == "rung reached":
             rises[line["pod"]].append(line)
     return [span for pod, of_pod in sorted(rises.items()) for span in _spans_of(pod, of_pod)]
 

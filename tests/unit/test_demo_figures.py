@@ -92,6 +92,12 @@ def test_each_rung_is_timed_from_the_one_before() -> None:
     assert pytest.approx(0.2) == times[Rung.SETTLED]
 
 
+def test_start_up_begins_when_the_agent_is_up() -> None:
+    up = {"ts": -10.0, "event": "agent up", "role": "gpu", "pod": "a"}
+    figures = read_figures([up, *one_switch()])
+    assert (-10.0, Holder.START) == (figures.began, figures.spans[0].holder)
+
+
 def test_the_operators_lines_about_the_group_are_no_pod() -> None:
     assert [] == read_figures(rises("operator-1", START, step=0, role="operator")).pods
 
