@@ -40,6 +40,7 @@ CONTROL = (
 )  # fmt: skip
 PAUSE_POLL_S = 1.0  # the engine's own
 CONTEXT = 4096
+BODY: web.RequestKey[Any] = web.RequestKey("body", object)
 
 
 @dataclass
@@ -173,7 +174,7 @@ class FakeEngine:
                 return web.json_response({"error": "Invalid JSON"}, status=400)
         if request.method == "POST":
             self.calls.append((request.path_qs, body))
-        request["body"] = body
+        request[BODY] = body
         fault = self.faults.pop(request.path, None) if request.path != "/generate" else None
         if fault == "crash":
             self.die(f"asked to crash in {request.path}")
@@ -217,7 +218,7 @@ class FakeEngine:
         )
 
     async def serve_abort(self, request: web.Request) -> web.Response:
-        body = request["body"]
+        body = request[BODY]
         self.abort(body.get("rid", ""), bool(body.get("abort_all", False)))
         return web.Response(status=200)
 
@@ -242,7 +243,7 @@ class FakeEngine:
         return web.Response(text="Timed out waiting for idle state.\n", status=400)
 
     async def serve_release(self, request: web.Request) -> web.Response:
-        tags = request["body"].get("tags") or TAGS
+        tags = request[BODY].get("tags") or TAGS
         if self.running:
             self.die("release_memory_occupation should be called only when server is idle.")
         if self.memory_saver and self.released & set(tags):
@@ -253,14 +254,14 @@ class FakeEngine:
         return web.json_response(None)
 
     async def serve_resume(self, request: web.Request) -> web.Response:
-        for tag in request["body"].get("tags") or TAGS:
+        for tag in request[BODY].get("tags") or TAGS:
             if tag not in self.released:
                 self.die(f"KeyError: {tag!r}")
             self.released.discard(tag)
         return web.json_response(None)
 
     async def serve_update(self, request: web.Request) -> web.Response:
-        body = request["body"]
+        body = request[BODY]
         directory = Path(body["model_path"])
         if not (directory / "model.safetensors").exists():
             return update_answer(False, f"Failed to get weights iterator: {directory}.")
@@ -278,7 +279,7 @@ class FakeEngine:
         return web.json_response({"success": False, "message": message, "num_paused_requests": 0}, status=400)
 
     async def serve_generate(self, request: web.Request) -> web.StreamResponse:
-        body = request["body"]
+        body = request[BODY]
         sampling = body.get("sampling_params") or {}
         prompt: list[int] = body.get("input_ids") or [ord(letter) % 300 for letter in body.get("text", "")]
         limit = int(sampling.get("max_new_tokens", 128))

@@ -26,7 +26,7 @@ from colocated_rl_agent.gate import Backend
 from colocated_rl_agent.journal import EngineMemory, Intent, Journal
 from colocated_rl_agent.metrics import Metrics
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
-from colocated_rl_agent.runner_link import ChildExited, ChildStatus, RunnerLink, RunnerRefused
+from colocated_rl_agent.runner_link import KILLED, REAP_S, ChildExited, ChildStatus, RunnerLink, RunnerRefused
 from colocated_rl_agent.settings import Settings
 from colocated_rl_agent.views import ENGINE_NAME, TAGS, WEIGHTS, EngineView
 from colocated_rl_api.ladder import WeightVersion
@@ -38,8 +38,6 @@ LOG = logging.getLogger(__name__)
 ABORT_AGAIN_S = 0.5  # a request that was on its way when all were aborted is not aborted (H3)
 START_POLL_S = 0.1  # an engine has no way to say that it is up
 MAX_BACK_OFF_S = 60.0
-KILLED = -9
-REAP_S = 30.0  # from SIGKILL to an empty process group; a device driver can hold on to a process
 LONGEST_REASON = 600
 CONFIG_MODE = 0o640  # the engine reads it through the pod's group
 

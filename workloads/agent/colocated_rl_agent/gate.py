@@ -224,11 +224,14 @@ def engine_request(body: bytes) -> dict[str, Any]:
         raise Refused(400, "the body must be an object with input_ids or text")
     if asked.get("stream"):
         raise Refused(400, "stream: true is not served by a gate: leave it out")
-    if isinstance(asked.get("text"), list) or any(isinstance(item, list) for item in asked.get("input_ids") or ()):
-        raise Refused(400, "one sample per request: send a batch as requests of their own")
-    sampling = asked.get("sampling_params") or {}
-    if not isinstance(sampling, dict):
+    text, input_ids, sampling = asked.get("text"), asked.get("input_ids"), asked.get("sampling_params")
+    if text is not None and not isinstance(text, str):
+        raise Refused(400, "text must be one string: send each sample as a request of its own")
+    if input_ids is not None and not (isinstance(input_ids, list) and all(type(token) is int for token in input_ids)):
+        raise Refused(400, "input_ids must be one list of numbers: send each sample as a request of its own")
+    if sampling is not None and not isinstance(sampling, dict):
         raise Refused(400, "sampling_params must be an object")
+    sampling = sampling or {}
     if sampling.get("n", 1) != 1:
         raise Refused(400, "n must be 1: send each sample as a request of its own")
     return {

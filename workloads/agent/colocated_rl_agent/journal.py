@@ -154,8 +154,9 @@ def _history(engine: EngineMemory) -> list[Intent]:
 class Journal:
     """The file, held open for appending."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, rewrite_after: int = REWRITE_AFTER) -> None:
         """Raises JournalUnreadable, OSError."""
+        self._rewrite_after = rewrite_after
         self._path = directory / FILE
         self.memory = _read(self._path)
         self._appended = 0
@@ -186,7 +187,7 @@ class Journal:
         os.fdatasync(self._file)
         self.memory = self.memory.after(record)
         self._appended += 1
-        if self._appended >= REWRITE_AFTER:
+        if self._appended >= self._rewrite_after:
             os.close(self._file)
             self._file = self._rewrite()
 

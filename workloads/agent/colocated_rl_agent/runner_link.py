@@ -23,6 +23,8 @@ LOG = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0  # the runner answers at once; only a stalled container is slower
 RECONNECT_S = 0.1
+KILLED = -9  # exit code; also what a container that ends does to what is left in it
+REAP_S = 30.0  # from SIGKILL to an empty process group; a device driver can hold on to a process
 MAX_LINE_BYTES = 4 * 1024 * 1024
 
 

@@ -16,11 +16,10 @@ from pathlib import Path
 from colocated_rl_agent.batches import shard_path
 from colocated_rl_agent.drivers.base import DriverError, OutcomeUnknown
 from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
-from colocated_rl_agent.engine import KILLED, REAP_S
 from colocated_rl_agent.exports import export_directory
 from colocated_rl_agent.journal import Journal
 from colocated_rl_agent.metrics import Metrics
-from colocated_rl_agent.runner_link import ChildExited, ChildStatus, RunnerLink, RunnerRefused
+from colocated_rl_agent.runner_link import KILLED, REAP_S, ChildExited, ChildStatus, RunnerLink, RunnerRefused
 from colocated_rl_agent.settings import Settings
 from colocated_rl_agent.views import RankView, trainer_name
 from colocated_rl_api.ladder import WeightVersion

@@ -1,0 +1,233 @@
+"""How engines and trainers are started, and what is made of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable
+from colocated_rl_agent.drivers.sglang import SGLang, engine_command, engine_config
+from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
+from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
+from colocated_rl_agent.settings import SettingsError, read_settings
+from colocated_rl_api import names
+from colocated_rl_api.job import OWNED_ENGINE_FLAGS
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import Rendezvous, TrainerState
+from colocated_rl_api.trainer_wire import TrainerEnvironment
+from fakes.engine import FakeEngine
+from fakes.pod import make_job
+from fakes.weights import write_export
+
+VERSION = WeightVersion(0, 1)
+
+
+def make_command(gpus: int, *extra: str) -> Any:
+    return engine_command(
+        model=Path("/weights/0-1"), version=VERSION, port=30000, config=Path("/c.yaml"), gpus=gpus, extra=extra
+    )
+
+
+def test_engine_listens_on_loopback_and_names_its_version_from_the_start() -> None:
+    argv = " ".join(make_command(0, "--dtype", "float32").argv)
+    for words in ("--host 127.0.0.1", "--weight-version 0-1", "--model-path /weights/0-1", "--sleep-on-idle"):
+        assert words in argv
+    assert argv.endswith("--dtype float32")
+
+
+def test_memory_saver_is_asked_for_exactly_where_there_are_devices() -> None:
+    assert "--enable-memory-saver" in make_command(1).argv
+    assert "--enable-memory-saver" not in make_command(0).argv
+
+
+def test_every_flag_that_the_agent_sets_is_closed_to_the_job() -> None:
+    ours = {word for word in make_command(1).argv if word.startswith("--")}
+    assert ours <= set(OWNED_ENGINE_FLAGS)
+
+
+def test_h56_crash_dumps_are_off_and_the_admin_key_is_no_argument() -> None:
+    command = make_command(1)
+    assert ("0", "0") == (
+        command.env["SGLANG_PYSPY_DUMP_BEFORE_CRASH"],
+        command.env["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"],
+    )
+    assert "--admin-api-key" not in command.argv
+    assert "secret" in engine_config("secret")
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, SGLang]]:
+    write_export(tmp_path / "0-1", version="0-1", weight=0.0)
+    engine = FakeEngine(tmp_path / "0-1", "0-1", admin_key="key", memory_saver=False, token_s=0.001)
+    async with TestServer(engine.app()) as server, aiohttp.ClientSession() as session:
+        yield engine, SGLang(session, url=str(server.make_url("")).rstrip("/"), admin_key="key", call_s=0.5)
+
+
+async def test_h43_engine_without_memory_saver_is_refused_where_there_are_devices(
+    fake: tuple[FakeEngine, SGLang],
+) -> None:
+    await fake[1].require_suitable(gpus=0)
+    with pytest.raises(Unsuitable, match="--enable-memory-saver"):
+        await fake[1].require_suitable(gpus=1)
+
+
+async def test_call_that_is_not_answered_has_an_unknown_outcome(fake: tuple[FakeEngine, SGLang]) -> None:
+    engine, driver = fake
+    engine.faults["/pause_generation"] = "hang"
+    with pytest.raises(OutcomeUnknown, match=r"/pause_generation not confirmed after 0\.5 s"):
+        await driver.pause()
+
+
+async def test_call_that_is_refused_says_so_in_the_engines_words(fake: tuple[FakeEngine, SGLang]) -> None:
+    engine, driver = fake
+    engine.faults["/pause_generation"] = "error"
+    with pytest.raises(CallRefused, match=r"HTTP 500.*asked to fail"):
+        await driver.pause()
+
+
+async def test_h22_engine_without_a_version_of_ours_is_refused(fake: tuple[FakeEngine, SGLang]) -> None:
+    engine, driver = fake
+    engine.shown_version = "default"
+    with pytest.raises(CallRefused, match="default"):
+        await driver.weight_version()
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "agrees"),
+    [
+        ((-1.0, -2.0), "float32", True),
+        ((-1.0005, -2.0005), "float32", True),
+        ((-1.01, -2.01), "float32", False),
+        ((-1.01, -2.01), "bfloat16", True),
+        ((-1.1, -2.1), "bfloat16", False),
+        ((float("nan"), -2.0), "bfloat16", False),
+        ((-1.0,), "float32", False),
+        ((), "float32", False),
+    ],
+)
+def test_probe_has_a_tolerance_for_each_precision(engine: tuple[float, ...], dtype: str, agrees: bool) -> None:
+    if agrees:
+        require_agreement((-1.0, -2.0), engine, dtype=dtype)
+    else:
+        with pytest.raises(ProbeDisagrees):
+            require_agreement((-1.0, -2.0), engine, dtype=dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------- trainer
+def test_trainer_is_told_its_place_in_the_group() -> None:
+    env = trainer_environment(
+        socket=Path("/s"),
+        config=Path("/c"),
+        job=Path("/j"),
+        model=Path("/m"),
+        checkpoints=Path("/k"),
+        lineage=3,
+        rank=5,
+        local_rank=1,
+        rendezvous=Rendezvous(address="10.0.0.9", port=29503, world_size=8),
+        gpus=4,
+    )
+    assert set(TrainerEnvironment) == set(env)
+    assert ("5", "8", "1", "10.0.0.9", "29503", "cuda:1", "3") == tuple(
+        env[name]
+        for name in (
+            TrainerEnvironment.RANK,
+            TrainerEnvironment.WORLD_SIZE,
+            TrainerEnvironment.LOCAL_RANK,
+            TrainerEnvironment.MASTER_ADDR,
+            TrainerEnvironment.MASTER_PORT,
+            TrainerEnvironment.DEVICE,
+            TrainerEnvironment.LINEAGE,
+        )
+    )
+
+
+@pytest.fixture
+async def answering(tmp_path: Path) -> AsyncIterator[tuple[dict[str, Any], TrainerRank]]:
+    """A trainer that answers what the test puts into the first part."""
+    said: dict[str, Any] = {}
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(said["body"], status=said.get("status", 200))
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/state", answer), web.post("/v1/train", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(tmp_path / "t.sock")).start()
+    rank = TrainerRank(tmp_path / "t.sock", progress_s=5)
+    yield said, rank
+    await rank.close()
+    await runner.cleanup()
+
+
+async def test_status_of_a_trainer_is_read(answering: tuple[dict[str, Any], TrainerRank]) -> None:
+    said, rank = answering
+    said["body"] = {"state": "Onloaded", "rank": 0, "lineage": 2, "step": 7, "exported": "7-2"}
+    status = await rank.status()
+    assert (TrainerState.ONLOADED, WeightVersion(7, 2)) == (status.state, status.exported)
+
+
+async def test_refusal_of_a_trainer_comes_in_its_words(answering: tuple[dict[str, Any], TrainerRank]) -> None:
+    said, rank = answering
+    said |= {"status": 409, "body": {"error": "WrongStep", "message": "stands at 3"}}
+    with pytest.raises(CallRefused, match="WrongStep: stands at 3"):
+        await rank.train(9, Path("/shard"))
+
+
+async def test_trainer_of_another_protocol_is_unsuitable(answering: tuple[dict[str, Any], TrainerRank]) -> None:
+    said, rank = answering
+    said["body"] = {"protocol": 9, "state": "Onloaded", "rank": 0, "lineage": 2}
+    with pytest.raises(Unsuitable, match="protocol 9"):
+        await rank.status()
+
+
+async def test_trainer_that_does_not_listen_yet_is_unknown(tmp_path: Path) -> None:
+    rank = TrainerRank(tmp_path / "none.sock", progress_s=5)
+    with pytest.raises(OutcomeUnknown):
+        await rank.status()
+    await rank.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+ENVIRONMENT = {names.ENV_POD_NAME: "job-gpu-1-0", names.ENV_POD_UID: "u", names.ENV_REPLICA: "1"}
+
+
+def write_job(root: Path, **changes: Any) -> None:
+    path = root / names.JOB_FILE.lstrip("/")
+    path.parent.mkdir(parents=True)
+    path.write_text(make_job(**changes).model_dump_json(by_alias=True))
+
+
+def test_ranks_of_a_pod_follow_those_of_the_pods_before_it(tmp_path: Path) -> None:
+    write_job(tmp_path, gpus={"count": 4})
+    settings = read_settings(["--root", str(tmp_path)], ENVIRONMENT)
+    assert [4, 5, 6, 7] == list(settings.ranks)
+
+
+def test_pod_without_devices_has_one_rank(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    assert [1] == list(read_settings(["--root", str(tmp_path)], ENVIRONMENT).ranks)
+
+
+@pytest.mark.parametrize("missing", list(ENVIRONMENT))
+def test_missing_variable_is_named(tmp_path: Path, missing: str) -> None:
+    write_job(tmp_path)
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != missing}
+    with pytest.raises(SettingsError, match=missing):
+        read_settings(["--root", str(tmp_path)], environment)
+
+
+def test_missing_and_broken_job_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"job\.json can't be read"):
+        read_settings(["--root", str(tmp_path)], ENVIRONMENT)
+    write_job(tmp_path)
+    (tmp_path / names.JOB_FILE.lstrip("/")).write_text('{"name": 3}')
+    with pytest.raises(SettingsError, match=r"job\.json"):
+        read_settings(["--root", str(tmp_path)], ENVIRONMENT)

@@ -1,0 +1,192 @@
+"""Files that the agent checks, fetches and installs: exports, shards, the runner."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from colocated_rl_agent.__main__ import install_runner
+from colocated_rl_agent.batches import ShardUnavailable, fetch_shard, remove_shards, shard_path
+from colocated_rl_agent.exports import ExportTorn, remove_exports, stale_exports, verify_export
+from colocated_rl_api.batch import DIGEST_HEADER
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_member.data import DataClient, data_application
+from colocated_rl_member.tls import MemberTls
+from fakes.authority import Authority
+from fakes.weights import write_export
+
+VERSION = WeightVersion(3, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- exports
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    write_export(tmp_path / "3-1", version="3-1", weight=1.5)
+    return tmp_path / "3-1"
+
+
+def edit_manifest(export: Path, change: Callable[[dict[str, object]], object]) -> None:
+    path = export / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def flip_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_whole_export_is_read_with_its_probe(export: Path) -> None:
+    manifest = verify_export(export.parent, VERSION)
+    assert VERSION == manifest.version
+    assert manifest.probe is not None
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda export: (export / "manifest.json").unlink(), "manifest.json can't be read"),
+        (lambda export: (export / "manifest.json").write_text("{"), "manifest.json can't be read"),
+        (lambda export: edit_manifest(export, lambda it: it.update(version="2-1")), "holds version 2-1"),
+        (lambda export: flip_last_bit(export / "model.safetensors"), "digest"),
+        (lambda export: (export / "model.safetensors").unlink(), "its manifest names"),
+        (lambda export: (export / "more.safetensors").touch(), "its manifest names"),
+        (lambda export: edit_manifest(export, lambda it: it.update(tensors={})), "differ in 1 tensors, first weight"),
+    ],
+)
+def test_h51_h52_damaged_export_is_refused_with_what_is_wrong(
+    export: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    damage(export)
+    with pytest.raises(ExportTorn, match=words):
+        verify_export(export.parent, VERSION)
+
+
+def test_manifest_can_not_point_outside_of_its_directory(export: Path) -> None:
+    outside = export.parent / "outside.safetensors"
+    outside.write_bytes((export / "model.safetensors").read_bytes())
+    digest = hashlib.sha256(outside.read_bytes()).hexdigest()
+    edit_manifest(export, lambda it: it.update(sha256={"../outside.safetensors": digest}))
+    with pytest.raises(ExportTorn):
+        verify_export(export.parent, VERSION)
+
+
+def test_only_exports_of_other_versions_are_removed(export: Path) -> None:
+    root = export.parent
+    for name in ("2-1", "2-2", "lost+found"):
+        (root / name).mkdir()
+    assert {"2-1", "2-2"} == {path.name for path in stale_exports(root, VERSION)}
+    remove_exports(root, VERSION)
+    assert {"3-1", "lost+found"} == {path.name for path in root.iterdir()}
+
+
+# -------------------------------------------------------------------------------------------------------------- shards
+@dataclass
+class Controller:
+    """The data port of a rollout controller, with one batch."""
+
+    client: DataClient
+    endpoint: Endpoint = field(init=False)
+    data: bytes = b"shard" * 1000
+    digest: str = ""
+    status: int = 200
+    cut: bool = False
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        digest = self.digest or hashlib.sha256(self.data).hexdigest()
+        if self.cut:
+            response = web.StreamResponse(headers={DIGEST_HEADER: digest, "Content-Length": str(len(self.data))})
+            await response.prepare(request)
+            await response.write(self.data[:100])
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        return web.Response(status=self.status, body=self.data, headers={DIGEST_HEADER: digest})
+
+
+@pytest.fixture
+async def controller(tmp_path: Path) -> AsyncIterator[Controller]:
+    directory = Authority().member_directory(tmp_path / "tls", job_uid="uid", token="t" * 20)
+    tls = MemberTls.read(directory)
+    async with aiohttp.ClientSession() as session:
+        it = Controller(DataClient(session, tls, "uid"))
+        app = data_application(tls, max_request_bytes=100)
+        app.router.add_get("/v1/batches/4", it.serve)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls.data_context()).start()
+        it.endpoint = Endpoint(pod="rollout", address="127.0.0.1", port=runner.addresses[0][1])
+        yield it
+        await runner.cleanup()
+
+
+async def fetch(controller: Controller, directory: Path) -> Path:
+    return await fetch_shard(controller.client, controller.endpoint, directory, step=4, rank=1, deadline_s=5)
+
+
+async def test_shard_is_written_whole(controller: Controller, tmp_path: Path) -> None:
+    path = await fetch(controller, tmp_path)
+    assert shard_path(tmp_path, step=4, rank=1) == path
+    assert controller.data == path.read_bytes()
+
+
+async def test_shard_that_can_not_be_had_whole_is_not_there_and_the_error_names_it(
+    controller: Controller, tmp_path: Path
+) -> None:
+    for name, value, words in (
+        ("digest", "0" * 64, "the header says 0000"),
+        ("status", 404, "HTTP 404"),
+        ("cut", True, "shard 1 of batch 4 from rollout"),
+    ):
+        setattr(controller, name, value)
+        with pytest.raises(ShardUnavailable, match=words):
+            await fetch(controller, tmp_path)
+        assert not shard_path(tmp_path, step=4, rank=1).exists()
+
+
+async def test_rollout_controller_that_does_not_listen_is_named(controller: Controller, tmp_path: Path) -> None:
+    controller.endpoint = Endpoint(pod="rollout", address="127.0.0.1", port=9)
+    with pytest.raises(ShardUnavailable, match=r"rollout at 127\.0\.0\.1:9"):
+        await fetch(controller, tmp_path)
+
+
+def test_shards_of_older_steps_are_removed(tmp_path: Path) -> None:
+    for step in (2, 3, 4):
+        shard_path(tmp_path, step=step, rank=0).touch()
+    remove_shards(tmp_path, below=4)
+    assert [shard_path(tmp_path, step=4, rank=0)] == list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------------- the runner
+def test_installed_runner_can_be_executed_by_anybody(tmp_path: Path) -> None:
+    install_runner(tmp_path / "bin")
+    runner = tmp_path / "bin/runner"
+    assert 0o755 == runner.stat().st_mode & 0o777
+    assert runner.read_text().startswith("#!/usr/bin/env python3\n")
+    assert [runner] == list((tmp_path / "bin").iterdir())
+
+
+def test_runner_is_installed_by_the_command_of_the_init_container(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "colocated_rl_agent", "install-runner", str(tmp_path)], check=True)
+    assert (tmp_path / "runner").exists()
+
+
+def test_header_of_a_file_that_is_no_safetensors_is_not_believed(export: Path) -> None:
+    path = export / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", 2**60) + b"x")
+    edit_manifest(export, lambda it: it.update(sha256={path.name: hashlib.sha256(path.read_bytes()).hexdigest()}))
+    with pytest.raises(ExportTorn, match="not a safetensors file"):
+        verify_export(export.parent, VERSION)

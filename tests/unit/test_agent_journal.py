@@ -1,0 +1,160 @@
+"""What an agent remembers of itself after any end."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colocated_rl_agent.journal import (
+    FILE,
+    EngineStarted,
+    EpochAccepted,
+    Intent,
+    Journal,
+    JournalUnreadable,
+    Memory,
+    Outcome,
+    Record,
+    TrainerStarted,
+)
+from colocated_rl_agent.views import KV_CACHE, TAGS, WEIGHTS
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import TagState
+
+V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
+
+
+def reopened(directory: Path, journal: Journal) -> Journal:
+    journal.close()
+    return Journal(directory)
+
+
+def started(directory: Path) -> Journal:
+    journal = Journal(directory)
+    journal.epoch_accepted(3)
+    journal.engine_started("e1", V0, "key")
+    journal.trainer_started(0, "t1", 1)
+    return journal
+
+
+def test_everything_is_remembered_by_the_next_agent(tmp_path: Path) -> None:
+    journal = reopened(tmp_path, started(tmp_path))
+    memory = journal.memory
+    assert memory.engine is not None
+    assert (3, "e1", V0, "key", None) == (
+        memory.epoch, memory.engine.incarnation, memory.engine.version, memory.engine.admin_key, memory.engine.pending
+    )  # fmt: skip
+    assert (TrainerStarted(rank=0, incarnation="t1", lineage=1),) == memory.trainers
+    journal.close()
+
+
+def test_intent_without_an_outcome_is_pending_after_a_restart(tmp_path: Path) -> None:
+    journal = started(tmp_path)
+    journal.intend(Intent(incarnation="e1", call="release", tags=TAGS))
+    journal = reopened(tmp_path, journal)
+    assert journal.memory.engine is not None
+    assert "release" == getattr(journal.memory.engine.pending, "call", None)
+    journal.close()
+
+
+def test_half_a_switch_is_remembered_tag_by_tag(tmp_path: Path) -> None:
+    journal = started(tmp_path)
+    journal.intend(Intent(incarnation="e1", call="release", tags=TAGS))
+    journal.confirm("e1")
+    journal.intend(Intent(incarnation="e1", call="resume", tags=(WEIGHTS,)))
+    journal.confirm("e1")
+    journal = reopened(tmp_path, journal)
+    engine = journal.memory.engine
+    assert engine is not None
+    assert (TagState.MAPPED, TagState.RELEASED) == (engine.view.tags[WEIGHTS], engine.view.tags[KV_CACHE])
+    assert engine.view.version is None, "released weights belong to no version"
+    journal.close()
+
+
+def test_torn_last_record_counts_as_never_written(tmp_path: Path) -> None:
+    journal = started(tmp_path)
+    journal.close()
+    path = tmp_path / FILE
+    whole = path.read_bytes()
+    for cut in range(1, len(whole.splitlines(keepends=True)[-1])):
+        path.write_bytes(whole[:-cut])
+        journal = Journal(tmp_path)
+        assert journal.memory.engine is not None
+        assert () == journal.memory.trainers
+        journal.trainer_started(0, "t2", 2)
+        journal = reopened(tmp_path, journal)
+        assert "t2" == journal.memory.trainers[0].incarnation, "what is appended later is not glued to the torn record"
+        journal.close()
+
+
+def test_damage_in_the_middle_stops_the_agent_by_name(tmp_path: Path) -> None:
+    started(tmp_path).close()
+    path = tmp_path / FILE
+    path.write_bytes(path.read_bytes().replace(b'"epoch":3', b'"epoch":?', 1))
+    with pytest.raises(JournalUnreadable, match="line 1"):
+        Journal(tmp_path)
+
+
+def test_journal_stays_small_however_long_the_job(tmp_path: Path) -> None:
+    started(tmp_path).close()
+    journal = Journal(tmp_path, rewrite_after=20)
+    for _ in range(30):
+        journal.intend(Intent(incarnation="e1", call="release", tags=TAGS))
+        journal.confirm("e1")
+        assert len((tmp_path / FILE).read_bytes().splitlines()) < 30
+    journal.close()
+
+
+def test_journal_is_readable_for_the_agent_alone(tmp_path: Path) -> None:
+    started(tmp_path).close()
+    assert 0o600 == stat.S_IMODE((tmp_path / FILE).stat().st_mode)
+
+
+versions = st.builds(WeightVersion, st.integers(0, 3), st.integers(1, 2))
+incarnations = st.sampled_from(["e1", "e2"])
+records: st.SearchStrategy[Record] = st.one_of(
+    st.builds(EpochAccepted, epoch=st.integers(0, 9)),
+    st.builds(EngineStarted, incarnation=incarnations, version=versions, admin_key=st.just("k")),
+    st.builds(TrainerStarted, rank=st.integers(0, 1), incarnation=st.just("t"), lineage=st.integers(1, 3)),
+    st.builds(Outcome, incarnation=incarnations),
+)
+SWITCH = (
+    ("release", TAGS, False),
+    ("resume", (WEIGHTS,), False),
+    ("update", (WEIGHTS,), True),
+    ("resume", (KV_CACHE, "cuda_graph"), False),
+)
+
+
+@given(st.lists(records, max_size=12), st.integers(0, 12), st.booleans(), versions)
+def test_shortest_journal_means_the_same(
+    before: list[Record], calls: int, last_is_open: bool, version: WeightVersion
+) -> None:
+    """Any journal, with any number of calls of a switch on its newest engine, the last one perhaps without outcome."""
+    memory = Memory()
+    for record in before:
+        memory = memory.after(record)
+    if memory.engine is not None:
+        incarnation = memory.engine.incarnation
+        for number in range(calls):
+            call, tags, has_version = SWITCH[number % len(SWITCH)]
+            intent = Intent.model_validate(
+                {"incarnation": incarnation, "call": call, "tags": tags, "version": version if has_version else None}
+            )
+            memory = memory.after(intent)
+            if number < calls - 1 or not last_is_open:
+                memory = memory.after(Outcome(incarnation=incarnation))
+    again = Memory()
+    for record in memory.records():
+        again = again.after(record)
+    assert (memory.epoch, set(memory.trainers)) == (again.epoch, set(again.trainers))
+    if memory.engine is None:
+        assert again.engine is None
+        return
+    assert again.engine is not None
+    assert memory.engine.pending == again.engine.pending
+    assert (memory.engine.view.tags, memory.engine.view.version) == (again.engine.view.tags, again.engine.view.version)
