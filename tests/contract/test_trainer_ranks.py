@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from contract.trainer_in_process import OneRank
 from contract.trainer_process import START_S, Refusal, TrainerGroup, TrainerKind, running
 from safetensors.torch import load_file
 
-from colocated_rl_trainer.group import GroupLost, interface_towards
+from colocated_rl_trainer.group import Group, GroupLost, interface_towards
 from fakes.shards import Sample, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
@@ -163,6 +164,16 @@ def test_config_that_makes_no_sense_ends_the_trainer_with_one_clear_line(kind: T
 
         (line,) = group.ranks[0].events("trainer can't start")
         assert "unknown key learnRate in spec.trainer.config, did you mean learningRate?" in line["reason"]
+
+
+def test_news_that_does_not_come_is_not_waited_for_beyond_the_deadline() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = Group(rank=1, size=2, store=store)
+
+    before = group.heard("saved/3", within_s=0.05)
+    group.announce("saved/3")
+
+    assert (False, True) == (before, group.heard("saved/3", within_s=0.05))
 
 
 def test_interface_is_the_one_that_leads_to_the_group() -> None:

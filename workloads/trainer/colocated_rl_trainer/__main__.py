@@ -1,5 +1,7 @@
 """`python3 -m colocated_rl_trainer`: one rank of the reference trainer."""
 
+import os
+
 from colocated_rl_trainer.rank import Loop
 from colocated_rl_trainer.rank_server import serve
 from colocated_rl_trainer.settings import RankSettings, TrainerConfig
@@ -7,6 +9,7 @@ from colocated_rl_trainer.settings import RankSettings, TrainerConfig
 
 def _make_loop(settings: RankSettings) -> Loop:
     config = TrainerConfig.read(settings.config)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings are no JSON lines, and pods have no host names
     from colocated_rl_trainer.loop import ReferenceTrainer  # torch takes seconds: the socket answers by now
 
     return ReferenceTrainer(settings, config)

@@ -39,7 +39,7 @@ class PeerRefused(Refused):
 
 
 class Diverged(Exception):
-    """The gradient is not finite. The weights are still those of the step before; the settings must change."""
+    """The gradient is not finite. The weights still are, and are not used any more: the settings must change."""
 
 
 @dataclass(frozen=True)
