@@ -25,18 +25,12 @@ from rich.live import Live
 from rich.table import Table
 
 from examples.arithmetic.cluster import ClusterError, LocalCluster, local_cluster
-from examples.arithmetic.figures import Line, read_figures
+from examples.arithmetic.figures import Line
 from examples.arithmetic.live import live_view, plain_line
 from examples.arithmetic.model import Recipe, WarmUpMissed, ensure_model
-from examples.arithmetic.records import (
-    JOB_SECONDS_AT_MOST,
-    JOB_TOOK,
-    QUESTIONS_AT_LEAST,
-    START_AT_MOST,
-    TARGET,
-    Records,
-)
+from examples.arithmetic.records import JOB_TOOK, Records
 from examples.arithmetic.report import render, summary
+from examples.arithmetic.verdict import JOB_SECONDS_AT_MOST, shortfalls
 from examples.arithmetic.watching import JobWatch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +69,7 @@ class Demo:
             began = self._note("chart", began)
             self.say(f"job: {self.job['metadata']['name']}, {self.job['spec']['steps']} steps; to look at it yourself:")
             self.say(f"     {CLUSTER_BINARY.relative_to(ROOT)} --dir {self.out / 'cluster'} kubectl get crlj,pods")
-            return await self._watch(cluster)
+            return await self._apply_and_watch(cluster)
 
     async def _install(self, cluster: LocalCluster) -> None:
         values = str(CHART / "ci/local-values.yaml")
@@ -83,12 +77,12 @@ class Demo:
             *("install", RELEASE, str(CHART), "--namespace", OPERATOR_NAMESPACE, "--create-namespace"),
             *("--values", values, "--wait", "--timeout", "100s"),
         )
+
+    async def _apply_and_watch(self, cluster: LocalCluster) -> Records:
         volume, claim = yaml.safe_load_all((HERE / "model-volume.yaml").read_text())
         volume["spec"]["hostPath"]["path"] = str(MODEL)
-        await cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([volume, claim, self.job]))
-
-    async def _watch(self, cluster: LocalCluster) -> Records:
         began = time.monotonic()
+        await cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([volume, claim, self.job]))
         watch = JobWatch(cluster, namespace=NAMESPACE, name=self.job["metadata"]["name"])
         with _shown(watch, self.console, began):
             try:
@@ -106,28 +100,6 @@ class Demo:
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def shortfalls(records: Records) -> list[str]:
-    """What is missing of what the demo must show; nothing if it went well."""
-    figures = read_figures(records.lines)
-    status, steps = records.job.get("status", {}), records.job["spec"]["steps"]
-    missing = []
-    if status.get("phase") != "Complete":
-        reasons = [f"{one['type']}: {one['message']}" for one in status.get("conditions", []) if one.get("message")]
-        missing.append(f"the job is {status.get('phase') or 'not acted on'}, not Complete. {' '.join(reasons)}".strip())
-    if figures.first is None or figures.last is None or figures.last.step != steps:
-        missing.append("there is no evaluation of the first weights or of the last")
-        return missing
-    if figures.first.mean > START_AT_MOST:
-        missing.append(f"held-out exact match begins at {figures.first.mean:.3f}, above {START_AT_MOST}")
-    if figures.last.mean < TARGET:
-        missing.append(f"held-out exact match ends at {figures.last.mean:.3f}, below {TARGET}")
-    if figures.last.samples < QUESTIONS_AT_LEAST:
-        missing.append(f"{figures.last.samples} held-out questions were asked, fewer than {QUESTIONS_AT_LEAST}")
-    if (records.job_s or 0.0) > JOB_SECONDS_AT_MOST:
-        missing.append(f"the job took {records.job_s:.0f} s, more than {JOB_SECONDS_AT_MOST:.0f}")
-    return missing
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from examples.arithmetic.figures import Figures, Holder, Line, holder_now, read_figures
-from examples.arithmetic.records import TARGET
+from examples.arithmetic.verdict import TARGET
 
 COLOURS = {Holder.START: "bright_black", Holder.ROLLOUT: "blue", Holder.SWITCH: "magenta", Holder.TRAINER: "yellow"}
 BLOCKS = " ▁▂▃▄▅▆▇█"

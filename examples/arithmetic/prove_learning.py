@@ -22,9 +22,10 @@ import yaml
 from rich.console import Console
 
 from examples.arithmetic.cluster import ClusterError
-from examples.arithmetic.demo import HERE, ROOT, Demo, shortfalls
+from examples.arithmetic.demo import HERE, ROOT, Demo
 from examples.arithmetic.figures import read_figures
-from examples.arithmetic.records import START_AT_MOST, TARGET, Records
+from examples.arithmetic.records import Records
+from examples.arithmetic.verdict import START_AT_MOST, TARGET, shortfalls
 
 RECORDS = ROOT / ".build/learning"
 DOCUMENT = ROOT / "docs/learning.md"

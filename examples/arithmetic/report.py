@@ -26,7 +26,8 @@ from examples.arithmetic.figures import (
     switch_seconds,
     typical_switch,
 )
-from examples.arithmetic.records import START_AT_MOST, TARGET, Records
+from examples.arithmetic.records import Records
+from examples.arithmetic.verdict import START_AT_MOST, TARGET
 
 COLOURS = {Holder.START: "start", Holder.ROLLOUT: "rollout", Holder.SWITCH: "switch", Holder.TRAINER: "trainer"}
 KEY = [(COLOURS[holder], holder.value) for holder in Holder]
