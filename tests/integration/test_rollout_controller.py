@@ -233,6 +233,25 @@ async def test_closed_gates_park_everything(job: JobOnDisk, processes: TaskProce
         await scene.sealed(1)
 
 
+async def test_the_first_gate_to_open_does_not_take_what_the_others_are_to_have(
+    job: JobOnDisk, processes: TaskProcesses
+) -> None:
+    """Gates open one after another when a switch ends, and everything is waiting then."""
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.samples(admitted=2 * BATCH)
+        await scene.gates[0].open(V0, pace=2)
+        await scene.generating(BATCH)
+        await scene.gates[1].open(V0, pace=2)
+        await scene.generating(2 * BATCH)
+        assert [BATCH, BATCH] == [gate.in_flight for gate in scene.gates]
+        await scene.close()
+        await scene.gates[0].open(V1, pace=2)
+        await scene.generating(BATCH)
+        await scene.generating(2 * BATCH)  # the other one does not come back
+        assert [2 * BATCH, 0] == [gate.in_flight for gate in scene.gates]
+
+
 async def test_an_engine_that_crashes_keeps_what_was_read(job: JobOnDisk, processes: TaskProcesses) -> None:
     async with running(job, processes) as scene:
         await scene.target()
@@ -261,11 +280,12 @@ async def test_samples_move_to_another_engine_when_an_agent_is_lost(job: JobOnDi
 
 async def test_what_one_engine_spoils_another_mends(job: JobOnDisk, processes: TaskProcesses) -> None:
     async with running(job, processes) as scene:
-        scene.gates[0].faults.extend([Fault.ERROR_500, Fault.GARBLED, Fault.DROPPED, Fault.EMPTY])
+        scene.gates[0].faults.extend([Fault.ERROR_500, Fault.GARBLED])
+        scene.gates[1].faults.extend([Fault.DROPPED, Fault.EMPTY])
         await scene.target()
         await scene.open(V0)
         await scene.sealed(1)
-        facts = await scene.operator.until(lambda facts: not scene.gates[0].faults)
+        facts = await scene.operator.until(lambda facts: not any(gate.faults for gate in scene.gates))
         assert facts.problem is None
         assert 0 == facts.samples.get("failed", 0)
 

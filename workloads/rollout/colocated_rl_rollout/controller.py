@@ -24,7 +24,7 @@ from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.evaluation import Evaluation
-from colocated_rl_rollout.metrics import Metrics, StoreGauges
+from colocated_rl_rollout.metrics import Metrics, StoreGauges, TokenRate
 from colocated_rl_rollout.pages import batch_application, pages
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.rewards import TaskProcesses
@@ -59,13 +59,18 @@ class Controller:
         self._stop = False  # asked to
         self._stopped = False  # done
         self._dirty = asyncio.Event()
+        self._rate = TokenRate()
+        self._metrics = Metrics(registry)
         tls = MemberTls.read(settings.tls)
         chat = Chat(settings.model)
         self._store = store = Store(settings.state, job_uid=job.uid)
         task = spec.rollout.prompts.reasoning_gym
         self._processes = processes
         self._engines = Engines(
-            DataClient(session, tls, job.uid), settle_s=spec.switch.settle_seconds, changed=self._wake
+            DataClient(session, tls, job.uid),
+            settle_s=spec.switch.settle_seconds,
+            changed=self._wake,
+            count=self._count_tokens,
         )
         self._prompts = PromptSource(
             task,
@@ -95,7 +100,7 @@ class Controller:
             chat=chat,
             processes=self._processes,
             evaluation=self._evaluation,
-            metrics=Metrics(registry),
+            metrics=self._metrics,
             changed=self._dirty.set,
         )
         registry.register(StoreGauges(store))
@@ -175,6 +180,10 @@ class Controller:
             self._ending.set()
         self._wake()
 
+    def _count_tokens(self, tokens: int) -> None:
+        self._rate.add(tokens)
+        self._metrics.tokens.inc(tokens)
+
     def _wake(self) -> None:
         self._worker.wake()
         self._dirty.set()
@@ -218,7 +227,7 @@ class Controller:
             samples=self._counts(),
             reward_mean=sealed and sealed.reward_mean,
             staleness_mean=sealed and sealed.staleness_mean,
-            tokens_per_second=self._worker.rate.read(),
+            tokens_per_second=self._rate.read(),
             gates_open=len(self._engines.open),
             problem=self._problem(),
             stopped=self._stopped,

@@ -104,13 +104,25 @@ class EngineClient:
     """One gate. `state` is None while nobody knows: not yet connected, silent, or broken.
 
     changed: called when the gate opens, closes, is lost, or has other weights behind it.
+    count: called with the number of tokens that an attempt brought.
+    in_flight: attempts of ours, those about to be sent included; `Engines` counts.
     """
 
-    def __init__(self, endpoint: Endpoint, client: DataClient, *, settle_s: float, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        client: DataClient,
+        *,
+        settle_s: float,
+        changed: Callable[[], None],
+        count: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
         self.endpoint = endpoint
         self._client = client
         self._settle_s = settle_s
         self._changed = changed
+        self._count = count
+        self.in_flight = 0
         self.state: GateState | None = None
         self._under_way: set[asyncio.Timeout] = set()
         self._failures = 0  # attempts in a row that brought nothing
@@ -133,11 +145,6 @@ class EngineClient:
     def version(self) -> WeightVersion | None:
         """Weights behind the gate, while it is open."""
         return self.state.version if self.state and self.state.open else None
-
-    @property
-    def in_flight(self) -> int:
-        """Requests of ours that are under way."""
-        return len(self._under_way)
 
     # ------------------------------------------------------------------------------------------------- the stream
     async def watch(self) -> None:
@@ -201,6 +208,7 @@ class EngineClient:
         except (aiohttp.ClientError, OSError) as error:
             self._set(None, f"a request broke: {type(error).__name__}")
             raise AttemptLost(f"request to {self.name} broke: {error!r}") from error
+        self._count(len(generated.tokens))
         if len(generated.tokens):
             self._failures = 0
         else:

@@ -1,32 +1,43 @@
 """All gates of the job: follows those the operator names, and says which one takes the next request.
 
 A sample goes back to the engine that has its prefix, if that one is open; otherwise to the one with the fewest of our
-requests. Engines that are named no more are forgotten at once, their requests end as lost attempts (H36).
+requests. After a switch gates open one after another, and everything waits: for a moment each gets its share and no
+more, or the first one would take all. Engines that are named no more are forgotten at once, their requests end as lost
+attempts (H36).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.engine_client import EngineClient
 
+SHARE_S = 3.0  # from the first gate that opens: so long the others may take to follow
+
 
 class Engines:
     """Gates by endpoint. `follow` may be called at any time while `run` is up.
 
-    changed: called when a gate's state has changed.
+    changed: called when it may be that a request can be sent.
+    count: called with the number of tokens that an attempt brought.
     """
 
-    def __init__(self, client: DataClient, *, settle_s: float, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, client: DataClient, *, settle_s: float, changed: Callable[[], None], count: Callable[[int], None]
+    ) -> None:
         self._client = client
         self._settle_s = settle_s
         self._changed = changed
+        self._count = count
         self._named: tuple[Endpoint, ...] = ()
         self._renamed = asyncio.Event()
         self._clients: dict[Endpoint, EngineClient] = {}
+        self._share_until = 0.0
+        self._any_open = False
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
         """These are the gates from now on."""
@@ -39,17 +50,36 @@ class Engines:
     def open(self) -> list[EngineClient]:
         return [client for client in self._clients.values() if client.is_open]
 
-    def pick(self, *, preferred: str | None = None, step: int | None = None) -> EngineClient | None:
-        """The gate for a request, of those that serve the weights of `step` if it matters; None while there is none."""
+    def share(self, demand: int) -> int:
+        """How many of `demand` requests one engine may have now: all, except while other gates may be about to open."""
+        opening = 0 < len(self.open) < len(self._named) and asyncio.get_running_loop().time() < self._share_until
+        return -(-demand // len(self._named)) if opening else demand
+
+    def pick(self, *, preferred: str | None = None, step: int | None = None, at_most: int) -> EngineClient | None:
+        """The gate for a request; None while there is none.
+
+        preferred: taken if it can be. step: only weights of this step. at_most: requests that one engine may have.
+        """
         candidates = [
             client
             for client in self._clients.values()
-            if client.takes_requests and (step is None or (client.version and client.version.step == step))
+            if client.takes_requests
+            and client.in_flight < at_most
+            and (step is None or (client.version and client.version.step == step))
         ]
         return next(
             (client for client in candidates if client.name == preferred),
             min(candidates, key=lambda client: (client.in_flight, client.name), default=None),
         )
+
+    def send(
+        self, group: asyncio.TaskGroup, engine: EngineClient, attempt: Coroutine[Any, Any, None], *, name: str
+    ) -> asyncio.Task[None]:
+        """Run an attempt, which counts from now on: a burst must not see an engine as idle until its first one runs."""
+        engine.in_flight += 1
+        task = group.create_task(attempt, name=name)
+        task.add_done_callback(lambda _: self._ended(engine))
+        return task
 
     async def run(self) -> None:
         """Keep one watcher for each gate until cancelled."""
@@ -62,8 +92,24 @@ class Engines:
                     self._clients.pop(endpoint).abandon()
                 for endpoint in self._named:
                     if endpoint not in watchers:
-                        engine = EngineClient(endpoint, self._client, settle_s=self._settle_s, changed=self._changed)
-                        self._clients[endpoint] = engine
+                        engine = self._clients[endpoint] = self._client_of(endpoint)
                         watchers[endpoint] = group.create_task(engine.watch(), name=f"gate/{endpoint.pod}")
-                self._changed()
+                self._gate_changed()
                 await self._renamed.wait()
+
+    def _client_of(self, endpoint: Endpoint) -> EngineClient:
+        return EngineClient(
+            endpoint, self._client, settle_s=self._settle_s, changed=self._gate_changed, count=self._count
+        )
+
+    def _gate_changed(self) -> None:
+        was_open, self._any_open = self._any_open, bool(self.open)
+        if self._any_open and not was_open:
+            loop = asyncio.get_running_loop()
+            self._share_until = loop.time() + SHARE_S
+            loop.call_later(SHARE_S, self._changed)
+        self._changed()
+
+    def _ended(self, engine: EngineClient) -> None:
+        engine.in_flight -= 1
+        self._changed()

@@ -128,18 +128,23 @@ class Evaluation:
             log(LOG, "fewer held-out prompts", logging.WARNING, samples=len(self._held_out), wanted=self._samples)
         self._begin()
 
-    def dispatch(self, engines: Engines, group: asyncio.TaskGroup) -> None:
-        """Send what is missing to the engines that serve the wanted weights."""
-        if self._board is None or self._held_out is None:
+    @property
+    def demand(self) -> int:
+        """Answers that are under way or to be asked for."""
+        return len(self._board.missing()) if self._board else 0
+
+    def send(self, engines: Engines, group: asyncio.TaskGroup, *, at_most: int) -> None:
+        """Ask for what is missing, from engines that serve the wanted weights and have at most so many requests."""
+        if self._board is None:
             return
         for place in self._board.missing():
             if place in self._under_way:
                 continue
-            engine = engines.pick(step=self._board.step)
+            engine = engines.pick(step=self._board.step, at_most=at_most)
             if engine is None:
                 return
-            task = group.create_task(self._answer(self._board, place, engine), name=f"evaluation/{place}")
-            self._under_way[place] = task
+            answer = self._answer(self._board, place, engine)
+            self._under_way[place] = engines.send(group, engine, answer, name=f"evaluation/{place}")
 
     def _begin(self) -> None:
         for task in self._under_way.values():

@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from colocated_rl_api.job import ColocatedRLJobSpec, Interruption
 from colocated_rl_api.logs import log
@@ -32,7 +31,7 @@ from colocated_rl_rollout.engine_client import (
 )
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.evaluation import Evaluation
-from colocated_rl_rollout.metrics import Metrics, TokenRate
+from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.resume import finish_of, join, remaining
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
@@ -74,26 +73,27 @@ class Worker:
         self._metrics = metrics
         self._changed = changed
         self._wake = asyncio.Event()
+        self._group: asyncio.TaskGroup  # while `run` is up
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by sample
         self._sealing: asyncio.Task[None] | None = None
         self._collecting_since = time.monotonic()
         self._draining = False
-        self.rate = TokenRate()
         self.problem: Problem | None = None
 
     # ------------------------------------------------------------------------------------------------- the loop
     async def run(self) -> None:
         """Generate until `drain`; then return when nothing is under way."""
         async with asyncio.TaskGroup() as group:
+            self._group = group
             for sample in [sample for kept in self._store.groups.values() for sample in kept.kept]:
                 if sample.state is SampleState.SCORING:
-                    self._begin(group, sample, self._score(sample))
+                    self._own(sample, group.create_task(self._score(sample), name=f"score/{sample.id}"))
             while not self._draining or self._tasks or self._sealing:
                 self._wake.clear()
                 if not self._draining:
                     self._admit()
-                    self._send(group)
-                    self._seal_if_due(group)
+                    self._send()
+                    self._seal_if_due()
                 self._changed()
                 await self._wake.wait()
 
@@ -106,13 +106,12 @@ class Worker:
         self._draining = True
         self.wake()
 
-    def _begin(self, group: asyncio.TaskGroup, sample: Sample, doing: Coroutine[Any, Any, None]) -> None:
-        task = group.create_task(doing, name=f"sample/{sample.id}")
+    def _own(self, sample: Sample, task: asyncio.Task[None]) -> None:
         self._tasks[sample.id] = task
         task.add_done_callback(lambda ended: self._ended(sample, ended))
 
     def _ended(self, sample: Sample, task: asyncio.Task[None]) -> None:
-        if self._tasks[sample.id] is task:  # its next attempt may have begun already
+        if self._tasks.get(sample.id) is task:  # its next attempt may have begun already
             del self._tasks[sample.id]
         self.wake()
 
@@ -136,19 +135,22 @@ class Worker:
             self._store.admit(prompt, size=self._rollout.group_size)
 
     # ------------------------------------------------------------------------------------------------- attempts
-    def _send(self, group: asyncio.TaskGroup) -> None:
+    def _send(self) -> None:
         """Send what waits to open gates: evaluation first; then the most urgent, interrupted before new, oldest."""
-        if self._evaluation is not None:
-            self._evaluation.dispatch(self._engines, group)
-        if not self._store.waiting or self._engines.pick() is None:
+        if not self._engines.open:
             return
+        demand = self._store.counts[SampleState.RUNNING] + len(self._store.waiting)
+        share = self._engines.share(demand + (self._evaluation.demand if self._evaluation else 0))
+        if self._evaluation:
+            self._evaluation.send(self._engines, self._group, at_most=share)
         for sample in sorted(self._store.waiting.values(), key=self._urgency):
-            engine = self._engines.pick(preferred=sample.engine)
+            engine = self._engines.pick(preferred=sample.engine, at_most=share)
             if engine is None:
                 return
             self._store.start(sample)
             sample.engine = engine.name
-            self._begin(group, sample, self._attempt(sample, engine))
+            attempt = self._attempt(sample, engine)
+            self._own(sample, self._engines.send(self._group, engine, attempt, name=f"sample/{sample.id}"))
 
     def _urgency(self, sample: Sample) -> tuple[int, bool, int, int]:
         return self._deadline(sample.group), sample.state is SampleState.ADMITTED, sample.group.id, sample.id
@@ -157,7 +159,7 @@ class Worker:
         return deadline(group.oldest_step, max_staleness=self._rollout.max_staleness)
 
     async def _attempt(self, sample: Sample, engine: EngineClient) -> None:
-        """One engine attempt of a sample, and its reward if that ends the response."""
+        """One engine attempt of a sample."""
         request = GenerateRequest(
             [*sample.group.prompt.ids, *sample.tokens.ids.tolist()],
             remaining(sample.tokens, limit=self._rollout.max_response_tokens),
@@ -182,20 +184,17 @@ class Worker:
             self._metrics.attempts.labels(generated.ending).inc()
             self._metrics.resent_tokens.inc(len(sample.tokens))
             self._accept(sample, generated)
-            if sample.state is SampleState.SCORING:
-                await self._score(sample)
 
     def _accept(self, sample: Sample, generated: Generated) -> None:
         """What an attempt brought goes to the store."""
         segment = generated.tokens
-        self._metrics.tokens.inc(len(segment))
-        self.rate.add(len(segment))
         whole = join(sample.tokens, segment)
         limit = self._rollout.max_response_tokens
         finish = finish_of(whole, generated.ending, limit=limit, end_ids=self._chat.end_ids)
         if finish is not None:
             self._metrics.response_tokens.observe(len(whole))
             self._store.finish(sample, segment, finish)
+            self._own(sample, self._group.create_task(self._score(sample), name=f"score/{sample.id}"))
             return
         keep = self._rollout.interruption is Interruption.RESUME
         if not keep:
@@ -252,7 +251,7 @@ class Worker:
                 self._replace(sample, SampleState.DISCARDED, "TooStale", f"not in a batch by step {oldest}")
 
     # ------------------------------------------------------------------------------------------------- sealing
-    def _seal_if_due(self, group: asyncio.TaskGroup) -> None:
+    def _seal_if_due(self) -> None:
         step = self._store.next_step
         if self._sealing or self._store.sealed_groups or step > self._spec.steps:
             return
@@ -263,7 +262,7 @@ class Worker:
         candidates = [Candidate(self._deadline(group), group.id, group.is_complete) for group in groups]
         chosen = choose(candidates, step=step, batch_size=self._rollout.batch_size)
         if chosen is not None:
-            self._sealing = group.create_task(self._seal(step, [self._store.groups[number] for number in chosen]))
+            self._sealing = self._group.create_task(self._seal(step, [self._store.groups[number] for number in chosen]))
 
     async def _seal(self, step: int, groups: list[Group]) -> None:
         """Make the batch durable, files first; only then is it sealed and may anybody be told."""
