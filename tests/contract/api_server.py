@@ -64,9 +64,9 @@ class ApiServer:
 class Command:
     """A command line program, of which people read what it prints."""
 
-    def __init__(self, binary: Path, program: str, kubeconfig: Path | None = None) -> None:
-        self.kubeconfig = kubeconfig
+    def __init__(self, binary: Path, program: str, kubeconfig: Path | None) -> None:
         self._words = (binary, program)
+        self._environment = os.environ | ({} if kubeconfig is None else {"KUBECONFIG": str(kubeconfig)})
 
     def __call__(self, *words: str | Path, stdin: str | None = None) -> str:
         """What it printed. Raises AssertionError with its error output when it fails."""
@@ -81,10 +81,9 @@ class Command:
         return done.stderr
 
     def _run(self, *words: str | Path, stdin: str | None) -> subprocess.CompletedProcess[str]:
-        cluster = {} if self.kubeconfig is None else {"KUBECONFIG": str(self.kubeconfig)}
         return subprocess.run(
             [*self._words, *words],
-            env=os.environ | cluster,
+            env=self._environment,
             input=stdin,
             capture_output=True,
             text=True,
@@ -96,6 +95,7 @@ class Command:
 class Kubectl(Command):
     def __init__(self, binary: Path, kubeconfig: Path) -> None:
         super().__init__(binary, "kubectl", kubeconfig)
+        self.kubeconfig = kubeconfig
         self.helm = Helm(binary, kubeconfig)
 
 

@@ -150,7 +150,7 @@ def test_crd_of_this_checkout_replaces_one_with_stored_jobs(kubectl: Kubectl, ap
     spec["properties"]["addedLater"] = {"type": "integer", "default": 5, "minimum": 0, "maximum": 9}
     name = f"{names.SHORT_NAME}/{job['metadata']['name']}"
     try:
-        kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(later))
+        kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(later))
         kubectl("wait", "--for=jsonpath={.spec.addedLater}=5", name, "--timeout=20s")
     finally:
-        kubectl("apply", "--server-side", "-f", CHECKOUT.root / crd.CRD_FILE)
+        kubectl("apply", "--server-side", "--force-conflicts", "-f", CHECKOUT.root / crd.CRD_FILE)

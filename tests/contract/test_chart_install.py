@@ -1,0 +1,163 @@
+"""The chart on a real cluster: it installs into a restricted namespace, upgrades, and leaves what people made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import yaml
+from cluster import Cluster
+from contract.api_server import ApiServer, Document, Kubectl
+
+from colocated_rl_api import names
+from setup.layout import CHECKOUT
+
+CHART = CHECKOUT.root / "charts/colocated-rl"
+NAMESPACE = "chart-install"
+TEAM = "chart-team"
+RELEASE = "rl"
+DEPLOYMENT = "deployment/rl-colocated-rl"
+ACCOUNT = f"system:serviceaccount:{NAMESPACE}:rl-colocated-rl"
+CRD = f"crd/{names.PLURAL}.{names.GROUP}"
+# the CRD is there already, applied by kubectl
+ADOPT = ("--take-ownership", "--force-conflicts")
+INSTALL = ("--values", CHART / "ci/local-values.yaml", *ADOPT, "--wait", "--timeout", "2m")
+
+
+def namespace(name: str) -> Document:
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+
+
+@pytest.fixture(scope="module")
+def release(kubectl: Kubectl, api: ApiServer) -> Iterator[None]:
+    """One release, and a namespace for jobs; `api` has installed the CRD before."""
+    for name in (NAMESPACE, TEAM):
+        kubectl("apply", "-f", "-", stdin=json.dumps(namespace(name)))
+    kubectl.helm("install", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL)
+    yield
+    kubectl.helm("uninstall", RELEASE, "--namespace", NAMESPACE, "--ignore-not-found", "--wait")
+    kubectl("delete", "namespace", NAMESPACE, TEAM, "--wait=false")
+
+
+def may(kubectl: Kubectl, who: str, verb: str, resource: str, where: str) -> bool:
+    """Asks the server, as that user."""
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": who,
+            "resourceAttributes": {"namespace": where, "verb": verb, **resource_attributes(resource)},
+        },
+    }
+    answer = json.loads(kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(review)))
+    return bool(answer["status"]["allowed"])
+
+
+def resource_attributes(resource: str) -> dict[str, str]:
+    """`pods`, `pods/log` or `colocatedrljobs.rl.colocate.dev/status`, and `secrets:NAME`."""
+    resource, _, name = resource.partition(":")
+    full, _, subresource = resource.partition("/")
+    plural, _, group = full.partition(".")
+    return {"group": group, "resource": plural, "subresource": subresource, "name": name}
+
+
+def test_operator_runs_in_a_restricted_namespace_and_leads(kubectl: Kubectl, release: None) -> None:
+    [pod] = json.loads(kubectl("-n", NAMESPACE, "get", "pods", "-o", "json"))["items"]
+    lease = json.loads(kubectl("-n", NAMESPACE, "get", "lease", "rl-colocated-rl", "-o", "json"))
+    assert pod["metadata"]["name"] == lease["spec"]["holderIdentity"]
+    assert 0 == pod["status"]["containerStatuses"][0]["restartCount"]
+
+
+def test_notes_say_what_is_watched(kubectl: Kubectl, release: None) -> None:
+    assert "watches all namespaces" in kubectl.helm("get", "notes", RELEASE, "--namespace", NAMESPACE)
+
+
+@pytest.mark.parametrize(
+    ("verb", "resource", "where"),
+    [
+        ("watch", "colocatedrljobs.rl.colocate.dev", TEAM),
+        ("patch", "colocatedrljobs.rl.colocate.dev/status", TEAM),
+        ("create", "pods", TEAM),
+        ("delete", "pods", TEAM),
+        ("create", "secrets", TEAM),
+        ("update", "leases.coordination.k8s.io:rl-colocated-rl", NAMESPACE),
+        ("get", "secrets:colocated-rl-authority", NAMESPACE),
+    ],
+)
+def test_operator_may_do_its_work(kubectl: Kubectl, release: None, verb: str, resource: str, where: str) -> None:
+    assert may(kubectl, ACCOUNT, verb, resource, where)
+
+
+@pytest.mark.parametrize(
+    ("verb", "resource", "where"),
+    [
+        ("get", "secrets:some", TEAM),
+        ("list", "secrets", TEAM),
+        ("list", "secrets", NAMESPACE),
+        ("get", "secrets:some", NAMESPACE),
+        ("delete", "secrets:some", TEAM),
+        ("create", "colocatedrljobs.rl.colocate.dev", TEAM),
+        ("delete", "colocatedrljobs.rl.colocate.dev", TEAM),
+        ("update", "pods", TEAM),
+        ("create", "pods/exec", TEAM),
+        ("get", "pods/log", TEAM),
+        ("delete", "persistentvolumeclaims", TEAM),
+        ("update", "leases.coordination.k8s.io:another", NAMESPACE),
+        ("update", "leases.coordination.k8s.io:rl-colocated-rl", TEAM),
+        ("list", "nodes", ""),
+        ("list", "namespaces", ""),
+        ("list", "customresourcedefinitions.apiextensions.k8s.io", ""),
+    ],
+)
+def test_operator_may_do_no_more(kubectl: Kubectl, release: None, verb: str, resource: str, where: str) -> None:
+    assert not may(kubectl, ACCOUNT, verb, resource, where)
+
+
+@pytest.mark.parametrize(("role", "creates"), [("view", False), ("edit", True), ("admin", True)])
+def test_people_of_a_namespace_may_do_the_same_with_its_jobs(
+    plain_cluster: Cluster, kubectl: Kubectl, release: None, role: str, creates: bool
+) -> None:
+    person = f"somebody-who-may-{role}"
+    kubectl("-n", TEAM, "create", "rolebinding", person, f"--clusterrole={role}", f"--user={person}")
+    jobs = f"{names.PLURAL}.{names.GROUP}"
+
+    def aggregated() -> bool:  # by a controller, some time after the parts of the role were made
+        return may(kubectl, person, "list", jobs, TEAM) and creates == may(kubectl, person, "create", jobs, TEAM)
+
+    assert plain_cluster.wait_for(f"rights on jobs in {role}", aggregated, deadline_s=20)
+    assert not may(kubectl, person, "patch", f"{jobs}/status", TEAM)
+    assert not may(kubectl, person, "list", jobs, "default")
+
+
+def test_jobs_and_crd_outlive_upgrade_uninstall_and_reinstall(kubectl: Kubectl, release: None) -> None:
+    job = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
+    # its model is not there: nothing of it runs
+    kubectl("-n", TEAM, "apply", "-f", "-", stdin=json.dumps(job))
+    name = f"{names.SHORT_NAME}/{job['metadata']['name']}"
+
+    def uids() -> list[str]:
+        uid = "jsonpath={.metadata.uid}"
+        return [kubectl("get", CRD, "-o", uid), kubectl("-n", TEAM, "get", name, "-o", uid)]
+
+    before = uids()
+    kubectl.helm("upgrade", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL, "--set", "logLevel=DEBUG")
+    assert before == uids()
+    kubectl.helm("uninstall", RELEASE, "--namespace", NAMESPACE, "--wait", "--timeout", "2m")
+    assert before == uids()
+    assert "" == kubectl(
+        "-n", NAMESPACE, "get", "deployments,serviceaccounts", "-l", "app.kubernetes.io/instance=rl", "-o", "name"
+    )
+    kubectl.helm("install", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL)
+    assert before == uids()
+    kubectl("-n", TEAM, "delete", name, "--timeout=60s")  # by the operator that is there again
+
+
+def test_second_release_leaves_the_crd_to_the_first(kubectl: Kubectl, release: None) -> None:
+    kubectl.helm(
+        *("install", "second", CHART, "--namespace", NAMESPACE, "--dry-run=server", "--set", "crds.install=false"),
+        *("--set", "rbac.aggregate=false", "--set", f"watch.namespaces={{{TEAM}}}"),
+    )
+    said = kubectl.helm.refusal("install", "second", CHART, "--namespace", NAMESPACE, "--dry-run=server")
+    assert "cannot be imported into the current release" in said
