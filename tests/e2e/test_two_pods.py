@@ -61,18 +61,21 @@ def test_nothing_is_in_flight_from_release_until_the_gate_opens(job: RunningJob)
 
 
 def test_a_generation_that_spans_a_switch_comes_back_as_one_completion(job: RunningJob) -> None:
-    sealed = job.rollout_lines("batch sealed")
-    assert sum(line.fields["resumed_samples"] for line in sealed) > 0
-    batch = read_newest_batch(job)
-    assert batch["spanning"] > 0, "no sample of the newest batch has tokens of two versions"
-    assert batch["spanning_in_order"] == batch["spanning"], "a later token was made by older weights"
+    found = wait_for(
+        "a sealed sample with tokens of two versions",
+        lambda: batches if (batches := read_batches(job))["spanning"] else None,
+        deadline_s=STEPS_S,
+        explain=job.describe,
+    )
+    assert found["spanning_in_order"] == found["spanning"], "a later token was made by older weights"
+    assert sum(line.fields["resumed_samples"] for line in job.rollout_lines("batch sealed")) >= found["spanning"]
 
 
 def test_every_trained_token_has_a_version_and_a_log_probability(job: RunningJob) -> None:
-    batch = read_newest_batch(job)
-    assert batch["policy_tokens"] > 0
-    assert batch["policy_tokens"] == batch["with_version"] == batch["with_logp"]
-    assert batch["max_staleness"] <= 1
+    found = read_batches(job)
+    assert found["policy_tokens"] > 0
+    assert found["policy_tokens"] == found["with_version"] == found["with_logp"]
+    assert 0 <= found["min_staleness"] <= found["max_staleness"] <= 1
 
 
 def test_every_sample_is_in_exactly_one_state(job: RunningJob) -> None:
@@ -233,29 +236,31 @@ def last(lines: list[Line], event: str) -> Line:
 
 
 def engine_of(job: RunningJob, pod: str) -> dict[str, Any]:
-    found: dict[str, Any] = job.member(pod)["facts"]["engines"][0]
-    return found
+    engine: dict[str, Any] = job.member(pod)["facts"]["engines"][0]
+    return engine
 
 
-READ_BATCH = """
-import glob, json, os
+READ_BATCHES = """
+import json, pathlib
 import numpy as np
 from safetensors.numpy import load_file
-newest = max(int(os.path.basename(p).split('-')[0]) for p in glob.glob('/var/lib/colocate/batches/*.safetensors'))
-out = dict(step=newest, policy_tokens=0, with_version=0, with_logp=0, spanning=0, spanning_in_order=0, max_staleness=0)
-for path in glob.glob(f'/var/lib/colocate/batches/{newest}-*.safetensors'):
-    batch = load_file(path)
-    mask, steps, logp = batch['loss_mask'] == 1, batch['token_step'], batch['behaviour_logp']
+out = dict.fromkeys(('policy_tokens', 'with_version', 'with_logp', 'spanning', 'spanning_in_order'), 0)
+out |= dict(max_staleness=0, min_staleness=0)
+for path in pathlib.Path('/var/lib/colocate/batches').glob('*.safetensors'):
+    step, batch = int(path.name.split('-')[0]), load_file(path)
+    mask, made_at, logp = batch['loss_mask'] == 1, batch['token_step'], batch['behaviour_logp']
+    staleness = step - 1 - made_at[mask]
     out['policy_tokens'] += int(mask.sum())
-    out['with_version'] += int((steps[mask] >= 0).sum())
+    out['with_version'] += int((made_at[mask] >= 0).sum())
     out['with_logp'] += int((np.isfinite(logp[mask]) & (logp[mask] <= 0)).sum())
-    out['max_staleness'] = max(out['max_staleness'], int((newest - 1 - steps[mask]).max()))
+    out['max_staleness'] = max(out['max_staleness'], int(staleness.max()))
+    out['min_staleness'] = min(out['min_staleness'], int(staleness.min()))
     start = 0
     for end in batch['sample_end']:
-        made_by = steps[start:end][mask[start:end]]
-        if len(set(made_by.tolist())) > 1:
+        steps = made_at[start:end][mask[start:end]]
+        if len(set(steps.tolist())) > 1:
             out['spanning'] += 1
-            out['spanning_in_order'] += int((np.diff(made_by) >= 0).all())
+            out['spanning_in_order'] += int((np.diff(steps) >= 0).all())
         start = end
 print(json.dumps(out))
 """
@@ -274,14 +279,15 @@ print(json.dumps(dict(
 """
 
 
-def read_newest_batch(job: RunningJob) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, READ_BATCH))
-    return found
+def read_batches(job: RunningJob) -> dict[str, Any]:
+    """Figures over every sealed batch that is kept for replay."""
+    figures: dict[str, Any] = json.loads(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, READ_BATCHES))
+    return figures
 
 
 def read_accounts(job: RunningJob) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, READ_ACCOUNTS))
-    return found
+    accounts: dict[str, Any] = json.loads(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, READ_ACCOUNTS))
+    return accounts
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
@@ -341,18 +347,18 @@ def assert_deleted(job: RunningJob) -> None:
     """Nothing of the job is left after the deadline but the claims that it retains."""
     uid = job.uid
     job.kubectl("delete", names.PLURAL, job.name, "--wait=false")
-    wait_for("the job to be gone", lambda: not found(job, names.PLURAL), deadline_s=DELETED_S, explain=job.describe)
+    wait_for("the job to be gone", lambda: not objects(job, names.PLURAL), deadline_s=DELETED_S, explain=job.describe)
     rest = ("pods", "secrets", "configmaps", "networkpolicies")
     wait_for(
         "its objects to be gone",
-        lambda: not [one for kind in rest for one in found(job, kind, uid)],
+        lambda: not [one for kind in rest for one in objects(job, kind, uid)],
         deadline_s=DELETED_S,
-        explain=lambda: str([one for kind in rest for one in found(job, kind, uid)]),
+        explain=lambda: str([one for kind in rest for one in objects(job, kind, uid)]),
     )
-    assert len(found(job, "persistentvolumeclaims", uid)) == 2, "store and checkpoints are retained"
+    assert len(objects(job, "persistentvolumeclaims", uid)) == 2, "store and checkpoints are retained"
 
 
-def found(job: RunningJob, kind: str, uid: str | None = None) -> list[str]:
+def objects(job: RunningJob, kind: str, uid: str | None = None) -> list[str]:
     """Names of what is there, of one job if it is named."""
     selector = ["-l", f"{names.JOB_UID_LABEL}={uid}"] if uid else ["--field-selector", f"metadata.name={job.name}"]
     items = json.loads(job.kubectl("get", kind, *selector, "-o", "json"))["items"]
