@@ -98,6 +98,19 @@ async def test_h22_engine_without_a_version_of_ours_is_refused(fake: tuple[FakeE
         await driver.weight_version()
 
 
+@pytest.mark.parametrize("answer", [b"{", b"[]", b"null", b"<html>"])
+async def test_answer_that_can_not_be_read_has_an_unknown_outcome(answer: bytes) -> None:
+    async def serve(request: web.Request) -> web.Response:
+        return web.Response(body=answer, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_post("/update_weights_from_disk", serve)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        driver = SGLang(session, url=str(server.make_url("")).rstrip("/"), admin_key="key", call_s=5)
+        with pytest.raises(OutcomeUnknown):
+            await driver.update(Path("/weights/0-1"), VERSION)
+
+
 @pytest.mark.parametrize(
     ("engine", "dtype", "agrees"),
     [

@@ -51,6 +51,7 @@ from colocated_rl_member.tls import MemberTls
 LOG = logging.getLogger(__name__)
 
 FETCH_AGAIN_S = 1.0
+RUNNER_AGAIN_S = 0.5
 MESSAGE_CHARS = 1024
 END_S = 5.0  # for an engine call under way when the agent ends: an interrupted one costs the engine
 
@@ -210,6 +211,7 @@ class Agent:
             await self._carry_out(action)
         except RunnerError as error:
             self._fail("RunnerUnreachable", str(error))
+            await asyncio.sleep(RUNNER_AGAIN_S)
         finally:
             log(
                 LOG,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import aiohttp
+from pydantic import BaseModel, ValidationError
 
 
 class DriverError(Exception):
@@ -29,6 +31,18 @@ class Unsuitable(DriverError):
     pass
 
 
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
+
+
+def read_answer(model: type[AnswerT], answer: object, call: str) -> AnswerT:
+    """Raises OutcomeUnknown for an answer that is not what this call answers."""
+    try:
+        return model.model_validate(answer)
+    except ValidationError as error:
+        fields = ", ".join(".".join(map(str, item["loc"])) for item in error.errors(include_input=False))
+        raise OutcomeUnknown(f"{call} answered something else than expected, see {fields or 'its body'}") from None
+
+
 @asynccontextmanager
 async def within(deadline_s: float, call: str) -> AsyncIterator[None]:
     """Give a call until the deadline. Raises OutcomeUnknown past it, or when the connection fails."""
@@ -37,5 +51,5 @@ async def within(deadline_s: float, call: str) -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         raise OutcomeUnknown(f"{call} not confirmed after {deadline_s:g} s") from error
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, OSError) as error:
         raise OutcomeUnknown(f"{call} not confirmed: {error!r}") from error

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from colocated_rl_agent.drivers.base import CallRefused, Unsuitable, within
+from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable, read_answer, within
 from colocated_rl_api.ladder import WeightVersion
 
 SUPPORTED_VERSIONS = ("0.5.23",)
@@ -136,7 +136,7 @@ class SGLang:
         return await self._status("/ready", deadline_s) == 200
 
     async def model_info(self) -> ModelInfo:
-        return ModelInfo.model_validate(await self._call("GET", "/model_info"))
+        return read_answer(ModelInfo, await self._call("GET", "/model_info"), "/model_info")
 
     async def weight_version(self) -> WeightVersion:
         """Raises CallRefused if it has none of ours (H22)."""
@@ -204,7 +204,8 @@ class SGLang:
             "flush_cache": True,
             "abort_all_requests": False,
         }
-        answer = UpdateAnswer.model_validate(await self._call("POST", "/update_weights_from_disk", body))
+        path = "/update_weights_from_disk"
+        answer = read_answer(UpdateAnswer, await self._call("POST", path, body), path)
         if not answer.success:
             raise CallRefused(f"update to {version}: {answer.message}")
 
@@ -219,7 +220,7 @@ class SGLang:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = _Generated.model_validate(await self._call("POST", "/generate", body))
+        answer = read_answer(_Generated, await self._call("POST", "/generate", body), "/generate")
         found = answer.meta_info.input_token_logprobs
         if [token for _, token, _ in found] != list(input_ids):
             raise CallRefused(f"log-probabilities of {len(found)} tokens for a sequence of {len(input_ids)}")
@@ -240,4 +241,9 @@ class SGLang:
             text = await answer.content.read(MAX_ERROR_BYTES) if answer.status != 200 else await answer.read()
             if answer.status != 200:
                 raise CallRefused(f"{call}: HTTP {answer.status} {text.decode(errors='replace')}")
-            return json.loads(text) if answer.content_type == "application/json" else None
+        if answer.content_type != "application/json":
+            return None
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise OutcomeUnknown(f"{call} answered with {len(text)} bytes that are not JSON") from None
