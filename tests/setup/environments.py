@@ -99,10 +99,11 @@ def _make_image(layout: Layout, session: Session, environment: Environment) -> N
     wheels = [next(_wheel_folder(layout, folder).glob("*.whl")) for folder in environment.packages]
     ours.write_text("".join(f"{wheel.name.split('-')[0]} @ {wheel.as_uri()}\n" for wheel in wheels))
     # bytecode now: an image is read-only when it runs, and an engine imports some ten thousand files at every start
-    _uv(
-        layout, session, environment.name,
-        "pip", "sync", "--compile-bytecode", "--python", path, *environment.requirements, ours,
-    )  # fmt: skip
+    options = ("--compile-bytecode", "--python", path)
+    if not is_made_from(path / "lib", _library_inputs(layout, environment)):
+        _uv(layout, session, environment.name, "pip", "sync", *options, *environment.requirements)
+        remember(path / "lib", _library_inputs(layout, environment))
+    _uv(layout, session, environment.name, "pip", "install", *options, "--no-deps", "--requirements", ours)
     remember(path, inputs)
 
 
@@ -153,8 +154,12 @@ def _wheel_folder(layout: Layout, folder: str) -> Path:
 
 def _image_inputs(layout: Layout, environment: Environment) -> str:
     wheels = (str(_wheel_folder(layout, folder)) for folder in environment.packages)
+    return digest(words=[_library_inputs(layout, environment), *wheels])
+
+
+def _library_inputs(layout: Layout, environment: Environment) -> str:
     files = (layout.root / path for path in environment.requirements)
-    return digest(files=files, words=[UV, str(layout.build), sys.base_prefix, sys.version, *wheels])
+    return digest(files=files, words=[UV, str(layout.build), sys.base_prefix, sys.version])
 
 
 def _dev_inputs(layout: Layout) -> str:

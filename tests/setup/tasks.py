@@ -56,7 +56,7 @@ class Board:
         if task.is_made():
             return
         began = time.monotonic()
-        about = f", about {_spoken(task.expected_s)}" if task.expected_s >= 2 else ""
+        about = f", up to about {_spoken(task.expected_s)}" if task.expected_s >= 2 else ""
         self._session.say(f"{task.name}: {task.doing}{about}")
         ended = threading.Event()
 
