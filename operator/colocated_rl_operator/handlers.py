@@ -53,6 +53,7 @@ async def configure(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> Non
     settings.watching.client_timeout = 310
     settings.networking.request_timeout = 20
     settings.process.ultimate_exiting_timeout = DISMISS_S + CANCEL_S + 5
+    logging.getLogger("kopf").setLevel(logging.WARNING)  # a line for each watch event otherwise
 
 
 @kopf.on.login()
@@ -101,20 +102,22 @@ async def drive_job(body: Any, stopped: Any, office: Office) -> None:
     case = Case(metadata["namespace"], metadata["name"], metadata["uid"])
     woken = office.wakeups.of(case.uid)
     with bind(job=case.name, job_uid=case.uid):
-        while not stopped:
-            woken.clear()  # before observing: a change during the pass must not be lost
-            wait_s = await one_pass(case, body, office.doors)
-            await _first_of(woken, stopped, wait_s)
-        if kopf.DaemonStoppingReason.RESOURCE_DELETED in stopped.reason:
-            try:
-                await end(case, body, office.doors, woken)
-            except* OperatorError as errors:
-                log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(errors.exceptions[0]))
-            forget(case, office)
+        try:
+            while not stopped:
+                woken.clear()  # before observing: a change during the pass must not be lost
+                wait_s = await one_pass(case, body, office.doors)
+                await _first_of(woken, stopped, wait_s)
+            if kopf.DaemonStoppingReason.RESOURCE_DELETED in stopped.reason:
+                await _let_go(case, body, office, woken)
+        finally:
+            office.doors.members.keep(case.uid, ())  # kopf would wait for these tasks when it ends
 
 
-def forget(case: Case, office: Office) -> None:
-    office.doors.members.keep(case.uid, ())
+async def _let_go(case: Case, body: Any, office: Office, woken: asyncio.Event) -> None:
+    try:
+        await end(case, body, office.doors, woken)
+    except* OperatorError as errors:
+        log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(errors.exceptions[0]))
     office.doors.pods.forget(case.uid)
     office.doors.metrics.count_job(case.uid, None)
     office.wakeups.forget(case.uid)

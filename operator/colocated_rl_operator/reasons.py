@@ -59,9 +59,11 @@ class Reason(StrEnum):
     CLIMBING = "Climbing"
     PODS_STARTING = "PodsStarting"
     MEMBERS_ANSWER = "MembersAnswer"
+    JOB_ENDED = "JobEnded"
     STEPS_REMAIN = "StepsRemain"
     COMPLETED = "Completed"
     NOT_FAILED = "NotFailed"
     NOT_STALLED = "NotStalled"
     INVALID_SPEC = "InvalidSpec"
+    DELETED = "Deleted"
     OBJECT_REFUSED = "ObjectRefused"  # the API server does not admit an object of the job

@@ -63,7 +63,7 @@ def report(
         group=climb.group if climb else None,
         restarts=climb.restarts if climb else None,
         gpu_holder=_holder(phase),
-        rung=slowest.value if climb else None,
+        rung=slowest.value if climb and not plan.is_over else None,
         ready=f"{sum(member.pod_facts is not None for member in seen.gpu_members)}/{seen.job.spec.replicas}",
         pods_by_rung=dict(Counter(rung.value for rung in plan.standings.values())),
         out_of_line=_out_of_line(seen, plan),
@@ -86,6 +86,14 @@ def invalid(message: str, *, generation: int, before: ColocatedRLJobStatus, at: 
     ]
     kept = [condition for condition in before.conditions if condition.type not in {new.type for new in fresh}]
     return before.model_copy(update={"observed_generation": generation, "conditions": [*fresh, *kept]})
+
+
+def leaving(*, before: ColocatedRLJobStatus, at: datetime) -> ColocatedRLJobStatus:
+    """Of a job that is being deleted, once its members were told and its pods are going."""
+    stamp = _Stamp(before.conditions, before.observed_generation or 0, at)
+    ready = stamp(ConditionType.READY, False, Reason.DELETED, "members were told to stop, pods are going")
+    kept = [condition for condition in before.conditions if condition.type != ready.type]
+    return before.model_copy(update={"conditions": [ready, *kept]})
 
 
 def is_urgent(before: ColocatedRLJobStatus, after: ColocatedRLJobStatus) -> bool:
@@ -178,6 +186,8 @@ def _conditions(
     done = f"all {seen.job.spec.steps} steps are done" if is_complete else ""
     failure = plan.message if is_failed else ""
     answer = (Reason.MEMBERS_ANSWER, "") if seen.all_answer else (Reason.PODS_STARTING, waiting)
+    if plan.is_over:
+        answer = (Reason.JOB_ENDED, "")
     return [
         stamp(ConditionType.READY, ready[0], ready[1], failure or waiting),
         stamp(ConditionType.RECONCILING, not ready[0] and not is_failed, ready[1], waiting),

@@ -26,14 +26,14 @@ Body = dict[str, Any]
 
 
 class FakeMember:
-    """One member of a job, while its context is entered. `is_slow` keeps it where it stands."""
+    """One member of a job, while it lives. holds: whether it stays where it stands under a target."""
 
     def __init__(
         self, group: Group, pod: GpuPod | RolloutPod, *, name: str, job_uid: str, host: str, tls: Path, control: int
     ) -> None:
         self.group = group
         self.pod = pod
-        self.is_slow = False
+        self.holds: Callable[[PodTarget | RolloutTarget], bool] = lambda target: False
         self.seen: list[PodTarget | RolloutTarget] = []
         self._moved = asyncio.Event()
         is_gpu = isinstance(pod, GpuPod)
@@ -85,7 +85,7 @@ class FakeMember:
         async with self.server:
             while not self.pod.stopped:
                 self._moved.clear()
-                if not self.is_slow and self._move():
+                if self._move():
                     self.server.publish()
                     changed()
                     await asyncio.sleep(0)
@@ -94,6 +94,8 @@ class FakeMember:
                 await self._moved.wait()
 
     def _move(self) -> bool:
+        if self.pod.target is not None and self.holds(self.pod.target):
+            return False
         if isinstance(self.pod, GpuPod):
             return self.group.agent_moves(self.pod)
         return self.group.rollout_moves(self.pod)
@@ -110,7 +112,7 @@ class FakeKubelet:
         group: Group,
         directory: Path,
         *,
-        read_secret: Callable[[str], dict[str, str]],
+        read_secret: Callable[[str], Coroutine[None, None, dict[str, str]]],
         set_status: Callable[[Body, Body], Coroutine[None, None, None]],
         ended: Callable[[Body], Coroutine[None, None, None]],
         tasks: asyncio.TaskGroup,
@@ -126,6 +128,7 @@ class FakeKubelet:
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._net = f"127.{random.randrange(10, 250)}.{random.randrange(1, 250)}"
         self._hosts = iter(range(1, 250))
+        self.holds: dict[str, Callable[[PodTarget | RolloutTarget], bool]] = {}  # by seat
 
     def note(self, event: str, pod: Body) -> None:
         """A watch event of a pod."""
@@ -165,14 +168,23 @@ class FakeKubelet:
             name=metadata["name"],
             job_uid=labels[names.JOB_UID_LABEL],
             host=host,
-            tls=self._tls(pod),
+            tls=await self._tls(pod),
             control=names.CONTROL_PORT,
         )
+        member.holds = lambda target: seat in self.holds and self.holds[seat](target)
         self.members[metadata["uid"]] = member
         await self._set_status(pod, {"phase": "Running", "podIP": host})
         with contextlib.suppress(asyncio.CancelledError):
             await member.live(self.poke_all)
             await self._set_status(pod, {"phase": "Succeeded", "podIP": host})
+
+    def hold(self, seat: str, under: Callable[[PodTarget | RolloutTarget], bool]) -> None:
+        """The seat's member stays where it stands under such targets, until `let_go`."""
+        self.holds[seat] = under
+
+    def let_go(self, seat: str) -> None:
+        del self.holds[seat]
+        self.poke_all()
 
     def poke_all(self) -> None:
         self.moved.set()
@@ -182,11 +194,11 @@ class FakeKubelet:
     def of_seat(self, seat: str) -> FakeMember:
         return next(member for member in self.members.values() if member.pod.seat == seat)
 
-    def _tls(self, pod: Body) -> Path:
+    async def _tls(self, pod: Body) -> Path:
         volume = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "tls")
         name: str = volume["secret"]["secretName"]
         directory = self._directory / name
         directory.mkdir(parents=True, exist_ok=True)
-        for file, text in self._read_secret(name).items():
+        for file, text in (await self._read_secret(name)).items():
             (directory / file).write_text(text)
         return directory

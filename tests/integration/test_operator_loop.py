@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from builders import make_job, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.ladder import Rung
+from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_operator.act import Doors
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.case import Pods
@@ -156,7 +157,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         async def ended(pod: dict[str, Any]) -> None:
             api.remove(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}")
 
-        def read_secret(name: str) -> dict[str, str]:
+        async def read_secret(name: str) -> dict[str, str]:
             files: dict[str, str] = api.objects[f"/api/v1/namespaces/default/secrets/{name}"]["stringData"]
             return files
 
@@ -167,6 +168,11 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         api.put(JOB_PATH, make_manifest(**SPEC))
         yield World(api, group, kubelet, Authority.new(), tasks)
         kubelet.end_all()
+
+
+def stay_in_rollout(world: World) -> None:
+    """No batch is sealed."""
+    world.kubelet.hold("rollout", under=lambda target: target.goal is Goal.CLIMB)
 
 
 def condition(world: World, kind: str) -> tuple[str, str]:
@@ -235,25 +241,25 @@ def _stood(world: World, rung: Rung, *, step: int) -> list[bool]:
 
 async def test_one_slow_pod_holds_the_other_at_the_barrier(world: World) -> None:
     async with world.operator():
-        await world.until(lambda: len(world.kubelet.members) == 3)
-        slow = world.kubelet.of_seat("gpu-1")
-        await world.until(lambda: world.status.get("phase") == "Rollout")
-        slow.is_slow = True
+        world.kubelet.hold("gpu-1", under=lambda target: target.type == "podTarget" and target.step == 1)
         await world.until(lambda: any(_stood(world, Rung.PAUSED, step=1)))
-        fast = world.kubelet.of_seat("gpu-0")
-        assert [Rung.PAUSED] == [t.rung for t in fast.seen[-1:] if t.type == "podTarget"]
-        slow.is_slow = False
-        slow.poke()
+        newest = world.kubelet.of_seat("gpu-0").seen[-1]
+        assert isinstance(newest, PodTarget)
+        assert Rung.PAUSED is newest.rung
+        world.kubelet.let_go("gpu-1")
         await world.until(lambda: world.status.get("phase") == "Complete")
 
 
 async def test_a_lost_pod_is_made_anew_and_the_trainers_start_together_again(world: World) -> None:
     async with world.operator():
+        world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == 1)
         await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step", 0) >= 1)
         victim = world.kubelet.of_seat("gpu-1")
         path = f"/api/v1/namespaces/default/pods/{victim.server.hello.pod}"
         world.kubelet.end(victim.pod.uid)
         world.api.set_status(path, {"phase": "Failed", "reason": "Evicted"})
+        await world.until(lambda: world.status["cause"] == "PodReplaced")
+        world.kubelet.let_go("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert "/api/v1/namespaces/default/pods/sums-gpu-1-1" in world.api.objects
     assert (2, 1) == (world.status["lineage"], world.status["restarts"])
@@ -271,6 +277,7 @@ async def test_a_dead_trainer_starts_a_new_lineage(world: World) -> None:
 
 
 async def test_a_deleted_job_is_dismissed_at_once(world: World) -> None:
+    stay_in_rollout(world)
     async with world.operator() as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
         operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
@@ -281,6 +288,7 @@ async def test_a_deleted_job_is_dismissed_at_once(world: World) -> None:
 
 
 async def test_a_job_whose_members_are_all_dead_is_dismissed_too(world: World) -> None:
+    stay_in_rollout(world)
     async with world.operator() as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
         for uid in list(world.kubelet.members):
@@ -316,18 +324,22 @@ async def test_a_spec_that_only_the_models_refuse_is_named_in_a_condition(world:
 
 
 async def test_a_change_of_the_spec_in_between_does_not_lose_the_epoch(world: World) -> None:
+    stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
         body = world.api.objects[JOB_PATH]
         world.api.put(JOB_PATH, {**body, "spec": {**body["spec"], "steps": 4}})
+        world.kubelet.let_go("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert 4 == world.status["step"]
 
 
 async def test_an_epoch_raised_by_somebody_else_is_gone_beyond_after_a_look_at_the_lease(world: World) -> None:
+    stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
         stolen = world.status["epoch"] + 10
         world.api.set_status(JOB_PATH, {**world.status, "epoch": stolen})
+        world.kubelet.let_go("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert world.status["epoch"] > stolen

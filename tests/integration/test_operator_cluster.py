@@ -1,0 +1,401 @@
+"""The operator process against a real API server: kopf, the Lease, server-side apply, deletion, take-over.
+
+Pods are real objects that no node runs (it is cordoned): `FakeKubelet` plays their kubelet, with members on loopback.
+The namespace of the job enforces the restricted pod security profile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from builders import make_job, make_manifest
+from colocated_rl_api import names
+from colocated_rl_api.ladder import Rung
+from colocated_rl_api.member_wire import Goal, PodTarget
+from colocated_rl_operator.authority import SECRET_NAME
+from colocated_rl_operator.cluster import ClusterAccess, find_cluster
+from fakes.group import Group
+from fakes.member import FakeKubelet
+from setup.layout import CHECKOUT
+
+Body = dict[str, Any]
+NAMESPACE, OPERATORS = "default", "operators"
+JOBS = f"/apis/{names.API_VERSION}/namespaces/{NAMESPACE}/{names.PLURAL}"
+PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
+SPEC: Body = {"replicas": 2, "steps": 3, "checkpoint": {"everySteps": 2}, "evaluation": {"everySteps": 2}}
+START_DEADLINE_S = 90
+DEADLINE_S = 40.0
+CANDIDATE = "waiting for the lease"
+LEASE = {"LEASE_DURATION_S": "3", "LEASE_RENEW_DEADLINE_S": "2", "LEASE_RETRY_S": "0.5"}
+
+
+# ---------------------------------------------------------------------------------------------------------- the cluster
+@pytest.fixture(scope="module")
+def access(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterAccess]:
+    """A cluster with the CRD and a namespace for operators; its node runs nothing."""
+    folder = tmp_path_factory.mktemp("cluster")
+    kubeconfig = folder / "kubeconfig"
+    command: list[str | Path] = [CHECKOUT.localcluster, "up", "--dir", folder, "--images", CHECKOUT.images]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as supervisor:
+        try:
+            assert supervisor.stdout is not None
+            said = []
+            for line in supervisor.stdout:
+                said.append(line)
+                if kubeconfig.exists():
+                    break
+            else:
+                pytest.fail("the local cluster did not start:\n" + "".join(said))
+
+            def kubectl(*words: str | Path) -> None:
+                arguments = [CHECKOUT.localcluster, "--dir", folder, "kubectl", *words]
+                subprocess.run(arguments, check=True, capture_output=True, timeout=START_DEADLINE_S)
+
+            kubectl("apply", "--server-side", "-f", CHECKOUT.root / "crds/colocatedrljobs.yaml")
+            kubectl("wait", "--for=condition=Established", f"crd/{names.PLURAL}.{names.GROUP}", "--timeout=30s")
+            kubectl("cordon", "--selector=kubernetes.io/os=linux")
+            kubectl("create", "namespace", OPERATORS)
+            kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
+            yield find_cluster({"KUBECONFIG": str(kubeconfig)})
+        finally:
+            supervisor.terminate()
+            supervisor.wait(START_DEADLINE_S)
+
+
+class NotYet(Exception):
+    """The API server does not serve that collection yet."""
+
+
+@dataclass
+class Api:
+    """What a test asks of the API server, as its administrator."""
+
+    access: ClusterAccess
+    session: aiohttp.ClientSession
+
+    async def call(self, method: str, path: str, body: object = None, kind: str = "application/json") -> Body:
+        headers = {**self.access.headers(), "Content-Type": kind}
+        data = None if body is None else json.dumps(body)
+        async with self.session.request(method, self.access.server + path, data=data, headers=headers) as answer:
+            found: Body = await answer.json()
+            if answer.status == 404:
+                return {}
+            assert answer.status < 300, f"{method} {path}: {found}"
+            return found
+
+    async def watch(self, path: str, note: Callable[[str, Body], None]) -> None:
+        """Tell `note` of every object of a collection, until cancelled. A fresh CRD answers after a moment."""
+        while True:
+            with contextlib.suppress(NotYet):
+                await self._watch(path, note)
+            await asyncio.sleep(0.1)
+
+    async def _watch(self, path: str, note: Callable[[str, Body], None]) -> None:
+        url = f"{self.access.server}{path}?watch=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan"
+        async with self.session.get(url, headers=self.access.headers(), timeout=aiohttp.ClientTimeout()) as answer:
+            if answer.status != 200 or answer.connection is None:
+                raise NotYet
+            transport = answer.connection.transport
+            try:
+                async for line in answer.content:
+                    event = json.loads(line)
+                    if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
+                        note(event["type"], event["object"])
+            finally:
+                if transport is not None:
+                    transport.abort()  # a stream that is left in the middle: TLS would wait for the server's goodbye
+
+    async def all(self, path: str) -> list[Body]:
+        items: list[Body] = (await self.call("GET", path))["items"]
+        return items
+
+
+@dataclass
+class Operator:
+    process: asyncio.subprocess.Process
+    lines: list[Body] = field(default_factory=list)
+
+    async def read(self, heard: Callable[[], None]) -> None:
+        """Its log, until it ends."""
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            sys.stdout.write(line.decode())
+            self.lines.append(json.loads(line) if line.startswith(b"{") else {"event": line.decode()})
+            heard()
+
+    def said(self, event: str) -> list[Body]:
+        return [line for line in self.lines if line["event"] == event]
+
+    async def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        await self.process.wait()
+
+    async def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return await self.process.wait()
+
+
+@dataclass
+class World:
+    api: Api
+    group: Group
+    kubelet: FakeKubelet
+    kubeconfig: Path
+    job: Body = field(default_factory=dict)
+    operators: int = 0
+
+    @property
+    def status(self) -> Body:
+        status: Body = self.job.get("status", {})
+        return status
+
+    @property
+    def is_complete(self) -> bool:
+        return self.status.get("phase") == "Complete"
+
+    def condition(self, kind: str) -> Body:
+        found: Body = next((item for item in self.status.get("conditions", []) if item["type"] == kind), {})
+        return found
+
+    def note_job(self, event: str, job: Body) -> None:
+        self.job = {} if event == "DELETED" else job
+        self.kubelet.moved.set()
+
+    async def until(self, what: Callable[[], object], *, deadline_s: float = DEADLINE_S) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not what():
+                    self.kubelet.moved.clear()
+                    await self.kubelet.moved.wait()
+        except TimeoutError:
+            pytest.fail(f"did not happen in {deadline_s} s; status {json.dumps(self.status, indent=1)}")
+
+    @asynccontextmanager
+    async def operator(self) -> AsyncIterator[Operator]:
+        self.operators += 1
+        name = f"operator-{self.operators}"
+        environment = (
+            os.environ
+            | LEASE
+            | {
+                "KUBECONFIG": str(self.kubeconfig),
+                "OPERATOR_NAMESPACE": OPERATORS,
+                "POD_NAME": name,
+                "AGENT_IMAGE": "colocated-rl/agent:dev",
+                "ROLLOUT_IMAGE": "colocated-rl/rollout:dev",
+                "GPU_IMAGE": "colocated-rl/gpu:dev",
+                "METRICS_PORT": "0",
+            }
+        )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "colocated_rl_operator"), env=environment, stdout=PIPE, stderr=STDOUT
+        )
+        operator = Operator(process)
+        reader = asyncio.create_task(operator.read(self.kubelet.moved.set))
+        try:
+            yield operator
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+            await reader
+
+
+@pytest.fixture
+async def world(access: ClusterAccess, tmp_path: Path) -> AsyncIterator[World]:
+    """A job on the cluster, with a kubelet for its pods; afterwards nothing of it is left."""
+    connector = aiohttp.TCPConnector(ssl=access.ssl_context())
+    async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
+        api = Api(access, session)
+
+        async def set_status(pod: Body, status: Body) -> None:
+            path = f"{PODS}/{pod['metadata']['name']}/status"
+            status = status | {"podIPs": [{"ip": status["podIP"]}]}
+            await api.call("PATCH", path, {"status": status}, "application/merge-patch+json")
+
+        async def read_secret(name: str) -> dict[str, str]:
+            secret = await api.call("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}")
+            return {key: base64.b64decode(value).decode() for key, value in secret["data"].items()}
+
+        async def ended(pod: Body) -> None:
+            return None  # the server forgets a pod without a node at once
+
+        group = Group(make_job(**SPEC))
+        kubelet = FakeKubelet(group, tmp_path, read_secret=read_secret, set_status=set_status, ended=ended, tasks=tasks)
+        kubeconfig = tmp_path / "kubeconfig"
+        kubeconfig.write_text(_kubeconfig(access))
+        kubeconfig.chmod(0o600)
+        world = World(api, group, kubelet, kubeconfig)
+        watches = [
+            tasks.create_task(api.watch(PODS, kubelet.note)),
+            tasks.create_task(api.watch(JOBS, world.note_job)),
+        ]
+        try:
+            world.job = await api.call("POST", JOBS, make_manifest(**SPEC))
+            yield world
+        finally:
+            await _clean(api)
+            kubelet.end_all()
+            for watch in watches:
+                watch.cancel()
+
+
+def _kubeconfig(access: ClusterAccess) -> str:
+    assert access.ca_pem is not None
+    encoded = base64.b64encode(access.ca_pem.encode()).decode()
+    return yaml.safe_dump(
+        {
+            "current-context": "c",
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+            "clusters": [{"name": "c", "cluster": {"server": access.server, "certificate-authority-data": encoded}}],
+            "users": [{"name": "u", "user": {"token": access.token()}}],
+        }
+    )
+
+
+async def _clean(api: Api) -> None:
+    lease = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATORS}/leases/colocated-rl-operator"
+    for job in await api.all(JOBS):
+        path = f"{JOBS}/{job['metadata']['name']}"
+        await api.call("PATCH", path, {"metadata": {"finalizers": None}}, "application/merge-patch+json")
+        await api.call("DELETE", path)
+    for pod in await api.all(PODS):
+        await api.call("DELETE", f"{PODS}/{pod['metadata']['name']}", {"gracePeriodSeconds": 0})
+    await api.call("DELETE", lease)
+
+
+# ---------------------------------------------------------------------------------------------------------------- whole
+async def test_a_job_completes_under_the_real_operator(world: World) -> None:
+    async with world.operator() as operator:
+        await world.until(lambda: world.is_complete)
+        assert 0 == await operator.end()
+    assert {1: [1, 2, 3]} == world.group.trained_in
+    climbs = list(world.group.stood.values())[:-1]
+    assert all({Rung.SERVING} == set(stood.values()) for stood in climbs)
+    assert [names.FINALIZER] == world.job["metadata"]["finalizers"]
+    assert {} == world.job["metadata"].get("annotations", {})
+    assert ("True", "Completed") == (world.condition("Ready")["status"], world.condition("Ready")["reason"])
+    assert world.job["metadata"]["generation"] == world.status["observedGeneration"]
+    events = await world.api.all(f"/apis/events.k8s.io/v1/namespaces/{NAMESPACE}/events")
+    ours = [event["reason"] for event in sorted(events, key=lambda event: str(event["eventTime"])) if _is_ours(event)]
+    assert ["FirstStart", "NextStep", "NextStep", "NextStep", "AllStepsDone", "Completed"] == ours
+    assert not operator.said("pass not finished, trying again")
+
+
+def stay_in_rollout(world: World) -> None:
+    """No batch is sealed."""
+    world.kubelet.hold("rollout", under=lambda target: target.goal is Goal.CLIMB)
+
+
+def _is_ours(event: Body) -> bool:
+    return event.get("reportingController") == f"{names.GROUP}/operator"
+
+
+async def test_a_killed_operator_is_taken_over_by_the_standby_in_the_middle_of_a_switch(world: World) -> None:
+    world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 2)
+    async with world.operator() as leader:
+        await world.until(lambda: leader.said("lease taken"))
+        async with world.operator() as standby:
+            await world.until(lambda: standby.said(CANDIDATE))
+            await world.until(lambda: world.status.get("phase") == "Switching" and world.status["targetStep"] == 2)
+            epoch = world.status["epoch"]
+            await leader.kill()
+            killed_at = time.monotonic()
+            await world.until(lambda: world.status["epoch"] > epoch)
+            took_s = time.monotonic() - killed_at
+            world.kubelet.let_go("gpu-1")
+            await world.until(lambda: world.is_complete)
+            assert standby.said("lease taken")
+    assert {1: [1, 2, 3]} == world.group.trained_in
+    assert took_s < 2 * float(LEASE["LEASE_DURATION_S"]) + 5, took_s
+
+
+async def test_an_operator_that_ends_in_order_hands_over_at_once(world: World) -> None:
+    stay_in_rollout(world)
+    async with world.operator() as leader:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        async with world.operator() as standby:
+            await world.until(lambda: standby.said(CANDIDATE))
+            world.kubelet.let_go("rollout")
+            ended_at = time.time()
+            assert 0 == await leader.end()
+            await world.until(lambda: world.is_complete)
+            taken_at = standby.said("lease taken")[0]["ts"]
+    assert taken_at - ended_at < 2.0
+
+
+async def test_a_restart_writes_no_object_again_and_keeps_the_authority(world: World) -> None:
+    async def objects() -> dict[str, str]:
+        core, policies = "/api/v1", "/apis/networking.k8s.io/v1"
+        found = [await world.api.call("GET", f"{core}/namespaces/{OPERATORS}/secrets/{SECRET_NAME}")]
+        for path in (f"{core}/namespaces/{NAMESPACE}/configmaps", f"{policies}/namespaces/{NAMESPACE}/networkpolicies"):
+            found += await world.api.all(path)
+        return {item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in found}
+
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        before = await objects()
+    world.kubelet.let_go("rollout")
+    async with world.operator():
+        await world.until(lambda: world.is_complete)
+        assert before == await objects()
+
+
+async def test_a_deleted_job_leaves_retained_volumes_alone_and_nothing_else_of_itself(world: World) -> None:
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        uid = world.job["metadata"]["uid"]
+        started_at = time.monotonic()
+        await world.api.call("DELETE", f"{JOBS}/sums")
+        await world.until(lambda: not world.job)
+        assert time.monotonic() - started_at < 10.0
+        await world.until(lambda: not world.kubelet.members)
+        assert all(pod.stopped for pod in world.group.pods)
+    claims = await world.api.all(f"/api/v1/namespaces/{NAMESPACE}/persistentvolumeclaims")
+    ours = [claim for claim in claims if claim["metadata"]["labels"].get(names.JOB_UID_LABEL) == uid]
+    assert {f"sums-store-{uid[:8]}", f"sums-checkpoints-{uid[:8]}"} == {claim["metadata"]["name"] for claim in ours}
+    assert all("ownerReferences" not in claim["metadata"] for claim in ours)
+
+
+async def test_a_job_whose_members_are_dead_goes_within_a_minute(world: World) -> None:
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        world.kubelet.end_all()
+        started_at = time.monotonic()
+        await world.api.call("DELETE", f"{JOBS}/sums")
+        await world.until(lambda: not world.job)
+    assert time.monotonic() - started_at < 60.0
+    assert not await world.api.all(PODS)
+
+
+async def test_an_evicted_pod_is_replaced_while_the_other_goes_on(world: World) -> None:
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        victim = world.kubelet.of_seat("gpu-1")
+        await world.api.call("DELETE", f"{PODS}/{victim.server.hello.pod}")
+        await world.until(lambda: world.status.get("cause") == "PodReplaced")
+        world.kubelet.let_go("rollout")
+        await world.until(lambda: world.is_complete)
+    assert (1, "3-2") == (world.status["restarts"], world.status["weightVersion"])
