@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from colocated_rl_api import names
 from colocated_rl_api.ladder import Rung
 
-POLL_S = 0.25
+POLL_S = 1.0  # each look starts a kubectl
 T = TypeVar("T")
 
 
