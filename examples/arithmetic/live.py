@@ -48,6 +48,14 @@ def plain_line(line: Line) -> str | None:
             )
         case "evaluation ended":
             return f"step {line['step']:3d}: held-out exact match {line['mean']:.3f} ± {line['stderr']:.3f}"
+        case "agent up":
+            return f"{line['pod']}: the agent is up, the trainer starts"
+        case "trainers loaded":
+            return (
+                f"{line['pod']}: the trainer is up after {line['took_s']:.0f} s; the engine starts on its weights next"
+            )
+        case "engine up":
+            return f"{line['pod']}: the engine is up after {line['took_s']:.0f} s"
         case event if line.get("level") in ("warning", "error", "critical"):
             return f"{line.get('pod', '')}: {event}: {line.get('reason', '')} {line.get('message', '')}".rstrip()
         case _:
