@@ -22,7 +22,7 @@ from colocated_rl_operator.act import Doors
 from colocated_rl_operator.authority import find_authority
 from colocated_rl_operator.case import Pods
 from colocated_rl_operator.cluster import ClusterAccess, find_cluster
-from colocated_rl_operator.errors import BadSetting
+from colocated_rl_operator.errors import ApiError, BadSetting, NotFound
 from colocated_rl_operator.events import Events
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.lease import Lease, LeaseTerms
@@ -33,6 +33,8 @@ from colocated_rl_operator.reconcile import Wakeups
 from colocated_rl_operator.settings import Settings
 
 LOG = logging.getLogger("colocated_rl_operator")
+
+CRD_RETRY_S = 2.0
 
 
 def main() -> int:
@@ -76,6 +78,7 @@ async def serve(settings: Settings, access: ClusterAccess) -> None:
 async def lead(settings: Settings, access: ClusterAccess, metrics: Metrics, lease: Lease) -> None:
     wakeups = Wakeups()
     async with Kube(access, count=metrics.count_request) as kube:
+        await _until_jobs_are_served(kube, (*settings.watch_namespaces, settings.namespace)[0])
         authority = await find_authority(kube, settings.namespace)
         async with Members(authority.operator_context(), wakeups.wake, lost=metrics.lost.inc) as members:
             metrics.connected.set_function(lambda: members.connected)
@@ -90,15 +93,31 @@ async def lead(settings: Settings, access: ClusterAccess, metrics: Metrics, leas
                 namespace=settings.namespace,
                 confirm=lease.confirm,
             )
-            office = handlers.Office(access, doors, wakeups, is_clusterwide=not settings.watch_namespaces)
+            office = handlers.Office(access, doors, wakeups)
             os.environ["POD_ID"] = settings.identity  # else kopf asks for the name of its user, and the UID has none
             await kopf.operator(
                 standalone=True,  # the Lease elects; peering does not fence
-                clusterwide=office.is_clusterwide,
+                clusterwide=not settings.watch_namespaces,
                 namespaces=settings.watch_namespaces,
                 memo=kopf.Memo(office=office),
             )
     logs.log(LOG, "ended as leader")
+
+
+async def _until_jobs_are_served(kube: Kube, namespace: str) -> None:
+    """kopf looks once for what it is to watch; without the CRD it would watch nothing, for ever."""
+    while True:
+        try:
+            await kube.read_job(namespace, "is-the-crd-there")
+        except NotFound as error:
+            if error.is_kind_known:
+                return
+            logs.log(LOG, "the CRD is not installed: waiting for it", logging.WARNING, reason=str(error))
+        except ApiError as error:
+            logs.log(LOG, "jobs can't be read yet: trying again", logging.WARNING, reason=str(error))
+        else:
+            return
+        await asyncio.sleep(CRD_RETRY_S)
 
 
 async def _become_leader(lease: Lease) -> None:

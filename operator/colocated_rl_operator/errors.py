@@ -45,7 +45,11 @@ class Conflict(ApiError):
 
 
 class NotFound(ApiError):
-    pass
+    """No such object; `is_kind_known` is False when the API server does not even serve that kind (no CRD yet)."""
+
+    def __init__(self, message: str, status: int | None = None, *, is_kind_known: bool = True) -> None:
+        super().__init__(message, status)
+        self.is_kind_known = is_kind_known
 
 
 class Refused(ApiError):

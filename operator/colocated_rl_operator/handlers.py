@@ -36,18 +36,19 @@ class Office:
     access: ClusterAccess
     doors: Doors
     wakeups: Wakeups
-    is_clusterwide: bool
     seen: dict[str, object] = field(default_factory=dict)  # of each job: what a wake-up depends on
 
 
 @kopf.on.startup()
-async def configure(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> None:
-    office: Office = memo.office
+async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.persistence.finalizer = names.FINALIZER
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.GROUP)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=names.GROUP)
     settings.posting.enabled = False  # a new Event object for each log line
-    settings.scanning.disabled = not office.is_clusterwide  # else it lists namespaces and CRDs
+    settings.scanning.disabled = True  # else it lists namespaces and CRDs; __main__ has waited for ours
+    settings.watching.label_selectors["pods"] = (
+        f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY}"  # else every pod there is
+    )
     settings.watching.connect_timeout = 10
     settings.watching.server_timeout = 300
     settings.watching.client_timeout = 310

@@ -189,13 +189,14 @@ class Kube:
 
 def _translate(what: str, code: int, content: bytes) -> ApiError:
     try:
-        words = str(json.loads(content)["message"])
+        status = json.loads(content)
+        words, is_named = str(status["message"]), "name" in (status.get("details") or {})
     except (ValueError, KeyError, TypeError):
-        words = content[:200].decode("utf-8", "replace")
+        words, is_named = content[:200].decode("utf-8", "replace"), False
     message = f"{what}: {code} {words}"
     match code:
         case 404:
-            return NotFound(message, code)
+            return NotFound(message, code, is_kind_known=is_named)
         case 409:
             return Conflict(message, code)
         case 400 | 403 | 413 | 422:

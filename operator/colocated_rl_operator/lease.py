@@ -161,10 +161,12 @@ class Lease:
             "spec": {},
         }
         try:
-            return await api.create_lease(namespace, self._signed(blank, taken=True))
+            made = await api.create_lease(namespace, self._signed(blank, taken=True))
         except ApiError as error:
             log(LOG, "lease not created, waiting as a candidate", logging.WARNING, reason=str(error))
             return None
+        log(LOG, "lease taken", transitions=made["spec"]["leaseTransitions"])
+        return made
 
     async def _renew(self, api: LeaseApi, lease: dict[str, Any]) -> dict[str, Any]:
         """One renewal, or the end of the process."""

@@ -105,8 +105,10 @@ class Members:
         *,
         lost: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        ping_s: float = PING_S,
     ) -> None:
         self._tls = tls
+        self._ping_s = ping_s
         self._changed = changed
         self._lost = lost
         self._clock = clock
@@ -220,7 +222,7 @@ class Members:
                 f"wss://{host}:{address.port}/v1/link",
                 server_hostname=names.member_server_name(link.job_uid),
                 max_msg_size=MAX_MESSAGE_BYTES,
-                heartbeat=PING_S,
+                heartbeat=self._ping_s,
                 timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
             )
         async with socket:

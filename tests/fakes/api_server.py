@@ -114,7 +114,7 @@ class FakeApiServer:
         if path in self.objects:
             return web.json_response(self.objects[path])
         if selector is None:
-            return _status(404, f"{path} not found")
+            return _not_found(path)
         key, value = selector.split("=")
         items = [
             body
@@ -131,7 +131,7 @@ class FakeApiServer:
 
     def _replace(self, path: str, body: Body, version: str | None) -> web.Response:
         if path not in self.objects:
-            return _status(404, f"{path} not found")
+            return _not_found(path)
         if version is not None and version != self.objects[path]["metadata"]["resourceVersion"]:
             return _status(409, "the object has been modified")
         return web.json_response(self.put(path, body))
@@ -144,7 +144,7 @@ class FakeApiServer:
             return web.json_response(self.put(path, body))
         path = path.removesuffix("/status")
         if path not in self.objects:
-            return _status(404, f"{path} not found")
+            return _not_found(path)
         old = self.objects[path]
         if content_type == "application/json-patch+json":
             changes = {change["path"]: change["value"] for change in body}
@@ -155,7 +155,7 @@ class FakeApiServer:
 
     def _delete(self, path: str, options: Body) -> web.Response:
         if path not in self.objects:
-            return _status(404, f"{path} not found")
+            return _not_found(path)
         body = self.objects[path]
         if options.get("preconditions", {}).get("uid", body["metadata"]["uid"]) != body["metadata"]["uid"]:
             return _status(409, "the UID is another one")
@@ -170,6 +170,11 @@ class FakeApiServer:
 
 def _plural(path: str) -> str:
     return path.rsplit("/", 2)[-2]
+
+
+def _not_found(path: str) -> web.Response:
+    body = {"kind": "Status", "code": 404, "message": f"{path} not found", "details": {"name": path.rsplit("/", 1)[1]}}
+    return web.json_response(body, status=404)
 
 
 def _status(code: int, message: str) -> web.Response:

@@ -99,7 +99,7 @@ class World:
                 namespace="operators",
                 confirm=_confirmed,
             )
-            office = Office(self.api.access, doors, wakeups, is_clusterwide=True)
+            office = Office(self.api.access, doors, wakeups)
             watching = len(self.api.watchers)
             self.api.watch("pods", lambda event, body: note_pod({"type": event, "object": body}, office))
             self.api.watch(names.PLURAL, lambda event, body: note_job({"type": event, "object": body}, office))

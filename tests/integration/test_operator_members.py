@@ -1,0 +1,325 @@
+"""The operator's connections to members: who counts as a member, what is said, and what is left when one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import ssl
+from asyncio import sslproto
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from builders import UID, rollout_facts
+from colocated_rl_api import names
+from colocated_rl_api.ladder import Rung
+from colocated_rl_api.member_wire import GateFacts, Goal, Hello, PodFacts, PodTarget, RolloutFacts
+from colocated_rl_member.server import MemberServer, Ports
+from colocated_rl_member.tls import MemberTls
+from colocated_rl_operator.authority import Authority
+from colocated_rl_operator.members import TLS_BUFFER_BYTES, Address, Members, bound_tls_memory
+
+DEADLINE_S = 8.0
+POD = "sums-gpu-0-0"
+
+
+def make_target(epoch: int, rung: Rung = Rung.SEALED) -> PodTarget:
+    return PodTarget(epoch=epoch, goal=Goal.CLIMB, step=0, lineage=1, rung=rung)
+
+
+def make_facts(epoch: int = 0) -> PodFacts:
+    return PodFacts(epoch=epoch, gate=GateFacts(open=False, settled=True), engines=(), trainers=())
+
+
+@dataclass
+class Agent:
+    """A member that remembers what it was told."""
+
+    server: MemberServer[PodTarget]
+    facts: PodFacts | RolloutFacts
+    targets: list[PodTarget] = field(default_factory=list)
+
+    @property
+    def address(self) -> Address:
+        return Address(POD, "uid-0", names.ROLE_GPU, "127.0.0.1", self.server.ports.control)
+
+
+@pytest.fixture
+def authority() -> Authority:
+    return Authority.new()
+
+
+def write_files(authority: Authority, directory: Path, job_uid: str) -> None:
+    directory.mkdir(exist_ok=True)
+    for name, text in authority.job_files(job_uid).items():
+        (directory / name).write_text(text)
+
+
+@asynccontextmanager
+async def agent(
+    authority: Authority, directory: Path, *, highest_epoch: int = 0, job_uid: str = UID, **hello: Any
+) -> AsyncIterator[Agent]:
+    write_files(authority, directory, job_uid)
+    said: dict[str, Any] = {"pod": POD, "pod_uid": "uid-0", "job_uid": UID, "role": names.ROLE_GPU, "incarnation": "a"}
+    made: Agent
+
+    def accept(target: PodTarget) -> None:
+        made.targets.append(target)
+        if isinstance(made.facts, PodFacts):
+            made.facts = made.facts.model_copy(update={"epoch": target.epoch})
+
+    server: MemberServer[PodTarget] = MemberServer(
+        hello=Hello(**said | hello, highest_epoch=highest_epoch),
+        kind=PodTarget,
+        tls=MemberTls.read(directory),
+        facts=lambda: made.facts,
+        accept=accept,
+        remember_epoch=lambda epoch: None,
+        ports=Ports(control=0, data=0, metrics=0, pages=0, host="127.0.0.1"),
+        registry=CollectorRegistry(),
+    )
+    made = Agent(server, make_facts())
+    async with server:
+        yield made
+
+
+@dataclass
+class Operator:
+    """The door, and a wake-up for whoever waits."""
+
+    members: Members
+    woken: asyncio.Event
+    lost: list[None]
+
+    def answer(self, pod: str = POD) -> Any:
+        return self.members.answers(UID)[pod]
+
+    async def until(self, what: Callable[[], object]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not what():
+                self.woken.clear()
+                await self.woken.wait()
+
+
+@asynccontextmanager
+async def operator(context: ssl.SSLContext, **options: Any) -> AsyncIterator[Operator]:
+    woken, lost = asyncio.Event(), list[None]()
+    members = Members(context, lambda job_uid: woken.set(), lost=lambda: lost.append(None), **options)
+    async with members:
+        yield Operator(members, woken, lost)
+
+
+async def stays_unknown(door: Operator) -> None:
+    """For as long as several attempts take."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await door.until(lambda: door.answer().facts)
+
+
+# ----------------------------------------------------------------------------------------------------------- ordinary
+async def test_facts_come_up_and_targets_go_down(authority: Authority, tmp_path: Path) -> None:
+    async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
+        door.members.keep(UID, [member.address])
+        assert door.answer().silent_since is not None
+        await door.until(lambda: door.answer().facts)
+        assert door.answer().silent_since is None
+        assert 1 == door.members.connected
+        assert 1 == door.members.send(UID, {POD: make_target(1)})
+        await door.until(lambda: door.answer().facts.epoch == 1)
+        assert [make_target(1)] == member.targets
+        assert 1 == door.answer().highest_epoch
+
+
+async def test_the_same_target_is_not_sent_twice_and_the_newest_wins(authority: Authority, tmp_path: Path) -> None:
+    async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
+        door.members.keep(UID, [member.address])
+        await door.until(lambda: door.answer().facts)
+        assert 1 == door.members.send(UID, {POD: make_target(1)})
+        assert 0 == door.members.send(UID, {POD: make_target(1)})
+        door.members.send(UID, {POD: make_target(2)})
+        await door.until(lambda: door.answer().facts.epoch == 2)
+        assert member.targets[-1] == make_target(2)
+        assert len(member.targets) <= 2
+
+
+async def test_a_member_that_is_not_wanted_any_more_is_left(authority: Authority, tmp_path: Path) -> None:
+    async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
+        door.members.keep(UID, [member.address])
+        await door.until(lambda: door.answer().facts)
+        door.members.keep(UID, [])
+        assert {} == door.members.answers(UID)
+        assert 0 == door.members.send(UID, {POD: make_target(1)})
+        assert 0 == door.members.connected
+
+
+# ------------------------------------------------------------------------------------------------------ losing a member
+async def test_a_lost_member_is_unknown_at_once_and_found_again(authority: Authority, tmp_path: Path) -> None:
+    async with operator(authority.operator_context()) as door:
+        async with agent(authority, tmp_path) as member:
+            port = member.server.ports.control
+            door.members.keep(UID, [member.address])
+            await door.until(lambda: door.answer().facts)
+            door.members.send(UID, {POD: make_target(1)})
+            await door.until(lambda: door.answer().facts.epoch == 1)
+        await door.until(lambda: door.answer().facts is None)
+        assert door.answer().silent_since is not None
+        assert 1 == len(door.lost)
+        assert 1 == door.answer().highest_epoch
+        relay = asyncio.Event()
+        async with agent(authority, tmp_path) as again, relayed(port, again.server.ports.control, relay):
+            await door.until(lambda: door.answer().facts)
+            assert [] == again.targets  # a new connection begins without a target: nothing old is repeated
+
+
+@asynccontextmanager
+async def relayed(port: int, to: int, frozen: asyncio.Event) -> AsyncIterator[None]:
+    """Passes bytes on, until frozen: then the connection stays open and nothing passes."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        while data := await reader.read(65536):
+            if frozen.is_set():
+                continue
+            writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", to)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(pump(reader, back))
+            group.create_task(pump(there, writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", port)
+    async with server:
+        yield
+        for writer in writers:
+            writer.transport.abort()
+
+
+async def test_a_half_open_connection_is_noticed_by_its_heartbeat(authority: Authority, tmp_path: Path) -> None:
+    frozen = asyncio.Event()
+    async with agent(authority, tmp_path) as member, operator(authority.operator_context(), ping_s=0.2) as door:
+        port = await free_port()
+        async with relayed(port, member.server.ports.control, frozen):
+            door.members.keep(UID, [Address(POD, "uid-0", names.ROLE_GPU, "127.0.0.1", port)])
+            await door.until(lambda: door.answer().facts)
+            frozen.set()
+            await door.until(lambda: door.answer().facts is None)
+            door.members.keep(UID, [])
+
+
+async def free_port() -> int:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port: int = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    return port
+
+
+# --------------------------------------------------------------------------------------------------- who is no member
+@pytest.mark.parametrize(
+    "lie", [{"pod_uid": "uid-of-another-pod"}, {"job_uid": "another-job"}, {"role": names.ROLE_ROLLOUT}, {"wire": 99}]
+)
+async def test_whoever_says_it_is_somebody_else_is_nobody(
+    authority: Authority, tmp_path: Path, lie: dict[str, Any]
+) -> None:
+    async with agent(authority, tmp_path, **lie) as member, operator(authority.operator_context()) as door:
+        door.members.keep(UID, [member.address])
+        await stays_unknown(door)
+        assert 0 == door.members.send(UID, {POD: make_target(1)})
+
+
+async def test_a_certificate_of_another_job_is_no_member(authority: Authority, tmp_path: Path) -> None:
+    context = authority.operator_context()
+    async with agent(authority, tmp_path, job_uid="another-job") as member, operator(context) as door:
+        door.members.keep(UID, [member.address])
+        await stays_unknown(door)
+
+
+async def test_a_certificate_of_another_authority_is_no_member(authority: Authority, tmp_path: Path) -> None:
+    async with agent(Authority.new(), tmp_path) as member, operator(authority.operator_context()) as door:
+        door.members.keep(UID, [member.address])
+        await stays_unknown(door)
+
+
+async def test_facts_of_the_other_kind_end_the_connection(authority: Authority, tmp_path: Path) -> None:
+    async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
+        member.facts = rollout_facts()
+        door.members.keep(UID, [member.address])
+        await stays_unknown(door)
+
+
+@pytest.mark.parametrize("garbage", [b"\x00\x01", "not json", '{"type":"podFacts"}', "x" * 300_000])
+async def test_garbage_ends_the_connection_and_nothing_else(
+    authority: Authority, tmp_path: Path, garbage: bytes | str
+) -> None:
+    write_files(authority, tmp_path, UID)
+
+    async def link(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await (socket.send_bytes(garbage) if isinstance(garbage, bytes) else socket.send_str(garbage))
+        await socket.receive()
+        return socket
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/link", link)])
+    runner = web.AppRunner(app, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=MemberTls.read(tmp_path).control_context()).start()
+    try:
+        async with operator(authority.operator_context()) as door:
+            address = Address(POD, "uid-0", names.ROLE_GPU, "127.0.0.1", runner.addresses[0][1])
+            door.members.keep(UID, [address])
+            await stays_unknown(door)
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_member_that_knows_a_newer_epoch_says_so(authority: Authority, tmp_path: Path) -> None:
+    async with agent(authority, tmp_path, highest_epoch=7) as member, operator(authority.operator_context()) as door:
+        door.members.keep(UID, [member.address])
+        await door.until(lambda: door.answer().facts)
+        assert 7 == door.answer().highest_epoch
+        door.members.send(UID, {POD: make_target(3)})
+        await asyncio.sleep(0)
+        door.members.send(UID, {POD: make_target(8)})
+        await door.until(lambda: door.answer().facts.epoch == 8)
+        assert [make_target(8)] == member.targets
+
+
+async def test_the_members_own_certificate_sends_no_targets(authority: Authority, tmp_path: Path) -> None:
+    """Another job's member has a certificate of the same authority; it is not the operator."""
+    async with agent(authority, tmp_path) as member:
+        thief = tmp_path / "thief"
+        write_files(authority, thief, "thief")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(thief / names.CA_FILE)
+        context.load_cert_chain(thief / names.CERT_FILE, thief / names.KEY_FILE)
+        async with operator(context) as door:
+            door.members.keep(UID, [member.address])
+            await stays_unknown(door)
+        assert [] == member.targets
+
+
+# ---------------------------------------------------------------------------------------------------------------- cost
+async def test_memory_of_a_connection_is_bounded(authority: Authority, tmp_path: Path) -> None:
+    before = sslproto.SSLProtocol.max_size
+    old = [thing for thing in gc.get_objects() if isinstance(thing, sslproto.SSLProtocol)]
+    bound_tls_memory()
+    try:
+        async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
+            door.members.keep(UID, [member.address])
+            await door.until(lambda: door.answer().facts)
+            made = [thing for thing in gc.get_objects() if isinstance(thing, sslproto.SSLProtocol) and thing not in old]
+            assert {TLS_BUFFER_BYTES} == {len(vars(each)["_ssl_buffer"]) for each in made}
+    finally:
+        sslproto.SSLProtocol.max_size = before
+    assert TLS_BUFFER_BYTES * 1024 <= 32 * 1024 * 1024
