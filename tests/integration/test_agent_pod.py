@@ -172,6 +172,17 @@ async def test_agent_that_is_restarted_in_a_switch_goes_on(net: Network, rung: R
         assert (200, "1-1") == await served_version(it)
 
 
+async def test_agent_that_is_told_to_end_hands_back_what_is_in_flight(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        await Group([it]).climb(V0)
+        long = asyncio.create_task(it.generate(input_ids=PROMPT, sampling_params=endless()))
+        await it.generating(1)
+        it.agent.terminate()
+        status, answer = await long
+        assert (200, "abort") == (status, answer["meta_info"]["finish_reason"]["type"])
+        assert 0 == await it.agent.wait()
+
+
 async def test_restarted_container_is_a_loss_of_engine_and_trainers(net: Network) -> None:
     async with pod(net, make_job()) as it:
         group = Group([it])

@@ -134,6 +134,7 @@ class Agent:
                 self.server.publish()
                 await self._sleep(until)
             await self._finish_engine_call()
+            await self._hand_back()
             for task in (link, self._attaching, *(task for _, task in self._lanes.values())):
                 if task is not None:
                     task.cancel()
@@ -181,9 +182,9 @@ class Agent:
         if target is not None and self._runner_known:
             self._note_standing(view, target)
         chosen = next_action(view, target, self._settings.rules)
+        self._note_wait(chosen)
         match chosen:
-            case do.Wait(until=until, reason=reason, message=message):
-                self._waits_for = Problem(reason=reason, message=message) if reason else None
+            case do.Wait(until=until):
                 return until
             case do.CloseGate():
                 self._close_gate()
@@ -368,6 +369,15 @@ class Agent:
         if task is not None and isinstance(action, do.Release | do.Resume | do.Update):
             await asyncio.wait({task}, timeout=END_S)
 
+    async def _hand_back(self) -> None:
+        """What is in flight when the agent ends comes back with its tokens, not as a broken connection."""
+        if self._gate.is_open:
+            self._close_gate()
+        if self._gate.in_flight and not self._engine.view.is_absent:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    await self._engine.abort_all(self._gate.settled)
+
     # --------------------------------------------------------------------------------------------------- what happens
     def _accept(self, target: PodTarget) -> None:
         log(LOG, "target accepted", epoch=target.epoch, step=target.step, rung=target.rung, version=str(target.version))
@@ -427,6 +437,14 @@ class Agent:
             version=str(target.version),
             took_s=took_s,
         )
+
+    def _note_wait(self, chosen: do.Action | do.Wait) -> None:
+        waits_for = None
+        if isinstance(chosen, do.Wait) and chosen.reason:
+            waits_for = Problem(reason=chosen.reason, message=chosen.message[:MESSAGE_CHARS])
+        if waits_for is not None and waits_for != self._waits_for:
+            log(LOG, "waiting", logging.WARNING, reason=waits_for.reason, message=waits_for.message)
+        self._waits_for = waits_for
 
     def _fail(self, reason: str, message: str) -> None:
         """Why the pod comes no nearer to its target."""
