@@ -10,6 +10,8 @@ what kills the real one: a release while busy or, with the memory saver, a secon
     GET  /fake/tokens                               tokens made so far, of each request that has not ended
     POST /fake/fault {"on": ROUTE, "do": FAULT}     once, for the next such call
 
+    a file `engine-fault` beside --config           ends the next start
+
 FAULT is hang, crash, error, act_then_hang (the effect, and no answer) or cut (the connection of a generate breaks after
 its first chunk).
 """
@@ -384,6 +386,9 @@ def main() -> None:
     parser.add_argument("--sleep-on-idle", action="store_true")
     parser.add_argument("--fake-token-s", type=float, default=0.002)
     given, _ = parser.parse_known_args()
+    if given.config and (fault := given.config.parent / "engine-fault").exists():
+        fault.unlink()
+        sys.exit("RuntimeError: told to crash at the start")
     key = given.config.read_text().split('"')[1] if given.config else ""
     print(f"server_args=ServerArgs(admin_api_key='{key}')", flush=True)  # noqa: T201 - as the real one does (H60)
     if not (given.model_path / "model.safetensors").exists():

@@ -134,6 +134,15 @@ async def test_engine_killed_while_serving_hands_its_tokens_back_and_comes_again
         assert (200, "0-1") == await served_version(it)
 
 
+async def test_engine_that_dies_at_its_start_is_reported_and_started_again(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        (it.directories.sockets / "engine-fault").touch()
+        await Group([it]).climb(V0)
+        problems = [facts.problem.message for facts in it.facts if facts.problem]
+        assert any("told to crash at the start" in problem for problem in problems)
+        assert (200, "0-1") == await served_version(it)
+
+
 async def test_engine_killed_while_trained_stays_absent_until_the_trainer_is_off_the_device(net: Network) -> None:
     async with pod(net, make_job()) as it:
         group = Group([it])

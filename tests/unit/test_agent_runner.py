@@ -117,6 +117,13 @@ async def test_output_of_a_child_is_passed_on_with_its_name_and_without_secrets(
         assert "[engine-0] key=*** ok" in it.output.read_text().splitlines()
 
 
+async def test_progress_bar_in_the_output_is_shown_as_it_ended(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        script = r"print('\r  0%\r 50%\r100%')"
+        exited = await it.exited(await it.link.start("engine-0", [sys.executable, "-c", script], {}))
+        assert ("100%",) == exited.tail
+
+
 async def test_tail_of_a_child_is_bounded(tmp_path: Path) -> None:
     async with container(tmp_path) as it:
         script = "print('x' * 100000); [print(i) for i in range(1000)]"

@@ -17,6 +17,7 @@ from colocated_rl_member.data import DataClient
 
 MAX_SHARD_BYTES = 16 * 1024**3
 PIECE_BYTES = 1024 * 1024
+SILENCE = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=30)  # an address that is gone may not even refuse
 
 
 class ShardUnavailable(Exception):
@@ -38,7 +39,7 @@ async def fetch_shard(
     try:
         async with (
             asyncio.timeout(deadline_s),
-            client.request("GET", endpoint, f"/v1/batches/{step}?shard={rank}") as answer,
+            client.request("GET", endpoint, f"/v1/batches/{step}?shard={rank}", timeout=SILENCE) as answer,
         ):
             if answer.status != 200:
                 raise ShardUnavailable(

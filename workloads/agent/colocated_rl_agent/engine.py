@@ -85,6 +85,7 @@ class Engine:
             extra=settings.job.spec.rollout.engine_args,
         )
         self._gone.clear()
+        self._killed_for = None
         try:
             incarnation = await self._runner.start(ENGINE_NAME, command.argv, command.env, secrets=[admin_key])
         except RunnerRefused as error:
@@ -98,10 +99,12 @@ class Engine:
             self.exited(exited)
 
     async def wait_until_up(self) -> None:
-        """Until it answers and is what a switch needs, or is broken. The caller minds the deadline."""
+        """Until it answers and is what a switch needs, is broken, or gone. The caller minds the deadline."""
         client, incarnation, started = self._client, self.view.incarnation, time.monotonic()
         assert client is not None
-        while not await _is_up(client):  # noqa: ASYNC110 - the engine has no event for it
+        while not await _is_up(client):
+            if self.view.incarnation != incarnation:
+                return
             await asyncio.sleep(START_POLL_S)
         try:
             info = await client.require_suitable(gpus=self._settings.gpus)
@@ -137,8 +140,7 @@ class Engine:
         killed_for, self._killed_for = self._killed_for, None
         self._gone.set()
         if killed_for is None or event.code != KILLED:
-            broken = f" ({self.view.broken})" if self.view.broken else ""
-            self._lost(f"it ended with code {event.code}{broken}; last words: {' | '.join(event.tail[-3:])}")
+            self._lost(self._end_of(event))
         elif self.view.broken is not None:
             self._lost(killed_for)
         else:
@@ -149,7 +151,8 @@ class Engine:
         if child is None or not child.running:
             self._gone.set()
             if not self.view.is_absent:
-                self._lost("it ended with its container, or while the runner was unreachable")
+                known = child is not None and child.incarnation == self.view.incarnation
+                self._lost(self._end_of(child) if child is not None and known else "it ended with its container")
             return
         if child.incarnation == self.view.incarnation:
             return
@@ -315,6 +318,10 @@ class Engine:
         log(LOG, "engine lost", logging.WARNING, reason=reason, starts_again_in_s=wait_s)
         self._failed("EngineLost", reason)
         self._set(self.view.gone(start_after=time.monotonic() + wait_s))
+
+    def _end_of(self, child: ChildExited | ChildStatus) -> str:
+        broken = f" ({self.view.broken})" if self.view.broken else ""
+        return f"it ended with code {child.code}{broken}; last words: {' | '.join(child.tail[-3:])}"
 
     def _set(self, view: EngineView) -> None:
         self.view = view

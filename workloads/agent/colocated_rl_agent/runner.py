@@ -128,7 +128,7 @@ class Child:
     def _pass_on(self, line: bytes) -> None:
         for secret in self.secrets:
             line = line.replace(secret, b"***")
-        text = line.decode("utf-8", "replace").rstrip("\r")
+        text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]  # of a progress bar its last state
         self.tail.append(text[:TAIL_LINE_CHARS])
         write_out(f"[{self.name}] {text}")
 
