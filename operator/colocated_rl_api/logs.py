@@ -24,7 +24,11 @@ class JsonLines(logging.Formatter):
     """One JSON object per record; `record.args` that are a mapping become fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {"ts": round(record.created, 6), "level": record.levelname.lower(), "event": record.msg}
+        line: dict[str, object] = {
+            "ts": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "event": record.msg,
+        }
         line |= _bound.get()
         if isinstance(record.args, dict):
             line |= record.args

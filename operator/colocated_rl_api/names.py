@@ -51,7 +51,9 @@ BIN_DIR = "/run/colocate/bin"  # the runner, copied by the init container; read-
 SOCKET_DIR = "/run/colocate/sock"  # runner.sock, trainer-<rank>.sock; shared by agent and GPU container
 BATCH_DIR = "/run/colocate/batches"  # shards that the agent fetched for its trainers; the agent writes, trainers read
 WEIGHTS_DIR = "/weights"  # memory-backed volume of the exports
-EXPORTS_DIR = "/weights/exports"  # trainers write, engine reads, the agent makes it and removes what is old: in a directory
+EXPORTS_DIR = (
+    "/weights/exports"  # trainers write, engine reads, the agent makes it and removes what is old: in a directory
+)
 # of its own it may, at the volume's root not, which is sticky
 MODEL_DIR = "/model"  # spec.model's claim, read-only
 CHECKPOINT_DIR = "/checkpoints"  # the checkpoint volume; trainers only
