@@ -109,7 +109,8 @@ def test_an_engine_killed_while_it_serves_comes_back_gated_and_climbs(job: Runni
     lines = job.lines(pod, names.AGENT_CONTAINER)
     gone = last(lines, "engine lost").ts
     after = [line for line in lines if line.ts > gone]
-    assert first(after, "engine up").ts < first(after, "gate open").ts
+    opened = [line for line in job.rollout_lines("gate open") if line.ts > gone and line.fields["gate"] == pod]
+    assert first(after, "engine up").ts < first(after, "probe agrees").ts < opened[0].ts
 
 
 def test_an_engine_killed_while_the_trainer_holds_the_gpu_is_absent_until_offloaded(job: RunningJob) -> None:
@@ -267,7 +268,7 @@ print(json.dumps(out))
 
 READ_ACCOUNTS = """
 import json, sqlite3
-db = sqlite3.connect('file:/var/lib/colocate/store.sqlite?mode=ro', uri=True)
+db = sqlite3.connect('file:/var/lib/colocate/store.sqlite3?mode=ro', uri=True)
 db.execute('BEGIN')
 one = lambda sql: db.execute(sql).fetchone()[0] or 0
 print(json.dumps(dict(
