@@ -56,8 +56,10 @@ def plain_line(line: Line) -> str | None:
             )
         case "engine up":
             return f"{line['pod']}: the engine is up after {line['took_s']:.0f} s"
-        case event if line.get("level") in ("warning", "error", "critical"):
-            return f"{line.get('pod', '')}: {event}: {line.get('reason', '')} {line.get('message', '')}".rstrip()
+        case "problem":
+            return f"{line['pod']}: {line['reason']}: {line.get('message', '')}"
+        case event if line.get("level") in ("error", "critical"):
+            return f"{line.get('pod', '')}: {event}: {line.get('reason', '')}"
         case _:
             return None
 
