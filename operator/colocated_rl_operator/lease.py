@@ -83,11 +83,11 @@ class Lease:
         self._thread.start()
         await self._renewed.wait()
 
-    async def keep_beating(self) -> NoReturn:
+    async def keep_beating(self, *, interval_s: float = HEARTBEAT_S) -> NoReturn:
         """Shows the thread that the event loop runs."""
         while True:
             self._beat_at = time.monotonic()
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(interval_s)
 
     async def confirm(self) -> None:
         """Returns after a renewal that began after this call; a process that is no leader any more does not return."""

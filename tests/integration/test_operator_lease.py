@@ -1,0 +1,156 @@
+"""Leadership: who has it, who waits, who ends. Real threads and HTTP, short terms."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import pytest
+
+from colocated_rl_operator.kube import Kube
+from colocated_rl_operator.lease import Lease, LeaseTerms
+from fakes.api_server import FakeApiServer
+
+PATH = "/apis/coordination.k8s.io/v1/namespaces/operators/leases/colocated-rl-operator"
+DEADLINE_S = 10.0
+
+
+@dataclass
+class Deaths:
+    """Why `os._exit` would have ended the process. `die` does not come back either: the thread stands still."""
+
+    reasons: list[str] = field(default_factory=list)
+
+    def die(self, reason: str) -> NoReturn:
+        self.reasons.append(reason)
+        while True:
+            threading.Event().wait()
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[FakeApiServer]:
+    async with FakeApiServer() as api:
+        yield api
+
+
+def make_lease(api: FakeApiServer, identity: str, deaths: Deaths | None = None) -> Lease:
+    times = {"duration_s": 1.0, "renew_deadline_s": 0.6, "retry_s": 0.1}
+    terms = LeaseTerms("operators", "colocated-rl-operator", identity, **times)
+    return Lease(terms, connect=lambda: Kube(api.access), die=(deaths or Deaths()).die)
+
+
+@asynccontextmanager
+async def beating(lease: Lease) -> AsyncIterator[None]:
+    task = asyncio.create_task(lease.keep_beating(interval_s=0.1))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def holder(api: FakeApiServer) -> str:
+    spec = api.objects[PATH]["spec"]
+    return f"{spec['holderIdentity']} {spec['leaseTransitions']}"
+
+
+async def until(api: FakeApiServer, what: str) -> None:
+    changed = asyncio.Event()
+    api.watch("leases", lambda event, body: changed.set())
+    async with asyncio.timeout(DEADLINE_S):
+        while holder(api) != what:
+            changed.clear()
+            await changed.wait()
+
+
+async def test_the_first_candidate_leads_and_renews(api: FakeApiServer) -> None:
+    lease = make_lease(api, "a")
+    async with asyncio.timeout(DEADLINE_S):
+        await lease.acquire()
+    async with beating(lease):
+        assert "a 1" == holder(api)
+        version = api.objects[PATH]["metadata"]["resourceVersion"]
+        async with asyncio.timeout(DEADLINE_S):
+            await lease.confirm()
+        assert version != api.objects[PATH]["metadata"]["resourceVersion"]
+    await lease.release()
+    assert " 1" == holder(api)
+
+
+async def test_a_released_lease_is_taken_at_once(api: FakeApiServer) -> None:
+    first, second = make_lease(api, "a"), make_lease(api, "b")
+    await first.acquire()
+    waiting = asyncio.create_task(second.acquire())
+    async with beating(first):
+        await first.release()
+    async with asyncio.timeout(0.9):  # less than the duration
+        await waiting
+    assert "b 2" == holder(api)
+    await second.release()
+
+
+async def test_a_holder_that_is_gone_loses_the_lease_after_its_duration(api: FakeApiServer) -> None:
+    far = "2999-01-01T00:00:00Z"  # clocks of others count for nothing
+    spec = {"holderIdentity": "gone", "leaseDurationSeconds": 1, "leaseTransitions": 4, "renewTime": far}
+    api.put(PATH, {"metadata": {"name": "colocated-rl-operator"}, "spec": spec})
+    lease = make_lease(api, "b")
+    started = asyncio.get_running_loop().time()
+    async with asyncio.timeout(DEADLINE_S):
+        await lease.acquire()
+    assert asyncio.get_running_loop().time() - started >= 1.0
+    assert "b 5" == holder(api)
+    await lease.release()
+
+
+async def test_a_candidate_waits_while_the_api_is_away(api: FakeApiServer) -> None:
+    api.refuse_next(503, 503, 503)
+    lease, deaths = make_lease(api, "a", deaths := Deaths()), deaths
+    async with asyncio.timeout(DEADLINE_S):
+        await lease.acquire()
+    assert [] == deaths.reasons
+    await lease.release()
+
+
+async def test_a_leader_that_cannot_renew_ends_before_the_lease_runs_out(api: FakeApiServer) -> None:
+    lease = make_lease(api, "a", deaths := Deaths())
+    await lease.acquire()
+    api.refuse_next(*[503] * 1000)
+    async with beating(lease):
+        await died(deaths)
+    assert "not renewed for 0.6 s" in deaths.reasons[0]
+
+
+async def test_a_leader_whose_event_loop_is_blocked_ends(api: FakeApiServer) -> None:
+    lease = make_lease(api, "a", deaths := Deaths())
+    await lease.acquire()  # and nobody shows that the loop runs
+    await died(deaths)
+    assert "event loop has not run" in deaths.reasons[0]
+
+
+async def test_a_leader_that_finds_another_holder_ends(api: FakeApiServer) -> None:
+    lease = make_lease(api, "a", deaths := Deaths())
+    await lease.acquire()
+    api.put(PATH, {**api.objects[PATH], "spec": {**api.objects[PATH]["spec"], "holderIdentity": "thief"}})
+    async with beating(lease):
+        await died(deaths)
+    assert "another process holds the lease" in deaths.reasons[0]
+
+
+async def died(deaths: Deaths) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not deaths.reasons:
+            await asyncio.to_thread(lambda: None)
+
+
+async def test_who_leads_no_more_gets_no_confirmation(api: FakeApiServer) -> None:
+    lease = make_lease(api, "a", deaths := Deaths())
+    await lease.acquire()
+    api.refuse_next(*[409] * 10)
+    async with beating(lease):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await lease.confirm()
+    await died(deaths)

@@ -1,0 +1,134 @@
+"""The objects of a job, as they go to the API server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from builders import UID, make_job
+from colocated_rl_api import names
+from colocated_rl_api.job import JOB_NAME_MAX
+from colocated_rl_api.member_wire import JobFile
+from colocated_rl_operator import resources
+from colocated_rl_operator.observation import ROLLOUT_SEAT, gpu_seat
+from colocated_rl_operator.resources import PodImages
+
+IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
+
+
+def pod(seat: str, **spec: Any) -> dict[str, Any]:
+    return resources.pod(make_job(**spec), seat, 0, IMAGES)
+
+
+def containers(body: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*body["spec"].get("initContainers", []), *body["spec"]["containers"]]
+
+
+def container(body: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(each for each in containers(body) if each["name"] == name)
+
+
+def mounts(body: dict[str, Any], name: str) -> dict[str, bool]:
+    """Volume to whether it is read-only."""
+    return {each["name"]: each.get("readOnly", False) for each in container(body, name)["volumeMounts"]}
+
+
+@pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])
+def test_every_container_passes_the_restricted_profile(seat: str) -> None:
+    body = pod(seat)
+    context = body["spec"]["securityContext"]
+    assert context["runAsNonRoot"]
+    assert {"type": "RuntimeDefault"} == context["seccompProfile"]
+    assert body["spec"]["automountServiceAccountToken"] is False
+    for each in containers(body):
+        assert {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "runAsNonRoot": True,
+            "capabilities": {"drop": ["ALL"]},
+        }.items() <= each["securityContext"].items()
+    kinds = {kind for volume in body["spec"]["volumes"] for kind in volume if kind != "name"}
+    assert kinds <= {"emptyDir", "secret", "configMap", "persistentVolumeClaim"}
+
+
+def test_the_agent_is_a_sidecar_of_its_own_user_and_keys_and_journal_are_its_alone() -> None:
+    body = pod(gpu_seat(1))
+    agent, gpu = container(body, names.AGENT_CONTAINER), container(body, names.GPU_CONTAINER)
+    assert "Always" == agent["restartPolicy"]
+    assert agent["securityContext"]["runAsUser"] != body["spec"]["securityContext"]["runAsUser"]
+    assert {"tls", "state"}.isdisjoint(mounts(body, gpu["name"]))
+    assert {"model", "checkpoints"}.isdisjoint(mounts(body, agent["name"]))
+    assert mounts(body, gpu["name"])["bin"]
+    assert mounts(body, gpu["name"])["batches"]
+    assert not mounts(body, agent["name"])["batches"]
+    assert {"name": names.ENV_REPLICA, "value": "1"} in agent["env"]
+
+
+def test_what_is_mounted_is_declared_and_the_other_way_round() -> None:
+    for seat in (gpu_seat(0), ROLLOUT_SEAT):
+        body = pod(seat)
+        used = {mount["name"] for each in containers(body) for mount in each["volumeMounts"]}
+        assert {volume["name"] for volume in body["spec"]["volumes"]} == used
+
+
+def test_a_user_without_a_passwd_entry_and_a_read_only_root_finds_its_home() -> None:
+    env = {item["name"]: item["value"] for item in container(pod(gpu_seat(0)), names.GPU_CONTAINER)["env"]}
+    assert {"HOME": names.SCRATCH_DIR, "USER": "colocate", "LOGNAME": "colocate"}.items() <= env.items()
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, {}), (2, {"amd.com/gpu": "2"})])
+def test_devices_are_asked_for_by_count_and_name(count: int, expected: dict[str, str]) -> None:
+    body = pod(gpu_seat(0), gpus={"count": count, "resourceName": "amd.com/gpu"})
+    assert expected == container(body, names.GPU_CONTAINER)["resources"]["limits"]
+
+
+def test_the_jobs_own_image_and_the_operators_default() -> None:
+    assert "gpu:1" == container(pod(gpu_seat(0)), names.GPU_CONTAINER)["image"]
+    assert "mine" == container(pod(gpu_seat(0), gpus={"count": 0, "image": "mine"}), names.GPU_CONTAINER)["image"]
+
+
+def test_derived_names_fit() -> None:
+    job = make_job("j" * JOB_NAME_MAX, replicas=1024)
+    assert len(resources.pod_name(job, gpu_seat(1023), 9999)) <= 63
+    assert len(resources.claim_name(job, "checkpoints")) <= 63
+    assert len(resources.tls_secret_name(job)) <= 253
+
+
+def test_the_secret_is_named_by_the_jobs_uid_and_never_changes() -> None:
+    secret = resources.tls_secret(make_job(), {"ca.crt": "x"})
+    assert UID in secret["metadata"]["name"]
+    assert secret["immutable"]
+
+
+def test_retained_volumes_have_no_owner_and_others_do() -> None:
+    job = make_job(storage={"volume": {"retain": False}})
+    store, checkpoints = resources.claims(job)
+    assert [UID] == [owner["uid"] for owner in store["metadata"]["ownerReferences"]]
+    assert "ownerReferences" not in checkpoints["metadata"]
+    assert ["ReadWriteMany"] == checkpoints["spec"]["accessModes"]
+    assert ["ReadWriteOnce"] == resources.claims(make_job(replicas=1))[1]["spec"]["accessModes"]
+
+
+def test_members_read_the_job_as_it_is_and_the_trainer_its_configuration() -> None:
+    job = make_job(trainer={"config": {"learningRate": 0.1}})
+    data = resources.config(job)["data"]
+    assert job.spec == JobFile.model_validate_json(data["job.json"]).spec
+    assert {"learningRate": 0.1} == json.loads(data["trainer.json"])
+
+
+def test_only_the_operator_reaches_control_ports_and_only_the_job_itself_its_other_ports() -> None:
+    policy = resources.network_policy(make_job(), operator_namespace="operators")["spec"]
+    control, own, metrics = policy["ingress"]
+    assert "operators" == control["from"][0]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+    assert [names.CONTROL_PORT] == [port["port"] for port in control["ports"]]
+    assert {names.JOB_UID_LABEL: UID} == own["from"][0]["podSelector"]["matchLabels"]
+    assert [names.METRICS_PORT] == [port["port"] for port in metrics["ports"]]
+
+
+@pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])
+def test_labels_find_the_pods_of_a_job(seat: str) -> None:
+    labels = pod(seat)["metadata"]["labels"]
+    expected = {names.MANAGED_BY_LABEL: names.MANAGED_BY, names.JOB_UID_LABEL: UID, names.ATTEMPT_LABEL: "0"}
+    assert expected.items() <= labels.items()

@@ -1,0 +1,113 @@
+"""What the process is told: every mistake is one line that names the variable, its value and what is expected."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from colocated_rl_operator.cluster import find_cluster
+from colocated_rl_operator.errors import BadSetting
+from colocated_rl_operator.observation import Observation
+from colocated_rl_operator.settings import Settings
+from colocated_rl_operator.simulate import observation
+
+ENVIRONMENT = {"OPERATOR_NAMESPACE": "rl", "AGENT_IMAGE": "a", "ROLLOUT_IMAGE": "r", "GPU_IMAGE": "g", "POD_NAME": "me"}
+
+
+def test_defaults() -> None:
+    settings = Settings.read(ENVIRONMENT)
+    assert ("rl", "me", (), 9090, "INFO") == (
+        settings.namespace,
+        settings.identity,
+        settings.watch_namespaces,
+        settings.metrics_port,
+        settings.log_level,
+    )
+    assert (15, 10, 2) == (settings.lease.duration_s, settings.lease.renew_deadline_s, settings.lease.retry_s)
+
+
+def test_namespaces_are_a_list() -> None:
+    assert ("a", "b") == Settings.read(ENVIRONMENT | {"WATCH_NAMESPACES": " a, b,"}).watch_namespaces
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OPERATOR_NAMESPACE", ""),
+        ("GPU_IMAGE", " "),
+        ("LEASE_DURATION_S", "soon"),
+        ("LEASE_RENEW_DEADLINE_S", "20"),
+        ("LEASE_RETRY_S", "-1"),
+        ("METRICS_PORT", "99999"),
+        ("LOG_LEVEL", "loud"),
+        ("IMAGE_PULL_POLICY", "Sometimes"),
+    ],
+)
+def test_a_bad_value_is_named(name: str, value: str) -> None:
+    with pytest.raises(BadSetting, match=name):
+        Settings.read(ENVIRONMENT | {name: value})
+
+
+def test_the_service_account_needs_no_name_resolution(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("first\n")
+    (tmp_path / "ca.crt").write_text("pem")
+    environment = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
+    access = find_cluster(environment, service_account=tmp_path)
+    assert "https://[fd00::1]:6443" == access.server
+    (tmp_path / "token").write_text("rotated")
+    assert {"Authorization": "Bearer rotated"} == access.headers()
+
+
+def test_a_kubeconfig_is_read_by_its_current_context(tmp_path: Path) -> None:
+    path = tmp_path / "config"
+    config = {
+        "current-context": "b",
+        "contexts": [{"name": name, "context": {"cluster": name, "user": name}} for name in "ab"],
+        "clusters": [
+            {
+                "name": name,
+                "cluster": {
+                    "server": f"https://{name}/",
+                    "certificate-authority-data": base64.b64encode(b"ca").decode(),
+                },
+            }
+            for name in "ab"
+        ],
+        "users": [{"name": name, "user": {"token": name}} for name in "ab"],
+    }
+    path.write_text(yaml.safe_dump(config))
+    access = find_cluster({"KUBECONFIG": str(path)}, service_account=tmp_path / "none")
+    assert ("https://b", "ca", "b") == (access.server, access.ca_pem, access.token())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "current-context: x", "{"])
+def test_a_kubeconfig_that_leads_nowhere_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config"
+    path.write_text(text)
+    with pytest.raises(BadSetting, match="KUBECONFIG"):
+        find_cluster({"KUBECONFIG": str(path)}, service_account=tmp_path / "none")
+
+
+def test_the_process_ends_with_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "colocated_rl_operator"], env={}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert 2 == done.returncode
+    assert 1 == done.stderr.count("\n")
+    assert "OPERATOR_NAMESPACE" in done.stderr
+
+
+def test_a_plan_can_be_read_off_a_file_without_a_cluster(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "colocated_rl_operator.simulate"]
+    example = subprocess.run([*command, "--example"], capture_output=True, timeout=60, check=True).stdout
+    assert isinstance(observation.validate_json(example), Observation)
+    path = tmp_path / "seen.json"
+    path.write_bytes(example)
+    printed = subprocess.run([*command, str(path)], capture_output=True, timeout=60, check=True).stdout
+    assert ["gpu-0", "gpu-1", "rollout"] == [pod["seat"] for pod in json.loads(printed)["pods"]]

@@ -1,0 +1,186 @@
+"""The job's status: one word for people, conditions for programs, and when it is worth a write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from builders import CREATED, facts_at, make_climb, make_job, make_observation, rollout_facts
+from colocated_rl_api.job import ColocatedRLJobStatus, ConditionStatus, Holder, Phase
+from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.member_wire import EvaluationResult, Problem
+from colocated_rl_operator.observation import Climb, Observation
+from colocated_rl_operator.plan import plan
+from colocated_rl_operator.reasons import Cause, Reason
+from colocated_rl_operator.status import Stall, invalid, is_urgent, leaving, report
+
+BLANK = ColocatedRLJobStatus()
+V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
+SWITCH = make_climb(1, cause=Cause.NEXT_STEP)
+
+
+def seen_at(*rungs: Rung, climb: Climb = SWITCH, served: WeightVersion | None = V0, raised: bool = True) -> Observation:
+    facts = [facts_at(rung, climb.version, epoch=climb.epoch) for rung in rungs]
+    rollout = rollout_facts(sealed=1)
+    return make_observation(
+        make_job(replicas=len(rungs)), list(facts), climb=climb, rollout=rollout, served=served, raised=raised
+    )
+
+
+def status_of(seen: Observation, before: ColocatedRLJobStatus = BLANK) -> ColocatedRLJobStatus:
+    return report(seen, plan(seen), before=before, at=CREATED)
+
+
+def conditions(status: ColocatedRLJobStatus) -> dict[str, tuple[bool, str]]:
+    return {item.type: (item.status is ConditionStatus.TRUE, item.reason) for item in status.conditions}
+
+
+# --------------------------------------------------------------------------------------------------------------- phases
+@pytest.mark.parametrize(
+    ("rung", "phase", "holder"),
+    [
+        (Rung.SEALED, Phase.SWITCHING, Holder.SWITCHING),
+        (Rung.DRAINED, Phase.SWITCHING, Holder.SWITCHING),
+        (Rung.RELEASED, Phase.TRAINING, Holder.TRAINER),
+        (Rung.TRAINED, Phase.SWITCHING, Holder.SWITCHING),
+        (Rung.UPDATED, Phase.SWITCHING, Holder.SWITCHING),
+        (Rung.SERVING, Phase.ROLLOUT, Holder.ROLLOUT),
+    ],
+)
+def test_a_switch_in_words(rung: Rung, phase: Phase, holder: Holder) -> None:
+    status = status_of(seen_at(rung, rung))
+    assert (phase, holder, rung) == (status.phase, status.gpu_holder, status.rung)
+    assert (True, Reason.SERVING) == conditions(status)["Ready"]  # an ordinary switch is no trouble
+
+
+def test_the_first_climb_is_starting_and_not_ready() -> None:
+    climb = make_climb(0, cause=Cause.FIRST_START)
+    status = status_of(seen_at(Rung.RELEASED, Rung.RELEASED, climb=climb, served=None))
+    assert Phase.STARTING is status.phase
+    assert (False, Reason.CLIMBING) == conditions(status)["Ready"]
+    assert (True, Reason.CLIMBING) == conditions(status)["Reconciling"]
+
+
+def test_a_new_lineage_is_recovering_until_it_is_served() -> None:
+    climb = make_climb(1, 2, cause=Cause.POD_REPLACED)
+    status = status_of(seen_at(Rung.RELEASED, Rung.RELEASED, climb=climb, served=V1))
+    assert Phase.RECOVERING is status.phase
+    assert (False, "PodReplaced") == conditions(status)["Ready"]
+    assert Phase.ROLLOUT is status_of(seen_at(Rung.SERVING, Rung.SERVING, climb=climb, served=V1)).phase
+
+
+def test_an_engine_that_is_replaced_is_recovering() -> None:
+    assert Phase.RECOVERING is status_of(seen_at(Rung.SERVING, Rung.OFFLOADED, served=V1)).phase
+
+
+def test_a_takeover_changes_no_word_until_the_members_have_answered() -> None:
+    before = status_of(seen_at(Rung.RELEASED, Rung.RELEASED))
+    status = status_of(seen_at(Rung.RELEASED, Rung.RELEASED, raised=False), before)
+    assert (Phase.TRAINING, 2, Cause.TAKEOVER) == (status.phase, status.epoch, status.cause)
+    assert conditions(before) == conditions(status)
+
+
+def test_a_silent_member_is_named() -> None:
+    seen = seen_at(Rung.SERVING, Rung.SERVING)
+    silent = replace(seen.members[1], facts=None, trouble="agent: CrashLoopBackOff: back-off 10s")
+    status = status_of(replace(seen, members=(seen.members[0], silent, seen.members[2])))
+    assert ("1/2", (False, Reason.PODS_STARTING)) == (status.ready, conditions(status)["PodsReady"])
+    message = next(item.message for item in status.conditions if item.type == "PodsReady")
+    assert "gpu-1 (agent: CrashLoopBackOff" in message
+    assert ["sums-gpu-1-0"] == [pod.name for pod in status.out_of_line]
+
+
+# ----------------------------------------------------------------------------------------------------------------- ends
+def ended(cause: Cause, *, is_over: bool) -> ColocatedRLJobStatus:
+    seen = seen_at(Rung.SERVING, Rung.SERVING, climb=make_climb(1, cause=cause), served=V1)
+    return status_of(replace(seen, members=(), is_over=False) if is_over else seen)
+
+
+def test_completion_satisfies_kubectl_wait_and_helm() -> None:
+    assert (False, Reason.STEPS_REMAIN) == conditions(ended(Cause.ALL_STEPS_DONE, is_over=False))["Complete"]
+    status = ended(Cause.ALL_STEPS_DONE, is_over=True)
+    found = conditions(status)
+    assert Phase.COMPLETE is status.phase
+    assert {"Complete", "Ready"} == {kind for kind, (is_true, _) in found.items() if is_true}
+    assert CREATED == status.completion_time
+
+
+def test_failure_stalls_at_once_and_names_its_cause() -> None:
+    status = ended(Cause.BACKOFF_LIMIT, is_over=False)
+    found = conditions(status)
+    assert (Phase.FAILED, None) == (status.phase, status.completion_time)
+    assert {"Failed", "Stalled", "PodsReady"} == {kind for kind, (is_true, _) in found.items() if is_true}
+    assert "BackoffLimitExceeded" == found["Failed"][1]
+
+
+def test_the_words_of_a_failure_stay_after_the_pass_that_found_them() -> None:
+    seen = seen_at(Rung.SERVING, Rung.SERVING, climb=make_climb(1, cause=Cause.BACKOFF_LIMIT))
+    decided = plan(seen)
+    first = report(seen, replace(decided, message="a trainer died"), before=BLANK, at=CREATED)
+    second = report(seen, decided, before=first, at=CREATED)
+    assert ["a trainer died"] == [item.message for item in second.conditions if item.type == "Failed"]
+
+
+# ----------------------------------------------------------------------------------------------------------- conditions
+def test_the_time_of_a_condition_moves_only_with_its_status() -> None:
+    seen = seen_at(Rung.SERVING, Rung.SERVING)
+    first = report(seen, plan(seen), before=BLANK, at=CREATED)
+    later = CREATED + timedelta(hours=1)
+    second = report(seen, plan(seen), before=first, at=later)
+    assert {CREATED} == {item.last_transition_time for item in second.conditions}
+    broken = Stall(Reason.OBJECT_REFUSED, "quota")
+    third = report(seen, plan(seen), before=second, at=later, stall=broken)
+    assert {"Stalled": later} == {
+        item.type: item.last_transition_time for item in third.conditions if item.last_transition_time != CREATED
+    }
+
+
+def test_an_invalid_spec_keeps_what_is_known() -> None:
+    before = status_of(seen_at(Rung.SERVING, Rung.SERVING))
+    status = invalid("spec.steps is 0", generation=2, before=before, at=CREATED)
+    assert (True, Reason.INVALID_SPEC) == conditions(status)["Stalled"]
+    assert (2, before.epoch, before.phase) == (status.observed_generation, status.epoch, status.phase)
+    assert len(status.conditions) == len(before.conditions)
+
+
+def test_a_job_on_its_way_out_is_not_ready() -> None:
+    status = leaving(before=status_of(seen_at(Rung.SERVING, Rung.SERVING)), at=CREATED)
+    assert (False, Reason.DELETED) == conditions(status)["Ready"]
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+def test_the_step_is_finished_when_every_pod_has_trained_it() -> None:
+    assert status_of(seen_at(Rung.RELEASED, Rung.TRAINED)).step is None
+    assert 1 == status_of(seen_at(Rung.TRAINED, Rung.SERVING)).step
+
+
+def test_counts_and_pods_out_of_line() -> None:
+    seen = seen_at(Rung.PAUSED, Rung.PAUSED, Rung.SETTLED)
+    stuck = seen.members[2].pod_facts
+    assert stuck is not None
+    facts = stuck.model_copy(update={"problem": Problem(reason="Unsettled", message="1 request in flight")})
+    members = (*seen.members[:2], replace(seen.members[2], facts=facts), seen.members[3])
+    status = status_of(replace(seen, members=members))
+    assert {"Paused": 2, "Settled": 1} == status.pods_by_rung
+    assert [("sums-gpu-2-0", "Settled", "Unsettled")] == [
+        (pod.name, pod.rung, pod.reason) for pod in status.out_of_line
+    ]
+
+
+def test_unmeasured_figures_are_absent() -> None:
+    status = status_of(seen_at(Rung.SERVING, Rung.SERVING))
+    assert status.rollout is not None
+    assert (None, None, None) == (status.rollout.reward, status.evaluation, status.last_switch_seconds)
+
+
+def test_figures_alone_are_not_urgent_and_phases_are() -> None:
+    seen = seen_at(Rung.SERVING, Rung.SERVING)
+    before = status_of(seen)
+    result = EvaluationResult(step=0, samples=4, mean=0.5, stderr=0.1)
+    facts = rollout_facts(sealed=1, reward_mean=0.3, evaluated=result, samples={"running": 3})
+    moved = status_of(replace(seen, members=(*seen.members[:2], replace(seen.members[2], facts=facts))), before)
+    assert before != moved
+    assert not is_urgent(before, moved)
+    assert is_urgent(before, status_of(seen_at(Rung.SERVING, Rung.OFFLOADED, served=V1), before))
