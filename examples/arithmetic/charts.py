@@ -66,7 +66,7 @@ def line_chart(
                 )
     names = "".join(f"<li>{_swatch(one.colour)}{escape(one.name)}</li>" for one in series)
     names += "".join(f'<li><i class="dash"></i>{escape(name)}</li>' for _, name in lines)
-    across_ticks = "".join(_tick("left", 100 * x / right, f"{x:g}") for x in _ticks(right))
+    across_ticks = "".join(_tick("left", 100 * x / right, f"{x:g}") for x in _ticks(right, least=1))
     up_ticks = "".join(_tick("bottom", 100 * y, f"{y:g}") for y in (0, 0.25, 0.5, 0.75, 1))
     return (
         f'<figure><ul class="key">{names}</ul><div class="plot"><div class="up" aria-hidden="true">{up_ticks}</div>'
@@ -138,9 +138,9 @@ def _tick(side: str, place: float, text: str) -> str:
     return f'<span style="{side}:{place:.2f}%">{text}</span>'
 
 
-def _ticks(right: Number) -> list[float]:
-    """At most seven round numbers from 0 to `right`."""
+def _ticks(right: Number, *, least: float = 0.0) -> list[float]:
+    """At most seven round numbers from 0 to `right`, at least `least` apart."""
     for unit in (10.0**power * factor for power in range(-4, 9) for factor in (1, 2, 5)):
-        if right / unit <= 6:
+        if right / unit <= 6 and unit >= least:
             return [unit * count for count in range(int(right / unit + 1e-9) + 1)]
     return [0.0]
