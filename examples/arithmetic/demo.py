@@ -58,7 +58,7 @@ class Demo:
     async def run(self) -> Records:
         """Raises ClusterError, WarmUpMissed."""
         began = time.monotonic()
-        torch.set_num_threads(2)
+        torch.set_num_threads(1)  # more do not help a model this small
         await asyncio.to_thread(ensure_model, MODEL, Recipe(), self.say)
         began = self._note("model", began)
         self.say("cluster: starting etcd, API server, controllers, scheduler and kubelet, about 10 s")

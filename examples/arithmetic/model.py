@@ -1,4 +1,4 @@
-"""Makes the small model that the demo trains, with its tokenizer, from nothing, in about two minutes on two cores.
+"""Makes the small model that the demo trains, with its tokenizer, from nothing, in about two minutes on one core.
 
     python -m examples.arithmetic.model DIRECTORY [--seed N]
 
@@ -87,7 +87,7 @@ def ensure_model(directory: Path, recipe: Recipe, report: Report) -> float:
     if made and made["made_of"] == made_of:
         report(f"model: {directory} is up to date (held-out exact match {made['held_out']:.3f})")
         return made["held_out"]
-    report(f"model: warming up a new one into {directory}, about two minutes on two cores")
+    report(f"model: warming up a new one into {directory}, about two minutes")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
         new = Path(scratch) / "model"
@@ -247,7 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="more do not help a model this small")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     try:
