@@ -109,14 +109,20 @@ func upCommand(dir *string) *cobra.Command {
 }
 
 func downCommand(here directory) *cobra.Command {
-	return &cobra.Command{Use: "down", Short: "End a cluster; its directory stays and can be started again", Args: cobra.NoArgs,
-		RunE: func(*cobra.Command, []string) error {
-			dir, err := here()
-			if err != nil {
-				return err
-			}
-			return supervisor.Down(dir)
-		}}
+	var remove bool
+	c := &cobra.Command{Use: "down", Short: "End a cluster; its directory stays and can be started again", Args: cobra.NoArgs}
+	c.Flags().BoolVar(&remove, "delete", false, "remove its directory too, with what pods wrote as other users")
+	c.RunE = func(*cobra.Command, []string) error {
+		dir, err := here()
+		if err != nil {
+			return err
+		}
+		if remove {
+			return supervisor.Delete(dir)
+		}
+		return supervisor.Down(dir)
+	}
+	return c
 }
 
 func statusCommand(here directory) *cobra.Command {

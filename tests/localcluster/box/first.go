@@ -102,8 +102,8 @@ func become(s *Spec) error {
 	if err := LimitCapabilities(s.Capabilities, s.NoNewPrivs); err != nil {
 		return err
 	}
-	// A user namespace of an ordinary user has one group; the kernel refuses to set any there, also that one.
-	if err := syscall.Setgroups(s.Groups); err != nil && !(InUserNamespace && len(s.Groups) == 1) {
+	// In a namespace of one user the kernel refuses to set any group, also the one that there is.
+	if err := syscall.Setgroups(s.Groups); err != nil && !(OneUser && len(s.Groups) == 1) {
 		return fmt.Errorf("setgroups %v: %w", s.Groups, err)
 	}
 	if err := syscall.Setresgid(s.GID, s.GID, s.GID); err != nil {
@@ -179,10 +179,3 @@ func closedParent(path string) string {
 	}
 	return ""
 }
-
-// InUserNamespace says whether user 0 here is somebody else outside. It is settled at the start, as a thread that has
-// entered a container's /proc does not find itself there.
-var InUserNamespace = func() bool {
-	text, err := os.ReadFile("/proc/self/uid_map")
-	return err == nil && strings.Join(strings.Fields(string(text)), " ") != "0 0 4294967295"
-}()

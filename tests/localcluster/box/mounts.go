@@ -77,11 +77,12 @@ func openParents(root, target string, own map[uint64]bool) error {
 		if err := syscall.Stat(dir, &st); err != nil {
 			return err
 		}
-		if !own[st.Dev] || st.Mode&0o001 != 0 {
+		const enter = 0o111 // of all three: whoever is in the directory's group is asked for the group's right alone
+		if !own[st.Dev] || st.Mode&enter == enter {
 			continue
 		}
-		// EPERM: in a user namespace the directory is someone else's; the container's user is the same one as outside
-		if err := syscall.Chmod(dir, st.Mode&0o7777|0o001); err != nil && !(InUserNamespace && err == syscall.EPERM) {
+		// EPERM: the directory is of a user that this user namespace does not have, so nobody can change it
+		if err := syscall.Chmod(dir, st.Mode&0o7777|enter); err != nil && !(InUserNamespace && err == syscall.EPERM) {
 			return fmt.Errorf("let every user into %s: %w", dir, err)
 		}
 	}

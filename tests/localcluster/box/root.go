@@ -156,10 +156,12 @@ func assemble(s *Spec, upper, work, root string) error {
 		}
 	}
 	for _, d := range outermost(s.Hide) {
-		if st, err := os.Stat(root + d); err == nil && st.IsDir() {
-			if err := mount("hide", "tmpfs", root+d, "tmpfs", 0, fmt.Sprintf("mode=%o", st.Mode().Perm())); err != nil {
-				return err
-			}
+		var st syscall.Stat_t
+		if err := syscall.Stat(root+d, &st); err != nil || st.Mode&syscall.S_IFMT != syscall.S_IFDIR {
+			continue // not there
+		}
+		if err := mount("hide", "tmpfs", root+d, "tmpfs", 0, fmt.Sprintf("mode=%o", st.Mode&0o7777)); err != nil {
+			return err
 		}
 	}
 	return nil

@@ -70,7 +70,7 @@ func (s *server) startInside(id string, args []string, cmd *exec.Cmd, tty bool) 
 }
 
 func credential(a account) *syscall.Credential {
-	c := &syscall.Credential{Uid: uint32(a.UID), Gid: uint32(a.GID), NoSetGroups: box.InUserNamespace}
+	c := &syscall.Credential{Uid: uint32(a.UID), Gid: uint32(a.GID), NoSetGroups: box.OneUser}
 	for _, g := range a.Groups {
 		c.Groups = append(c.Groups, uint32(g))
 	}

@@ -16,6 +16,7 @@ import (
 
 	"a.localcluster/box"
 	"a.localcluster/devices"
+	"a.localcluster/layout"
 	"a.localcluster/network"
 )
 
@@ -178,7 +179,7 @@ func (s *server) startFirst(p *sandbox, c *container, spec *box.Spec) (process *
 		}
 	}
 	if err := s.fork(namespaces, func() (err error) {
-		process, err = os.StartProcess("/proc/self/exe", []string{box.InitArg0}, &os.ProcAttr{Dir: "/", Env: []string{"GOMAXPROCS=1"},
+		process, err = os.StartProcess(layout.Self, []string{box.InitArg0}, &os.ProcAttr{Dir: "/", Env: []string{"GOMAXPROCS=1"},
 			Sys:   &syscall.SysProcAttr{Cloneflags: flags, Setsid: true}, // it sets its parent-death signal by itself
 			Files: []*os.File{nil, pipes[2][1], pipes[3][1], pipes[0][0], pipes[1][1]}})
 		return err

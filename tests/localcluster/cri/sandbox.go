@@ -15,6 +15,7 @@ import (
 	v1 "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"a.localcluster/box"
+	"a.localcluster/layout"
 	"a.localcluster/network"
 )
 
@@ -141,7 +142,7 @@ func resolvConf(dns *v1.DNSConfig) []byte {
 
 func (s *server) startPause(p *sandbox) error {
 	return s.fork(p.namespaces, func() error {
-		pause, err := os.StartProcess("/proc/self/exe", []string{box.PauseArg0}, &os.ProcAttr{
+		pause, err := os.StartProcess(layout.Self, []string{box.PauseArg0}, &os.ProcAttr{
 			Env: []string{"GOGC=off", "GOMAXPROCS=1"},
 			Sys: &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWPID, Pdeathsig: syscall.SIGKILL, Setsid: true}})
 		if err != nil {

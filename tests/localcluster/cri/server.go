@@ -24,6 +24,7 @@ import (
 	v1 "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/cri-streaming/pkg/streaming"
 
+	"a.localcluster/box"
 	"a.localcluster/cgroup"
 	"a.localcluster/layout"
 )
@@ -61,6 +62,9 @@ func Main(args []string) error {
 		sandboxes: map[string]*sandbox{}, containers: map[string]*container{}}
 	if !s.groups.Limits() {
 		fmt.Fprintln(os.Stderr, "no memory cgroup can be made here: memory limits will be ignored")
+	}
+	if box.OneUser {
+		fmt.Fprintln(os.Stderr, "this cluster has one user, who started it: a container that asks for another fails to start")
 	}
 	if err := s.recover(); err != nil {
 		return err

@@ -11,6 +11,10 @@ import (
 	"strings"
 )
 
+// Self is this program, for whoever starts it again under another name: the file that runs, also when a new one has taken
+// its path since.
+const Self = "/proc/self/exe"
+
 // Dir is a cluster's directory, an absolute path.
 type Dir string
 

@@ -13,6 +13,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/clientcmd"
 
+	"a.localcluster/box"
 	"a.localcluster/layout"
 	"a.localcluster/network"
 	"a.localcluster/pki"
@@ -30,6 +31,9 @@ func bringUp(ctx context.Context, o Options, nodes []layout.Node, p *processes) 
 	progress := func(what string) { fmt.Printf("%4.1f s  %s\n", time.Since(begin).Seconds(), what) }
 	dir := o.Dir
 
+	if box.OneUser {
+		progress("pods can run as one user only, the one who started this: for more, give it ids in /etc/subuid and /etc/subgid, and install newuidmap")
+	}
 	if err := writeAuditPolicy(dir); err != nil {
 		return err
 	}

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"a.localcluster/layout"
 )
 
 // UpDetached starts Up as a process of its own, with the arguments given, and returns when the cluster is ready. A cluster
@@ -30,11 +32,7 @@ func UpDetached(o Options, args []string) error {
 		return err
 	}
 	defer log.Close()
-	self, err := os.Executable()
-	if err != nil {
-		return err
-	}
-	p, err := os.StartProcess(self, append([]string{"localcluster"}, args...), &os.ProcAttr{
+	p, err := os.StartProcess(layout.Self, append([]string{"localcluster"}, args...), &os.ProcAttr{
 		Files: []*os.File{nil, log, log}, Env: os.Environ(), Sys: &syscall.SysProcAttr{Setsid: true}})
 	if err != nil {
 		return err

@@ -49,6 +49,21 @@ func Down(dir layout.Dir) error {
 	return fmt.Errorf("the supervisor of %s, process %d, does not end", dir, state.PID)
 }
 
+// Delete ends a cluster and removes its directory. An ordinary user's pods may have written files as other users of the
+// user's own, which only a process with these users can remove.
+func Delete(dir layout.Dir) error {
+	if err := takeUsers(); err != nil {
+		return err
+	}
+	if _, err := os.Stat(dir.Lock()); err != nil {
+		return fmt.Errorf("%s is no cluster's directory, so it is not deleted: %w", dir, err)
+	}
+	if err := Down(dir); err != nil {
+		return err
+	}
+	return os.RemoveAll(string(dir))
+}
+
 // alive says whether a process has not ended yet; one that nobody has waited for has.
 func alive(pid int) bool {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))

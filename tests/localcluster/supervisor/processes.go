@@ -61,7 +61,7 @@ func (p *processes) start(c *component) error {
 			}
 		}
 		// os.StartProcess and not exec.Command: run collects every child of pid 1, these too
-		child, err = os.StartProcess("/proc/self/exe", append([]string{"localcluster"}, c.args...),
+		child, err = os.StartProcess(layout.Self, append([]string{"localcluster"}, c.args...),
 			&os.ProcAttr{Dir: string(p.dir), Env: p.env, Files: []*os.File{nil, log, log}})
 		return err
 	}

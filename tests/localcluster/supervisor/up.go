@@ -33,6 +33,9 @@ func Up(o Options) error {
 	if err := preflight(); err != nil {
 		return err
 	}
+	if err := takeUsers(); err != nil {
+		return err
+	}
 	if err := os.MkdirAll(string(o.Dir), 0o700); err != nil {
 		return err
 	}
@@ -119,17 +122,13 @@ func startInside(o Options, port, lockFile *os.File) (*os.Process, error) {
 	if err != nil {
 		return nil, err
 	}
-	self, err := os.Executable()
-	if err != nil {
-		return nil, err
-	}
 	attr := &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setsid: true, Cloneflags: namespaces}
 	if os.Geteuid() != 0 {
 		attr.Cloneflags |= syscall.CLONE_NEWUSER
 		attr.UidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Geteuid(), Size: 1}}
 		attr.GidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getegid(), Size: 1}}
 	}
-	p, err := os.StartProcess(self, []string{"localcluster", "inside", string(text)}, &os.ProcAttr{
+	p, err := os.StartProcess(layout.Self, []string{"localcluster", "inside", string(text)}, &os.ProcAttr{
 		Files: []*os.File{nil, os.Stdout, os.Stderr, port, lockFile}, // portFD, and the lock
 		Env:   os.Environ(), Sys: attr})
 	if err != nil {

@@ -52,11 +52,7 @@ func Start(dir layout.Dir) (*Broom, error) {
 		return nil, err
 	}
 	defer read.Close()
-	self, err := os.Executable()
-	if err != nil {
-		return nil, err
-	}
-	p, err := os.StartProcess(self, []string{arg0, string(dir)}, &os.ProcAttr{
+	p, err := os.StartProcess(layout.Self, []string{arg0, string(dir)}, &os.ProcAttr{
 		Files: []*os.File{nil, nil, os.Stderr, read}, Env: []string{"GOMAXPROCS=1"},
 		Sys: &syscall.SysProcAttr{Setsid: true}}) // not in the terminal's group: Ctrl-C is not for it
 	if err != nil {
