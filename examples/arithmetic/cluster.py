@@ -22,6 +22,7 @@ DOWN_DEADLINE_S = 60.0
 COMMAND_DEADLINE_S = 120.0
 MAX_LINE_BYTES = 4 * 1024 * 1024
 LOOK_S = 0.2
+NOT_RUNNING = 3  # exit code of `localcluster status`
 
 
 class ClusterError(Exception):
@@ -83,6 +84,7 @@ async def local_cluster(
     binary: Path, directory: Path, *, images: Path, say: Callable[[str], None]
 ) -> AsyncIterator[LocalCluster]:
     """A new cluster in `directory`, which is removed with it. Raises ClusterError."""
+    await _refuse_if_running(binary, directory)
     with _emptied(directory) as log:
         supervisor = await asyncio.create_subprocess_exec(
             *(binary, "--dir", directory, "up", "--images", images, "--stop-on-eof"),
@@ -97,6 +99,12 @@ async def local_cluster(
     finally:
         say("cluster: ending it")
         await asyncio.shield(_end_supervisor(supervisor, directory))
+
+
+async def _refuse_if_running(binary: Path, directory: Path) -> None:
+    status = await asyncio.create_subprocess_exec(binary, "--dir", directory, "status", stdout=DEVNULL, stderr=DEVNULL)
+    if await status.wait() != NOT_RUNNING:
+        raise ClusterError(f"a cluster runs in {directory}: end that demo first, its cluster ends seconds after it")
 
 
 async def _wait_until_ready(supervisor: Process, directory: Path) -> None:

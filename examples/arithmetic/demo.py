@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -27,7 +26,6 @@ from rich.table import Table
 from examples.arithmetic.cluster import ClusterError, LocalCluster, local_cluster
 from examples.arithmetic.figures import Line
 from examples.arithmetic.live import live_view, plain_line
-from examples.arithmetic.model import Recipe, WarmUpMissed, ensure_model
 from examples.arithmetic.records import JOB_TOOK, Records
 from examples.arithmetic.report import render, summary
 from examples.arithmetic.verdict import JOB_SECONDS_AT_MOST, shortfalls
@@ -46,6 +44,10 @@ GIVE_UP_S = 1.5 * JOB_SECONDS_AT_MOST
 REFRESHES_PER_S = 2
 
 
+class ModelNotMade(Exception):
+    """Its process has said why."""
+
+
 @dataclass
 class Demo:
     """One run; `out` gets its records, its report and, while it runs, its cluster."""
@@ -56,10 +58,9 @@ class Demo:
     took_s: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> Records:
-        """Raises ClusterError, WarmUpMissed."""
+        """Raises ClusterError, ModelNotMade."""
         began = time.monotonic()
-        torch.set_num_threads(1)  # more do not help a model this small
-        await asyncio.to_thread(ensure_model, MODEL, Recipe(), self.say)
+        await self._make_model()
         began = self._note("model", began)
         self.say("cluster: starting etcd, API server, controllers, scheduler and kubelet, about 10 s")
         async with local_cluster(CLUSTER_BINARY, self.out / "cluster", images=IMAGES, say=self.say) as cluster:
@@ -70,6 +71,19 @@ class Demo:
             self.say(f"job: {self.job['metadata']['name']}, {self.job['spec']['steps']} steps; to look at it yourself:")
             self.say(f"     {CLUSTER_BINARY.relative_to(ROOT)} --dir {self.out / 'cluster'} kubectl get crlj,pods")
             return await self._apply_and_watch(cluster)
+
+    async def _make_model(self) -> None:
+        """In a process of its own, which can be ended at any time and needs torch for itself alone."""
+        command = (sys.executable, "-m", "examples.arithmetic.model", MODEL)
+        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, start_new_session=True)
+        try:
+            code = await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if code:
+            raise ModelNotMade(f"the model was not made: {' '.join(map(str, command))} ended with code {code}")
 
     async def _install(self, cluster: LocalCluster) -> None:
         values = str(CHART / "ci/local-values.yaml")
@@ -150,7 +164,7 @@ def main() -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         demo.say("demo: interrupted")
         return 130
-    except (ClusterError, WarmUpMissed) as error:
+    except (ClusterError, ModelNotMade) as error:
         demo.say(f"demo: {error}")
         return 1
     records.write(args.out / "records.json")
