@@ -241,6 +241,7 @@ class PodTarget(Wire):
     rung: Rung
     rendezvous: Rendezvous | None = None  # None only with goal STOP
     batches: Endpoint | None = None  # of the rollout controller; None only with goal STOP
+    is_last: bool = False  # the job ends with this step: it is saved, whatever checkpoint.everySteps says
 
     @property
     def version(self) -> WeightVersion:

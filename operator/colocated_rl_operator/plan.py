@@ -231,6 +231,7 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
             world_size=seen.job.spec.replicas * seen.job.ranks_per_pod,
         ),
         batches=Endpoint(pod=rollout.name, address=rollout.address, port=names.DATA_PORT),
+        is_last=climb.step >= seen.job.spec.steps,
     )
     granted = common.model_copy(update={"rung": next_barrier(seen.slowest)})
     for member in seen.gpu_members:

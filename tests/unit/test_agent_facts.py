@@ -17,7 +17,7 @@ from colocated_rl_api.ladder import Rung, WeightVersion, next_barrier, standing
 from colocated_rl_api.member_wire import Endpoint, EngineState, Goal, PodTarget, Rendezvous, TagState, TrainerState
 
 V0, V1, V2, V3 = (WeightVersion(step, 1) for step in range(4))
-RULES = Rules(settle_s=30.0, checkpoint_every=2, last_step=9, probe=True)
+RULES = Rules(settle_s=30.0, checkpoint_every=2, probe=True)
 NOW = 100.0
 
 
@@ -149,6 +149,14 @@ def onloaded(version: WeightVersion) -> RankView:
 )
 def test_next_action_is(pod: PodView, target: tuple[WeightVersion, Rung], expected: do.Action | do.Wait) -> None:
     assert expected == next_action(pod, make_target(*target), RULES)
+
+
+def test_last_step_is_saved_though_no_checkpoint_is_due() -> None:
+    """The number of steps may be lowered while the job runs: the job's file still says the old one."""
+    pod = make_pod(gate_open=True, engine=make_engine(V1), rank=replace(make_rank(V1), saved=0))
+    target = make_target(V1, Rung.SERVING)
+    assert do.Wait() == next_action(pod, target, RULES)
+    assert do.Save(1) == next_action(pod, target.model_copy(update={"is_last": True}), RULES)
 
 
 def test_gate_of_a_lost_engine_closes_before_anything_else() -> None:

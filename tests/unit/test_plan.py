@@ -268,6 +268,12 @@ def last(saved: int | None, **options: Any) -> Observation:
     return remember(replace(seen, members=tuple(members)))
 
 
+@pytest.mark.parametrize(("steps", "expected"), [(1, True), (2, False)])
+def test_targets_say_which_step_is_the_last_as_the_spec_says_now(steps: int, expected: bool) -> None:
+    targets = plan(climbing(Rung.SERVING, Rung.SERVING, job=make_job(steps=steps))).targets.values()
+    assert {expected} == {target.is_last for target in targets if isinstance(target, PodTarget)}
+
+
 def test_the_job_is_done_after_the_last_step_once_its_checkpoint_is_durable() -> None:
     assert not plan(last(saved=None)).raises
     decided = plan(last(saved=1))

@@ -60,11 +60,10 @@ class Rules:
 
     settle_s: float
     checkpoint_every: int
-    last_step: int
     probe: bool
 
     def checkpoint_is_due(self, step: int) -> bool:
-        return step > 0 and (step % self.checkpoint_every == 0 or step == self.last_step)
+        return step > 0 and step % self.checkpoint_every == 0
 
 
 def next_action(pod: PodView, target: PodTarget | None, rules: Rules) -> Action | Wait:
@@ -217,7 +216,8 @@ def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     if pod.standing(target.version) < Rung.SERVING:
         return Wait()
     can_save = all(rank.state is TrainerState.OFFLOADED and rank.step == target.step for rank in pod.ranks)
-    if can_save and rules.checkpoint_is_due(target.step) and _lacks_checkpoint(pod, target.step):
+    is_due = target.is_last or rules.checkpoint_is_due(target.step)
+    if can_save and is_due and _lacks_checkpoint(pod, target.step):
         return Save(target.step)
     if pod.stale_exports:
         return RemoveExports(keep=target.version)

@@ -90,7 +90,6 @@ class Settings:
         return Rules(
             settle_s=spec.switch.settle_seconds,
             checkpoint_every=spec.checkpoint.every_steps,
-            last_step=spec.steps,
             probe=spec.weight_sync.verify is Verify.PROBE,
         )
 
