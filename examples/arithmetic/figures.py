@@ -94,6 +94,7 @@ class Figures:
     evaluations: tuple[Evaluated, ...]
     spans: tuple[Span, ...]
     marks: tuple[Mark, ...]
+    mismatch: float | None  # nats: mean over a step's tokens of |engine - trainer|, of the worst step; None: unmeasured
 
     @property
     def began(self) -> float:
@@ -130,6 +131,14 @@ def read_figures(lines: Iterable[Line]) -> Figures:
             )
             for line in ordered
             if line.get("level") in ("error", "critical")
+        ),
+        mismatch=max(
+            (
+                line["metrics"]["mismatch_mean"]
+                for line in _named(ordered, "step trained")
+                if "mismatch_mean" in line["metrics"]
+            ),
+            default=None,
         ),
     )
 

@@ -85,6 +85,7 @@ def summary(records: Records) -> list[tuple[str, str]]:
             "mean staleness of a token, steps",
             f"{sum(age * n for age, n in ages.items()) / trained:.2f}" if trained else "-",
         ),
+        ("log-probabilities, engine against trainer", _mismatch(figures)),
         ("switch, median and longest", f"{median(switches):.2f} s, {max(switches):.2f} s" if switches else "-"),
         (
             "time of the GPUs",
@@ -246,6 +247,10 @@ def _exact(one: Evaluated | None, *, spread: bool = False) -> str:
     if one is None:
         return "-"
     return f"{one.mean:.3f} ± {one.stderr:.3f}" if spread else f"{one.mean:.3f}"
+
+
+def _mismatch(figures: Figures) -> str:
+    return "-" if figures.mismatch is None else f"{figures.mismatch:.1e} nats apart, mean of the worst step"
 
 
 def _length(figures: Figures, place: int) -> str:
