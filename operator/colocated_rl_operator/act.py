@@ -29,7 +29,7 @@ from colocated_rl_operator.metrics import Metrics
 from colocated_rl_operator.observation import Job, Observation
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, Reason
-from colocated_rl_operator.status import PROGRESS_S, Stall, invalid, is_urgent, leaving, report
+from colocated_rl_operator.status import BLINK_S, PROGRESS_S, Stall, invalid, is_blink, is_urgent, leaving, report
 
 LOG = logging.getLogger(__name__)
 
@@ -81,7 +81,8 @@ async def _record_epoch(case: Case, seen: Observation, decided: Plan, doors: Doo
         await doors.confirm()  # somebody went beyond our epoch: are we still the one who leads?
     status = report(seen, decided, before=case.status, at=doors.wall(), stall=case.stall)
     await _write(case, status, doors)
-    case.memory = replace(case.memory, raised=True)
+    now = seen.now
+    case.memory = replace(case.memory, epoch=climb.epoch, raised=True, epoch_at=now, reached={}, progress_at=now)
     doors.metrics.raised.labels(climb.cause).inc()
     log(LOG, "epoch raised", epoch=climb.epoch, step=climb.step, version=str(climb.version), reason=climb.cause)
     kind = "Warning" if climb.cause.is_failure or climb.cause.is_recovery else "Normal"
@@ -93,11 +94,12 @@ async def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) ->
     assert case.status is not None
     before = case.status
     status = report(seen, decided, before=before, at=doors.wall(), stall=case.stall)
+    wait_s = [BLINK_S] if is_blink(seen, before) else []  # then it is no blink any more, and worth a word
     if status == before:
-        return None
+        return min(wait_s, default=None)
     due_in_s = case.written_at + PROGRESS_S - doors.clock()
     if not is_urgent(before, status) and due_in_s > 0:
-        return due_in_s
+        return min([due_in_s, *wait_s])
     await _write(case, status, doors)
     if status.phase is not before.phase:
         log(LOG, "phase", epoch=status.epoch, step=status.step, phase=status.phase, took_s=status.last_switch_seconds)
@@ -140,9 +142,9 @@ async def refuse(case: Case, body: Any, message: str, doors: Doors) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- objects
 async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Doors) -> None:
-    """Objects of the job, then its pods. What the API server does not admit stalls the job and is tried again."""
+    """Objects of the job, then its pods, which need them all. What is refused stalls the job and is tried again."""
     try:
-        if case.objects_of != seen.job.generation:
+        if case.objects_of != seen.job.generation or any(isinstance(action, CreatePod) for action in decided.pods):
             await _apply_objects(seen.job, doors)
             case.objects_of = seen.job.generation
         limit = asyncio.Semaphore(AT_ONCE)

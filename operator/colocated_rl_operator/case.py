@@ -25,12 +25,14 @@ class Pods:
 
     def put(self, pod: Body) -> None:
         """An older state than the known one changes nothing: the watch may lag behind our own calls."""
-        pods, uid = self._pods.setdefault(_job_uid(pod), {}), pod["metadata"]["uid"]
+        if (job_uid := job_of(pod)) is None:
+            return
+        pods, uid = self._pods.setdefault(job_uid, {}), pod["metadata"]["uid"]
         if uid not in pods or _version(pods[uid]) <= _version(pod):
             pods[uid] = pod
 
     def remove(self, pod: Body) -> None:
-        self._pods.get(_job_uid(pod), {}).pop(pod["metadata"]["uid"], None)
+        self._pods.get(job_of(pod) or "", {}).pop(pod["metadata"]["uid"], None)
 
     def of(self, job_uid: str) -> list[Body]:
         return list(self._pods.get(job_uid, {}).values())
@@ -78,9 +80,12 @@ def read_status(job: Body) -> ColocatedRLJobStatus:
     return ColocatedRLJobStatus.model_validate_json(json.dumps(job.get("status") or {}))
 
 
-def _job_uid(pod: Body) -> str:
-    uid: str = pod["metadata"]["labels"][names.JOB_UID_LABEL]
-    return uid
+def job_of(pod: Body) -> str | None:
+    """UID of the job that controls the pod; None for a pod that merely looks like one of ours."""
+    metadata = pod["metadata"]
+    job_uid: str | None = metadata.get("labels", {}).get(names.JOB_UID_LABEL)
+    owners = (owner["uid"] for owner in metadata.get("ownerReferences", ()) if owner.get("controller"))
+    return job_uid if job_uid in owners else None
 
 
 def _version(pod: Body) -> int:

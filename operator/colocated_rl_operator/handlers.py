@@ -17,7 +17,7 @@ import kopf
 from colocated_rl_api import names
 from colocated_rl_api.logs import bind, log
 from colocated_rl_operator.act import Doors
-from colocated_rl_operator.case import Case
+from colocated_rl_operator.case import Case, job_of
 from colocated_rl_operator.cluster import ClusterAccess
 from colocated_rl_operator.errors import OperatorError
 from colocated_rl_operator.reconcile import Wakeups, end, one_pass
@@ -83,7 +83,8 @@ def note_pod(event: Any, office: Office) -> None:
     pod = event["object"]
     change = office.doors.pods.remove if event["type"] == "DELETED" else office.doors.pods.put
     change(pod)
-    office.wakeups.wake(pod["metadata"]["labels"][names.JOB_UID_LABEL])
+    if (job_uid := job_of(pod)) is not None:
+        office.wakeups.wake(job_uid)
 
 
 def note_job(event: Any, office: Office) -> None:

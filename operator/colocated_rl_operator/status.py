@@ -31,6 +31,7 @@ from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, ConditionType, Reason
 
 PROGRESS_S = 10.0
+BLINK_S = 5.0  # members that are away for less (a take-over, a restarted agent) change no word
 MAX_OUT_OF_LINE = 10
 
 
@@ -49,7 +50,8 @@ def report(
     climb = plan.climb
     slowest = Rung.UNKNOWN if plan.raises else seen.slowest  # a new epoch has no answers yet
     served = climb.version if climb and slowest is Rung.SERVING else seen.served
-    phase = _phase(seen, plan, slowest, served, before)
+    answering = seen.all_answer or is_blink(seen, before)
+    phase = _phase(plan, slowest, served, before, answering=answering)
     step = max(seen.trained_step, climb.step) if climb and slowest >= Rung.TRAINED else before.step
     return ColocatedRLJobStatus(
         observed_generation=seen.job.generation,
@@ -64,7 +66,7 @@ def report(
         restarts=climb.restarts if climb else None,
         gpu_holder=_holder(phase),
         rung=slowest.value if climb and not plan.is_over else None,
-        ready=f"{sum(member.pod_facts is not None for member in seen.gpu_members)}/{seen.job.spec.replicas}",
+        ready=before.ready if answering and not seen.all_answer else _ready(seen),
         pods_by_rung=dict(Counter(rung.value for rung in plan.standings.values())),
         out_of_line=_out_of_line(seen, plan),
         rollout=_rollout(seen) or before.rollout,
@@ -72,7 +74,17 @@ def report(
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
         start_time=before.start_time or at,
         completion_time=before.completion_time or (at if plan.is_over else None),
-        conditions=_conditions(seen, plan, phase, before.conditions, at, stall),
+        conditions=_conditions(seen, plan, phase, before.conditions, at, stall, answering=answering),
+    )
+
+
+def is_blink(seen: Observation, before: ColocatedRLJobStatus) -> bool:
+    """Members that answered before are away for a moment."""
+    since = seen.memory.unready_since
+    if since is None or seen.now >= since + BLINK_S:
+        return False
+    return any(
+        item.type == ConditionType.PODS_READY and item.status is ConditionStatus.TRUE for item in before.conditions
     )
 
 
@@ -111,7 +123,7 @@ def _key(status: ColocatedRLJobStatus) -> object:
 
 # --------------------------------------------------------------------------------------------------------------- words
 def _phase(
-    seen: Observation, plan: Plan, slowest: Rung, served: WeightVersion | None, before: ColocatedRLJobStatus
+    plan: Plan, slowest: Rung, served: WeightVersion | None, before: ColocatedRLJobStatus, *, answering: bool
 ) -> Phase:
     climb = plan.climb
     if climb is None:
@@ -120,12 +132,13 @@ def _phase(
         return Phase.FAILED
     if climb.cause is Cause.ALL_STEPS_DONE:
         return Phase.COMPLETE if plan.is_over else (before.phase or Phase.ROLLOUT)
-    if not seen.all_answer:
+    if not answering:
         return Phase.RECOVERING
     if slowest is Rung.SERVING:
         return Phase.ROLLOUT
-    if slowest is Rung.UNKNOWN and climb.cause is Cause.TAKEOVER:
-        return before.phase or Phase.RECOVERING  # until the members have answered under the new epoch
+    is_new = plan.raises and climb.cause is not Cause.TAKEOVER
+    if slowest is Rung.UNKNOWN and not is_new:
+        return before.phase or Phase.RECOVERING  # until the members have answered under this epoch
     if served is None:
         return Phase.STARTING
     if served.lineage != climb.lineage or served == climb.version:
@@ -170,13 +183,20 @@ class _Stamp:
 
 
 def _conditions(
-    seen: Observation, plan: Plan, phase: Phase, before: list[Condition], at: datetime, stall: Stall | None
+    seen: Observation,
+    plan: Plan,
+    phase: Phase,
+    before: list[Condition],
+    at: datetime,
+    stall: Stall | None,
+    *,
+    answering: bool,
 ) -> list[Condition]:
     stamp = _Stamp(before, seen.job.generation, at)
     is_complete, is_failed = phase is Phase.COMPLETE, phase is Phase.FAILED
     cause = plan.climb.cause if plan.climb else None
     ready = _readiness(phase, cause)
-    waiting = plan.wait.message if plan.wait else ""
+    waiting = plan.wait.message if plan.wait and not answering else ""
     if is_failed and cause:
         stalled = (True, str(cause), plan.message)
     elif stall is not None:
@@ -185,14 +205,14 @@ def _conditions(
         stalled = (False, str(Reason.NOT_STALLED), "")
     done = f"all {seen.job.spec.steps} steps are done" if is_complete else ""
     failure = plan.message if is_failed else ""
-    answer = (Reason.MEMBERS_ANSWER, "") if seen.all_answer else (Reason.PODS_STARTING, waiting)
+    answer = (Reason.MEMBERS_ANSWER, "") if answering else (Reason.PODS_STARTING, waiting)
     if plan.is_over:
         answer = (Reason.JOB_ENDED, "")
     return [
         stamp(ConditionType.READY, ready[0], ready[1], failure or waiting),
         stamp(ConditionType.RECONCILING, not ready[0] and not is_failed, ready[1], waiting),
         stamp(ConditionType.STALLED, *stalled),
-        stamp(ConditionType.PODS_READY, seen.all_answer, *answer),
+        stamp(ConditionType.PODS_READY, answering and not plan.is_over, *answer),
         stamp(ConditionType.COMPLETE, is_complete, Reason.COMPLETED if is_complete else Reason.STEPS_REMAIN, done),
         stamp(ConditionType.FAILED, is_failed, str(cause) if is_failed else Reason.NOT_FAILED, failure),
     ]
@@ -228,6 +248,10 @@ def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
         elif rung is not usual:
             found.append(PodOutOfLine(name=member.name, rung=rung))
     return sorted(found, key=lambda pod: (not pod.reason, pod.name))[:MAX_OUT_OF_LINE]
+
+
+def _ready(seen: Observation) -> str:
+    return f"{sum(member.pod_facts is not None for member in seen.gpu_members)}/{seen.job.spec.replicas}"
 
 
 def _rollout(seen: Observation) -> RolloutStatus | None:

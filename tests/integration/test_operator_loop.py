@@ -78,6 +78,7 @@ class World:
     kubelet: FakeKubelet
     authority: Authority
     tasks: asyncio.TaskGroup
+    daemon: asyncio.Task[None] | None = None  # the newest
 
     @asynccontextmanager
     async def operator(self) -> AsyncIterator[Operator]:
@@ -104,6 +105,8 @@ class World:
             self.api.watch("pods", lambda event, body: note_pod({"type": event, "object": body}, office))
             self.api.watch(names.PLURAL, lambda event, body: note_job({"type": event, "object": body}, office))
             task = asyncio.create_task(drive_job(self.body, stopper, office), name="daemon")
+            task.add_done_callback(lambda task: self.kubelet.moved.set())
+            self.daemon = task
             try:
                 yield Operator(office, stopper, task)
             finally:
@@ -124,6 +127,8 @@ class World:
         try:
             async with asyncio.timeout(DEADLINE_S):
                 while not what():
+                    if self.daemon is not None and self.daemon.done() and not self.daemon.cancelled():
+                        self.daemon.result()  # an error of its loop is the test's
                     self.kubelet.moved.clear()
                     await self.kubelet.moved.wait()
         except TimeoutError:

@@ -11,10 +11,10 @@ from builders import CREATED, facts_at, make_climb, make_job, make_observation, 
 from colocated_rl_api.job import ColocatedRLJobStatus, ConditionStatus, Holder, Phase
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import EvaluationResult, Problem
-from colocated_rl_operator.observation import Climb, Observation
+from colocated_rl_operator.observation import Climb, Observation, remember
 from colocated_rl_operator.plan import plan
 from colocated_rl_operator.reasons import Cause, Reason
-from colocated_rl_operator.status import Stall, invalid, is_urgent, leaving, report
+from colocated_rl_operator.status import BLINK_S, Stall, invalid, is_urgent, leaving, report
 
 BLANK = ColocatedRLJobStatus()
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
@@ -83,9 +83,13 @@ def test_a_takeover_changes_no_word_until_the_members_have_answered() -> None:
 
 
 def test_a_silent_member_is_named() -> None:
-    seen = seen_at(Rung.SERVING, Rung.SERVING)
+    seen = seen_at(Rung.SERVING, Rung.SERVING, served=V1)
+    before = status_of(seen)
     silent = replace(seen.members[1], facts=None, trouble="agent: CrashLoopBackOff: back-off 10s")
-    status = status_of(replace(seen, members=(seen.members[0], silent, seen.members[2])))
+    blinking = remember(replace(seen, members=(seen.members[0], silent, seen.members[2])))
+    assert not is_urgent(before, status_of(blinking, before))  # a moment's absence is no news
+    status = status_of(replace(blinking, now=blinking.now + BLINK_S), before)
+    assert is_urgent(before, status)
     assert ("1/2", (False, Reason.PODS_STARTING)) == (status.ready, conditions(status)["PodsReady"])
     message = next(item.message for item in status.conditions if item.type == "PodsReady")
     assert "gpu-1 (agent: CrashLoopBackOff" in message
