@@ -347,7 +347,9 @@ async def test_a_restart_writes_no_object_again_and_keeps_the_authority(world: W
         core, policies = "/api/v1", "/apis/networking.k8s.io/v1"
         found = [await world.api.call("GET", f"{core}/namespaces/{OPERATORS}/secrets/{SECRET_NAME}")]
         for path in (f"{core}/namespaces/{NAMESPACE}/configmaps", f"{policies}/namespaces/{NAMESPACE}/networkpolicies"):
-            found += await world.api.all(path)
+            everything = await world.api.all(path)
+            found += [item for item in everything if world.job["metadata"]["uid"] in str(item["metadata"])]
+        assert len(found) == 3
         return {item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in found}
 
     stay_in_rollout(world)
@@ -387,6 +389,17 @@ async def test_a_job_whose_members_are_dead_goes_within_a_minute(world: World) -
         await world.until(lambda: not world.job)
     assert time.monotonic() - started_at < 60.0
     assert not await world.api.all(PODS)
+
+
+async def test_a_job_that_was_deleted_while_no_operator_ran_is_let_go_by_the_next_one(world: World) -> None:
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+    await world.api.call("DELETE", f"{JOBS}/sums")
+    assert world.job, "the finalizer holds it"
+    async with world.operator():
+        await world.until(lambda: not world.job)
+        await world.until(lambda: not world.kubelet.members)
 
 
 async def test_an_evicted_pod_is_replaced_while_the_other_goes_on(world: World) -> None:
