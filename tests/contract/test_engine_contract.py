@@ -137,15 +137,18 @@ class Engine(SGLang):
             last = chunk
         return last
 
-    async def until_running(self, request: AsyncIterator[dict[str, Any]]) -> asyncio.Task[dict[str, Any]]:
-        """The rest of a request that has begun to produce tokens, as its last chunk."""
-        first = await anext(request)
-        assert first["output_ids"]
+    async def until_running(
+        self, request: AsyncIterator[dict[str, Any]], *, tokens: int = 1
+    ) -> asyncio.Task[dict[str, Any]]:
+        """The rest of a request that has produced so many tokens, as its last chunk."""
+        chunk = await anext(request)
+        while len(chunk["output_ids"]) < tokens:
+            chunk = await anext(request)
 
         async def rest() -> dict[str, Any]:
-            last = first
-            async for chunk in request:
-                last = chunk
+            last = chunk
+            async for later in request:
+                last = later
             return last
 
         return asyncio.create_task(rest())
@@ -325,14 +328,16 @@ async def test_h2_release_while_busy_kills_the_engine_and_the_stream_keeps_what_
     gate = Gate(engine.session)
     body = json.dumps({"input_ids": PROMPT, "sampling_params": LONG}).encode()
     running = asyncio.create_task(gate._forward(Backend(server.url, "i", OLD, no_abort), engine_request(body)))
-    probe = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG))
+    beside = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG), tokens=30)
     release = asyncio.create_task(engine.post("/release_memory_occupation", {}))
-    async with asyncio.timeout(30):
-        answer = await running
+    try:
+        async with asyncio.timeout(30):
+            answer = await running
+    finally:
+        for task in (beside, release):
+            task.cancel()
+        await asyncio.gather(beside, release, return_exceptions=True)
     assert ("abort", True) == (reason_of(answer)["type"], len(answer["output_ids"]) > 0)
-    for task in (probe, release):
-        task.cancel()
-    await asyncio.gather(probe, release, return_exceptions=True)
     assert 0 != await asyncio.to_thread(server.process.wait, 30)
 
 

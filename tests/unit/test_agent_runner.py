@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import signal
@@ -276,6 +277,10 @@ async def test_device_memory_is_unmeasured_without_a_driver(tmp_path: Path) -> N
 def test_runner_imports_nothing_but_the_standard_library() -> None:
     """It runs in a vendor's image: isolated from site-packages it must still load."""
     subprocess.run([sys.executable, "-I", "-S", "-c", f"import runpy; runpy.run_path({runner.__file__!r})"], check=True)
+
+
+def test_runner_keeps_to_the_syntax_of_old_pythons() -> None:
+    ast.parse(Path(runner.__file__).read_text(), feature_version=(3, 9))
 
 
 async def until(is_true: Callable[[], bool]) -> None:
