@@ -213,7 +213,12 @@ def _fail(request: _Request, error: Exception) -> None:
 
 
 async def _end(process: Process) -> None:
+    """Kill and reap; also when cancelled in between, so that none is left behind."""
     with contextlib.suppress(ProcessLookupError):
         process.kill()
-    async with asyncio.timeout(KILL_DEADLINE_S):
-        await process.wait()
+    reaping = asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait([reaping], timeout=KILL_DEADLINE_S)
+    except asyncio.CancelledError:
+        await asyncio.wait([reaping], timeout=KILL_DEADLINE_S)
+        raise
