@@ -18,7 +18,8 @@ GIB = 1 << 30
 # measured from an empty checkout with empty caches, and rounded up
 DISK_EMPTY_GIB = 15
 DISK_BUILT_GIB = 3  # with environments and binaries in place: models, cluster state, logs
-MEMORY_GIB = 12
+MEMORY_CHECKS_GIB = 3  # type checker and unit tests, torch imported in both
+MEMORY_JOB_GIB = 10  # two engines, two trainers and a control plane
 
 NEWEST_PYTHON = (3, 13)  # that the pinned engine has a wheel for; `__main__` knows the oldest
 
@@ -40,6 +41,7 @@ class Machine:
     disk_needed_gib: float
     disk_path: str
     memory_gib: float  # what can be had without swapping
+    memory_needed_gib: float
 
 
 def problems(machine: Machine) -> Iterator[str]:
@@ -68,15 +70,15 @@ def problems(machine: Machine) -> Iterator[str]:
             f"disk: {machine.disk_free_gib:.0f} GiB free at {machine.disk_path}, {machine.disk_needed_gib:.0f} GiB "
             "needed: free some, or move the checkout and UV_CACHE_DIR to a larger disk"
         )
-    if machine.memory_gib < MEMORY_GIB:
+    if machine.memory_gib < machine.memory_needed_gib:
         yield (
-            f"memory: {machine.memory_gib:.0f} GiB available, {MEMORY_GIB} GiB needed: end other programs, or use a "
-            "larger machine"
+            f"memory: {machine.memory_gib:.0f} GiB available, {machine.memory_needed_gib:.0f} GiB needed: "
+            "end other programs, or use a larger machine"
         )
 
 
-def inspect(layout: Layout) -> Machine:
-    """Look at this machine. Changes nothing."""
+def inspect(layout: Layout, *, runs_jobs: bool) -> Machine:
+    """Look at this machine. Changes nothing. runs_jobs: whole jobs are to run, not checks alone."""
     built = layout.localcluster.exists() and layout.images.exists()
     on_linux = platform.system() == "Linux"
     return Machine(
@@ -93,6 +95,7 @@ def inspect(layout: Layout) -> Machine:
         disk_needed_gib=DISK_BUILT_GIB if built else DISK_EMPTY_GIB,
         disk_path=str(layout.root),
         memory_gib=_available_memory_bytes() / GIB if on_linux else 0,
+        memory_needed_gib=MEMORY_JOB_GIB if runs_jobs else MEMORY_CHECKS_GIB,
     )
 
 

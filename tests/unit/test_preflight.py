@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from setup.layout import CHECKOUT
-from setup.preflight import DISK_EMPTY_GIB, MEMORY_GIB, Machine, inspect, problems
+from setup.preflight import DISK_EMPTY_GIB, MEMORY_JOB_GIB, Machine, inspect, problems
 
 GOOD = Machine(
     system="Linux",
@@ -18,7 +18,8 @@ GOOD = Machine(
     disk_free_gib=DISK_EMPTY_GIB,
     disk_needed_gib=DISK_EMPTY_GIB,
     disk_path="/home/someone/colocated-rl",
-    memory_gib=MEMORY_GIB,
+    memory_gib=MEMORY_JOB_GIB,
+    memory_needed_gib=MEMORY_JOB_GIB,
 )
 
 
@@ -27,7 +28,7 @@ def test_machine_that_has_everything_has_no_problem() -> None:
 
 
 def test_this_machine_can_run_what_it_is_running() -> None:
-    machine = inspect(CHECKOUT)
+    machine = inspect(CHECKOUT, runs_jobs=False)
     assert "Linux" == machine.system
     assert () == machine.missing_programs
     assert machine.has_venv
