@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--lock", action="store_true", help="resolve all requirement files anew, and nothing else")
     options = parser.parse_args(words)
 
-    runs_jobs = bool(options.then) and not options.only
+    runs_jobs = not options.only and not options.lock
     lacking = list(preflight.problems(preflight.inspect(CHECKOUT, runs_jobs=runs_jobs)))
     if lacking:
         sys.stderr.write("".join(f"{line}\n" for line in lacking))
