@@ -20,7 +20,7 @@ from colocated_rl_api import logs, names
 from colocated_rl_operator import handlers
 from colocated_rl_operator.act import Doors
 from colocated_rl_operator.authority import find_authority
-from colocated_rl_operator.case import Pods
+from colocated_rl_operator.case import Pods, Wakeups
 from colocated_rl_operator.cluster import ClusterAccess, find_cluster
 from colocated_rl_operator.errors import ApiError, BadSetting, NotFound
 from colocated_rl_operator.events import Events
@@ -29,7 +29,6 @@ from colocated_rl_operator.lease import Lease, LeaseTerms
 from colocated_rl_operator.members import Members, bound_tls_memory
 from colocated_rl_operator.metrics import Metrics
 from colocated_rl_operator.probes import Probes
-from colocated_rl_operator.reconcile import Wakeups
 from colocated_rl_operator.settings import Settings
 
 LOG = logging.getLogger("colocated_rl_operator")

@@ -34,6 +34,9 @@ from colocated_rl_operator.status import BLINK_S, PROGRESS_S, Stall, invalid, is
 LOG = logging.getLogger(__name__)
 
 AT_ONCE = 16  # calls to the API server for one job
+WRITE_TRIES = 5  # of one status, each after somebody else's change of the object
+STALL_RETRY_S = 30.0
+NAME_RETRY_S = 1.0
 DELETE_GRACE_S = 30  # of pods whose job is deleted
 STOP_S = 5.0  # members of a deleted job have this long to end by themselves
 
@@ -56,20 +59,25 @@ class Doors:
 
 
 async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
-    """Do what the plan says; returns after how many seconds to look again for the status' sake."""
+    """Do what the plan says; returns after how many seconds to look again although nothing changed."""
     if decided.raises:
         await _record_epoch(case, seen, decided, doors)
-    sent = doors.members.send(case.uid, decided.targets)
-    heard_at = doors.members.heard_at(case.uid)
+    _send_targets(case, decided, doors)
+    doors.metrics.count_job(case.uid, case.status.phase if case.status else None)
+    retry_s = None if decided.is_over else await _bring_about(case, seen, decided, doors)
+    if decided.raises:
+        await _tell_of_epoch(case, decided, doors)
+        return 0.0
+    report_s = await _report(case, seen, decided, doors)
+    return min((each for each in (retry_s, report_s) if each is not None), default=None)
+
+
+def _send_targets(case: Case, decided: Plan, doors: Doors) -> None:
+    sent, heard_at = doors.members.send(case.uid, decided.targets), doors.members.heard_at(case.uid)
     if sent:
         doors.metrics.targets.inc(sent)
     if sent and heard_at is not None and not decided.raises:
         doors.metrics.barrier_s.observe(doors.clock() - heard_at)
-    if not decided.is_over:
-        await _bring_about(case, seen, decided, doors)
-    if decided.raises:
-        return 0.0
-    return await _report(case, seen, decided, doors)
 
 
 # -------------------------------------------------------------------------------------------------------------- status
@@ -85,9 +93,13 @@ async def _record_epoch(case: Case, seen: Observation, decided: Plan, doors: Doo
     case.memory = replace(case.memory, epoch=climb.epoch, raised=True, epoch_at=now, reached={}, progress_at=now)
     doors.metrics.raised.labels(climb.cause).inc()
     log(LOG, "epoch raised", epoch=climb.epoch, step=climb.step, version=str(climb.version), reason=climb.cause)
-    kind = "Warning" if climb.cause.is_failure or climb.cause.is_recovery else "Normal"
-    if climb.cause is not Cause.TAKEOVER:
-        await _tell(case, kind, climb.cause, decided.message, "RaiseEpoch", doors)
+
+
+async def _tell_of_epoch(case: Case, decided: Plan, doors: Doors) -> None:
+    cause = decided.climb.cause if decided.climb else Cause.TAKEOVER
+    if cause is not Cause.TAKEOVER:
+        kind = "Warning" if cause.is_failure or cause.is_recovery else "Normal"
+        await _tell(case, kind, cause, decided.message, "RaiseEpoch", doors)
 
 
 async def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
@@ -102,7 +114,7 @@ async def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) ->
         return min([due_in_s, *wait_s])
     await _write(case, status, doors)
     if status.phase is not before.phase:
-        log(LOG, "phase", epoch=status.epoch, step=status.step, phase=status.phase, took_s=status.last_switch_seconds)
+        log(LOG, "phase", epoch=status.epoch, step=status.step, phase=status.phase)
     if status.phase is Phase.ROLLOUT and before.phase is not Phase.ROLLOUT and seen.memory.last_switch_s is not None:
         doors.metrics.switch_s.observe(seen.memory.last_switch_s)
     if status.phase is Phase.COMPLETE and before.phase is not Phase.COMPLETE:
@@ -112,23 +124,21 @@ async def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) ->
 
 async def _write(case: Case, status: ColocatedRLJobStatus, doors: Doors) -> None:
     """Write the status against the version we know. Raises StaleEpoch when somebody else has raised the epoch."""
-    body = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-    while True:
+    body, known = status.model_dump(mode="json", by_alias=True, exclude_none=True), case.status and case.status.epoch
+    for tries_left in reversed(range(WRITE_TRIES)):
         try:
-            answer = await doors.kube.write_status(
-                case.namespace, case.name, resource_version=case.resource_version, status=body
-            )
+            version = case.resource_version
+            answer = await doors.kube.write_status(case.namespace, case.name, resource_version=version, status=body)
+            break
         except Conflict:
-            job = await doors.kube.read_job(case.namespace, case.name)
-            known = case.status.epoch if case.status else None
-            if job["metadata"]["uid"] != case.uid or read_status(job).epoch != known:
-                raise StaleEpoch(f"status of {case.name} is of epoch {read_status(job).epoch}, not {known}") from None
-            case.resource_version = job["metadata"]["resourceVersion"]  # spec or metadata changed, the epoch is ours
-            continue
-        take_status(case, answer)
-        case.written_at = doors.clock()
-        doors.metrics.count_job(case.uid, status.phase)
-        return
+            if not tries_left:
+                raise
+        job = await doors.kube.read_job(case.namespace, case.name)
+        if job["metadata"]["uid"] != case.uid or read_status(job).epoch != known:
+            raise StaleEpoch(f"status of {case.name} is of epoch {read_status(job).epoch}, not {known}")
+        case.resource_version = job["metadata"]["resourceVersion"]  # spec or metadata changed, the epoch is ours
+    take_status(case, answer)
+    case.written_at = doors.clock()
 
 
 async def refuse(case: Case, body: Any, message: str, doors: Doors) -> None:
@@ -141,16 +151,19 @@ async def refuse(case: Case, body: Any, message: str, doors: Doors) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- objects
-async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Doors) -> None:
-    """Objects of the job, then its pods, which need them all. What is refused stalls the job and is tried again."""
+async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+    """Objects of the job, then its pods, which need them all; returns after how many seconds to try again.
+
+    What the API server refuses stalls the job.
+    """
+    done: list[asyncio.Task[bool]] = []
     try:
         if case.objects_of != seen.job.generation or any(isinstance(action, CreatePod) for action in decided.pods):
             await _apply_objects(seen.job, doors)
             case.objects_of = seen.job.generation
         limit = asyncio.Semaphore(AT_ONCE)
         async with asyncio.TaskGroup() as group:
-            for action in decided.pods:
-                group.create_task(_change_pod(case, seen.job, action, limit, doors))
+            done = [group.create_task(_change_pod(case, seen.job, each, limit, doors)) for each in decided.pods]
     except* Refused as errors:
         message = str(_first(errors))
         if case.stall is None or case.stall.message != message:
@@ -158,6 +171,9 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
         case.stall = Stall(Reason.OBJECT_REFUSED, message)
     else:
         case.stall = None
+    if case.stall is not None:
+        return STALL_RETRY_S
+    return None if all(task.result() for task in done) else NAME_RETRY_S
 
 
 async def _apply_objects(job: Job, doors: Doors) -> None:
@@ -170,21 +186,25 @@ async def _apply_objects(job: Job, doors: Doors) -> None:
 
 async def _change_pod(
     case: Case, job: Job, action: CreatePod | DeletePod, limit: asyncio.Semaphore, doors: Doors
-) -> None:
+) -> bool:
+    """False when the pod's name is taken by somebody else's, most likely an ending pod of a deleted job."""
     async with limit:
         match action:
             case CreatePod(seat, attempt):
                 body = resources.pod(job, seat, attempt, doors.images)
+                name = body["metadata"]["name"]
                 try:
                     doors.pods.put(await doors.kube.create_pod(job.namespace, body))
-                except Conflict:  # made at an earlier look, and the watch has not said so yet
-                    await _refresh_pods(case, doors)
-                log(LOG, "pod created", pod=body["metadata"]["name"])
+                except Conflict:
+                    await _refresh_pods(case, doors)  # ours perhaps, and the watch has not said so yet
+                    return name in {pod["metadata"]["name"] for pod in doors.pods.of(case.uid)}
+                log(LOG, "pod created", pod=name)
             case DeletePod(name, uid, grace_s, why):
                 await doors.kube.delete_pod(job.namespace, name, uid=uid, grace_s=grace_s)
                 await _refresh_pods(case, doors)
                 log(LOG, "pod deleted", logging.WARNING, pod=name, reason=why)
-                await _tell(case, "Warning", "PodReplaced", why, "DeletePod", doors)
+                await _tell(case, "Warning", Reason.POD_DELETED, why, "DeletePod", doors)
+    return True
 
 
 async def _refresh_pods(case: Case, doors: Doors) -> None:

@@ -1,4 +1,4 @@
-"""What this process holds of a job between passes, and of every pod.
+"""What this process holds of a job between passes, and of every pod; and who wakes a job's loop.
 
 Status is written by the operator alone, so after the first look what was written last is known without reading it
 again. Pods come from the watch and from our own calls, whichever is newer.
@@ -6,7 +6,9 @@ again. Pods come from the watch and from our own calls, whichever is newer.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from colocated_rl_api import names
@@ -39,6 +41,22 @@ class Pods:
 
     def forget(self, job_uid: str) -> None:
         self._pods.pop(job_uid, None)
+
+
+class Wakeups:
+    """One event for each job: set by whoever has something new, cleared by the job's loop before it observes."""
+
+    def __init__(self) -> None:
+        self._events: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def of(self, job_uid: str) -> asyncio.Event:
+        return self._events[job_uid]
+
+    def wake(self, job_uid: str) -> None:
+        self._events[job_uid].set()
+
+    def forget(self, job_uid: str) -> None:
+        self._events.pop(job_uid, None)
 
 
 @dataclass

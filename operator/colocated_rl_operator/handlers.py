@@ -17,10 +17,10 @@ import kopf
 from colocated_rl_api import names
 from colocated_rl_api.logs import bind, log
 from colocated_rl_operator.act import Doors
-from colocated_rl_operator.case import Case, job_of
+from colocated_rl_operator.case import Case, Wakeups, job_of
 from colocated_rl_operator.cluster import ClusterAccess
 from colocated_rl_operator.errors import OperatorError
-from colocated_rl_operator.reconcile import Wakeups, end, one_pass
+from colocated_rl_operator.reconcile import end, one_pass
 
 LOG = logging.getLogger(__name__)
 
@@ -107,7 +107,8 @@ async def drive_job(body: Any, stopped: Any, office: Office) -> None:
         try:
             while not stopped:
                 woken.clear()  # before observing: a change during the pass must not be lost
-                wait_s = await one_pass(case, body, office.doors)
+                with office.doors.metrics.pass_s.time():
+                    wait_s = await one_pass(case, body, office.doors)
                 await _first_of(woken, stopped, wait_s)
             if kopf.DaemonStoppingReason.RESOURCE_DELETED in stopped.reason:
                 await _let_go(case, body, office, woken)

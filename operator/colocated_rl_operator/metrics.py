@@ -55,6 +55,8 @@ class Metrics:
 
     def count_job(self, uid: str, phase: Phase | None) -> None:
         """phase: None when the job is gone."""
+        if self._phases.get(uid) is phase:
+            return
         if phase is None:
             self._phases.pop(uid, None)
         else:

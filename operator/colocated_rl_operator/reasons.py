@@ -66,4 +66,5 @@ class Reason(StrEnum):
     NOT_STALLED = "NotStalled"
     INVALID_SPEC = "InvalidSpec"
     DELETED = "Deleted"
+    POD_DELETED = "PodDeleted"  # events: a pod that stays silent or does not end
     OBJECT_REFUSED = "ObjectRefused"  # the API server does not admit an object of the job

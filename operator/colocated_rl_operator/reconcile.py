@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,31 +17,13 @@ from colocated_rl_operator.plan import plan, stop
 LOG = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # after an answer of the API server that stopped a pass
-STALL_RETRY_S = 30.0
-
-
-class Wakeups:
-    """One event for each job: set by whoever has something new, cleared by the job's loop before it observes."""
-
-    def __init__(self) -> None:
-        self._events: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-
-    def of(self, job_uid: str) -> asyncio.Event:
-        return self._events[job_uid]
-
-    def wake(self, job_uid: str) -> None:
-        self._events[job_uid].set()
-
-    def forget(self, job_uid: str) -> None:
-        self._events.pop(job_uid, None)
 
 
 async def one_pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | None:
     """Returns after how many seconds to look again although nothing changed; None: not at all."""
     wait_s: float | None = RETRY_S
     try:
-        with doors.metrics.pass_s.time():
-            wait_s = await _pass(case, body, doors)
+        wait_s = await _pass(case, body, doors)
     except* StaleEpoch as errors:
         log(LOG, "somebody else raised the epoch", logging.WARNING, reason=str(errors.exceptions[0]))
         await doors.confirm()
@@ -63,10 +44,9 @@ async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | No
     seen = observe(case, job, pods=doors.pods, members=doors.members, now=doors.clock(), at=doors.wall())
     with doors.metrics.plan_s.time():
         decided = plan(seen)
-    report_s = await act(case, seen, decided, doors)
-    wake_s = None if decided.wake_at is None else max(0.0, decided.wake_at - doors.clock())
-    stall_s = STALL_RETRY_S if case.stall else None
-    return min((each for each in (report_s, wake_s, stall_s) if each is not None), default=None)
+    again_s = await act(case, seen, decided, doors)
+    waits = [again_s, None if decided.wake_at is None else max(0.0, decided.wake_at - doors.clock())]
+    return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
 
 async def end(case: Case, body: Mapping[str, Any], doors: Doors, woken: asyncio.Event) -> None:

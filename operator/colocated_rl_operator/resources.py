@@ -4,8 +4,8 @@ Every pod passes the restricted pod security profile: no root, no capabilities, 
 for all that is written. Agent and GPU container have different users and one group, so that the agent's journal and
 keys are out of reach of engine and trainer, and what both write they share.
 
-Names that a pod must fill only once (Secret, volume claims) contain the job's UID: what an earlier job of the same
-name left behind, or what somebody made in advance, is never taken for ours.
+Names of everything but pods contain the job's UID: what an earlier job of the same name left behind, or what somebody
+made in advance, is never taken for ours.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": _metadata(job, job.name),
+        "metadata": _metadata(job, f"{job.name}-{job.uid}"),
         "spec": {
             "podSelector": {"matchLabels": {names.JOB_UID_LABEL: job.uid}},
             "policyTypes": ["Ingress"],

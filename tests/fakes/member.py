@@ -131,7 +131,9 @@ class FakeKubelet:
         self.holds: dict[str, Callable[[PodTarget | RolloutTarget], bool]] = {}  # by seat
 
     def note(self, event: str, pod: Body) -> None:
-        """A watch event of a pod."""
+        """A watch event of a pod; others than jobs' pods are not run here."""
+        if names.ROLE_LABEL not in pod["metadata"].get("labels", {}):
+            return
         name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
         if event == "DELETED":
             self.end(uid)

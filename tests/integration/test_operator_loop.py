@@ -23,13 +23,12 @@ from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_operator.act import Doors
 from colocated_rl_operator.authority import Authority
-from colocated_rl_operator.case import Pods
+from colocated_rl_operator.case import Pods, Wakeups
 from colocated_rl_operator.events import Events
 from colocated_rl_operator.handlers import Office, drive_job, note_job, note_pod
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.members import Members
 from colocated_rl_operator.metrics import Metrics
-from colocated_rl_operator.reconcile import Wakeups
 from colocated_rl_operator.resources import PodImages
 from fakes.api_server import FakeApiServer
 from fakes.group import Group
@@ -314,6 +313,18 @@ async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_trie
         operator.office.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert ("False", "NotStalled") == condition(world, "Stalled")
+
+
+async def test_a_pod_of_a_deleted_job_of_the_same_name_is_waited_for(world: World) -> None:
+    path = "/api/v1/namespaces/default/pods/sums-gpu-0-0"
+    world.api.put(path, {"metadata": {"name": "sums-gpu-0-0", "labels": {}}, "status": {"phase": "Running"}})
+    world.kubelet.moved.clear()
+    async with world.operator():
+        await world.until(lambda: len(world.kubelet.members) == 2)
+        await world.until(lambda: world.status.get("phase") == "Pending")
+        assert "False" == condition(world, "Stalled")[0]
+        world.api.remove(path)
+        await world.until(lambda: world.status.get("phase") == "Complete")
 
 
 async def test_a_spec_that_only_the_models_refuse_is_named_in_a_condition(world: World) -> None:
