@@ -258,6 +258,7 @@ class RolloutTarget(Wire):
     saved_step: int  # durable in a checkpoint: batches up to here need not be kept for replay
     engines: tuple[Endpoint, ...]  # gates to use; whether they are open is for the gates to say
     evaluate: int | None = None  # evaluate this step's weights now; the switch waits for it
+    last_step: int | None = None  # spec.steps as it is now; None: as the job's file says
 
 
 class Hello(Wire):

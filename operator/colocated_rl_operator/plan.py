@@ -258,6 +258,7 @@ def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
             if member.address is not None
         ),
         evaluate=climb.step if is_served and not _is_evaluated(seen, climb) else None,
+        last_step=seen.job.spec.steps,
     )
 
 

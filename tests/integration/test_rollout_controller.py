@@ -403,6 +403,17 @@ async def test_a_restart_loses_nothing_that_was_accepted(job: JobOnDisk, process
         facts = await scene.operator.until(lambda facts: facts.epoch == 8)
 
 
+async def test_the_last_step_is_the_one_that_the_spec_names_now(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        await scene.target(last_step=1)
+        await scene.open(V0)
+        await scene.sealed(1)
+        await scene.target(2, trained_step=1, last_step=1)
+        await scene.samples(trained=2 * BATCH, running=0, completed=0)
+        await scene.target(3, trained_step=1, last_step=2)
+        await scene.sealed(2)
+
+
 async def test_goal_stop_ends_the_controller(job: JobOnDisk, processes: TaskProcesses) -> None:
     async with running(job, processes) as scene:
         await scene.target()

@@ -170,6 +170,8 @@ class Controller:
     # ------------------------------------------------------------------------------------------------- targets
     def _accept(self, target: RolloutTarget) -> None:
         self._engines.follow(target.engines)
+        if target.last_step is not None:
+            self._worker.last_step = target.last_step
         if self._store.commit(target.trained_step):
             self._worker.discard_stale()
         self._store.forget(target.saved_step)

@@ -78,6 +78,7 @@ class Worker:
         self._sealing: asyncio.Task[None] | None = None
         self._collecting_since = time.monotonic()
         self._draining = False
+        self.last_step = spec.steps  # nothing is made for later ones; may change while the job runs
         self.problem: Problem | None = None
 
     # ------------------------------------------------------------------------------------------------- the loop
@@ -126,7 +127,7 @@ class Worker:
             concurrency=self._rollout.concurrency,
             batch_size=self._rollout.batch_size,
             max_staleness=self._rollout.max_staleness,
-            steps_left=self._spec.steps + 1 - self._store.next_step,
+            steps_left=self.last_step + 1 - self._store.next_step,
         )
         for _ in range(admitted):
             prompt = self._prompts.take()
@@ -253,7 +254,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- sealing
     def _seal_if_due(self) -> None:
         step = self._store.next_step
-        if self._sealing or self._store.sealed_groups or step > self._spec.steps:
+        if self._sealing or self._store.sealed_groups or step > self.last_step:
             return
         groups = self._store.groups.values()
         if sum(group.is_complete for group in groups) < self._rollout.batch_size:
