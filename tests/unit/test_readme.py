@@ -22,7 +22,8 @@ def test_its_job_is_one_that_the_api_server_accepts() -> None:
 
 def test_its_commands_are_targets_of_make() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (CHECKOUT.root / "Makefile").read_text(), flags=re.MULTILINE))
-    assert {"demo", "test"} <= set(re.findall(r"`?make ([a-z-]+)", README)) <= targets
+    commands = set(re.findall(r"(?:^    |`)make ([a-z-]+)", README, flags=re.MULTILINE))
+    assert {"demo", "test", "help"} <= commands <= targets
 
 
 @pytest.mark.parametrize("path", sorted({*LINKS, *PATHS}))
