@@ -22,7 +22,7 @@ import yaml
 from rich.console import Console
 
 from examples.arithmetic.cluster import ClusterError
-from examples.arithmetic.demo import HERE, ROOT, Demo
+from examples.arithmetic.demo import HERE, ROOT, Demo, ModelNotMade
 from examples.arithmetic.figures import read_figures
 from examples.arithmetic.records import Records
 from examples.arithmetic.verdict import START_AT_MOST, TARGET, shortfalls
@@ -110,9 +110,11 @@ def main() -> int:
         of_run = seeded(job, seed=int(name.split()[1].rstrip(",")), is_control=_is_control(name))
         try:
             runs[name] = _recorded(name, of_run) or asyncio.run(_record(name, of_run, console))
-        except ClusterError as error:
+        except (ClusterError, ModelNotMade) as error:
             console.print(f"{name}: {error}", highlight=False, markup=False)
             return 1
+        except KeyboardInterrupt:
+            return 130
         args.document.write_text(document(runs, job))
         console.print(
             f"{name}: {'; '.join(shortfalls(runs[name])) or 'as it should be'}", highlight=False, markup=False

@@ -70,7 +70,6 @@ class JobWatch:
                 self.job = job
                 if self.phase in ("Complete", "Failed"):
                     self._ended.set()
-                    return
             await asyncio.sleep(AGAIN_S)
 
     async def _watch_pods(self, group: asyncio.TaskGroup) -> None:
