@@ -103,11 +103,11 @@ def main() -> int:
     args = parser.parse_args()
     console = Console()
     job = yaml.safe_load((HERE / "job.yaml").read_text())
-    names = [f"run {number}" for number in range(1, args.runs + 1)]
-    names += [f"control {number}, learning rate 0" for number in range(1, args.controls + 1)]
+    names = [f"run-{number}" for number in range(1, args.runs + 1)]
+    names += [f"control-{number}" for number in range(1, args.controls + 1)]
     runs: dict[str, Records] = {}
     for name in names:
-        of_run = seeded(job, seed=int(name.split()[1].rstrip(",")), is_control=_is_control(name))
+        of_run = seeded(job, seed=int(name.split("-")[1]), is_control=_is_control(name))
         try:
             runs[name] = _recorded(name, of_run) or asyncio.run(_record(name, of_run, console))
         except (ClusterError, ModelNotMade) as error:
