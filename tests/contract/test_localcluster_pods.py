@@ -286,7 +286,7 @@ def test_log_of_a_container_is_bounded_and_rotated(cluster: Cluster) -> None:
     """45 MB are written; at most three files of 10 MB stay, the older ones compressed, and the last line is there."""
     pod = cluster.get("pod", "chatty")
     cluster.wait_for("the last line", lambda: cluster.kubectl("logs", "chatty", "--tail=1") == "the end\n", START_S)
-    folder = cluster.directory / f"nodes/{pod['spec']['nodeName']}/pod-logs/default_chatty_{pod['metadata']['uid']}/c"
+    folder = cluster.directory / f"nodes/{pod['spec']['nodeName']}/log/pods/default_chatty_{pod['metadata']['uid']}/c"
 
     def bounded() -> bool:
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}

@@ -21,20 +21,20 @@ func TestAccountOfAContainer(t *testing.T) {
 	root := rootWithUsers(t)
 	for name, c := range map[string]struct {
 		user string
-		sc   v1.LinuxContainerSecurityContext
+		sc   *v1.LinuxContainerSecurityContext
 		want account
 	}{
-		"nothing said":             {"", v1.LinuxContainerSecurityContext{}, account{0, 0, []int{0}, "/root"}},
-		"image's user by name":     {"me", v1.LinuxContainerSecurityContext{}, account{1000, 1001, []int{44, 1001}, "/home/me"}},
-		"image's user and group":   {"me:video", v1.LinuxContainerSecurityContext{}, account{1000, 44, []int{44}, "/home/me"}},
-		"number without an entry":  {"65532:65533", v1.LinuxContainerSecurityContext{}, account{65532, 65533, []int{65533}, "/"}},
-		"the kubelet repeats it":   {"65532:65533", v1.LinuxContainerSecurityContext{RunAsUser: number(65532)}, account{65532, 65533, []int{65533}, "/"}},
-		"runAsUser wins":           {"me", v1.LinuxContainerSecurityContext{RunAsUser: number(7)}, account{7, 0, []int{0}, "/"}},
-		"runAsGroup, other groups": {"me", v1.LinuxContainerSecurityContext{RunAsGroup: number(9), SupplementalGroups: []int64{3, 9}}, account{1000, 9, []int{3, 9, 44}, "/home/me"}},
-		"only the pod's groups": {"me", v1.LinuxContainerSecurityContext{SupplementalGroups: []int64{3}, SupplementalGroupsPolicy: v1.SupplementalGroupsPolicy_Strict},
+		"nothing said":             {"", &v1.LinuxContainerSecurityContext{}, account{0, 0, []int{0}, "/root"}},
+		"image's user by name":     {"me", &v1.LinuxContainerSecurityContext{}, account{1000, 1001, []int{44, 1001}, "/home/me"}},
+		"image's user and group":   {"me:video", &v1.LinuxContainerSecurityContext{}, account{1000, 44, []int{44}, "/home/me"}},
+		"number without an entry":  {"65532:65533", &v1.LinuxContainerSecurityContext{}, account{65532, 65533, []int{65533}, "/"}},
+		"the kubelet repeats it":   {"65532:65533", &v1.LinuxContainerSecurityContext{RunAsUser: number(65532)}, account{65532, 65533, []int{65533}, "/"}},
+		"runAsUser wins":           {"me", &v1.LinuxContainerSecurityContext{RunAsUser: number(7)}, account{7, 0, []int{0}, "/"}},
+		"runAsGroup, other groups": {"me", &v1.LinuxContainerSecurityContext{RunAsGroup: number(9), SupplementalGroups: []int64{3, 9}}, account{1000, 9, []int{3, 9, 44}, "/home/me"}},
+		"only the pod's groups": {"me", &v1.LinuxContainerSecurityContext{SupplementalGroups: []int64{3}, SupplementalGroupsPolicy: v1.SupplementalGroupsPolicy_Strict},
 			account{1000, 1001, []int{3, 1001}, "/home/me"}},
 	} {
-		got, err := whoRuns(&image{Root: root, User: c.user}, &c.sc)
+		got, err := whoRuns(&image{Root: root, User: c.user}, c.sc)
 		if err != nil || !reflect.DeepEqual(got, c.want) {
 			t.Errorf("%s: got %+v, %v, want %+v", name, got, err, c.want)
 		}
@@ -45,13 +45,13 @@ func TestAccountThatIsNotThereIsRefused(t *testing.T) {
 	root := rootWithUsers(t)
 	for name, c := range map[string]struct {
 		user string
-		sc   v1.LinuxContainerSecurityContext
+		sc   *v1.LinuxContainerSecurityContext
 	}{
-		"user":                      {"nobody-here", v1.LinuxContainerSecurityContext{}},
-		"group":                     {"me:none", v1.LinuxContainerSecurityContext{}},
-		"runAsGroup without a user": {"", v1.LinuxContainerSecurityContext{RunAsGroup: number(9)}},
+		"user":                      {"nobody-here", &v1.LinuxContainerSecurityContext{}},
+		"group":                     {"me:none", &v1.LinuxContainerSecurityContext{}},
+		"runAsGroup without a user": {"", &v1.LinuxContainerSecurityContext{RunAsGroup: number(9)}},
 	} {
-		if got, err := whoRuns(&image{Root: root, User: c.user}, &c.sc); err == nil {
+		if got, err := whoRuns(&image{Root: root, User: c.user}, c.sc); err == nil {
 			t.Errorf("%s: got %+v", name, got)
 		}
 	}

@@ -49,7 +49,7 @@ func TestAnyNameIsTheMachineWithoutAFile(t *testing.T) {
 
 func TestImageFileWithAnUnknownFieldIsRefused(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "images.yaml")
-	writeFile(t, file, `images: {agent: {entryPoint: [x]}}`)
+	writeFile(t, file, `images: {agent: {entry: [x]}}`)
 	if i, err := imageFile(file).find("agent"); err == nil || status.Code(err) == codes.NotFound {
 		t.Errorf("got %+v, %v", i, err)
 	}

@@ -47,7 +47,8 @@ func (n Node) Path(parts ...string) string {
 	return n.Dir.Path(append([]string{"nodes", n.Name()}, parts...)...)
 }
 
-func (n Node) Kubelet() string                       { return n.Path("kubelet") } // the kubelet's root directory
+func (n Node) Kubelet() string                       { return n.Path("kubelet") } // its /var/lib/kubelet
+func (n Node) Logs() string                          { return n.Path("log") }     // its /var/log, with its containers' logs
 func (n Node) Runtime() string                       { return n.Path("runtime") } // records and scratch directories of the runtime
 func (n Node) Socket() string                        { return n.Path("cri.sock") }
 func (n Node) CDI() string                           { return n.Path("cdi") } // what prepared device claims mean for a container
@@ -62,13 +63,16 @@ func Nodes(dir Dir, count int) []Node {
 	return nodes
 }
 
-// longestSocket is the longest path of a Unix socket below the directory, with a device driver's name.
-const longestSocket = "nodes/node99/kubelet/plugins_registry/-reg.sock"
-
-// CheckLength refuses a directory whose sockets could not be opened: the kernel takes 107 bytes.
+// CheckLength refuses a directory whose sockets could not be opened, as the kernel takes 107 bytes; driver is that of the
+// devices, or "" for none.
 func (d Dir) CheckLength(driver string) error {
-	if long := len(d) + 1 + len(longestSocket) + len(driver); long > 107 {
-		return fmt.Errorf("the path %s is %d bytes too long, as sockets in it may have 107: name a shorter directory with --dir", d, long-107)
+	last := Node{Dir: d, Index: 99}
+	longest := len(last.Socket())
+	if driver != "" {
+		longest = max(longest, len(last.Path("kubelet", "plugins_registry", driver+"-reg.sock")))
+	}
+	if over := longest - 107; over > 0 {
+		return fmt.Errorf("the path %s is %d bytes too long for the sockets in it: name a shorter directory with --dir", d, over)
 	}
 	if strings.ContainsAny(string(d), ":,\\ \t\n") {
 		return fmt.Errorf("the path %q holds a character that mount options can't: name another directory with --dir", d)

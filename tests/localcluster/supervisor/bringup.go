@@ -128,10 +128,8 @@ func forgetNodes(ctx context.Context, client kubernetes.Interface, nodes []layou
 }
 
 func startNode(ctx context.Context, o Options, n layout.Node, p *processes) error {
-	for _, d := range []string{n.Kubelet(), n.Runtime()} {
-		if err := os.MkdirAll(d, 0o755); err != nil {
-			return err
-		}
+	if err := os.MkdirAll(n.Runtime(), 0o755); err != nil {
+		return err
 	}
 	if err := os.Remove(n.Socket()); err != nil && !os.IsNotExist(err) { // its presence says that the runtime listens
 		return err

@@ -80,8 +80,8 @@ func kubeletFlags(n layout.Node) []string {
 	return []string{
 		"--config=" + n.Path("kubelet.yaml"),
 		"--kubeconfig=" + pki.Kubeconfig(n.Dir, pki.Kubelet(n)),
-		"--root-dir=" + n.Kubelet(),
-		"--cert-dir=" + n.Path("kubelet", "pki"),
+		"--root-dir=" + kubeletRoot,
+		"--cert-dir=" + kubeletRoot + "/pki",
 		"--hostname-override=" + n.Name(),
 		"--node-ip=" + network.NodeIP(n.Index),
 		"--v=2",
@@ -100,8 +100,7 @@ readOnlyPort: 0
 authentication: {anonymous: {enabled: false}, webhook: {enabled: true}, x509: {clientCAFile: %[3]s}}
 authorization: {mode: Webhook}
 containerRuntimeEndpoint: unix://%[4]s
-podLogsDir: %[5]s
-volumePluginDir: %[6]s
+volumePluginDir: %[5]s
 containerLogMaxSize: 10Mi
 containerLogMaxFiles: 3
 containerLogMonitorInterval: 3s
@@ -119,5 +118,5 @@ clusterDNS: [%[2]s]
 resolvConf: ""
 serializeImagePulls: false
 nodeStatusUpdateFrequency: 2s
-`, inUserNamespace, network.NodeIP(n.Index), n.Dir.Secret("ca.crt"), n.Socket(), n.Path("pod-logs"), n.Path("volume-plugins"))
+`, inUserNamespace, network.NodeIP(n.Index), n.Dir.Secret("ca.crt"), n.Socket(), n.Path("volume-plugins"))
 }

@@ -67,9 +67,12 @@ func closeMachine(dir layout.Dir) error {
 // mounted, and the host name, which pods in the node's network see.
 type nodeNamespaces struct{ mounts, uts *os.File }
 
-// fixedPaths are where the kubelet writes whatever its settings: device plugin sockets and links to containers' logs. In its
-// node's namespace they are directories of the node.
-var fixedPaths = map[string]string{"/var/lib/kubelet": "var-lib-kubelet", "/var/log": "var-log"}
+// The kubelet's and the containers' files lie where they lie on any node, and some of them whatever the kubelet's settings.
+// In its node's namespace these are directories of the node.
+const (
+	kubeletRoot = "/var/lib/kubelet"
+	logRoot     = "/var/log"
+)
 
 func makeNodeNamespaces(n layout.Node) (*nodeNamespaces, error) {
 	ns := &nodeNamespaces{}
@@ -83,8 +86,7 @@ func makeNodeNamespaces(n layout.Node) (*nodeNamespaces, error) {
 		if err := mount("", "/", "", syscall.MS_REC|syscall.MS_PRIVATE, ""); err != nil {
 			return err
 		}
-		for at, name := range fixedPaths {
-			own := n.Path(name)
+		for at, own := range map[string]string{kubeletRoot: n.Kubelet(), logRoot: n.Logs()} {
 			if err := os.MkdirAll(own, 0o755); err != nil {
 				return err
 			}

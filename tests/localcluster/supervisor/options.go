@@ -69,6 +69,9 @@ func (o *Options) Complete() error {
 	if o.Devices < 0 || o.Port < 0 || o.Port > 65535 {
 		return fmt.Errorf("--devices %d --port %d: a negative number, or a port above 65535", o.Devices, o.Port)
 	}
+	if o.Devices == 0 {
+		o.Driver = ""
+	}
 	return o.Dir.CheckLength(o.Driver)
 }
 
@@ -82,9 +85,7 @@ func (o *Options) differences(running Options) (out []string) {
 	add("--images", running.Images, o.Images)
 	add("--nodes", running.Nodes, o.Nodes)
 	add("--devices", running.Devices, o.Devices)
-	if o.Devices > 0 {
-		add("--driver", running.Driver, o.Driver)
-	}
+	add("--driver", running.Driver, o.Driver)
 	if !maps.Equal(running.ExtendedResources, o.ExtendedResources) {
 		add("--extended-resource", running.ExtendedResources, o.ExtendedResources)
 	}
