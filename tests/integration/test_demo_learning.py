@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.arithmetic.loop import Evaluated, Options, learn
 from examples.arithmetic.model import Recipe, ensure_model
-from examples.arithmetic.records import START_AT_MOST, TARGET
+from examples.arithmetic.verdict import START_AT_MOST, TARGET
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "examples/arithmetic/job.yaml"
