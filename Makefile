@@ -22,6 +22,8 @@ PACKAGES := $(filter-out %.egg-info,$(wildcard operator/colocated_rl_* workloads
 SCRIPTS = $(shell git ls-files '*.sh' .ci/run)
 
 export PATH := $(DEV):$(CURDIR)/.build/tools/bin:$(PATH)
+export CGO_ENABLED := 0# as tests/localcluster/build.sh: vet and test use what it has compiled
+export GOFLAGS := -mod=readonly -trimpath
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH VIRTUAL_ENV# imports get faster with each run; nothing of the caller's shell
 ifneq ($(origin KUBECONFIG),command line)
 unexport KUBECONFIG# tests touch a cluster of yours only when it is named
@@ -123,6 +125,7 @@ unit-layer:
 
 .PHONY: contract-layer
 contract-layer: vet-layer
+	@cd tests/localcluster && go test ./...
 	@pytest tests/contract tests/integration
 
 .PHONY: e2e-layer
@@ -138,7 +141,7 @@ lint-layer:
 
 .PHONY: vet-layer
 vet-layer: # needs the modules that the cluster's build has fetched
-	@cd tests/localcluster && go vet ./...
+	@cd tests/localcluster && go vet ./... && unformatted=$$(gofmt -l .) && [ -z "$$unformatted" ] || { echo "gofmt -w: $$unformatted"; exit 1; }
 
 .PHONY: types-layer
 types-layer:
