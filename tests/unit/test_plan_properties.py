@@ -7,7 +7,6 @@ of faults, anywhere; after the last one the group must reach Complete, or a fail
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -106,7 +105,7 @@ def walk(seed: int, *, replicas: int, faults: int, moves: int = 300) -> Simulati
 
 
 @given(seed=st.integers(0, 2**32), replicas=st.integers(1, 3), faults=st.integers(0, 6))
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(seed=0, replicas=2, faults=0)
 def test_every_walk_ends_and_no_invariant_breaks(seed: int, replicas: int, faults: int) -> None:
     group = walk(seed, replicas=replicas, faults=faults)
@@ -188,11 +187,12 @@ def test_a_seeded_defect_is_caught(defect: str, monkeypatch: pytest.MonkeyPatch)
                 }
             ),
         )
-    caught = Counter[bool]()
-    for seed in range(150):
-        try:
-            walk(seed, replicas=2, faults=4)
-            caught[False] += 1
-        except Broken:
-            caught[True] += 1
-    assert caught[True], f"no walk noticed that {defect}"
+    assert any(_breaks(seed) for seed in range(150)), f"no walk noticed that {defect}"
+
+
+def _breaks(seed: int) -> bool:
+    try:
+        walk(seed, replicas=2, faults=4)
+    except Broken:
+        return True
+    return False
