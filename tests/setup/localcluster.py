@@ -22,6 +22,8 @@ ENGINE_ON_CPU = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",  # several engines and trainers share the cores, and threads that wait for one spin
+    "OMP_WAIT_POLICY": "passive",
 }
 
 
