@@ -175,7 +175,7 @@ func assembleDirectory(name, from, to, upper, work string) error {
 	case "proc", "sys", "dev", "run", "mnt", "lost+found":
 		return nil
 	case "tmp":
-		return os.Chmod(to, 0o1777)
+		return syscall.Chmod(to, 0o1777) // os.Chmod takes no sticky bit by number
 	}
 	u, w := filepath.Join(upper, name), filepath.Join(work, name)
 	if err := errors.Join(os.Mkdir(u, 0o755), os.Mkdir(w, 0o755)); err != nil {
