@@ -15,7 +15,10 @@ BINARY = "cluster"
 IMAGE_LIST = "images"
 
 # of the machine's root, what no container sees
-HIDDEN = ("/tmp", "/var/tmp", "/home", "/root")
+HIDDEN = ("/tmp", "/var/tmp", "/home", "/root", "/run")
+
+# where a container has its environment, wherever the checkout lies: pods mount volumes over /tmp, for one
+IMAGE_ROOT = "/opt/colocated-rl"
 
 # what only the CPU build of the GPU image sets
 ENGINE_ON_CPU = {
@@ -71,15 +74,15 @@ def image_list(layout: Layout) -> dict[str, dict[str, object]]:
         f"colocated-rl/{environment.name}:dev": {
             "root": "/",
             "hide": sorted({*HIDDEN, str(layout.root), str(Path.home())} - {"/"}),
-            "binds": [f"{path}:{path}:ro" for path in _visible(layout.environment(environment.name))],
+            "binds": [f"{layout.environment(environment.name)}:{IMAGE_ROOT}:ro", *_base_python()],
             "env": {
-                "PATH": f"{layout.environment(environment.name)}/bin:/usr/local/bin:/usr/bin:/bin",
+                "PATH": f"{IMAGE_ROOT}/bin:/usr/local/bin:/usr/bin:/bin",
                 "LANG": "C.UTF-8",
                 "PYTHONUNBUFFERED": "1",
                 "PYTHONDONTWRITEBYTECODE": "1",
                 **(ENGINE_ON_CPU if environment.name == "gpu" else {}),
             },
-            "entrypoint": _entrypoint(layout, environment.name),
+            "entrypoint": _entrypoint(environment.name),
             "workingDir": "/",
             "user": "65532:65532",
         }
@@ -87,12 +90,12 @@ def image_list(layout: Layout) -> dict[str, dict[str, object]]:
     }
 
 
-def _entrypoint(layout: Layout, name: str) -> list[str]:
-    python = str(layout.python(name))
+def _entrypoint(name: str) -> list[str]:
+    python = f"{IMAGE_ROOT}/bin/python"
     return [python] if name == "gpu" else [python, "-m", f"colocated_rl_{name}"]
 
 
-def _visible(environment: Path) -> list[Path]:
-    """The environment, and the Python it was made from where that isn't the system's."""
+def _base_python() -> list[str]:
+    """The Python that environments are made from, where that isn't the system's."""
     base = Path(sys.base_prefix)
-    return [environment] if base == Path("/usr") else [environment, base]
+    return [] if base == Path("/usr") else [f"{base}:{base}:ro"]

@@ -11,7 +11,7 @@ import pytest
 
 from setup.digest import digest, forget, is_made_from, remember, sources
 from setup.layout import CHECKOUT, Layout
-from setup.localcluster import image_list
+from setup.localcluster import IMAGE_ROOT, image_list
 from setup.session import Interrupted, Session, SetupError
 from setup.tasks import Board, Task
 
@@ -115,7 +115,7 @@ def test_containers_see_their_environment_and_not_the_checkout() -> None:
         assert isinstance(hidden, list)
         assert isinstance(shown, list)
         assert {"/srv/checkout", "/root", "/tmp"} <= set(hidden)
-        assert f"{environment}:{environment}:ro" in shown
+        assert f"{environment}:{IMAGE_ROOT}:ro" in shown
         assert all(bind.endswith(":ro") for bind in shown)
 
 
