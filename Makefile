@@ -18,6 +18,8 @@ DEV := $(CURDIR)/.build/env/dev/bin
 LOCALCLUSTER = $(CURDIR)/.build/bin/localcluster
 CLUSTER_DIR := $(CURDIR)/.build/localcluster
 
+# with the build's flags, so that what it compiled is used again
+GO := cd tests/localcluster && CGO_ENABLED=0 GOTOOLCHAIN=local GOFLAGS='-mod=readonly -trimpath' go
 PACKAGES := $(filter-out %.egg-info,$(wildcard operator/colocated_rl_* workloads/*/colocated_rl_*))
 SCRIPTS = $(shell git ls-files '*.sh' .ci/run)
 
@@ -125,7 +127,7 @@ unit-layer:
 
 .PHONY: contract-layer
 contract-layer: vet-layer
-	@cd tests/localcluster && go test ./...
+	@$(GO) test ./...
 	@pytest tests/contract tests/integration
 
 .PHONY: e2e-layer
@@ -141,7 +143,8 @@ lint-layer:
 
 .PHONY: vet-layer
 vet-layer: # needs the modules that the cluster's build has fetched
-	@cd tests/localcluster && go vet ./... && unformatted=$$(gofmt -l .) && [ -z "$$unformatted" ] || { echo "gofmt -w: $$unformatted"; exit 1; }
+	@$(GO) vet ./...
+	@unformatted=$$("$$($(GO) env GOROOT)/bin/gofmt" -l tests/localcluster); [ -z "$$unformatted" ] || { echo "gofmt -w $$unformatted"; exit 1; }
 
 .PHONY: types-layer
 types-layer:
