@@ -222,13 +222,18 @@ async def dismiss(case: Case, decided: Plan, doors: Doors, woken: asyncio.Event)
             while not _all_stopped(case, doors):
                 woken.clear()
                 await woken.wait()
-    async with asyncio.TaskGroup() as group:
-        for pod in doors.pods.of(case.uid):
-            name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
-            group.create_task(doors.kube.delete_pod(case.namespace, name, uid=uid, grace_s=DELETE_GRACE_S))
+    await delete_pods(case, doors)
     log(LOG, "job dismissed")
     # the last act: its echo makes kopf look at the object again and drop the finalizer, else it waits out its back-off
     await _write(case, leaving(before=case.status, at=doors.wall()), doors)
+
+
+async def delete_pods(case: Case, doors: Doors) -> None:
+    """Every pod of the job, at once. Garbage collection would come to it too, half a minute later or more."""
+    async with asyncio.TaskGroup() as group:
+        for pod in await doors.kube.list_pods(case.namespace, case.uid):
+            name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+            group.create_task(doors.kube.delete_pod(case.namespace, name, uid=uid, grace_s=DELETE_GRACE_S))
 
 
 def _all_stopped(case: Case, doors: Doors) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ import kopf
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import bind, log
-from colocated_rl_operator.act import Doors
+from colocated_rl_operator.act import Doors, delete_pods
 from colocated_rl_operator.case import Case, Wakeups, job_of
 from colocated_rl_operator.cluster import ClusterAccess
 from colocated_rl_operator.errors import OperatorError
@@ -37,6 +38,7 @@ class Office:
     doors: Doors
     wakeups: Wakeups
     seen: dict[str, object] = field(default_factory=dict)  # of each job: what a wake-up depends on
+    driven: set[str] = field(default_factory=set)  # jobs that have had their daemon in this process
 
 
 @kopf.on.startup()
@@ -72,6 +74,7 @@ async def drive(body: kopf.Body, stopped: Any, memo: Any, **_: Any) -> None:
 @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL)
 async def poke_of_job(event: kopf.RawEvent, memo: Any, **_: Any) -> None:
     note_job(event, memo.office)
+    await let_go_of_undriven(event, memo.office)
 
 
 @kopf.on.event("pods", labels=OURS)
@@ -96,6 +99,19 @@ def note_job(event: Any, office: Office) -> None:
         office.wakeups.wake(metadata["uid"])
     if event["type"] == "DELETED":
         office.seen.pop(metadata["uid"], None)
+        office.driven.discard(metadata["uid"])
+
+
+async def let_go_of_undriven(event: Any, office: Office) -> None:
+    """A job that was deleted while no operator ran gets no daemon; kopf drops its finalizer when this returns."""
+    metadata = event["object"]["metadata"]
+    is_gone = event["type"] == "DELETED" or not metadata.get("deletionTimestamp")
+    if is_gone or metadata["uid"] in office.driven:
+        return
+    office.driven.add(metadata["uid"])
+    case = Case(metadata["namespace"], metadata["name"], metadata["uid"])
+    with bind(job=case.name, job_uid=case.uid):
+        await _or_leave_pods(delete_pods(case, office.doors))
 
 
 async def drive_job(body: Any, stopped: Any, office: Office) -> None:
@@ -103,6 +119,7 @@ async def drive_job(body: Any, stopped: Any, office: Office) -> None:
     metadata = body["metadata"]
     case = Case(metadata["namespace"], metadata["name"], metadata["uid"])
     woken = office.wakeups.of(case.uid)
+    office.driven.add(case.uid)
     with bind(job=case.name, job_uid=case.uid):
         try:
             while not stopped:
@@ -117,13 +134,17 @@ async def drive_job(body: Any, stopped: Any, office: Office) -> None:
 
 
 async def _let_go(case: Case, body: Any, office: Office, woken: asyncio.Event) -> None:
-    try:
-        await end(case, body, office.doors, woken)
-    except* OperatorError as errors:
-        log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(errors.exceptions[0]))
+    await _or_leave_pods(end(case, body, office.doors, woken))
     office.doors.pods.forget(case.uid)
     office.doors.metrics.count_job(case.uid, None)
     office.wakeups.forget(case.uid)
+
+
+async def _or_leave_pods(deletion: Coroutine[None, None, None]) -> None:
+    try:
+        await deletion
+    except* OperatorError as errors:
+        log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(errors.exceptions[0]))
 
 
 async def _first_of(woken: asyncio.Event, stopped: Any, wait_s: float | None) -> None:
