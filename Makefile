@@ -148,4 +148,4 @@ vet-layer: # needs the modules that the cluster's build has fetched
 
 .PHONY: types-layer
 types-layer:
-	@mypy --config-file tests/pyproject.toml $(PACKAGES) tests examples
+	@mypy --config-file tests/pyproject.toml $(PACKAGES) tests examples bench
