@@ -49,8 +49,13 @@ class ApiServer:
     def request(self, method: str, path: str, body: object = None, *, content_type: str = "application/json") -> Answer:
         """`body`: bytes as they are, anything else as JSON."""
         content = body if body is None or isinstance(body, bytes) else json.dumps(body)
-        self._connection.request(method, path, content, self._headers | {"Content-Type": content_type})
-        response = self._connection.getresponse()
+        headers = self._headers | {"Content-Type": content_type}
+        self._connection.request(method, path, content, headers)
+        try:
+            response = self._connection.getresponse()
+        except http.client.RemoteDisconnected:  # it ends connections that were idle, and answered nothing
+            self._connection.request(method, path, content, headers)
+            response = self._connection.getresponse()
         text = response.read()
         try:
             return Answer(response.status, json.loads(text))

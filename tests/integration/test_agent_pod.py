@@ -199,8 +199,8 @@ async def test_restarted_container_is_a_loss_of_engine_and_trainers(net: Network
         it.runner.kill()
         await it.runner.wait()
         await it.start_runner()
-        facts = await it.until(lambda facts: bool(facts.trainers), "attached")
-        assert (TrainerState.ABSENT, -9, 1) == trainer_of(facts)
+        lost = (TrainerState.ABSENT, -9, 1)
+        await it.until(lambda facts: lost == trainer_of(facts), "the loss of the trainer")
         await group.climb(WeightVersion(0, 2))
         assert (200, "0-2") == await served_version(it)
 
