@@ -186,8 +186,8 @@ class StoreMachine(RuleBasedStateMachine):
     def crash(self, flushed: bool) -> None:
         """What was durable is there again, and with it everything that anybody was told.
 
-        Nothing later than the hold-up was committed, if the disk is held up. Otherwise everything is made durable first:
-        how far the writer had come by itself would be a matter of time, and the run could not be repeated.
+        While the disk is held up, that is what was there before. Otherwise everything is made durable first: how far
+        the writer had come by itself would be a matter of time, and the run could not be repeated.
         """
         if flushed := flushed or self.blocker is None:
             self.flush()
