@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from setup.layout import CHECKOUT
+from setup.localcluster import IMAGE_ROOT
 from setup.toolchain import clean_environment
 
 INSTALL_S = 120.0
@@ -80,7 +81,9 @@ def test_images_hold_only_what_their_part_needs(image: str, without: set[str]) -
 
 def test_images_start_what_they_name(tmp_path: Path) -> None:
     for name, image in json.loads(CHECKOUT.images.read_text())["images"].items():
-        python, *module = image["entrypoint"]
+        inside, *module = image["entrypoint"]
+        environment = CHECKOUT.environment(name.removeprefix("colocated-rl/").removesuffix(":dev"))
+        python = environment / Path(inside).relative_to(IMAGE_ROOT)
         if module:
             found = f"import importlib.util; print(importlib.util.find_spec({module[1]!r} + '.__main__') is not None)"
             assert (name, "True") == (name, run(python, "-c", found, cwd=tmp_path))
