@@ -24,8 +24,6 @@ PACKAGES := $(filter-out %.egg-info,$(wildcard operator/colocated_rl_* workloads
 SCRIPTS = $(shell git ls-files '*.sh' .ci/run)
 
 export PATH := $(DEV):$(CURDIR)/.build/tools/bin:$(PATH)
-export CGO_ENABLED := 0# as tests/localcluster/build.sh: vet and test use what it has compiled
-export GOFLAGS := -mod=readonly -trimpath
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH VIRTUAL_ENV# imports get faster with each run; nothing of the caller's shell
 ifneq ($(origin KUBECONFIG),command line)
 unexport KUBECONFIG# tests touch a cluster of yours only when it is named
