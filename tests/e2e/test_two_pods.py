@@ -72,7 +72,12 @@ def test_a_generation_that_spans_a_switch_comes_back_as_one_completion(job: Runn
 
 
 def test_every_trained_token_has_a_version_and_a_log_probability(job: RunningJob) -> None:
-    found = read_batches(job)
+    found = wait_for(
+        "two sealed batches that no checkpoint holds yet",
+        lambda: batches if (batches := read_batches(job))["batches"] >= 2 else None,
+        deadline_s=STEPS_S,
+        explain=job.describe,
+    )
     assert found["policy_tokens"] > 0
     assert found["policy_tokens"] == found["with_version"] == found["with_logp"]
     assert 0 <= found["min_staleness"] <= found["max_staleness"] <= 1
@@ -245,10 +250,14 @@ READ_BATCHES = """
 import json, pathlib
 import numpy as np
 from safetensors.numpy import load_file
-out = dict.fromkeys(('policy_tokens', 'with_version', 'with_logp', 'spanning', 'spanning_in_order'), 0)
+out = dict.fromkeys(('batches', 'policy_tokens', 'with_version', 'with_logp', 'spanning', 'spanning_in_order'), 0)
 out |= dict(max_staleness=0, min_staleness=0)
 for path in pathlib.Path('/var/lib/colocate/batches').glob('*.safetensors'):
-    step, batch = int(path.name.split('-')[0]), load_file(path)
+    try:
+        step, batch = int(path.name.split('-')[0]), load_file(path)
+    except FileNotFoundError:  # a checkpoint became durable, and holds its steps
+        continue
+    out['batches'] += 1
     mask, made_at, logp = batch['loss_mask'] == 1, batch['token_step'], batch['behaviour_logp']
     staleness = step - 1 - made_at[mask]
     out['policy_tokens'] += int(mask.sum())
