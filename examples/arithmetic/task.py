@@ -7,16 +7,13 @@ the same split (`job.yaml`), so that no question that an evaluation asks was eve
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from typing import Any
 
-with warnings.catch_warnings():  # of a package that it imports, when that is compiled
-    warnings.simplefilter("ignore", SyntaxWarning)
-    import reasoning_gym
+from colocated_rl_rollout.gym import import_reasoning_gym
 
 CHAIN_SUM: dict[str, int] = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}
 HELD_OUT_PERCENT = 10
@@ -68,7 +65,7 @@ def reward(response: str, problem: Problem) -> float:
 def _distinct(seed: int, held_out: bool) -> Iterator[Problem]:
     seen: set[str] = set()
     size = 1_000_000  # problems are made one by one as they are asked for: the number costs nothing
-    for entry in reasoning_gym.create_dataset("chain_sum", seed=seed, size=size, **CHAIN_SUM):
+    for entry in import_reasoning_gym().create_dataset("chain_sum", seed=seed, size=size, **CHAIN_SUM):
         problem = Problem(entry["question"], entry["answer"], entry["metadata"]["expression"])
         if problem.is_held_out == held_out and problem.question not in seen:
             seen.add(problem.question)
@@ -77,4 +74,4 @@ def _distinct(seed: int, held_out: bool) -> Iterator[Problem]:
 
 @cache
 def _verifier() -> Any:
-    return reasoning_gym.create_dataset("chain_sum", seed=0, size=1, **CHAIN_SUM)
+    return import_reasoning_gym().create_dataset("chain_sum", seed=0, size=1, **CHAIN_SUM)

@@ -13,6 +13,7 @@ import sys
 from typing import Any, TextIO
 
 from colocated_rl_api.job import ReasoningGym
+from colocated_rl_rollout.gym import import_reasoning_gym
 
 
 def answer_in(response: str, answer_after: str | None) -> str | None:
@@ -27,13 +28,12 @@ class Task:
     """One task of reasoning-gym."""
 
     def __init__(self, task: ReasoningGym) -> None:
-        import reasoning_gym  # here, for it takes seconds and only this process needs it
-
-        self._dataset = reasoning_gym.create_dataset(task.name, seed=task.seed, size=task.size, **task.config)
+        self._dataset = import_reasoning_gym().create_dataset(task.name, seed=task.seed, size=task.size, **task.config)
         self._answer_after = task.answer_after
         self.size = len(self._dataset)
         if self.size != task.size:
             raise ValueError(f"it has {self.size} problems, not the {task.size} of its size")
+        self.questions(0, 1)  # what a task lacks it says when it makes one
 
     def questions(self, start: int, count: int) -> list[str]:
         """Questions [start, start + count) of the data, fewer at its end."""
