@@ -3,7 +3,9 @@
 The thread renews only while the event loop's heartbeat is fresh: a blocked loop stops leading before anybody else may
 start. Another's lease is over when its record has not changed for its duration by our own monotonic clock; nobody's
 wall clock counts. A candidate that can't reach the API server waits; a leader that can't renew within its deadline
-ends. An orderly end empties the holder, so that a standby need not wait.
+ends. The deadline holds several attempts, so that one request that hangs does not cost the leadership, and one whose
+answer was lost is no rival's: after a conflict the record says whose it is. An orderly end empties the holder, so that
+a standby need not wait.
 
 A Lease does not fence: a process can be paused and wake late. The epoch does (see `plan`), and `confirm` is asked
 before an epoch is raised over somebody else's.
@@ -27,6 +29,7 @@ from colocated_rl_operator.errors import ApiError, Conflict, NotFound
 LOG = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+ATTEMPTS = 3  # at a renewal that fit into its deadline
 RELEASE_DEADLINE_S = 5.0
 
 
@@ -63,7 +66,10 @@ class Lease:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._beat_at = time.monotonic()
-        self._renewed_at: float | None = None  # when the newest successful renewal was sent
+        self._attempt_s = terms.renew_deadline_s / ATTEMPTS
+        self._watched: tuple[str, float] | None = None  # of another's lease: its version, and since when it has that
+        self._attempted_at = 0.0  # when the newest attempt at a renewal began
+        self._renewed_at: float | None = None  # when the newest successful one began
         self._renewed = asyncio.Event()
 
     @property
@@ -115,76 +121,77 @@ class Lease:
             lease = await self._win(api)
             while lease is not None and not self._stopping.is_set():
                 owner.call_soon_threadsafe(self._renewed.set)
-                await self._pause()
                 lease = await self._renew(api, lease)
             if lease is not None:
                 await self._give_up(api, lease)
 
     async def _win(self, api: LeaseApi) -> dict[str, Any] | None:
         """The lease, held by us; None when stopped before."""
-        watched: tuple[str, float] | None = None  # its resourceVersion, and since when it has that
         while not self._stopping.is_set():
             asked_at = time.monotonic()
             try:
-                lease = await api.read_lease(self._terms.namespace, self._terms.name)
-                version = lease["metadata"]["resourceVersion"]
-                if watched is None or watched[0] != version:
-                    watched = (version, asked_at)
-                if self._is_free(lease["spec"], asked_at - watched[1]):
-                    taken = await api.replace_lease(self._terms.namespace, self._signed(lease, taken=True))
-                    self._renewed_at = asked_at
-                    log(LOG, "lease taken", transitions=taken["spec"]["leaseTransitions"])
-                    return taken
-            except NotFound:
-                watched = None
-                if (made := await self._create(api)) is not None:
-                    self._renewed_at = asked_at
-                    return made
-            except Conflict:
-                continue  # another candidate was first: look again
-            except ApiError as error:
-                log(LOG, "lease not readable, waiting as a candidate", logging.WARNING, reason=str(error))
-            await self._pause()
+                async with asyncio.timeout(self._attempt_s):
+                    taken = await self._try_to_take(api, asked_at)
+            except (ApiError, TimeoutError) as error:
+                log(LOG, "lease not taken, waiting as a candidate", logging.WARNING, reason=repr(error))
+                taken = None
+            if taken is not None:
+                self._beat_at = time.monotonic()  # nobody beats for a candidate
+                self._renewed_at = self._attempted_at = asked_at
+                log(LOG, "lease taken", transitions=taken["spec"]["leaseTransitions"])
+                return taken
+            await self._pause(self._terms.retry_s / 2)  # an orderly hand-over takes less than retry_s
         return None
+
+    async def _try_to_take(self, api: LeaseApi, asked_at: float) -> dict[str, Any] | None:
+        """None while it is another's."""
+        namespace, name = self._terms.namespace, self._terms.name
+        try:
+            lease = await api.read_lease(namespace, name)
+        except NotFound:
+            kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+            blank = {**kind, "metadata": {"name": name, "namespace": namespace}, "spec": {}}
+            return await api.create_lease(namespace, self._signed(blank, taken=True))
+        version = lease["metadata"]["resourceVersion"]
+        if self._watched is None or self._watched[0] != version:
+            self._watched = (version, asked_at)
+        if not self._is_free(lease["spec"], asked_at - self._watched[1]):
+            return None
+        return await api.replace_lease(namespace, self._signed(lease, taken=True))
 
     def _is_free(self, spec: dict[str, Any], unchanged_s: float) -> bool:
         holder = spec.get("holderIdentity")
         lasts_s = float(spec.get("leaseDurationSeconds") or self._terms.duration_s)
         return not holder or holder == self._terms.identity or unchanged_s > lasts_s
 
-    async def _create(self, api: LeaseApi) -> dict[str, Any] | None:
-        name, namespace = self._terms.name, self._terms.namespace
-        blank = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": {"name": name, "namespace": namespace},
-            "spec": {},
-        }
-        try:
-            made = await api.create_lease(namespace, self._signed(blank, taken=True))
-        except ApiError as error:
-            log(LOG, "lease not created, waiting as a candidate", logging.WARNING, reason=str(error))
-            return None
-        log(LOG, "lease taken", transitions=made["spec"]["leaseTransitions"])
-        return made
-
     async def _renew(self, api: LeaseApi, lease: dict[str, Any]) -> dict[str, Any]:
-        """One renewal, or the end of the process."""
-        now, deadline_s = time.monotonic(), self._terms.renew_deadline_s
+        """The next attempt, retry_s after the one before; or the end of the process."""
         assert self._renewed_at is not None
-        if now - self._beat_at > deadline_s:
+        terms, ends_at = self._terms, self._renewed_at + self._terms.renew_deadline_s
+        await self._pause(min(self._attempted_at + terms.retry_s, ends_at) - time.monotonic())
+        if self._stopping.is_set():
+            return lease
+        now = self._attempted_at = time.monotonic()
+        if now - self._beat_at > terms.renew_deadline_s:
             self._die(f"the event loop has not run for {now - self._beat_at:.1f} s: leadership ends with this process")
+        if now >= ends_at:
+            self._die(f"lease not renewed for {terms.renew_deadline_s:g} s: leadership ends with this process")
         try:
-            async with asyncio.timeout(max(0.1, self._renewed_at + deadline_s - now)):
-                lease = await api.replace_lease(self._terms.namespace, self._signed(lease, taken=False))
+            async with asyncio.timeout(min(self._attempt_s, ends_at - now)):
+                lease = await self._replace(api, lease)
             self._renewed_at = now
-        except Conflict:
-            self._die("another process holds the lease: this one ends, and comes back as a candidate")
         except (ApiError, TimeoutError) as error:
-            if time.monotonic() - self._renewed_at > deadline_s:
-                self._die(f"lease not renewed for {deadline_s:g} s ({error!r}): leadership ends with this process")
             log(LOG, "lease not renewed, trying again", logging.WARNING, reason=repr(error))
         return lease
+
+    async def _replace(self, api: LeaseApi, lease: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return await api.replace_lease(self._terms.namespace, self._signed(lease, taken=False))
+        except Conflict:  # another's, or our own whose answer was lost
+            found = await api.read_lease(self._terms.namespace, self._terms.name)
+        if found["spec"].get("holderIdentity") != self._terms.identity:
+            self._die("another process holds the lease: this one ends, and comes back as a candidate")
+        return await api.replace_lease(self._terms.namespace, self._signed(found, taken=False))
 
     async def _give_up(self, api: LeaseApi, lease: dict[str, Any]) -> None:
         lease["spec"]["holderIdentity"] = ""
@@ -207,6 +214,6 @@ class Lease:
             spec |= {"acquireTime": at, "leaseTransitions": int(spec.get("leaseTransitions", 0)) + 1}
         return {**lease, "spec": spec}
 
-    async def _pause(self) -> None:
-        """retry_s, or less when stopping."""
-        await asyncio.to_thread(self._stopping.wait, self._terms.retry_s)
+    async def _pause(self, wait_s: float) -> None:
+        """wait_s, or less when stopping."""
+        await asyncio.to_thread(self._stopping.wait, max(0.0, wait_s))

@@ -7,10 +7,12 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
+from colocated_rl_operator.cluster import ClusterAccess
+from colocated_rl_operator.errors import ApiUnreachable
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.lease import Lease, LeaseTerms
 from fakes.api_server import FakeApiServer
@@ -37,10 +39,13 @@ async def api() -> AsyncIterator[FakeApiServer]:
         yield api
 
 
-def make_lease(api: FakeApiServer, identity: str, deaths: Deaths | None = None) -> Lease:
-    times = {"duration_s": 1.0, "renew_deadline_s": 0.6, "retry_s": 0.1}
+def make_lease(
+    api: FakeApiServer, identity: str, deaths: Deaths | None = None, *, door: type[Kube] = Kube, scale: float = 1.0
+) -> Lease:
+    """scale: of its times, which are short."""
+    times = {"duration_s": scale * 1.0, "renew_deadline_s": scale * 0.6, "retry_s": scale * 0.1}
     terms = LeaseTerms("operators", "colocated-rl-operator", identity, **times)
-    return Lease(terms, connect=lambda: Kube(api.access), die=(deaths or Deaths()).die)
+    return Lease(terms, connect=lambda: door(api.access), die=(deaths or Deaths()).die)
 
 
 @asynccontextmanager
@@ -137,6 +142,67 @@ async def test_a_leader_that_finds_another_holder_ends(api: FakeApiServer) -> No
     async with beating(lease):
         await died(deaths)
     assert "another process holds the lease" in deaths.reasons[0]
+
+
+class Faulty(Kube):
+    """Its second change of the lease, the first renewal, goes wrong in `_fault`."""
+
+    def __init__(self, access: ClusterAccess) -> None:
+        super().__init__(access)
+        self.changes = 0
+
+    async def create_lease(self, namespace: str, lease: dict[str, Any]) -> dict[str, Any]:
+        self.changes += 1
+        return await super().create_lease(namespace, lease)
+
+    async def replace_lease(self, namespace: str, lease: dict[str, Any]) -> dict[str, Any]:
+        self.changes += 1
+        if self.changes == 2:
+            await self._fault(namespace, lease)
+        return await super().replace_lease(namespace, lease)
+
+    async def _fault(self, namespace: str, lease: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Hanging(Faulty):
+    async def _fault(self, namespace: str, lease: dict[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+
+class Deaf(Faulty):
+    async def _fault(self, namespace: str, lease: dict[str, Any]) -> None:
+        await Kube.replace_lease(self, namespace, lease)
+        raise ApiUnreachable("the answer is lost")
+
+
+@pytest.mark.parametrize("door", [Hanging, Deaf])
+async def test_a_renewal_that_gets_no_answer_is_tried_again_within_the_deadline(
+    api: FakeApiServer, door: type[Faulty]
+) -> None:
+    """A request that hung used up the whole deadline; one that took effect unheard looked like a rival's."""
+    lease = make_lease(api, "a", deaths := Deaths(), door=door, scale=5.0)
+    await lease.acquire()
+    async with beating(lease), asyncio.timeout(DEADLINE_S):
+        await lease.confirm()
+    assert [] == deaths.reasons
+    await lease.release()
+
+
+async def test_a_candidate_that_waited_long_has_time_to_show_that_its_loop_runs(api: FakeApiServer) -> None:
+    """The heartbeat counted from the start of the process, and nobody beats for a candidate."""
+    first, second = make_lease(api, "a"), make_lease(api, "b", deaths := Deaths())
+    await first.acquire()
+    waiting = asyncio.create_task(second.acquire())
+    async with beating(first):
+        for _ in range(10):  # longer than the deadline of a heartbeat
+            await first.confirm()
+        await first.release()
+    await waiting
+    async with asyncio.timeout(DEADLINE_S):
+        await second.confirm()
+    assert [] == deaths.reasons
+    await second.release()
 
 
 async def died(deaths: Deaths) -> None:
