@@ -10,9 +10,12 @@ import asyncio
 import shutil
 import sqlite3
 import tempfile
+import time
 from collections import Counter
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -22,8 +25,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import EvaluationResult
-from colocated_rl_rollout.batches import BatchRecord, write_batch
-from colocated_rl_rollout.database import StoreFailed
+from colocated_rl_rollout.batches import BatchRecord, shard_path, write_batch
+from colocated_rl_rollout.database import StoreFailed, open_database
 from colocated_rl_rollout.samples import LIVE, NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens
 from colocated_rl_rollout.store import Store, WrongMove
 
@@ -357,6 +360,95 @@ async def test_counts_survive_what_retention_removes(store: Store, tmp_path: Pat
     assert [] == again.recent(None, limit=10)
     assert [] == list(again.batch_directory.iterdir())
     again.close()
+
+
+@contextmanager
+def held_up(store: Store) -> Iterator[SimpleQueue[object]]:
+    """The disk takes nothing: what the store writes stays in the queue, entry by entry."""
+    with closing(sqlite3.connect(store.path, isolation_level=None)) as blocker:
+        blocker.execute("BEGIN IMMEDIATE")
+        store.park(busy(store))  # the writer takes this one, and waits with it
+        deadline = time.monotonic() + 5
+        while store._writer._queue.qsize():
+            assert time.monotonic() < deadline
+        yield store._writer._queue
+
+
+def busy(store: Store) -> Sample:
+    sample = store.admit(prompt(store.cursor), size=1).samples[0]
+    store.start(sample)
+    return sample
+
+
+OPERATIONS: dict[str, Callable[[Store], object]] = {
+    "admit": lambda store: store.admit(prompt(9), size=GROUP_SIZE),
+    "interrupt": lambda store: store.interrupt(running(store), segment(2)),
+    "interrupt and drop": lambda store: store.interrupt(running(store), segment(2), keep=False),
+    "finish": lambda store: store.finish(running(store), segment(2), Finish.STOP),
+    "replace": lambda store: store.replace(running(store), S.FAILED, "EngineRejected"),
+    "give up": lambda store: store.give_up(running(store).group, "GroupGivenUp"),
+    "commit": lambda store: store.commit(1),
+    "forget": lambda store: store.forget(1),
+}
+
+
+def running(store: Store) -> Sample:
+    return next(sample for group in store.groups.values() for sample in group.kept if sample.state is S.RUNNING)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+async def test_a_kill_leaves_the_whole_of_an_operation_or_nothing(store: Store, operation: str) -> None:
+    """A sample's end and its successor were two entries: a kill between them left a group that was too small."""
+    record = seal(store, [completed_group(store)])
+    if operation == "forget":
+        store.commit(record.step)
+    for sample in store.admit(prompt(1), size=GROUP_SIZE).samples:
+        store.start(sample)
+    await store.flushed()
+    with held_up(store) as queue:
+        OPERATIONS[operation](store)
+        assert 1 == queue.qsize()
+    store.close()
+
+
+async def test_files_that_a_kill_left_are_removed(store: Store, tmp_path: Path) -> None:
+    """They filled the volume, one kill after another."""
+    for step in (1, 2):
+        seal(store, [completed_group(store)])
+        store.commit(step)
+    write_batch(store.batch_directory, [completed_group(store)], step=3, shards=2, temperature=1.0, seed=0)  # no seal
+    (store.batch_directory / "4-0.tmp").write_bytes(b"half")
+    files = {path: path.read_bytes() for path in store.batch_directory.glob("1-*")}
+    store.forget(1)
+    store.close()
+    for path, body in files.items():
+        path.write_bytes(body)
+    again = Store(tmp_path, job_uid=JOB)
+    assert {"2-0.safetensors", "2-1.safetensors"} == {path.name for path in again.batch_directory.iterdir()}
+    again.close()
+
+
+async def test_a_volume_without_write_ahead_is_refused() -> None:
+    with pytest.raises(StoreFailed, match="use a local or block volume"):
+        open_database(Path(":memory:"))
+
+
+async def test_a_store_that_cannot_be_read_says_what_to_do(store: Store, tmp_path: Path) -> None:
+    store.close()
+    with closing(sqlite3.connect(store.path)) as other:
+        other.execute("DROP TABLE retired")
+    with pytest.raises(StoreFailed, match=r"can't be read: no such table: retired; restore the volume"):
+        Store(tmp_path, job_uid=JOB)
+
+
+async def test_a_batch_whose_files_are_gone_is_told(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seal(store, [completed_group(store)])
+    store.close()
+    shard_path(store.batch_directory, 1, 0).unlink()
+    Store(tmp_path, job_uid=JOB).close()
+    assert ["batch lost"] == [record.message for record in caplog.records]
 
 
 async def test_a_crash_while_files_are_removed_leaves_no_batch_without_files(store: Store, tmp_path: Path) -> None:

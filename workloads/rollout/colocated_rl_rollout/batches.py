@@ -11,7 +11,7 @@ import hashlib
 import heapq
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,9 @@ def write_batch(
     rows = [row for group in groups for row in _rows(group)]
     loss_tokens = sum(len(row.sample.tokens) for row in rows)
     digests = []
-    directory.mkdir(parents=True, exist_ok=True)
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        _sync_directory(directory.parent)
     for shard, part in enumerate(partition([row.length for row in rows], shards)):
         header = BatchHeader(
             step=step,
@@ -127,6 +129,13 @@ def remove_batch(directory: Path, step: int) -> None:
     """Remove the files of a batch; those that are gone already don't matter."""
     for path in directory.glob(f"{step}-*.safetensors"):
         path.unlink(missing_ok=True)
+
+
+def remove_all_but(directory: Path, records: Iterable[BatchRecord]) -> None:
+    """Remove what a kill may leave: files of batches that never were sealed, or are not kept any more."""
+    kept = {shard_path(directory, record.step, shard) for record in records for shard in range(len(record.sha256))}
+    for path in set(directory.glob("*")) - kept:
+        path.unlink()
 
 
 def _rows(group: Group) -> list[_Row]:

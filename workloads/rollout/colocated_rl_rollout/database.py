@@ -58,7 +58,9 @@ def open_database(path: Path) -> sqlite3.Connection:
     try:
         database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         database.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
-        database.execute("PRAGMA journal_mode = WAL")
+        mode = database.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise StoreFailed(f"store {path} can't be written ahead (mode {mode}): use a local or block volume")
         database.execute("PRAGMA synchronous = FULL")
         version = database.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
@@ -123,10 +125,11 @@ class DatabaseWriter:
         if not in_time:
             raise StoreFailed(f"the store's volume did not take a commit within {deadline_s:.0f} s")
 
-    def close(self, *, deadline_s: float) -> None:
-        """Commit what is queued and close the file."""
+    def close(self, *, deadline_s: float) -> bool:
+        """Commit what is queued and close the file. Whether that was done: past the deadline it still may be."""
         self._queue.put(None)
         self._thread.join(deadline_s)
+        return not self._thread.is_alive()
 
     # ------------------------------------------------------------------------------------------------- the thread
     def _run(self) -> None:

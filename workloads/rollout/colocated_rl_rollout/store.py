@@ -1,9 +1,10 @@
 """The store: every group and sample, each in exactly one state (I3), durable before anybody is told.
 
 What is alive is held in memory and changed here, at once and in one place; each change is queued for the database in
-the same call, in order, and `flushed` says when it is durable. So a decision and the change it leads to are never
-interrupted by one another, and whoever acknowledges something awaits `flushed` first. A restart reads the database:
-what was running is interrupted, with the tokens that were accepted.
+the same call, in order and as one entry, and `flushed` says when it is durable. So a decision and the change it leads
+to are never interrupted by one another, a kill leaves the whole of a change or nothing of it, and whoever acknowledges
+something awaits `flushed` first. A restart reads the database: what was running is interrupted, with the tokens that
+were accepted.
 
 Refuses every move that `samples.NEXT` does not have: WrongMove is a bug, and ends the process.
 """
@@ -11,6 +12,7 @@ Refuses every move that `samples.NEXT` does not have: WrongMove is a bug, and en
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sqlite3
 from collections import Counter
@@ -21,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import EvaluationResult
-from colocated_rl_rollout.batches import BatchRecord, batch_is_there, remove_batch
+from colocated_rl_rollout.batches import BatchRecord, batch_is_there, remove_all_but, remove_batch
 from colocated_rl_rollout.database import DatabaseWriter, Statement, StoreFailed, hold, open_database
 from colocated_rl_rollout.resume import join
 from colocated_rl_rollout.samples import (
@@ -38,6 +41,8 @@ from colocated_rl_rollout.samples import (
     Span,
     Tokens,
 )
+
+LOG = logging.getLogger(__name__)
 
 EPOCH_DEADLINE_S = 10.0
 CLOSE_DEADLINE_S = 10.0
@@ -85,16 +90,6 @@ class Store:
         self.path = directory / "store.sqlite3"
         self._lock = hold(directory / "lock")
         database = open_database(self.path)
-        facts: dict[str, Any] = dict(database.execute("SELECT name, value FROM facts"))
-        if facts.get("job_uid", job_uid) != job_uid:
-            raise StoreFailed(
-                f"{self.path} belongs to job {facts['job_uid']}, not to {job_uid}: give the job its own volume"
-            )
-        self.epoch: int = facts.get("epoch", 0)
-        self.cursor: int = facts.get("cursor", 0)
-        self.trained_step: int = facts.get("trained_step", 0)
-        self._saved_step: int = facts.get("saved_step", 0)
-        self._group_count: int = facts.get("groups", 0)
         self.groups: dict[int, Group] = {}
         self.waiting: dict[int, Sample] = {}
         self.counts: Counter[SampleState] = Counter()
@@ -103,12 +98,16 @@ class Store:
         self._batches: dict[int, BatchRecord] = {}  # those whose files are kept
         self.sealed: BatchRecord | None = None
         self.evaluated: EvaluationResult | None = None
-        self._read(database)
+        try:
+            self._read(database, job_uid)
+        except sqlite3.Error as error:
+            raise StoreFailed(f"store {self.path} can't be read: {error}; restore the volume, or remove it") from error
+        remove_all_but(self.batch_directory, self._batches.values())
         self._writer = DatabaseWriter(database)
         self._writer.write((_FACT, [("job_uid", job_uid)]))
         for sample in [sample for group in self.groups.values() for sample in group.kept]:
             if sample.state is SampleState.RUNNING:
-                self._move(sample, SampleState.INTERRUPTED)
+                self._writer.write(self._move(sample, SampleState.INTERRUPTED))
 
     # ------------------------------------------------------------------------------------------------- durability
     async def flushed(self) -> None:
@@ -117,8 +116,8 @@ class Store:
 
     def close(self) -> None:
         """Make durable what was changed, and close the file."""
-        self._writer.close(deadline_s=CLOSE_DEADLINE_S)
-        os.close(self._lock)
+        if self._writer.close(deadline_s=CLOSE_DEADLINE_S):
+            os.close(self._lock)  # else the volume hangs, and the lock is kept until the process ends
 
     def remember_epoch(self, epoch: int) -> None:
         """Make an epoch durable before it is acted on; blocks until it is."""
@@ -143,23 +142,25 @@ class Store:
 
     def start(self, sample: Sample) -> None:
         """An engine attempt begins."""
-        self._move(sample, SampleState.RUNNING)
+        self._writer.write(self._move(sample, SampleState.RUNNING))
 
     def park(self, sample: Sample) -> None:
         """The attempt did not begin after all: no engine took it."""
-        self._move(sample, SampleState.INTERRUPTED)
+        self._writer.write(self._move(sample, SampleState.INTERRUPTED))
 
     def interrupt(self, sample: Sample, segment: Tokens, *, keep: bool = True) -> None:
         """The attempt ended before the response did. Its tokens are added, or with `keep` off all of them dropped."""
-        self._end_attempt(sample, SampleState.INTERRUPTED, segment if keep else NO_TOKENS, brought=len(segment) > 0)
+        brought = len(segment) > 0
+        ended = self._end_attempt(sample, SampleState.INTERRUPTED, segment if keep else NO_TOKENS, brought=brought)
         if not keep:
             sample.tokens, sample.segments = NO_TOKENS, 0
-            self._writer.write((_DROP_SEGMENTS, [(sample.id,)]))
+            ended.append((_DROP_SEGMENTS, [(sample.id,)]))
+        self._writer.write(*ended)
 
     def finish(self, sample: Sample, segment: Tokens, finish: Finish) -> None:
         """The response is whole with this segment, which is empty when the end was found in what was there."""
         sample.finish = finish
-        self._end_attempt(sample, SampleState.SCORING, segment, brought=True)
+        self._writer.write(*self._end_attempt(sample, SampleState.SCORING, segment, brought=True))
 
     def score(self, sample: Sample, reward: float) -> None:
         """The reward is in."""
@@ -170,19 +171,18 @@ class Store:
 
     def replace(self, sample: Sample, state: SampleState, reason: str) -> Sample:
         """End a sample as failed or discarded; a new one of the same group takes its place."""
-        self._move(sample, state, reason)
+        moved = self._move(sample, state, reason)
         sample.tokens = NO_TOKENS
-        self._writer.write((_DROP_SEGMENTS, [(sample.id,)]), self._new_samples(sample.group, 1))
+        self._writer.write(moved, (_DROP_SEGMENTS, [(sample.id,)]), self._new_samples(sample.group, 1))
         return sample.group.samples[-1]
 
     def give_up(self, group: Group, reason: str) -> None:
         """Discard what is left of a group; admission makes another one."""
         dropped = group.kept
-        for sample in dropped:
-            self._move(sample, SampleState.DISCARDED, reason)
+        moved = [self._move(sample, SampleState.DISCARDED, reason) for sample in dropped]
         del self.groups[group.id]
         self._writer.write(
-            (_GIVE_UP_GROUP, [(reason, group.id)]), (_DROP_SEGMENTS, [(sample.id,) for sample in dropped])
+            *moved, (_GIVE_UP_GROUP, [(reason, group.id)]), (_DROP_SEGMENTS, [(sample.id,) for sample in dropped])
         )
 
     # ------------------------------------------------------------------------------------------------- batches
@@ -273,7 +273,7 @@ class Store:
             )
         )
 
-    # ------------------------------------------------------------------------------------------------- moves
+    # ------------------------------------------- moves: made in memory at once, returned for the caller's one entry
     def _new_samples(self, group: Group, count: int) -> Statement:
         first = self.counts.total() + 1
         added = [Sample(first + place, group) for place in range(count)]
@@ -283,7 +283,7 @@ class Store:
         self.waiting.update((sample.id, sample) for sample in added)
         return _SAMPLE, [(sample.id, group.id, SampleState.ADMITTED) for sample in added]
 
-    def _end_attempt(self, sample: Sample, state: SampleState, segment: Tokens, *, brought: bool) -> None:
+    def _end_attempt(self, sample: Sample, state: SampleState, segment: Tokens, *, brought: bool) -> list[Statement]:
         self._check(sample, state)
         attempted = sample.state is SampleState.RUNNING
         sample.attempts += attempted
@@ -294,15 +294,15 @@ class Store:
             sample.segments += 1
             statements.append((_SEGMENT, [(sample.id, sample.attempts, *_packed(segment))]))
         row = (state, sample.attempts, sample.idle_attempts, sample.finish, sample.id)
-        self._writer.write(*statements, (_ATTEMPT, [row]))
         self._count(sample, state)
+        return [*statements, (_ATTEMPT, [row])]
 
-    def _move(self, sample: Sample, state: SampleState, reason: str = "") -> None:
+    def _move(self, sample: Sample, state: SampleState, reason: str = "") -> Statement:
         self._check(sample, state)
-        self._writer.write((_MOVE, [(state, reason, sample.id)]))
         self._count(sample, state)
         if reason:
             self.reasons[state, reason] += 1
+        return _MOVE, [(state, reason, sample.id)]
 
     def _check(self, sample: Sample, state: SampleState) -> None:
         if state not in NEXT[sample.state]:
@@ -319,7 +319,17 @@ class Store:
             self.waiting.pop(sample.id, None)
 
     # ------------------------------------------------------------------------------------------------- reading
-    def _read(self, database: sqlite3.Connection) -> None:
+    def _read(self, database: sqlite3.Connection, job_uid: str) -> None:
+        facts: dict[str, Any] = dict(database.execute("SELECT name, value FROM facts"))
+        if facts.get("job_uid", job_uid) != job_uid:
+            raise StoreFailed(
+                f"{self.path} belongs to job {facts['job_uid']}, not to {job_uid}: give the job its own volume"
+            )
+        self.epoch: int = facts.get("epoch", 0)
+        self.cursor: int = facts.get("cursor", 0)
+        self.trained_step: int = facts.get("trained_step", 0)
+        self._saved_step: int = facts.get("saved_step", 0)
+        self._group_count: int = facts.get("groups", 0)
         for state, reason, count in [
             *database.execute("SELECT state, reason, COUNT(*) FROM samples GROUP BY state, reason"),
             *database.execute("SELECT state, reason, count FROM retired"),
@@ -360,6 +370,9 @@ class Store:
             self.sealed = BatchRecord.model_validate_json(record)
             if kept and batch_is_there(self.batch_directory, self.sealed):
                 self._batches[self.sealed.step] = self.sealed
+            elif self.sealed.step > self._saved_step:
+                reason = "its files are gone from the volume: no trainer can train or replay it"
+                log(LOG, "batch lost", logging.ERROR, step=self.sealed.step, reason=reason)
         for (result,) in database.execute("SELECT result FROM evaluations ORDER BY number DESC LIMIT 1"):
             self.evaluated = EvaluationResult.model_validate_json(result)
 
