@@ -1,149 +1,168 @@
-"""The local cluster and its command line tools, as processes: up for as long as the demo runs, and gone with it.
+"""A local cluster and its command line tools, as processes: up for as long as whoever made it, and gone with it.
 
-The supervisor holds the other end of a pipe of this process and ends when that closes: however this process ends, by a
-kill -9 too, the cluster ends with it. Nothing here knows what runs in the cluster.
+The supervisor holds the other end of a pipe of this process and ends when that closes: with `down()`, with the
+interpreter, and with a kill -9 of it. Nothing here knows what runs in the cluster. The standard library is all that it
+needs. Each wait has a deadline, past which it says what was wanted and what was seen instead.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import shutil
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import os
+import subprocess
+import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from types import TracebackType
+from typing import Self
 
-READY_DEADLINE_S = 180.0
-DOWN_DEADLINE_S = 60.0
+READY_DEADLINE_S = 200.0  # past the supervisor's own, which then says why
+DOWN_DEADLINE_S = 30.0
 COMMAND_DEADLINE_S = 120.0
-MAX_LINE_BYTES = 4 * 1024 * 1024
-LOOK_S = 0.2
+POLL_S = 0.1
 NOT_RUNNING = 3  # exit code of `localcluster status`
 
 
 class ClusterError(Exception):
-    """The cluster did not come up, or a command failed. The message holds what it said."""
+    """ClusterError
+    ├─ ClusterNotStarted  the binary is missing, or the supervisor ended or hung before the cluster was ready
+    └─ CommandFailed      kubectl or helm said no, or did not answer in time
+    """
 
 
-@dataclass(frozen=True)
+class ClusterNotStarted(ClusterError):
+    """The message ends with what the supervisor said. Not worth a retry."""
+
+
+class CommandFailed(ClusterError):
+    """The message holds the command and its error output; `code` is None when it was ended at its deadline."""
+
+    def __init__(self, message: str, *, code: int | None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def binary() -> Path:
+    """What LOCALCLUSTER names, or what this checkout's set-up has built."""
+    named = os.environ.get("LOCALCLUSTER")
+    path = Path(named) if named else Path(__file__).parents[2] / ".build/bin/localcluster"
+    if not path.exists():
+        raise ClusterNotStarted(f"no cluster binary at {path}: `make setup` builds it, or LOCALCLUSTER names one")
+    return path.absolute()
+
+
+def remove_old(directory: Path) -> None:
+    """Remove a directory that a cluster of before has left, with what its pods wrote. Raises ClusterError."""
+    tool = (binary(), "--dir", directory)
+    if not directory.exists():
+        return
+    if subprocess.run((*tool, "status"), capture_output=True, check=False).returncode != NOT_RUNNING:
+        raise ClusterNotStarted(f"a cluster runs in {directory}: end what uses it first, it ends seconds after that")
+    done = subprocess.run((*tool, "down", "--delete"), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ClusterNotStarted(f"what an earlier cluster left in {directory} is not removed: {done.stderr.strip()}")
+
+
 class LocalCluster:
-    """A cluster that is up."""
+    """A cluster that is up. Made by `up`; as a context manager it ends with the block."""
 
-    binary: Path
-    directory: Path
+    def __init__(self, directory: Path, supervisor: subprocess.Popen[bytes], program: Path) -> None:
+        self.directory = directory
+        self.supervisor = supervisor
+        self._program = program
 
-    async def kubectl(self, *args: str, stdin: str | None = None, deadline_s: float = COMMAND_DEADLINE_S) -> str:
-        """Standard output of kubectl. Raises ClusterError."""
-        return await self._run("kubectl", *args, stdin=stdin, deadline_s=deadline_s)
+    @classmethod
+    def up(cls, directory: Path, *, images: Path | None = None, options: Iterable[str] = ()) -> Self:
+        """Start a cluster in a directory, new or used before, and return when pods can run.
 
-    async def helm(self, *args: str, deadline_s: float = COMMAND_DEADLINE_S) -> str:
-        """Standard output of helm. Raises ClusterError."""
-        return await self._run("helm", *args, stdin=None, deadline_s=deadline_s)
-
-    async def follow(self, *args: str) -> AsyncGenerator[str, None]:
-        """Lines of a kubectl that goes on, until it ends or nobody listens any more."""
-        process = await self._start("kubectl", *args, stdin=DEVNULL, stderr=DEVNULL)
-        assert process.stdout is not None
+        images: the file of image names; None: every name is the machine's own root. options: more words for
+        `localcluster up`. Raises ClusterNotStarted.
+        """
+        program = binary()
+        words = [*options, "--stop-on-eof"]
+        if images is not None:
+            words.append(f"--images={images}")
+        directory.mkdir(parents=True, exist_ok=True)
+        log_path = directory / "supervisor.log"
+        with log_path.open("wb") as log:
+            supervisor = subprocess.Popen(
+                [program, "--dir", directory, "up", *words],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for this process, which then ends the cluster
+            )
+        cluster = cls(directory, supervisor, program)
         try:
-            async for line in process.stdout:
-                yield line.decode(errors="replace")
-        finally:
-            await _end(process)
+            cluster._wait_until_ready(log_path)
+        except BaseException:  # also an interrupt: nobody else knows of this cluster
+            cluster.down()
+            raise
+        return cluster
 
-    async def _run(self, *args: str, stdin: str | None, deadline_s: float) -> str:
-        process = await self._start(*args, stdin=PIPE, stderr=PIPE)
+    def _wait_until_ready(self, log_path: Path) -> None:
+        # A kubeconfig of before may still be there for a moment; the supervisor removes it before it writes its state.
+        # Only its own last word counts.
+        until = time.monotonic() + READY_DEADLINE_S
+        while b"\nready after" not in b"\n" + log_path.read_bytes():
+            if self.supervisor.poll() is not None:
+                raise ClusterNotStarted(
+                    f"the cluster in {self.directory} ended with code {self.supervisor.returncode}:\n{_tail(log_path)}"
+                )
+            if time.monotonic() > until:
+                raise ClusterNotStarted(
+                    f"the cluster in {self.directory} is not ready after {READY_DEADLINE_S:.0f} s:\n{_tail(log_path)}"
+                )
+            time.sleep(POLL_S)
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.directory / "kubeconfig"
+
+    def command(self, *words: str | Path) -> list[str]:
+        """The command line of kubectl or helm for this cluster, for a process that goes on."""
+        return [str(self._program), "--dir", str(self.directory), *map(str, words)]
+
+    def kubectl(self, *words: str | Path, stdin: str | None = None, deadline_s: float = COMMAND_DEADLINE_S) -> str:
+        """Standard output. Raises CommandFailed."""
+        return self._run("kubectl", *words, stdin=stdin, deadline_s=deadline_s)
+
+    def helm(self, *words: str | Path, deadline_s: float = COMMAND_DEADLINE_S) -> str:
+        """Standard output. Raises CommandFailed."""
+        return self._run("helm", *words, stdin=None, deadline_s=deadline_s)
+
+    def down(self) -> None:
+        """End the cluster in order, and return when nothing of it is left but its directory. May be called again."""
+        stdin = self.supervisor.stdin
+        if stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended already
+                stdin.close()
         try:
-            async with asyncio.timeout(deadline_s):
-                out, error = await process.communicate((stdin or "").encode())
-        except TimeoutError as late:
-            raise ClusterError(f"{' '.join(args)}: no answer within {deadline_s:.0f} s") from late
-        finally:
-            await _end(process)
-        if process.returncode:
-            raise ClusterError(f"{' '.join(args)}: {error.decode(errors='replace').strip()}")
-        return out.decode()
+            self.supervisor.wait(DOWN_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.supervisor.kill()  # its processes end with it
+            self.supervisor.wait(DOWN_DEADLINE_S)
 
-    async def _start(self, *args: str, stdin: int, stderr: int) -> Process:
-        return await asyncio.create_subprocess_exec(
-            self.binary,
-            *("--dir", str(self.directory), *args),
-            stdin=stdin,
-            stdout=PIPE,
-            stderr=stderr,
-            limit=MAX_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C is for this process alone, which ends the others in order
-        )
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
 
-@asynccontextmanager
-async def local_cluster(
-    binary: Path, directory: Path, *, images: Path, say: Callable[[str], None]
-) -> AsyncIterator[LocalCluster]:
-    """A new cluster in `directory`, which is removed with it. Raises ClusterError."""
-    await _refuse_if_running(binary, directory)
-    with _emptied(directory) as log:
-        supervisor = await asyncio.create_subprocess_exec(
-            *(binary, "--dir", directory, "up", "--images", images, "--stop-on-eof"),
-            stdin=PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        await _wait_until_ready(supervisor, directory)
-        yield LocalCluster(binary, directory)
-    finally:
-        say("cluster: ending it")
-        await asyncio.shield(_end_supervisor(supervisor, directory))
-
-
-async def _refuse_if_running(binary: Path, directory: Path) -> None:
-    status = await asyncio.create_subprocess_exec(binary, "--dir", directory, "status", stdout=DEVNULL, stderr=DEVNULL)
-    if await status.wait() != NOT_RUNNING:
-        raise ClusterError(f"a cluster runs in {directory}: end that demo first, its cluster ends seconds after it")
-
-
-async def _wait_until_ready(supervisor: Process, directory: Path) -> None:
-    log = directory.parent / "cluster.log"
-    try:
-        async with asyncio.timeout(READY_DEADLINE_S):
-            while not (directory / "kubeconfig").exists():
-                if supervisor.returncode is not None:
-                    raise ClusterError(f"the cluster ended with code {supervisor.returncode}: {_tail(log)}")
-                await asyncio.sleep(LOOK_S)
-    except TimeoutError as late:
-        raise ClusterError(f"the cluster is not ready after {READY_DEADLINE_S:.0f} s: {_tail(log)}") from late
-
-
-async def _end_supervisor(supervisor: Process, directory: Path) -> None:
-    assert supervisor.stdin is not None
-    supervisor.stdin.close()
-    try:
-        async with asyncio.timeout(DOWN_DEADLINE_S):
-            await supervisor.wait()
-    except TimeoutError:
-        print(f"cluster: not ended after {DOWN_DEADLINE_S:.0f} s, killed", file=sys.stderr)
-        await _end(supervisor)
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-async def _end(process: Process) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-    await process.wait()
-
-
-def _emptied(directory: Path) -> BinaryIO:
-    """The directory, made anew, and a log beside it."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    return (directory.parent / "cluster.log").open("wb")
+    def _run(self, *words: str | Path, stdin: str | None, deadline_s: float) -> str:
+        line = " ".join(map(str, words))
+        try:
+            done = subprocess.run(
+                self.command(*words), input=stdin, capture_output=True, text=True, timeout=deadline_s, check=False
+            )
+        except subprocess.TimeoutExpired as late:
+            raise CommandFailed(f"{line}: no answer within {deadline_s:.0f} s", code=None) from late
+        if done.returncode != 0:
+            raise CommandFailed(f"{line}: {done.stderr.strip() or done.stdout.strip()}", code=done.returncode)
+        return done.stdout
 
 
 def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-2000:]
+    return log.read_text(errors="replace")[-3000:]

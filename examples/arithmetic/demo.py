@@ -1,8 +1,8 @@
 """`make demo`: a ColocatedRLJob from nothing to its end, on a Kubernetes cluster of this machine, and what it learned.
 
-In order: the small model (made once), the local cluster, the chart, the job, a view of it while it runs, a table, and a
-report. Ends with code 0 if the job completed, learned what it should and was in time; with 1 if not; with 130 if it was
-interrupted. However it ends, the cluster ends with it.
+In order: the local cluster, the chart, the job, a view of it while it runs, a table, and a report. Ends with code 0 if
+the job completed, learned what it should and was in time; with 1 if not; with 130 if it was interrupted. However it
+ends, by a kill -9 too, the cluster ends with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from examples.arithmetic.cluster import ClusterError, LocalCluster, local_cluster
+from examples.arithmetic.cluster import ClusterError, LocalCluster, remove_old
 from examples.arithmetic.figures import Line
 from examples.arithmetic.live import live_view, plain_line
 from examples.arithmetic.records import JOB_TOOK, Records
@@ -34,7 +34,6 @@ from examples.arithmetic.watching import JobWatch
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 MODEL = ROOT / ".build/models/arithmetic"
-CLUSTER_BINARY = ROOT / ".build/bin/localcluster"
 IMAGES = ROOT / ".build/images.yaml"
 CHART = ROOT / "charts/colocated-rl"
 NAMESPACE = "default"
@@ -44,8 +43,8 @@ GIVE_UP_S = 1.5 * JOB_SECONDS_AT_MOST
 REFRESHES_PER_S = 2
 
 
-class ModelNotMade(Exception):
-    """Its process has said why."""
+class NotSetUp(Exception):
+    """Something that the demo runs is missing. The message says what makes it."""
 
 
 @dataclass
@@ -57,54 +56,45 @@ class Demo:
     job: dict[str, Any]
     took_s: dict[str, float] = field(default_factory=dict)
 
-    async def run(self) -> Records:
-        """Raises ClusterError, ModelNotMade."""
-        began = time.monotonic()
-        await self._make_model()
-        began = self._note("model", began)
+    def run(self) -> Records:
+        """Raises ClusterError, NotSetUp."""
+        for made in (MODEL, IMAGES):
+            if not made.exists():
+                raise NotSetUp(f"there is no {made}: `make setup` makes it")
         self.say("cluster: starting etcd, API server, controllers, scheduler and kubelet, about 10 s")
-        async with local_cluster(CLUSTER_BINARY, self.out / "cluster", images=IMAGES, say=self.say) as cluster:
+        began = time.monotonic()
+        remove_old(self.out / "cluster")
+        with LocalCluster.up(self.out / "cluster", images=IMAGES) as cluster:
             began = self._note("cluster", began)
             self.say("chart: installing the operator, about 10 s")
-            await self._install(cluster)
+            self._install(cluster)
             began = self._note("chart", began)
             self.say(f"job: {self.job['metadata']['name']}, {self.job['spec']['steps']} steps; to look at it yourself:")
-            self.say(f"     {CLUSTER_BINARY.relative_to(ROOT)} --dir {self.out / 'cluster'} kubectl get crlj,pods")
-            return await self._apply_and_watch(cluster)
+            self.say(f"     {' '.join(cluster.command('kubectl', 'get', 'crlj,pods'))}")
+            records = self._apply_and_watch(cluster)
+            self.say("cluster: ending it")
+        return records
 
-    async def _make_model(self) -> None:
-        """In a process of its own, which can be ended at any time and needs torch for itself alone."""
-        command = (sys.executable, "-m", "examples.arithmetic.model", MODEL)
-        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, start_new_session=True)
-        try:
-            code = await process.wait()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if code:
-            raise ModelNotMade(f"the model was not made: {' '.join(map(str, command))} ended with code {code}")
-
-    async def _install(self, cluster: LocalCluster) -> None:
-        values = str(CHART / "ci/local-values.yaml")
-        await cluster.helm(
-            *("install", RELEASE, str(CHART), "--namespace", OPERATOR_NAMESPACE, "--create-namespace"),
+    def _install(self, cluster: LocalCluster) -> None:
+        values = CHART / "ci/local-values.yaml"
+        cluster.helm(
+            *("install", RELEASE, CHART, "--namespace", OPERATOR_NAMESPACE, "--create-namespace"),
             *("--values", values, "--wait", "--timeout", "100s"),
         )
 
-    async def _apply_and_watch(self, cluster: LocalCluster) -> Records:
+    def _apply_and_watch(self, cluster: LocalCluster) -> Records:
         volume, claim = yaml.safe_load_all((HERE / "model-volume.yaml").read_text())
         volume["spec"]["hostPath"]["path"] = str(MODEL)
         began = time.monotonic()
-        await cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([volume, claim, self.job]))
+        cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([volume, claim, self.job]))
         watch = JobWatch(cluster, namespace=NAMESPACE, name=self.job["metadata"]["name"])
         with _shown(watch, self.console, began):
             try:
-                await watch.until_ended(deadline_s=GIVE_UP_S)
+                asyncio.run(watch.until_ended(deadline_s=GIVE_UP_S))
             except TimeoutError:
                 self.say(f"job: given up after {GIVE_UP_S:.0f} s")
         self._note(JOB_TOOK, began)
-        await watch.collect()
+        watch.collect()
         return Records(job=watch.job, lines=watch.lines, took_s=self.took_s)
 
     def _note(self, name: str, began: float) -> float:
@@ -143,14 +133,6 @@ def _print_summary(console: Console, records: Records) -> None:
     console.print(table)
 
 
-async def _run(demo: Demo) -> Records:
-    """As `demo.run`, and ended by SIGTERM as by Ctrl-C."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await demo.run()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / ".build/demo", help="where records and report go")
@@ -159,12 +141,13 @@ def main() -> int:
     console = Console()
     args.out.mkdir(parents=True, exist_ok=True)
     demo = Demo(args.out.resolve(), console, yaml.safe_load(args.job.read_text()))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        records = asyncio.run(_run(demo))
-    except (KeyboardInterrupt, asyncio.CancelledError):
+        records = demo.run()
+    except KeyboardInterrupt:
         demo.say("demo: interrupted")
         return 130
-    except (ClusterError, ModelNotMade) as error:
+    except (ClusterError, NotSetUp) as error:
         demo.say(f"demo: {error}")
         return 1
     records.write(args.out / "records.json")

@@ -10,7 +10,6 @@ change of the job starts over. The document is written anew after each run, fail
 from __future__ import annotations
 
 import argparse
-import asyncio
 import copy
 import hashlib
 import json
@@ -22,7 +21,7 @@ import yaml
 from rich.console import Console
 
 from examples.arithmetic.cluster import ClusterError
-from examples.arithmetic.demo import HERE, ROOT, Demo, ModelNotMade
+from examples.arithmetic.demo import HERE, ROOT, Demo, NotSetUp
 from examples.arithmetic.figures import read_figures
 from examples.arithmetic.records import Records
 from examples.arithmetic.verdict import START_AT_MOST, TARGET, shortfalls
@@ -74,10 +73,10 @@ def _is_control(name: str) -> bool:
     return name.startswith("control")
 
 
-async def _record(name: str, job: dict[str, Any], console: Console) -> Records:
+def _record(name: str, job: dict[str, Any], console: Console) -> Records:
     out = RECORDS / name
     out.mkdir(parents=True, exist_ok=True)
-    records = await Demo(out, console, job).run()
+    records = Demo(out, console, job).run()
     records.write(out / "records.json")
     (out / "job.sha256").write_text(_digest(job))
     return records
@@ -109,8 +108,8 @@ def main() -> int:
     for name in names:
         of_run = seeded(job, seed=int(name.split("-")[1]), is_control=_is_control(name))
         try:
-            runs[name] = _recorded(name, of_run) or asyncio.run(_record(name, of_run, console))
-        except (ClusterError, ModelNotMade) as error:
+            runs[name] = _recorded(name, of_run) or _record(name, of_run, console)
+        except (ClusterError, NotSetUp) as error:
             console.print(f"{name}: {error}", highlight=False, markup=False)
             return 1
         except KeyboardInterrupt:

@@ -7,14 +7,17 @@ from their beginning, so that no line is missed that came before a follower or a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 from colocated_rl_api import names
-from examples.arithmetic.cluster import ClusterError, LocalCluster
+from examples.arithmetic.cluster import CommandFailed, LocalCluster
 
 AGAIN_S = 0.5
+MAX_LINE_BYTES = 4 * 1024 * 1024
 CONTAINERS = {names.ROLE_GPU: names.AGENT_CONTAINER, names.ROLE_ROLLOUT: names.ROLLOUT_CONTAINER}
 
 
@@ -47,15 +50,15 @@ class JobWatch:
             for task in (*tasks, *self._followed.values()):
                 task.cancel()
 
-    async def collect(self) -> None:
+    def collect(self) -> None:
         """Read every log that is still there from its beginning."""
-        listed = await self._cluster.kubectl(*self._pods(), "-o", "json")
+        listed = self._cluster.kubectl(*self._pods(), "-o", "json")
         for pod in json.loads(listed)["items"]:
             container = CONTAINERS[pod["metadata"]["labels"][names.ROLE_LABEL]]
             for previous in ("--previous=true", "--previous=false"):
                 try:
-                    text = await self._cluster.kubectl(*self._logs(pod["metadata"]["name"], container), previous)
-                except ClusterError:
+                    text = self._cluster.kubectl(*self._logs(pod["metadata"]["name"], container), previous)
+                except CommandFailed:
                     continue  # no earlier container, or one that never started
                 for line in text.splitlines():
                     self._read(pod["metadata"]["name"], line)
@@ -63,10 +66,8 @@ class JobWatch:
 
     async def _watch_job(self) -> None:
         while True:
-            watch = self._cluster.follow(
-                "-n", self._namespace, "get", names.PLURAL, self._name, "--watch", "-o", "json"
-            )
-            async for job in _documents(watch):
+            watch = ("-n", self._namespace, "get", names.PLURAL, self._name, "--watch", "-o", "json")
+            async for job in _documents(self._output(*watch)):
                 self.job = job
                 if self.phase in ("Complete", "Failed"):
                     self._ended.set()
@@ -74,7 +75,7 @@ class JobWatch:
 
     async def _watch_pods(self, group: asyncio.TaskGroup) -> None:
         while True:
-            async for pod in _documents(self._cluster.follow(*self._pods(), "--watch", "-o", "json")):
+            async for pod in _documents(self._output(*self._pods(), "--watch", "-o", "json")):
                 name, container = pod["metadata"]["name"], CONTAINERS[pod["metadata"]["labels"][names.ROLE_LABEL]]
                 if name not in self._followed and _is_running(pod, container):
                     task = self._follow(name, container)
@@ -83,9 +84,28 @@ class JobWatch:
 
     async def _follow(self, pod: str, container: str) -> None:
         while True:
-            async for line in self._cluster.follow(*self._logs(pod, container), "--follow"):
+            async for line in self._output(*self._logs(pod, container), "--follow"):
                 self._read(pod, line)
             await asyncio.sleep(AGAIN_S)  # the container is started again, or the pod has gone
+
+    async def _output(self, *words: str) -> AsyncGenerator[str, None]:
+        """Lines of a kubectl that goes on, until it ends or nobody listens any more."""
+        process = await asyncio.create_subprocess_exec(
+            *self._cluster.command("kubectl", *words),
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            limit=MAX_LINE_BYTES,
+            start_new_session=True,  # Ctrl-C is for this process alone
+        )
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
+                yield line.decode(errors="replace")
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                process.kill()
+            await process.wait()
 
     def _read(self, pod: str, text: str) -> None:
         key = f"{pod} {text.strip()}"

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import http.client
 import json
 import os
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import cluster
 import pytest
 from cluster import Cluster, binary
+from traces import family, listens, living, traces, wait_until
 
 READY_S = 200.0
 GONE_S = 30.0
-
-SETTINGS = (
-    "vm/overcommit_memory",
-    "vm/panic_on_oom",
-    "kernel/panic",
-    "kernel/panic_on_oops",
-    "kernel/keys/root_maxkeys",
-    "net/ipv4/ip_forward",
-)
 
 
 @pytest.fixture
@@ -42,53 +29,16 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def traces(directory: Path) -> dict[str, object]:
-    """What a cluster could leave on the machine."""
-    tag = hashlib.sha256(str(directory).encode()).hexdigest()[:8]
-    return {
-        "settings": {name: Path("/proc/sys", name).read_text() for name in SETTINGS},
-        "mounts": [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(directory) in line],
-        "interfaces": sorted(path.name for path in Path("/sys/class/net").iterdir()),
-        "processes": processes_of(directory),
-        "cgroups": list(Path("/sys/fs/cgroup").glob(f"**/localcluster-{tag}")),
-        "places": [Path(path).exists() for path in ("/var/lib/kubelet", "/var/log/pods", "/var/log/containers")],
-    }
-
-
-def processes_of(directory: Path) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            words = path.read_bytes().decode(errors="replace").split("\0")
-            if any(str(directory) in word for word in words):
-                found.append(" ".join(words))
-    return found
-
-
-def wait_until(what: str, holds: Callable[[], bool], *, deadline_s: float) -> None:
-    until = time.monotonic() + deadline_s
-    while not holds():
-        assert time.monotonic() < until, f"not within {deadline_s:.0f} s: {what}"
-        time.sleep(0.05)
-
-
-def run(*words: str | Path, deadline_s: float = READY_S) -> subprocess.CompletedProcess[str]:
+def run(*words: str | Path, keep_open: int | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [binary(), *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=deadline_s, check=False
+        [binary(), *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=READY_S,
+        check=False,
+        pass_fds=[] if keep_open is None else [keep_open],
     )
-
-
-def api_answers(url: str) -> bool:
-    unchecked = ssl.create_default_context()
-    unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
-    connection = http.client.HTTPSConnection(url.removeprefix("https://"), context=unchecked, timeout=5)
-    try:
-        connection.request("GET", "/readyz")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except OSError:
-        return False
-    finally:
-        connection.close()
 
 
 def test_cluster_in_the_background_is_started_once_and_ends_on_command(directory: Path) -> None:
@@ -110,42 +60,58 @@ def test_cluster_in_the_background_is_started_once_and_ends_on_command(directory
 
     status = json.loads(run("status", "--json", "--dir", directory).stdout)
     assert ("ready", [{"name": "node1", "ready": True, "pods": 0}]) == (status["health"], status["nodes"])
-    assert {"etcd", "kube-apiserver", "kubelet-node1", "cri-node1", "provisioner"} <= {
-        part["name"] for part in status["components"] if part["pid"]
-    }
     path = run("kubeconfig", "--dir", directory).stdout.strip()
     assert f"{directory}/kubeconfig" == path
     made = run("--dir", directory, "kubectl", "create", "configmap", "remembered")
     assert made.returncode == 0, made.stderr
+    assert listens(directory)
 
     assert 0 == run("down", "--dir", directory).returncode
     assert before == traces(directory)
-    assert not api_answers(status["api"])
+    assert not listens(directory)
     assert "not running" in run("down", "--dir", directory).stdout
     assert 1 == run("kubeconfig", "--dir", directory).returncode
 
-    with Cluster.up(directory, extended_resources={"nvidia.com/gpu": 2}) as restarted:
+    with Cluster.up(directory, options=up[4:]) as restarted:
         assert restarted.get("configmap", "remembered")
         assert status["api"] == restarted.status()["api"]  # the same port, so a kubeconfig stays true
     assert before == traces(directory)
 
 
+def test_cluster_in_the_background_holds_nothing_that_its_starter_had_open(directory: Path) -> None:
+    """A lock that the caller of `up --detach` held used to stay locked for as long as the cluster ran."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    try:
+        started = run("up", "--detach", "--dir", directory, keep_open=write)
+        os.close(write)
+        assert (0, b"") == (started.returncode, os.read(read, 1))  # its end: nobody has the other one any more
+    finally:
+        os.close(read)
+        run("down", "--dir", directory)
+
+
 def test_killed_supervisor_leaves_nothing(directory: Path) -> None:
-    """kill -9 in the middle of work: a pod with a volume runs. Nothing but the directory stays."""
+    """kill -9 in the middle of work: a pod runs. Nothing but the directory stays."""
     before = traces(directory)
     killed = Cluster.up(directory)
-    killed.kubectl("run", "one", "--image=machine", "--command", "--", "sleep", f"{os.getpid()}{time.time_ns()}")
+    killed.kubectl("run", "one", "--image=machine", "--command", "--", "sleep", "1000")
     killed.kubectl("wait", "--for=condition=Ready", "pod/one", "--timeout=60s")
-    api = killed.status()["api"]
-    assert api_answers(api)
+    everyone = family(killed.supervisor.pid)
+    assert "sleep 1000" in {one.words for one in everyone}
+    assert listens(directory)
     assert before != traces(directory)
 
     killed.supervisor.kill()
     killed.supervisor.wait()
-    wait_until("nothing is left", lambda: traces(directory) == before, deadline_s=GONE_S)
-    assert not api_answers(api)
+    wait_until(
+        "nothing is left",
+        lambda: not living(everyone) and traces(directory) == before,
+        deadline_s=GONE_S,
+        explain=lambda: f"{living(everyone)}",
+    )
+    assert not listens(directory)
     assert not killed.kubeconfig.exists()
-    assert subprocess.run(["pgrep", "-f", f"sleep {os.getpid()}"], check=False, stdout=subprocess.DEVNULL).returncode
     killed.down()
 
 
@@ -153,10 +119,14 @@ def test_cluster_ends_with_the_process_that_started_it(directory: Path) -> None:
     """A kill -9 of the test run, so to speak."""
     before = traces(directory)
     code = "import pathlib, sys, time, cluster; cluster.Cluster.up(pathlib.Path(sys.argv[1])); time.sleep(1000)"
-    with subprocess.Popen([sys.executable, "-c", code, directory], cwd=Path(cluster.__file__).parent) as holder:
+    here = Path(cluster.__file__).parent
+    with subprocess.Popen(
+        [sys.executable, "-c", code, directory], cwd=here, env=os.environ | {"PYTHONPATH": str(here.parent)}
+    ) as holder:
         wait_until("it is ready", lambda: (directory / "kubeconfig").exists(), deadline_s=READY_S)
+        everyone = family(holder.pid)
         holder.kill()
-    wait_until("nothing is left", lambda: traces(directory) == before, deadline_s=GONE_S)
+    wait_until("nothing is left", lambda: not living(everyone) and traces(directory) == before, deadline_s=GONE_S)
 
 
 def test_interrupt_while_starting_leaves_nothing(directory: Path) -> None:
@@ -169,6 +139,16 @@ def test_interrupt_while_starting_leaves_nothing(directory: Path) -> None:
         _, error = up.communicate(timeout=GONE_S)
         assert b"before the cluster was ready" in error
     wait_until("nothing is left", lambda: traces(directory) == before, deadline_s=GONE_S)
+
+
+def test_component_that_does_not_come_up_ends_the_cluster_with_its_last_words(directory: Path) -> None:
+    before = traces(directory)
+    (directory / "etcd").write_text("where a directory should be")
+    failed = run("up", "--dir", directory)
+    assert 1 == failed.returncode
+    assert "etcd ended with exit code 1, 3 times before the cluster was ready; its log" in failed.stderr
+    assert "not a directory" in failed.stderr
+    assert before == traces(directory)
 
 
 @pytest.mark.parametrize(

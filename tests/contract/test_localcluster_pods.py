@@ -70,9 +70,7 @@ def cluster(directory: Path, repository: Path) -> Iterator[Cluster]:
     with Cluster.up(
         directory / "c",
         images=directory / "images.yaml",
-        nodes=2,
-        extended_resources={"nvidia.com/gpu": 8},
-        devices=4,
+        options=("--nodes=2", "--extended-resource=nvidia.com/gpu=8", "--devices=4"),
     ) as cluster:
         cluster.kubectl("apply", "-f", MANIFESTS)
         yield cluster
@@ -109,6 +107,18 @@ def container_state(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------- the machine
+def test_components_are_processes_of_their_own_in_namespaces_of_their_own(cluster: Cluster) -> None:
+    pids = {part["name"]: part["pid"] for part in cluster.status()["components"]}
+    control_plane = {"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "provisioner", "devices"}
+    assert control_plane | {"cri-node1", "cri-node2", "kubelet-node1", "kubelet-node2"} == pids.keys()
+    assert len(pids) == len(set(pids.values()))
+    for kind in ("mnt", "pid", "net"):
+        ours = Path(f"/proc/self/ns/{kind}").readlink()
+        assert ours not in {Path(f"/proc/{pid}/ns/{kind}").readlink() for pid in pids.values()}
+    versions = [node["status"]["nodeInfo"]["kubeletVersion"] for node in cluster.get("nodes")["items"]]
+    assert ["v1.36"] * 2 == [version[:5] for version in versions]
+
+
 def test_secrets_are_for_their_owner_alone(cluster: Cluster) -> None:
     files = [cluster.kubeconfig, *(cluster.directory / "pki").iterdir(), cluster.directory / "logs/audit.log"]
     assert {} == {path: oct(mode) for path in files if (mode := path.stat().st_mode & 0o077)}

@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -32,6 +33,9 @@ func UpDetached(o Options, args []string) error {
 		return err
 	}
 	defer log.Close()
+	if err := keepDescriptors(); err != nil {
+		return err
+	}
 	p, err := os.StartProcess(layout.Self, append([]string{"localcluster"}, args...), &os.ProcAttr{
 		Files: []*os.File{nil, log, log}, Env: os.Environ(), Sys: &syscall.SysProcAttr{Setsid: true}})
 	if err != nil {
@@ -65,6 +69,21 @@ func UpDetached(o Options, args []string) error {
 			return pass(said)
 		}
 	}
+}
+
+// keepDescriptors keeps what the caller left open from the processes that this one starts: a lock or a pipe of its would be
+// held for as long as the cluster runs, by containers too.
+func keepDescriptors() error {
+	open, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		return fmt.Errorf("list this process's descriptors: %w", err)
+	}
+	for _, entry := range open {
+		if fd, err := strconv.Atoi(entry.Name()); err == nil && fd > 2 {
+			syscall.CloseOnExec(fd)
+		}
+	}
+	return nil
 }
 
 // pass prints what the supervisor has said since last time.

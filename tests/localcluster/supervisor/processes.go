@@ -136,7 +136,7 @@ func (p *processes) again(c *component, ws syscall.WaitStatus) error {
 		how = fmt.Sprintf("by signal %d (%s)", ws.Signal(), ws.Signal())
 	}
 	if !p.ready && c.starts >= startsBeforeReady {
-		return fmt.Errorf("%s ended %s for the %dth time before the cluster was ready; its log %s ends with:\n%s",
+		return fmt.Errorf("%s ended %s, %d times before the cluster was ready; its log %s ends with:\n%s",
 			c.name, how, c.starts, p.dir.Log(c.name), tail(p.dir.Log(c.name), 1500))
 	}
 	fmt.Fprintf(os.Stderr, "%s ended %s, starting it again\n", c.name, how)

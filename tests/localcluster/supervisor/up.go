@@ -36,6 +36,9 @@ func Up(o Options) error {
 	if err := takeUsers(); err != nil {
 		return err
 	}
+	if err := keepDescriptors(); err != nil {
+		return err
+	}
 	if err := os.MkdirAll(string(o.Dir), 0o700); err != nil {
 		return err
 	}
