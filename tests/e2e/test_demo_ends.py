@@ -1,0 +1,103 @@
+"""However the demo ends before its time, nothing of it stays on the machine but the directory of its records."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+from traces import Process, family, listens, living, traces, wait_until
+
+from setup.layout import CHECKOUT
+
+JOB = CHECKOUT.root / "examples/arithmetic/job.yaml"
+STARTED_S = 120.0
+GONE_S = 60.0
+
+
+@pytest.fixture
+def out() -> Iterator[Path]:
+    """Short, as the cluster's sockets lie in it."""
+    path = Path(tempfile.mkdtemp(prefix="demo-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@contextmanager
+def demo(out: Path, job: Path = JOB) -> Iterator[subprocess.Popen[bytes]]:
+    """In a process group of its own, as a shell starts it; what it says is in `said.txt`."""
+    command = [sys.executable, "-m", "examples.arithmetic.demo", "--out", out, "--job", job]
+    with (
+        (out / "said.txt").open("wb") as said,
+        subprocess.Popen(
+            command, cwd=CHECKOUT.root, stdin=subprocess.DEVNULL, stdout=said, stderr=said, process_group=0
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def said(out: Path) -> str:
+    return (out / "said.txt").read_text()
+
+
+def family_at_work(out: Path, process: subprocess.Popen[bytes]) -> set[Process]:
+    """All processes of the demo, once its job's trainers are among them."""
+
+    def works() -> bool:
+        assert process.poll() is None, said(out)
+        return any("colocated_rl_trainer" in one.words for one in family(process.pid))
+
+    wait_until("trainers start", works, deadline_s=STARTED_S, explain=lambda: said(out))
+    assert listens(out / "cluster")
+    return family(process.pid)
+
+
+def assert_nothing_stays(out: Path, everyone: set[Process], before: dict[str, object]) -> None:
+    wait_until(
+        "nothing is left",
+        lambda: not living(everyone) and traces(out) == before,
+        deadline_s=GONE_S,
+        explain=lambda: f"{living(everyone)}\n{traces(out)}",
+    )
+    assert not listens(out / "cluster")
+
+
+def test_demo_that_is_killed_leaves_nothing(out: Path) -> None:
+    before = traces(out)
+    with demo(out) as process:
+        everyone = family_at_work(out, process)
+        process.kill()
+    assert_nothing_stays(out, everyone, before)
+
+
+def test_demo_that_is_interrupted_leaves_nothing(out: Path) -> None:
+    before = traces(out)
+    with demo(out) as process:
+        everyone = family_at_work(out, process)
+        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C: to all that the terminal's foreground group holds
+        assert 130 == process.wait(GONE_S), said(out)
+    assert said(out).endswith("demo: interrupted\n")
+    assert_nothing_stays(out, everyone, before)
+
+
+def test_demo_whose_job_is_refused_says_why_and_leaves_nothing(out: Path) -> None:
+    before = traces(out)
+    job = yaml.safe_load(JOB.read_text())
+    job["spec"]["steps"] = 0
+    (out / "job.yaml").write_text(yaml.safe_dump(job))
+    with demo(out, out / "job.yaml") as process:
+        assert 1 == process.wait(STARTED_S), said(out)
+    assert "spec.steps" in said(out)
+    assert before == traces(out)
+    assert not listens(out / "cluster")
