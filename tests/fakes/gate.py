@@ -32,6 +32,7 @@ class Fault(Enum):
     """What happens to the next request, instead of an answer."""
 
     ERROR_500 = "error 500"
+    BUSY = "busy"
     REJECTED = "rejected"
     GARBLED = "garbled"  # one log-probability is missing
     DROPPED = "dropped"  # the connection breaks
@@ -176,6 +177,8 @@ class FakeGate:
         match fault:
             case Fault.ERROR_500:
                 return web.json_response({"error": {"message": "internal"}}, status=500)
+            case Fault.BUSY:
+                return web.json_response({"error": "16384 requests in flight: send it later"}, status=429)
             case Fault.REJECTED:
                 return web.json_response({"error": {"message": "prompt is longer than the context"}}, status=400)
             case Fault.DROPPED:

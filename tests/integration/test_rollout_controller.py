@@ -290,6 +290,21 @@ async def test_what_one_engine_spoils_another_mends(job: JobOnDisk, processes: T
         assert 0 == facts.samples.get("failed", 0)
 
 
+async def test_what_a_busy_gate_refuses_was_no_attempt(job: JobOnDisk, processes: TaskProcesses) -> None:
+    """A gate that had all it could take used up the attempts of what came on top, until those samples had failed."""
+    async with running(job, processes) as scene:
+        for gate in scene.gates:
+            gate.faults.extend([Fault.BUSY] * 4)
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        async with scene.session.get(
+            f"http://127.0.0.1:{scene.controller.member.ports.pages}/v1/samples?state=sealed"
+        ) as response:
+            samples = (await response.json())["samples"]
+        assert [1] * 2 * BATCH == [sample["attempts"] for sample in samples]
+
+
 async def test_a_rejected_sample_is_replaced_in_its_group(job: JobOnDisk, processes: TaskProcesses) -> None:
     async with running(job, processes) as scene:
         scene.gates[0].faults.append(Fault.REJECTED)

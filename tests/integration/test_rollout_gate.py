@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -12,16 +14,19 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from colocated_rl_agent.gate import Backend, Gate
+from colocated_rl_agent.gate import MAX_IN_FLIGHT, Backend, Gate
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_rollout.engine_client import (
+    AnswerGarbled,
     AttemptLost,
     EngineClient,
+    GateBusy,
     GateClosed,
     GenerateRequest,
     RequestRejected,
+    gate_socket,
 )
 from colocated_rl_rollout.resume import Ending
 from fakes.engine import CONTEXT, END_TOKEN, FakeEngine
@@ -132,6 +137,47 @@ async def test_a_request_that_the_engine_will_never_take_is_told_from_trouble_th
     generated = await scene.client.generate(request([5, 6, 7]))
     assert (Ending.INTERRUPTED, 0) == (generated.ending, len(generated.tokens))
     assert not scene.client.takes_requests, "an engine that brings nothing is let be for a while"
+
+
+async def test_a_gate_without_room_is_told_from_an_attempt(scene: Scene) -> None:
+    await scene.open()
+    scene.gate.in_flight = MAX_IN_FLIGHT
+    with pytest.raises(GateBusy, match="send it later"):
+        await scene.client.generate(request([5, 6, 7]))
+    assert not scene.client.takes_requests, "it is let be for a while"
+
+
+async def test_an_answer_without_end_is_not_read_to_its_end(scene: Scene) -> None:
+    await scene.open()
+    scene.client._max_answer_bytes = 100
+    with pytest.raises(AnswerGarbled, match="more than 100 bytes"):
+        await scene.client.generate(request([5, 6, 7]))
+
+
+async def test_an_attempt_that_begins_as_its_gate_is_lost_is_given_up_too(scene: Scene) -> None:
+    """Only those under way got a deadline: one that was about to begin waited for ever."""
+    await scene.open()
+    scene.engine.token_s = 3600.0
+    scene.client.abandon()
+    async with asyncio.timeout(10):
+        with pytest.raises(AttemptLost, match="given up"):
+            await scene.client.generate(request([5, 6, 7]))
+
+
+def test_a_connection_to_a_machine_that_is_gone_ends() -> None:
+    """Nothing else would end a request whose answer the network lost, while its gate is open."""
+    with gate_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("", 0))) as made:
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        assert [20, 20, 3, 80_000] == [made.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+
+
+def test_what_log_probabilities_do_not_describe_is_off_whatever_the_engine_prefers() -> None:
+    sampling = json.loads(request([5]).body())["sampling_params"]
+    off = {"top_p": 1, "top_k": -1, "min_p": 0, "min_new_tokens": 0}
+    penalties = {"repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0}
+    asked = {"max_new_tokens": 200, "temperature": 1, "stop_token_ids": [END_TOKEN]}
+    assert {**off, **penalties, **asked} == sampling
 
 
 async def test_a_silent_agent_does_not_hold_a_request_for_ever(scene: Scene) -> None:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -363,15 +362,16 @@ async def test_counts_survive_what_retention_removes(store: Store, tmp_path: Pat
 
 
 @contextmanager
-def held_up(store: Store) -> Iterator[SimpleQueue[object]]:
-    """The disk takes nothing: what the store writes stays in the queue, entry by entry."""
+def held_up(store: Store) -> Iterator[Callable[[], int]]:
+    """The disk takes nothing; how many entries wait for it."""
     with closing(sqlite3.connect(store.path, isolation_level=None)) as blocker:
         blocker.execute("BEGIN IMMEDIATE")
         store.park(busy(store))  # the writer takes this one, and waits with it
         deadline = time.monotonic() + 5
-        while store._writer._queue.qsize():
+        waiting = store._writer._queue.qsize
+        while waiting():
             assert time.monotonic() < deadline
-        yield store._writer._queue
+        yield waiting
 
 
 def busy(store: Store) -> Sample:
@@ -405,9 +405,9 @@ async def test_a_kill_leaves_the_whole_of_an_operation_or_nothing(store: Store, 
     for sample in store.admit(prompt(1), size=GROUP_SIZE).samples:
         store.start(sample)
     await store.flushed()
-    with held_up(store) as queue:
+    with held_up(store) as waiting:
         OPERATIONS[operation](store)
-        assert 1 == queue.qsize()
+        assert 1 == waiting()
     store.close()
 
 

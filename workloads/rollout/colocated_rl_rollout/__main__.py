@@ -14,18 +14,16 @@ from colocated_rl_api import logs, names
 from colocated_rl_rollout.chat import ModelUnusable
 from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.database import StoreFailed
+from colocated_rl_rollout.engine_client import gate_connector
 from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.settings import Settings, SettingsError, read_settings
 
 LOG = logging.getLogger(__name__)
 
-IDLE_CONNECTION_S = 600.0  # requests come in bursts, a training step apart; a handshake costs more than a connection
-
 
 async def serve(settings: Settings) -> None:
     """One controller until it ends. Raises what its parts raise, in a group or alone."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
-    async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
+    async with aiohttp.ClientSession(connector=gate_connector(), trust_env=False) as session:
         task = settings.job.spec.rollout.prompts.reasoning_gym
         processes = TaskProcesses(task, count=settings.task_processes, cache=settings.state / "cache")
         controller = Controller(settings, session, processes)

@@ -2,7 +2,8 @@
 
 `watch` follows the gate's stream, so that nobody polls. `generate` translates whatever comes back into the few outcomes
 the worker acts on; above it nobody sees HTTP. A request has no deadline of its own, because a long response takes as
-long as it takes: it is given up when its gate has been silent, or closed for longer than a switch may take to settle.
+long as it takes: it is given up when its gate has been silent, or closed for longer than a switch may take to settle,
+and lost when the machine at the other end is gone without a word.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import logging
 import random
+import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,9 @@ RECONNECT_S = 0.5  # with jitter
 REST_S = 0.1  # of an engine after an attempt that brought nothing, doubled each time
 REST_AT_MOST_S = 30.0
 GIVE_UP_MARGIN_S = 30.0  # beyond settleSeconds, in which the agent itself ends every request
+IDLE_CONNECTION_S = 600.0  # requests come in bursts, a training step apart; a handshake costs more than a connection
+KEEPALIVE_S = 20  # without a word on a connection, and then between two questions whether the other end is there
+KEEPALIVE_QUESTIONS = 3
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MAX_ERROR_BYTES = 2048
 
@@ -41,6 +46,7 @@ MAX_ERROR_BYTES = 2048
 class GateRefused(Exception):
     """GateRefused        no attempt was made, or nothing of it is known: send the request again when a gate is open
     ├─ GateClosed       the gate said so, at once
+    │  └─ GateBusy      it is open and took no more, or not from us
     ├─ AttemptLost      the connection, the agent or the engine broke: what it generated is gone
     └─ AnswerGarbled    the answer contradicts itself: dropped and counted
     RequestRejected       the engine won't ever take this request: the sample fails, with the engine's reason
@@ -49,6 +55,10 @@ class GateRefused(Exception):
 
 class GateClosed(GateRefused):
     """Not an attempt: nothing was sent to the engine."""
+
+
+class GateBusy(GateClosed):
+    """Not an attempt either. The engine rests before it is asked again."""
 
 
 class AttemptLost(GateRefused):
@@ -83,6 +93,10 @@ class GenerateRequest:
                     "top_p": 1.0,
                     "top_k": -1,
                     "min_p": 0.0,
+                    "min_new_tokens": 0,
+                    "repetition_penalty": 1.0,
+                    "frequency_penalty": 0.0,
+                    "presence_penalty": 0.0,
                     "stop_token_ids": sorted(self.end_ids),
                 },
                 "return_logprob": True,
@@ -98,6 +112,27 @@ class Generated:
 
     tokens: Tokens
     ending: Ending
+
+
+def gate_connector() -> aiohttp.TCPConnector:
+    """Of connections to gates: as many as there are requests, and each ends when the other end's machine is gone."""
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S, socket_factory=gate_socket)
+
+
+def gate_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One that asks, when it hears nothing, whether the other end is there: else a lost answer is waited for."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_S),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_S),
+        (socket.TCP_KEEPCNT, KEEPALIVE_QUESTIONS),
+        (socket.TCP_USER_TIMEOUT, KEEPALIVE_S * (1 + KEEPALIVE_QUESTIONS) * 1000),  # for what was sent
+    ):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 class EngineClient:
@@ -116,8 +151,10 @@ class EngineClient:
         settle_s: float,
         changed: Callable[[], None],
         count: Callable[[int], None] = lambda tokens: None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         self.endpoint = endpoint
+        self._max_answer_bytes = max_answer_bytes
         self._client = client
         self._settle_s = settle_s
         self._changed = changed
@@ -125,6 +162,7 @@ class EngineClient:
         self.in_flight = 0
         self.state: GateState | None = None
         self._under_way: set[asyncio.Timeout] = set()
+        self._given_up_at: float | None = None  # on the loop's clock: when attempts end, also those that begin now
         self._failures = 0  # attempts in a row that brought nothing
         self._rests_until = 0.0
 
@@ -175,37 +213,37 @@ class EngineClient:
             event, patience_s, self._rests_until = "gate open", None, 0.0
         else:
             event, patience_s = "gate closed", self._settle_s + GIVE_UP_MARGIN_S
-        now = asyncio.get_running_loop().time()
+        self._given_up_at = None if patience_s is None else asyncio.get_running_loop().time() + patience_s
         for attempt in self._under_way:
-            attempt.reschedule(None if patience_s is None else now + patience_s)
+            attempt.reschedule(self._given_up_at)
         version = str(state.version) if state and state.version else None
         log(LOG, event, gate=self.name, epoch=state and state.epoch, version=version, reason=reason)
         self._changed()
 
     def abandon(self) -> None:
         """The job has this engine no more: end what is under way."""
-        self.state = None
+        self.state, self._given_up_at = None, 0.0
         for attempt in self._under_way:
-            attempt.reschedule(0)
+            attempt.reschedule(self._given_up_at)
 
     # ------------------------------------------------------------------------------------------------- one attempt
     async def generate(self, request: GenerateRequest) -> Generated:
         """One engine attempt. Raises GateRefused and RequestRejected."""
         try:
-            async with asyncio.timeout(None) as attempt:
+            async with asyncio.timeout_at(self._given_up_at) as attempt:
                 self._under_way.add(attempt)
                 try:
                     generated = await self._post(request.body())
                 finally:
                     self._under_way.discard(attempt)
-        except GateClosed:
+        except (GateRefused, RequestRejected) as refusal:
+            if type(refusal) is not GateClosed:
+                self._rest()
             raise
-        except (GateRefused, RequestRejected):
-            self._rest()
-            raise
-        except TimeoutError as error:
-            raise AttemptLost(f"request to {self.name} given up: its gate is silent, or closed for too long") from error
         except (aiohttp.ClientError, OSError) as error:
+            if type(error) is TimeoutError:  # ours; those of the connection are named
+                late = f"request to {self.name} given up: its gate is silent, or closed for too long"
+                raise AttemptLost(late) from error
             self._set(None, f"a request broke: {type(error).__name__}")
             raise AttemptLost(f"request to {self.name} broke: {error!r}") from error
         self._count(len(generated.tokens))
@@ -234,9 +272,11 @@ class EngineClient:
                 raise self._refusal(
                     response.status, (await response.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
                 )
-            if (response.content_length or 0) > MAX_ANSWER_BYTES:
-                raise AnswerGarbled(f"{self.name} answered with {response.content_length} bytes")
-            answer = await response.read()
+            answer = bytearray()
+            async for piece in response.content.iter_any():
+                answer += piece
+                if len(answer) > self._max_answer_bytes:
+                    raise AnswerGarbled(f"{self.name} answered with more than {self._max_answer_bytes} bytes")
         try:
             return Generated(*read_answer(json.loads(answer)))
         except ValueError as error:
@@ -248,7 +288,9 @@ class EngineClient:
             return GateClosed(f"gate of {self.name} is closed")
         if status == 400 and "Aborted by AbortReq." in text:  # while its grammar compiled: a switch like any other
             return AttemptLost(f"{self.name}: aborted before it began")
-        if 400 <= status < 500 and status not in (401, 403, 408, 425, 429):
+        if status in (401, 403, 408, 425, 429):  # the gate's own, not the engine's
+            return GateBusy(f"{self.name} answered {status}: {text[:300]}")
+        if 400 <= status < 500:
             return RequestRejected(f"{self.name} answered {status}: {text[:300]}")
         return AttemptLost(f"{self.name} answered {status}: {text[:300]}")
 

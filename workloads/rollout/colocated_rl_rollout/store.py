@@ -90,6 +90,11 @@ class Store:
         self.path = directory / "store.sqlite3"
         self._lock = hold(directory / "lock")
         database = open_database(self.path)
+        self.epoch = 0
+        self.cursor = 0
+        self.trained_step = 0
+        self._saved_step = 0
+        self._group_count = 0
         self.groups: dict[int, Group] = {}
         self.waiting: dict[int, Sample] = {}
         self.counts: Counter[SampleState] = Counter()
@@ -325,11 +330,11 @@ class Store:
             raise StoreFailed(
                 f"{self.path} belongs to job {facts['job_uid']}, not to {job_uid}: give the job its own volume"
             )
-        self.epoch: int = facts.get("epoch", 0)
-        self.cursor: int = facts.get("cursor", 0)
-        self.trained_step: int = facts.get("trained_step", 0)
-        self._saved_step: int = facts.get("saved_step", 0)
-        self._group_count: int = facts.get("groups", 0)
+        self.epoch = facts.get("epoch", 0)
+        self.cursor = facts.get("cursor", 0)
+        self.trained_step = facts.get("trained_step", 0)
+        self._saved_step = facts.get("saved_step", 0)
+        self._group_count = facts.get("groups", 0)
         for state, reason, count in [
             *database.execute("SELECT state, reason, COUNT(*) FROM samples GROUP BY state, reason"),
             *database.execute("SELECT state, reason, count FROM retired"),
