@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import random
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -384,6 +385,40 @@ async def test_evaluation_counts_answers_of_one_version_only(job: JobOnDisk, pro
         assert 0 < facts.evaluated.mean < 1
         share = facts.evaluated.mean
         assert facts.evaluated.stderr == pytest.approx(np.sqrt(share * (1 - share) / 8))
+
+
+VERIFIER_IS_LOST = """
+import json, os, pathlib, sys
+json.loads(sys.stdin.readline())
+lost = pathlib.Path(sys.argv[1])
+print(json.dumps({"error": "its data is gone"} if lost.exists() else {"value": 1000}), flush=True)
+for line in sys.stdin:
+    match json.loads(line):
+        case {"questions": [start, count]}:
+            made = [f"problem: {number} + 1 =" for number in range(start, start + count)]
+            print(json.dumps({"value": made}), flush=True)
+        case _:
+            lost.touch()
+            os._exit(3)
+"""
+
+
+async def test_an_evaluation_that_nobody_can_score_has_no_result(job: JobOnDisk, tmp_path: Path) -> None:
+    """It was told as 0 right answers of 8."""
+    command = [sys.executable, "-c", VERIFIER_IS_LOST, str(tmp_path / "lost")]
+    processes = TaskProcesses(job.spec.rollout.prompts.reasoning_gym, count=1, cache=tmp_path, command=command)
+    keeping = asyncio.create_task(processes.run())
+    async with running(job, processes) as scene:
+        evaluation = scene.controller._evaluation
+        assert evaluation
+        await scene.target(evaluate=0)
+        await scene.open(V0)
+        await until(lambda: evaluation.problem and evaluation.problem.reason == "EvaluationImpossible")
+        await until(lambda: not evaluation._under_way)
+        facts = await scene.operator.until(lambda facts: facts.problem and "its data is gone" in facts.problem.message)
+        assert facts.evaluated is None
+    keeping.cancel()
+    await asyncio.wait([keeping])
 
 
 async def test_an_evaluation_that_a_switch_breaks_is_asked_again(job: JobOnDisk, processes: TaskProcesses) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from colocated_rl_api.job import ReasoningGym
-from colocated_rl_rollout.rewards import TaskProcesses, TaskUnusable
+from colocated_rl_rollout.rewards import COMMAND, TaskProcesses, TaskUnusable
 
 DEADLINE_S = 60.0
 WITHOUT_PYCOSAT = (
@@ -41,6 +42,16 @@ async def test_a_sum_is_asked_and_scored_without_pycosat(tmp_path: Path) -> None
         assert [1.0, 0.0, 0.0] == [
             await made.score(3, answer) for answer in (f"Answer: {right}", f"Answer: {right + 1}", f"{right}")
         ]
+
+
+async def test_a_process_says_nothing_that_nobody_needs(tmp_path: Path) -> None:
+    """A library of one of the tasks warned that its directory can't be written, and while it made its list of fonts."""
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE, env={"MPLCONFIGDIR": "/proc/nowhere", "HOME": "/proc/nowhere"}
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        out, said = await process.communicate(ReasoningGym(name="chain_sum", size=10).model_dump_json().encode())
+    assert (b'{"value": 10}\n', b"") == (out, said)
 
 
 async def test_the_task_that_needs_pycosat_says_what_the_image_lacks(tmp_path: Path) -> None:

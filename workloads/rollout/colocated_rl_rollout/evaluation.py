@@ -73,7 +73,7 @@ class Scoreboard:
 
 
 class Evaluation:
-    """Evaluates when asked. `changed` is called when there is something to send, or a result."""
+    """Evaluates when asked. `changed` is called when there is something to send, a result, or a problem."""
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class Evaluation:
         self._under_way: dict[int, asyncio.Task[None]] = {}
         self._began = 0.0
         self._redone = 0
+        self._unscored = 0
         self.problem: Problem | None = None
 
     def ask(self, step: int | None) -> None:
@@ -119,14 +120,23 @@ class Evaluation:
                 self._held_out = await self._prompts.held_out(self._samples)
             except RewardFailed as error:
                 log(LOG, "held-out prompts not made", logging.WARNING, reason=str(error))
+                self.problem = Problem(reason="HeldOutPromptsNotMade", message=f"{error}; asked again"[:1024])
+                self._changed()
                 await asyncio.sleep(PREPARE_RETRY_S)
             except (NoPrompts, TaskUnusable, ModelUnusable) as error:
-                log(LOG, "evaluation impossible", logging.ERROR, reason=str(error))
-                self.problem = Problem(reason="EvaluationImpossible", message=str(error)[:1024])
+                self._stop(error)
                 return
+        self.problem = None
         if len(self._held_out) < self._samples:
             log(LOG, "fewer held-out prompts", logging.WARNING, samples=len(self._held_out), wanted=self._samples)
         self._begin()
+
+    def _stop(self, error: Exception) -> None:
+        """No result is better than a made-up one: the operator's deadline ends the wait for it."""
+        log(LOG, "evaluation impossible", logging.ERROR, reason=str(error))
+        self.problem = Problem(reason="EvaluationImpossible", message=str(error)[:1024])
+        self._board = None
+        self._changed()
 
     @property
     def demand(self) -> int:
@@ -153,7 +163,7 @@ class Evaluation:
         if self._asked is not None and self._held_out is not None:
             self._board = Scoreboard(self._asked, size=len(self._held_out))
             self._began = time.monotonic()
-            self._redone = 0
+            self._redone = self._unscored = 0
             log(LOG, "evaluation began", step=self._asked, samples=len(self._held_out))
         self._changed()
 
@@ -169,7 +179,11 @@ class Evaluation:
             log(LOG, "evaluation prompt rejected", logging.WARNING, gate=engine.name, reason=str(error))
             board.take(place, [engine.version] if engine.version else [], 0.0)
         else:
-            await self._take(board, place, prompt, generated)
+            try:
+                await self._take(board, place, prompt, generated)
+            except TaskUnusable as error:
+                if board is self._board:
+                    self._stop(error)
         if self._under_way.get(place) is asyncio.current_task():
             del self._under_way[place]
         self._conclude(board)
@@ -186,8 +200,9 @@ class Evaluation:
     async def _reward(self, prompt: Prompt, tokens: Tokens) -> float:
         try:
             return await self._processes.score(prompt.index, self._chat.text(tokens.ids.tolist()))
-        except (RewardFailed, TaskUnusable) as error:
+        except RewardFailed as error:  # of this answer: nothing that the verifier takes
             log(LOG, "evaluation answer not scored", logging.WARNING, reason=str(error))
+            self._unscored += 1
             return 0.0
 
     def _conclude(self, board: Scoreboard) -> None:
@@ -205,5 +220,6 @@ class Evaluation:
             mean=round(result.mean, 4),
             stderr=round(result.stderr, 4),
             redone=self._redone,
+            unscored=self._unscored,
             took_s=round(time.monotonic() - self._began, 3),
         )

@@ -7,6 +7,7 @@ compiler, so they hold no pycosat either; in its place stands a module that says
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import warnings
 from types import ModuleType
@@ -17,6 +18,7 @@ def import_reasoning_gym() -> Any:
     """The package `reasoning_gym`. Takes seconds."""
     if importlib.util.find_spec("pycosat") is None:
         sys.modules["pycosat"] = _stand_in()
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # where it keeps its list of fonts is no news
     with warnings.catch_warnings():  # of a package that it imports, when that is compiled
         warnings.simplefilter("ignore", SyntaxWarning)
         import reasoning_gym

@@ -39,7 +39,7 @@ def is_held_out(question: str, *, percent: int) -> bool:
 class PromptSource:
     """Prompts of one job. `run` keeps AHEAD of them ready.
 
-    changed: called when there is something new to take.
+    changed: called when there is something new to take, or a problem came or went.
     too_long: prompts that were left out so far.
     """
 
@@ -52,12 +52,14 @@ class PromptSource:
         max_prompt_tokens: int,
         position: int,
         changed: Callable[[], None],
+        retry_s: float = RETRY_S,
     ) -> None:
         self._task = task
         self._processes = processes
         self._chat = chat
         self._max_prompt_tokens = max_prompt_tokens
         self._changed = changed
+        self._retry_s = retry_s
         self._position = position  # of the next question to look at
         self._ready: deque[Prompt] = deque()
         self._taken = asyncio.Event()
@@ -79,11 +81,14 @@ class PromptSource:
                 found, looked_at = await self._look(self._position, held_out=False)
             except RewardFailed as error:
                 log(LOG, "questions not made", logging.WARNING, reason=str(error))
-                await asyncio.sleep(RETRY_S)
+                self._tell(Problem(reason="QuestionsNotMade", message=f"{error}; asked again"[:1024]))
+                await asyncio.sleep(self._retry_s)
                 continue
             except (TaskUnusable, ModelUnusable) as error:
                 self._stop("PromptsUnusable", str(error))
                 return
+            if self.problem:
+                self._tell(None)
             self._position += looked_at
             barren = 0 if found else barren + looked_at
             if barren >= self._task.size:
@@ -135,5 +140,8 @@ class PromptSource:
 
     def _stop(self, reason: str, message: str) -> None:
         log(LOG, "prompts unusable", logging.ERROR, reason=message)
-        self.problem = Problem(reason=reason, message=message[:1024])
+        self._tell(Problem(reason=reason, message=message[:1024]))
+
+    def _tell(self, problem: Problem | None) -> None:
+        self.problem = problem
         self._changed()

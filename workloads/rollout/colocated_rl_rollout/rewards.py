@@ -119,6 +119,7 @@ class TaskProcesses:
                 self.problem = Problem(reason="TaskProcessLost", message=f"{error}; it is started again")
             except TaskUnusable as error:
                 self._unusable = error
+                self.problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
                 self._fail_all(error)
             finally:
                 await _end(process)

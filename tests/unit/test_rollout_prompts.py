@@ -1,0 +1,40 @@
+"""Prompts from a process that fails: what people are told, and that it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from colocated_rl_rollout.prompts import PromptSource
+from colocated_rl_rollout.rewards import TaskProcesses
+from fakes.rollout import JobOnDisk, make_spec, until
+
+FAILS_TWICE = """
+import json, sys
+json.loads(sys.stdin.readline())
+print(json.dumps({"value": 1000}), flush=True)
+for number, line in enumerate(sys.stdin):
+    start, count = json.loads(line)["questions"]
+    made = {"value": [f"{place} + 1 =" for place in range(start, start + count)]}
+    print(json.dumps({"error": "OSError: disk"} if number < 2 else made), flush=True)
+"""
+
+
+async def test_questions_that_can_not_be_made_are_a_problem_until_they_can(tmp_path: Path) -> None:
+    """It was tried again and again, and nobody was told why the job did not begin."""
+    job = JobOnDisk.write(tmp_path, make_spec())
+    task = job.spec.rollout.prompts.reasoning_gym
+    processes = TaskProcesses(task, count=1, cache=tmp_path, command=[sys.executable, "-c", FAILS_TWICE])
+    told: list[str] = []
+
+    def changed() -> None:
+        told.append(prompts.problem.message if prompts.problem else "")
+
+    prompts = PromptSource(task, processes, job.chat, max_prompt_tokens=200, position=0, changed=changed, retry_s=0.01)
+    running = [asyncio.create_task(processes.run()), asyncio.create_task(prompts.run())]
+    await until(prompts.take)
+    assert ["OSError: disk; asked again"] * 2 + [""] == told[:3]
+    for task_under_way in running:
+        task_under_way.cancel()
+    await asyncio.wait(running)
