@@ -136,6 +136,11 @@ func assemble(s *Spec, upper, work, root string) error {
 	if err := mount("root", root, root, "", syscall.MS_BIND, ""); err != nil {
 		return err
 	}
+	for _, m := range append(slices.Clone(s.Binds), s.Mounts...) {
+		if err := ownParents(s.Root, upper, m.Target); err != nil {
+			return fmt.Errorf("directories above %s: %w", m.Target, err)
+		}
+	}
 	entries, err := os.ReadDir(s.Root)
 	if err != nil {
 		return err
@@ -167,6 +172,33 @@ func assemble(s *Spec, upper, work, root string) error {
 	return nil
 }
 
+// ownParents makes the directories above a mount point the user's own, with what they hold: in a user namespace those of the
+// machine's root are nobody's, and a mount point that they lack could not be made in them.
+func ownParents(lower, upper, target string) error {
+	path, err := within(lower, target)
+	if err != nil {
+		return err
+	}
+	above, err := filepath.Rel(lower, filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	for _, part := range strings.Split(above, "/") {
+		lower, upper = filepath.Join(lower, part), filepath.Join(upper, part)
+		var st syscall.Stat_t
+		if err := syscall.Lstat(lower, &st); err != nil || st.Mode&syscall.S_IFMT != syscall.S_IFDIR {
+			return nil // not there: whoever makes it owns it
+		}
+		if err := os.Mkdir(upper, 0o755); err != nil && !errors.Is(err, os.ErrExist) {
+			return err
+		}
+		if err := syscall.Chmod(upper, st.Mode&0o7777); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 func assembleDirectory(name, from, to, upper, work string) error {
 	if err := os.Mkdir(to, 0o755); err != nil {
 		return err
@@ -178,7 +210,7 @@ func assembleDirectory(name, from, to, upper, work string) error {
 		return syscall.Chmod(to, 0o1777) // os.Chmod takes no sticky bit by number
 	}
 	u, w := filepath.Join(upper, name), filepath.Join(work, name)
-	if err := errors.Join(os.Mkdir(u, 0o755), os.Mkdir(w, 0o755)); err != nil {
+	if err := errors.Join(os.MkdirAll(u, 0o755), os.Mkdir(w, 0o755)); err != nil {
 		return err
 	}
 	if mount("overlay", "overlay", to, "overlay", 0, "lowerdir="+from+",upperdir="+u+",workdir="+w+",userxattr") == nil {
