@@ -57,4 +57,6 @@ def _tokenizer() -> PreTrainedTokenizerFast:
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     )
     core.train_from_iterator(["zero one two three four five six seven eight nine ten plus minus is what"] * 20, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return tokenizer

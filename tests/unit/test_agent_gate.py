@@ -13,12 +13,15 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+from aiohttp.test_utils import BaseTestServer, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
+from yarl import URL
 
+from colocated_rl_agent import gate as gate_module
+from colocated_rl_agent.dialects import DIALECTS, DONE, Dialect, Native, Refused, join
 from colocated_rl_agent.drivers.sglang import SGLang
-from colocated_rl_agent.gate import Backend, Gate, Refused, engine_request, last_state
+from colocated_rl_agent.gate import CLOSING_S, Backend, Gate, events
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES, GateState
 from colocated_rl_api.ladder import WeightVersion
 from fakes.engine import FakeEngine, Sample
@@ -29,6 +32,12 @@ DEADLINE_S = 10.0
 PROMPT = [5, 6, 7]
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True, "stream_interval": 1}
 SHORT = {"max_new_tokens": 6, "ignore_eos": True}
+PROMPTS: dict[str, dict[str, Any]] = {
+    "/generate": {"input_ids": PROMPT},
+    "/v1/completions": {"model": "m", "prompt": PROMPT},
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "abc"}]},
+}
+OPENAI = [path for path in PROMPTS if path != "/generate"]
 
 
 @dataclass
@@ -39,18 +48,40 @@ class Scene:
     gate: Gate
     backend: Backend
     session: aiohttp.ClientSession
+    engine_server: BaseTestServer
     url: str
     ended: list[tuple[str, int]] = field(default_factory=list)
 
-    async def post(self, body: Any = None, **request: Any) -> tuple[int, dict[str, Any]]:
-        data = body if isinstance(body, bytes) else json.dumps({"input_ids": PROMPT, **request}).encode()
-        async with self.session.post(f"{self.url}/generate", data=data) as answer:
+    async def post(
+        self, body: bytes | None = None, *, path: str = "/generate", **request: Any
+    ) -> tuple[int, dict[str, Any]]:
+        data = body if body is not None else json.dumps(PROMPTS[path] | request).encode()
+        async with self.session.post(self.url + path, data=data) as answer:
             return answer.status, await answer.json(content_type=None)
+
+    async def stream(self, *, path: str = "/generate", **request: Any) -> list[dict[str, Any]]:
+        """Every event of a streamed answer, which must end with [DONE]."""
+        said: list[dict[str, Any]] = []
+        async with self.session.post(self.url + path, json=PROMPTS[path] | request | {"stream": True}) as answer:
+            assert (200, "text/event-stream") == (answer.status, answer.content_type)
+            async for event in events(answer.content):
+                if event == DONE:
+                    return said
+                said.append(json.loads(event))
+        raise AssertionError(f"a stream without an end, after {said[-1:]}")
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while not is_so():  # noqa: ASYNC110 - many things make it so
                 await asyncio.sleep(0.002)
+
+    def break_engine_connections(self) -> None:
+        runner = self.engine_server.runner
+        assert runner is not None
+        assert runner.server is not None
+        for connection in runner.server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
 
     def generated(self) -> list[Sample]:
         return [sample for sample in self.engine.samples.values() if sample.output]
@@ -73,7 +104,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
         app.add_routes(gate.routes())
         async with TestServer(app, handler_cancellation=True) as gate_server:
             backend = Backend(url, "e1", VERSION, driver.abort)
-            it = Scene(engine, gate, backend, session, str(gate_server.make_url("")).rstrip("/"), ended)
+            it = Scene(engine, gate, backend, session, engine_server, str(gate_server.make_url("")).rstrip("/"), ended)
             gate.open(backend)
             yield it
             gate.close()
@@ -122,7 +153,7 @@ async def test_h1_body_that_arrives_after_the_gate_closed_does_not_reach_the_eng
             return answer.status
 
     posting = asyncio.create_task(post())
-    await scene.until(lambda: scene.gate.in_flight == 1)
+    await scene.until(lambda: scene.gate._reading._value < gate_module.MAX_READING)
     scene.gate.close()
     first_half.set()
     assert 503 == await posting
@@ -172,7 +203,6 @@ async def test_h6_engine_that_is_gone_before_the_first_token_gives_an_empty_abor
         b"not json",
         b"[]",
         b"3",
-        b'{"input_ids":[1],"stream":true}',
         b'{"input_ids":[[1],[2]]}',
         b'{"text":["a","b"]}',
         b'{"input_ids":[1],"sampling_params":{"n":2}}',
@@ -221,27 +251,236 @@ async def test_hundred_requests_at_the_instant_of_closing_all_end_and_the_count_
     assert {} == scene.engine.samples
 
 
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=9),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["input_ids", "text", "sampling_params", "n", "stream"]), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
+@pytest.mark.parametrize("path", OPENAI)
+async def test_openai_route_answers_with_the_whole_its_tokens_and_their_version(scene: Scene, path: str) -> None:
+    status, answer = await scene.post(path=path, max_tokens=7, ignore_eos=True)
+    (choice,) = answer["choices"]
+    assert (200, "length", {"weight_version": "2-1"}) == (status, choice["finish_reason"], answer["metadata"])
+    text = choice["text"] if path == "/v1/completions" else choice["message"]["content"]
+    assert 7 == len(text) == len(choice["logprobs"]["token_logprobs"]) == answer["usage"]["completion_tokens"]
+    assert {"/v1/completions": "text_completion", "/v1/chat/completions": "chat.completion"}[path] == answer["object"]
+    assert [("finished", 7)] == scene.ended
 
 
-@given(st.binary(max_size=50) | anything.map(lambda value: json.dumps(value).encode()))
-def test_any_body_becomes_a_request_of_ours_or_a_400(body: bytes) -> None:
+@pytest.mark.parametrize("path", OPENAI)
+async def test_openai_stream_is_passed_on_piece_by_piece(scene: Scene, path: str) -> None:
+    pieces = await scene.stream(path=path, max_tokens=7, ignore_eos=True)
+    assert all(piece["choices"] for piece in pieces), "the count of tokens was not asked for"
+    assert [None, "length"] == [pieces[0]["choices"][0]["finish_reason"], pieces[-1]["choices"][0]["finish_reason"]]
+    counted = await scene.stream(path=path, max_tokens=7, ignore_eos=True, stream_options={"include_usage": True})
+    assert ([], 7) == (counted[-1]["choices"], counted[-1]["usage"]["completion_tokens"])
+    assert [("finished", 7)] * 2 == scene.ended
+
+
+@pytest.mark.parametrize("path", OPENAI)
+async def test_openai_error_keeps_its_status(scene: Scene, path: str) -> None:
+    status, _ = await scene.post(path=path, max_tokens=100_000)
+    assert 400 == status
+    assert [("error", 0)] == scene.ended
+
+
+async def test_stream_is_passed_on_as_it_comes_and_ends_as_the_engine_ends_it(scene: Scene) -> None:
+    chunks = await scene.stream(sampling_params={**SHORT, "stream_interval": 1}, return_logprob=True)
+    assert [1, 2, 3, 4, 5, 6] == [len(chunk["output_ids"]) for chunk in chunks]
+    assert [None, "length"] == [
+        chunks[0]["meta_info"]["finish_reason"],
+        chunks[-1]["meta_info"]["finish_reason"]["type"],
+    ]
+    assert [("finished", 6)] == scene.ended
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_switch_ends_a_request_with_what_was_generated(scene: Scene, path: str, streams: bool) -> None:
+    request: dict[str, Any] = (
+        {"sampling_params": ENDLESS} if path == "/generate" else {"max_tokens": 3000, "ignore_eos": True}
+    )
+
+    async def last_said() -> dict[str, Any]:
+        if streams:
+            return (await scene.stream(path=path, **request))[-1]
+        return (await scene.post(path=path, **request))[1]
+
+    running = asyncio.create_task(last_said())
+    await scene.until(lambda: bool(scene.generated()))
+    scene.gate.close()
+    scene.engine.abort("", everything=True)
+    answer = await running
+    reason = answer["meta_info"]["finish_reason"]["type"] if path == "/generate" else finish_reason(answer)
+    assert "abort" == reason
+    ((outcome, tokens),) = scene.ended
+    assert ("aborted", True) == (outcome, tokens > 0)
+    assert 0 == scene.gate.in_flight
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("fault", ["cut", "torn"])
+async def test_h17_h58_engine_that_is_lost_in_a_request_leaves_what_it_said(
+    scene: Scene, fault: str, streams: bool
+) -> None:
+    scene.engine.faults["/generate"] = fault
+    if streams:
+        last = (await scene.stream(sampling_params=ENDLESS, return_logprob=True))[-1]
+    else:
+        _, last = await scene.post(sampling_params=ENDLESS, return_logprob=True)
+    assert ("abort", "2-1") == (last["meta_info"]["finish_reason"]["type"], last["meta_info"]["weight_version"])
+    assert (1 if fault == "cut" else 0) == len(last["output_ids"])
+    assert "aborted" == scene.ended[0][0]
+
+
+@pytest.mark.parametrize("path", OPENAI)
+async def test_h58_openai_stream_that_breaks_off_ends_as_an_abort(scene: Scene, path: str) -> None:
+    running = asyncio.create_task(scene.stream(path=path, max_tokens=3000, ignore_eos=True))
+    await scene.until(lambda: bool(scene.generated()))
+    scene.break_engine_connections()
+    pieces = await running
+    assert "abort" == finish_reason(pieces[-1])
+    assert "aborted" == scene.ended[0][0]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_h8_abort_that_is_an_error_is_no_interruption(scene: Scene, streams: bool) -> None:
+    scene.engine.faults["/generate"] = "queue_full"
+    if streams:
+        (last,) = await scene.stream(sampling_params=SHORT)
+        assert 503 == last["meta_info"]["finish_reason"]["status_code"]
+    else:
+        status, answer = await scene.post(sampling_params=SHORT)
+        assert (503, {"error": "The request queue is full."}) == (status, answer)
+    assert [("error", 0)] == scene.ended
+
+
+async def test_h7_h9_natural_end_wins_over_an_abort_that_comes_too_late(scene: Scene) -> None:
+    running = asyncio.create_task(scene.post(sampling_params=SHORT))
+    await scene.until(lambda: not scene.engine.samples and bool(scene.engine.calls))
+    scene.gate.close()
+    scene.engine.abort("", everything=True)
+    status, answer = await running
+    assert (200, "length", 6) == (status, answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"]))
+
+
+async def test_h31_parameters_of_the_caller_reach_the_engine_as_they_are(scene: Scene) -> None:
+    sampling = {"temperature": 0.7, "stop_token_ids": [2], **SHORT}
+    await scene.post(sampling_params=sampling, return_logprob=True, logprob_start_len=-1)
+    ((_, sent),) = scene.engine.calls
+    assert sampling == {name: sent["sampling_params"][name] for name in sampling}
+    assert (True, -1) == (sent["return_logprob"], sent["logprob_start_len"])
+
+
+async def test_h38_tokens_of_a_caller_that_left_are_counted_as_wasted(scene: Scene) -> None:
+    running = asyncio.create_task(scene.stream(sampling_params=ENDLESS))
+    await scene.until(lambda: bool(scene.generated()) and len(scene.generated()[0].output) > 20)
+    running.cancel()
+    await scene.until(lambda: bool(scene.ended))
+    ((outcome, tokens),) = scene.ended
+    assert ("client_gone", True) == (outcome, tokens > 0)
+    await scene.until(lambda: not scene.engine.samples)
+
+
+async def test_caller_that_does_not_read_its_stream_holds_up_no_switch(scene: Scene) -> None:
+    """Without a deadline it kept the count above zero, and past settleSeconds that costs the engine."""
+    host, _, port = scene.url.removeprefix("http://").partition(":")
+    body = json.dumps({"input_ids": PROMPT, "sampling_params": ENDLESS, "return_logprob": True, "stream": True})
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    writer.write(f"POST /generate HTTP/1.1\r\nHost: g\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    await reader.readline()
+    await scene.until(lambda: bool(scene.gate._giving))  # its buffers are full
+    scene.gate.close()
+    async with asyncio.timeout(CLOSING_S + 2):
+        await scene.gate.settled()
+    assert "client_gone" == scene.ended[0][0]
+    await scene.until(lambda: not scene.engine.samples)
+    writer.transport.abort()
+
+
+async def test_body_that_is_still_coming_does_not_hold_up_a_switch(scene: Scene) -> None:
+    """It was counted as in flight, and nothing could abort it: past settleSeconds that cost the engine."""
+    host, _, port = scene.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: g\r\nContent-Length: 100\r\n\r\n{")
+    await scene.until(lambda: scene.gate._reading._value < gate_module.MAX_READING)
+    scene.gate.close()
+    async with asyncio.timeout(1):
+        await scene.gate.settled()
+    writer.write(b" " * 99)
+    assert b"400" in await reader.readline()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", path)
+        for path in (
+            "/abort_request", "/pause_generation", "/continue_generation", "/flush_cache", "/update_weights_from_disk",
+            "/release_memory_occupation", "/resume_memory_occupation", "/update_weight_version", "/weights_checker",
+            "/generate/", "//generate", "/generate/../pause_generation", "/generate%2f..%2fpause_generation",
+            "/v1/../flush_cache", "/v1/gate/../../pause_generation", "/%2e%2e/pause_generation", "/GENERATE",
+            "/generate;/pause_generation", "/v1/responses", "/invocations", "/api/generate",
+        )
+    ]
+    + [("GET", path) for path in ("/server_info", "/model_info", "/health", "/generate", "/release_memory_occupation")]
+    + [("PUT", "/generate"), ("DELETE", "/v1/completions"), ("OPTIONS", "/v1/gate")],
+)  # fmt: skip
+async def test_only_the_generation_routes_reach_the_engine(scene: Scene, method: str, path: str) -> None:
+    async with scene.session.request(method, URL(scene.url + path, encoded=True), json={}) as answer:
+        assert answer.status in (404, 405)
+    assert [] == scene.engine.calls
+
+
+async def test_requests_beyond_what_can_be_held_are_sent_away_for_now(scene: Scene) -> None:
+    scene.gate._held_bytes = gate_module.MAX_HELD_BYTES
+    status, answer = await scene.post(sampling_params=SHORT)
+    assert (429, True) == (status, "send it later" in answer["error"])
+    scene.gate._held_bytes = 0
+    assert 200 == (await scene.post(sampling_params=SHORT))[0]
+    assert 0 == scene.gate._held_bytes, "all that was held is let go"
+
+
+def anything(*names: str) -> st.SearchStrategy[bytes]:
+    """Bodies and events with these fields."""
+    values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.sampled_from(["abort", "stop", "x"]),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(names), inner, max_size=4),
+        max_leaves=12,
+    )
+    return st.binary(max_size=50) | values.map(lambda value: json.dumps(value).encode())
+
+
+ASKED = ("input_ids", "text", "sampling_params", "n", "stream", "prompt", "messages", "stream_options", "best_of")
+SAID = (
+    "meta_info", "finish_reason", "type", "status_code", "message", "output_ids", "completion_tokens", "error", "code",
+    "choices", "delta", "content", "logprobs", "tool_calls", "index", "usage",
+)  # fmt: skip
+
+
+@given(st.sampled_from(DIALECTS), anything(*ASKED))
+def test_any_body_becomes_a_request_of_ours_or_a_400(dialect: Dialect, body: bytes) -> None:
+    status = None
     try:
-        request = engine_request(body)
+        request = dialect.request(body)
     except Refused as refusal:
         status = refusal.status
     else:
-        assert (True, 32) == (request["stream"], len(request["rid"]))
-        assert "stream_interval" in request["sampling_params"]
-        status = 400
-    assert 400 == status
+        sent = json.loads(request.body)
+        assert (True, request.rid) == (sent["stream"], sent["rid"])
+    assert status in (None, 400)
+
+
+@given(st.sampled_from(DIALECTS), st.lists(anything(*SAID), max_size=4))
+def test_whatever_an_engine_says_there_is_an_answer_or_an_error(dialect: Dialect, said: list[bytes]) -> None:
+    request = dialect.request(json.dumps(PROMPTS[dialect.path]).encode())
+    reply = dialect.reply(request, VERSION)
+    answer: Any = {}
+    try:
+        for event in said:
+            reply.take(event)
+        answer = json.loads(reply.answer())
+    except Refused:
+        pass
+    assert isinstance(answer, dict)
+    assert reply.tokens >= 0
+    assert reply.outcome in ("finished", "aborted", "error")
 
 
 @pytest.mark.parametrize(
@@ -255,11 +494,41 @@ def test_any_body_becomes_a_request_of_ours_or_a_400(body: bytes) -> None:
         ({"type": "stop", "matched": 2}, None),
     ],
 )
-def test_abort_of_a_switch_is_told_from_an_error_of_the_engine(reason: dict[str, Any], status: int | None) -> None:
-    event = json.dumps({"text": "", "output_ids": [4], "meta_info": {"id": "r", "finish_reason": reason}}).encode()
+def test_h8_abort_of_a_switch_is_told_from_an_error_of_the_engine(reason: dict[str, Any], status: int | None) -> None:
+    reply = Native().reply(Native().request(b'{"input_ids":[1]}'), VERSION)
+    reply.take(json.dumps({"output_ids": [4], "meta_info": {"id": "r", "finish_reason": reason}}).encode())
     if status is None:
-        assert reason["type"] == last_state(event, rid="r", version=VERSION)["meta_info"]["finish_reason"]["type"]
+        assert reason["type"] == json.loads(reply.answer())["meta_info"]["finish_reason"]["type"]
     else:
         with pytest.raises(Refused) as refusal:
-            last_state(event, rid="r", version=VERSION)
+            reply.answer()
         assert status == refusal.value.status
+
+
+def test_pieces_of_a_chat_become_one_message() -> None:
+    whole: dict[str, Any] = {}
+    for piece in (
+        {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None},
+        {"index": 0, "delta": {"content": "one "}, "logprobs": {"content": [{"token": "one"}]}},
+        {"index": 0, "delta": {"content": "two", "role": None}, "logprobs": {"content": [{"token": "two"}]}},
+        {"index": 0, "delta": {"tool_calls": [call(0, "a", name="add", arguments="")]}},
+        {"index": 0, "delta": {"tool_calls": [call(0, arguments='{"x":'), call(1, "b", name="sub")]}},
+        {"index": 0, "delta": {"tool_calls": [call(0, arguments="1}")]}, "finish_reason": "tool_calls"},
+    ):
+        join(whole, piece)
+    assert {"role": "assistant", "content": "one two"} == {
+        name: value for name, value in whole["delta"].items() if name != "tool_calls"
+    }
+    assert ["one", "two"] == [entry["token"] for entry in whole["logprobs"]["content"]]
+    first, second = whole["delta"]["tool_calls"]
+    assert ("a", {"name": "add", "arguments": '{"x":1}'}) == (first["id"], first["function"])
+    assert ("b", "sub") == (second["id"], second["function"]["name"])
+    assert "tool_calls" == whole["finish_reason"]
+
+
+def finish_reason(answer: dict[str, Any]) -> Any:
+    return answer["choices"][0]["finish_reason"]
+
+
+def call(index: int, key: str | None = None, **function: str) -> dict[str, Any]:
+    return {"index": index, "id": key, "function": function}

@@ -1,30 +1,31 @@
 """The gate: the only way into a pod's engine, open or closed. It counts, forwards and hands back; it never waits.
 
-Owns the count of requests that were let in. It rises before the first await, and falls when the request has ended at
-the engine, not when its caller left: `settled` means that the engine has nothing of ours (H1-H3, H13, H37).
+Owns the count of requests that were let in. It rises before the request is sent, with no await since the gate was seen
+open, and falls when the request has ended at the engine, not when its caller left: `settled` means that the engine has
+nothing of ours (H1-H3, H13, H37).
 
 * Closed: 503 at once, with the epoch. The rollout controller keeps the request; nothing is parked here.
+* The routes of `dialects` and no others: nobody reaches the engine's control routes through a gate.
 * Each request gets an id of fixed length, so that no id is the prefix of another (H4), and is always streamed from the
-  engine: what was generated survives an abort and a crash (H58). Chunks are cumulative, so the last one is everything,
-  and only that one is parsed.
-* A caller that leaves gets its request aborted at the engine (H38).
-* An engine's own error keeps its HTTP status, so that it is never taken for a switch (H8).
+  engine: what was generated survives an abort and a crash (H58).
+* A caller that leaves, or that does not read what it asked for, gets its request aborted at the engine (H38): one
+  caller must never hold up a switch. Once the gate is closed it has CLOSING_S.
+* Bounded: bodies, what is held for all requests together, and the time that a caller may take to send or to read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import aiohttp
 from aiohttp import web
 
+from colocated_rl_agent.dialects import DIALECTS, DONE, Dialect, Refused, Reply, Request
 from colocated_rl_agent.drivers.base import DriverError
 from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
 from colocated_rl_api.ladder import WeightVersion
@@ -32,22 +33,21 @@ from colocated_rl_api.logs import log
 
 LOG = logging.getLogger(__name__)
 
-STREAM_INTERVAL = 16  # tokens between chunks where the caller names none; cumulative bytes grow with length squared
 SILENCE_S = 600.0  # between two chunks: a request may queue in a busy engine
 CONNECT_S = 5.0
 ABORT_S = 5.0
+CALLER_S = 20.0  # for a caller to send its body, or to read a chunk
+CLOSING_S = 0.5  # to read a chunk, once the gate is closed
 MAX_IN_FLIGHT = 16_384
+MAX_READING = 32  # bodies that are read at the same time
+MAX_HELD_BYTES = 256 * 1024 * 1024  # for all requests together; half of the agent's memory
 MAX_EVENT_BYTES = 64 * 1024 * 1024  # one chunk: all tokens of a sample with their log-probabilities
 MAX_ERROR_BYTES = 64 * 1024
-ABORTED_WHILE_COMPILING = "Aborted by AbortReq."  # the one abort of ours that carries an error status
+JSON_BODY = {"Content-Type": "application/json"}
 
 
-class Refused(Exception):
-    """A request that the gate or the engine answers with an HTTP error."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+class CallerGone(Exception):
+    """The caller of a stream has left, or does not read it."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class Gate:
         self._changed = changed
         self._count = count
         self._backend: Backend | None = None
-        self._closings = 0
+        self._held_bytes = 0
+        self._reading = asyncio.Semaphore(MAX_READING)
+        self._giving: set[asyncio.Timeout] = set()  # chunks that callers have yet to read
         self._settled = asyncio.Event()
         self._settled.set()
         self._news = asyncio.Event()
@@ -104,7 +106,9 @@ class Gate:
     def close(self) -> None:
         """Effective when it returns: whoever comes from now on is refused."""
         self._backend = None
-        self._closings += 1
+        closing_by = asyncio.get_running_loop().time() + CLOSING_S
+        for chunk in self._giving:
+            chunk.reschedule(closing_by)
         self._tell()
 
     def enter_epoch(self, epoch: int) -> None:
@@ -117,7 +121,8 @@ class Gate:
 
     def routes(self) -> list[web.RouteDef]:
         """For an application that has asked for the data token."""
-        return [web.post("/generate", self._serve_generate), web.get("/v1/gate", self._serve_state)]
+        forwarded = [web.post(dialect.path, partial(self._serve, dialect)) for dialect in DIALECTS]
+        return [*forwarded, web.get("/v1/gate", self._serve_state)]
 
     # --------------------------------------------------------------------------------------------------- the state
     def _tell(self) -> None:
@@ -137,40 +142,63 @@ class Gate:
                     await news.wait()
 
     # --------------------------------------------------------------------------------------------------- requests
-    async def _serve_generate(self, request: web.Request) -> web.Response:
-        backend = self._backend
-        if backend is None:
+    async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        if not self.is_open:
             return self._refuse()
-        if self.in_flight >= MAX_IN_FLIGHT:
-            return web.json_response({"error": f"{MAX_IN_FLIGHT} requests are in flight"}, status=429)
-        closings = self._closings
-        self._let_in()
-        outcome, tokens = "client_gone", 0
         try:
-            body = engine_request(await request.read())
-            if self._closings != closings:  # it closed while the body was being read
-                outcome = "refused"
-                return self._refuse()
-            answer = await self._forward(backend, body)
-            outcome = "aborted" if answer["meta_info"]["finish_reason"]["type"] == "abort" else "finished"
-            tokens = len(answer.get("output_ids", ()))
-            return web.json_response(answer)
+            async with asyncio.timeout(CALLER_S), self._reading:
+                asked = dialect.request(await request.read())
+        except TimeoutError:
+            return _error(408, f"the body did not come within {CALLER_S:.0f} s")
         except Refused as refusal:
-            outcome = "error"
-            return web.json_response({"error": str(refusal)}, status=refusal.status)
-        except web.HTTPException:
+            return _error(refusal.status, str(refusal))
+        backend = self._backend
+        if backend is None:  # it closed while the body was being read
+            return self._refuse()
+        if self.in_flight >= MAX_IN_FLIGHT or self._held_bytes >= MAX_HELD_BYTES:
+            return _error(429, f"{self.in_flight} requests in flight hold {self._held_bytes} bytes: send it later")
+        caller = Caller(request, self._giving, streams=asked.streams)
+        reply = dialect.reply(asked, backend.version)
+        try:
+            await self._exchange(backend, dialect.path, asked, reply, caller)
+            if not asked.streams:
+                return await caller.give_whole(web.Response(body=reply.answer(), content_type="application/json"))
+            return await caller.give_rest(reply.rest(), DONE)
+        except Refused as refusal:
+            return await caller.give_whole(_error(refusal.status, str(refusal)))
+        except CallerGone:
+            return caller.response
+
+    async def _exchange(self, backend: Backend, path: str, asked: Request, reply: Reply, caller: Caller) -> None:
+        """From letting a request in to its end at the engine. Raises Refused, CallerGone."""
+        outcome = "client_gone"
+        self._let_in(len(asked.body))
+
+        async def take(event: bytes) -> None:
+            before = reply.size
+            given = reply.take(event)
+            self._held_bytes += reply.size - before
+            if asked.streams and given is not None:
+                await caller.give(given, within_s=CALLER_S if self.is_open else CLOSING_S)
+
+        try:
+            await self._forward(backend, path, asked, take)
+            outcome = reply.outcome
+        except Refused:
             outcome = "error"
             raise
         finally:
-            self._let_out()
-            self._count(outcome, tokens)
+            self._let_out(len(asked.body) + reply.size)
+            self._count(outcome, reply.tokens)
 
-    def _let_in(self) -> None:
+    def _let_in(self, held_bytes: int) -> None:
         self.in_flight += 1
+        self._held_bytes += held_bytes
         self._settled.clear()
 
-    def _let_out(self) -> None:
+    def _let_out(self, held_bytes: int) -> None:
         self.in_flight -= 1
+        self._held_bytes -= held_bytes
         if self.in_flight == 0:
             self._settled.set()
             if self._backend is None:
@@ -181,30 +209,30 @@ class Gate:
             status=503, text=Closed(epoch=self.epoch).model_dump_json(by_alias=True), content_type="application/json"
         )
 
-    async def _forward(self, backend: Backend, body: dict[str, Any]) -> dict[str, Any]:
-        """The engine's last word on a request, in the shape of a finished one. Raises Refused."""
-        last, lost = b"", ""
+    async def _forward(
+        self, backend: Backend, path: str, asked: Request, take: Callable[[bytes], Awaitable[None]]
+    ) -> None:
+        """Until the engine has ended the request, or is lost. Raises Refused, and what `take` raises."""
         ended = False
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         try:
-            async with self._session.post(f"{backend.url}/generate", json=body, timeout=timeout) as answer:
+            async with self._session.post(
+                backend.url + path, data=asked.body, headers=JSON_BODY, timeout=timeout
+            ) as answer:
                 if answer.status != 200:
                     text = (await answer.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
                     ended = True
                     raise Refused(answer.status, text)
                 async for event in events(answer.content):
-                    if event == b"[DONE]":
+                    if event == DONE:
                         break
-                    last = event
+                    await take(event)
                 ended = True
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            lost = repr(error)
+            log(LOG, "request lost", logging.DEBUG, rid=asked.rid, reason=repr(error), incarnation=backend.incarnation)
         finally:
             if not ended:
-                await self._abort(backend, body["rid"])
-        if lost:
-            log(LOG, "request lost", logging.DEBUG, reason=lost, incarnation=backend.incarnation)
-        return last_state(last, rid=body["rid"], version=backend.version)
+                await self._abort(backend, asked.rid)
 
     async def _abort(self, backend: Backend, rid: str) -> None:
         """The caller or the connection is gone: make sure that the engine stops working on it."""
@@ -214,61 +242,77 @@ class Gate:
                 await asyncio.shield(task)
 
 
-def engine_request(body: bytes) -> dict[str, Any]:
-    """What the engine is asked for, from what the caller asked for. Raises Refused with 400."""
-    try:
-        asked = json.loads(body)
-    except ValueError as error:
-        raise Refused(400, f"the body is not JSON: {error}") from error
-    if not isinstance(asked, dict):
-        raise Refused(400, "the body must be an object with input_ids or text")
-    if asked.get("stream"):
-        raise Refused(400, "stream: true is not served by a gate: leave it out")
-    text, input_ids, sampling = asked.get("text"), asked.get("input_ids"), asked.get("sampling_params")
-    if text is not None and not isinstance(text, str):
-        raise Refused(400, "text must be one string: send each sample as a request of its own")
-    if input_ids is not None and not (isinstance(input_ids, list) and all(type(token) is int for token in input_ids)):
-        raise Refused(400, "input_ids must be one list of numbers: send each sample as a request of its own")
-    if sampling is not None and not isinstance(sampling, dict):
-        raise Refused(400, "sampling_params must be an object")
-    sampling = sampling or {}
-    if sampling.get("n", 1) != 1:
-        raise Refused(400, "n must be 1: send each sample as a request of its own")
-    return {
-        **asked,
-        "rid": uuid.uuid4().hex,
-        "stream": True,
-        "sampling_params": {"stream_interval": STREAM_INTERVAL, **sampling},
-    }
+class Caller:
+    """Who sent a request, while it is answered. giving: what callers have yet to read, for a closing gate to hurry."""
+
+    def __init__(self, request: web.Request, giving: set[asyncio.Timeout], *, streams: bool) -> None:
+        self._request = request
+        self._giving = giving
+        self.response: web.StreamResponse = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream"} if streams else None
+        )
+
+    async def give(self, event: bytes, *, within_s: float = CALLER_S) -> None:
+        """One event of a stream. Raises CallerGone."""
+        async with self._reads(within_s):
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            await self.response.write(b"data: " + event + b"\n\n")
+
+    async def give_rest(self, *events: bytes | None) -> web.StreamResponse:
+        """What ends a stream. Raises CallerGone."""
+        for event in events:
+            if event is not None:
+                await self.give(event)
+        async with self._reads(CALLER_S):
+            await self.response.write_eof()
+        return self.response
+
+    async def give_whole(self, response: web.Response) -> web.StreamResponse:
+        """An answer that is not streamed; too late for it, a stream just breaks off."""
+        if self.response.prepared:
+            self._hang_up()
+            return self.response
+        self.response = response
+        with contextlib.suppress(CallerGone):
+            async with self._reads(CALLER_S):
+                await response.prepare(self._request)
+                await response.write_eof()
+        return response
+
+    @contextlib.asynccontextmanager
+    async def _reads(self, within_s: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(within_s) as chunk:
+                self._giving.add(chunk)
+                try:
+                    yield
+                finally:
+                    self._giving.discard(chunk)
+        except (TimeoutError, OSError) as error:
+            self._hang_up()
+            raise CallerGone from error
+
+    def _hang_up(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": message}, status=status)
 
 
 async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """Data of server-sent events, whole ones only: what a broken connection cut off is not an event."""
-    buffer = bytearray()
+    buffer, seen = bytearray(), 0  # no event ends before `seen`
     async for piece in content.iter_any():
         buffer += piece
-        while (end := buffer.find(b"\n\n")) >= 0:
+        while (end := buffer.find(b"\n\n", seen)) >= 0:
             event = bytes(buffer[:end])
             del buffer[: end + 2]
+            seen = 0
             if event.startswith(b"data: "):
                 yield event[len(b"data: ") :]
+        seen = max(0, len(buffer) - 1)
         if len(buffer) > MAX_EVENT_BYTES:
             raise Refused(502, f"the engine sent a chunk of more than {MAX_EVENT_BYTES} bytes")
-
-
-def last_state(event: bytes, *, rid: str, version: WeightVersion) -> dict[str, Any]:
-    """A finished answer from the last chunk; one that was cut off counts as aborted. Raises Refused."""
-    state: dict[str, Any] = json.loads(event) if event else {"text": "", "output_ids": []}
-    if (error := state.get("error")) is not None:
-        raise Refused(int(error.get("code") or 400), str(error.get("message", error)))
-    meta: dict[str, Any] = {"id": rid, "weight_version": str(version), "completion_tokens": 0} | state.get(
-        "meta_info", {}
-    )
-    reason = meta.get("finish_reason")
-    if reason is None:
-        reason = {"type": "abort", "message": "the engine was lost"}
-    elif reason["type"] == "abort" and reason.get("status_code") is not None:
-        if reason.get("message") != ABORTED_WHILE_COMPILING:
-            raise Refused(int(reason["status_code"]), str(reason.get("message", "aborted by the engine")))
-        reason = {"type": "abort", "message": reason["message"]}
-    return {**state, "meta_info": {**meta, "finish_reason": reason}}
