@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,6 @@ class Machine:
     architecture: str
     python: tuple[int, int]
     missing_programs: tuple[str, ...]
-    has_headers: bool  # of Python, for the few libraries that come as source
     has_venv: bool  # `python3 -m venv` can make environments, or there is a uv that can
     namespaces: str | None  # why namespaces are refused; None: they work
     disk_free_gib: float
@@ -56,8 +54,6 @@ def problems(machine: Machine) -> Iterator[str]:
     if machine.python > NEWEST_PYTHON:
         python, newest = (".".join(map(str, version)) for version in (machine.python, NEWEST_PYTHON))
         yield f"python3: {python}, but the pinned engine has no wheel beyond {newest}: `make PYTHON=python{newest} ...`"
-    if not machine.has_headers:
-        yield "python3: has no Python.h, to build a library from source: e.g. `apt-get install python3-dev`"
     if not machine.has_venv:
         yield "python3: has no ensurepip: install it, e.g. `apt-get install python3-venv`"
     if machine.namespaces is not None:
@@ -85,10 +81,7 @@ def inspect(layout: Layout, *, runs_jobs: bool) -> Machine:
         system=platform.system(),
         architecture=platform.machine(),
         python=sys.version_info[:2],
-        missing_programs=tuple(
-            name for name in (("git", "make") if built else ("git", "make", "gcc")) if shutil.which(name) is None
-        ),
-        has_headers=built or Path(sysconfig.get_path("include"), "Python.h").exists(),
+        missing_programs=tuple(name for name in ("git", "make") if shutil.which(name) is None),
         has_venv=importlib.util.find_spec("ensurepip") is not None or shutil.which("uv") is not None,
         namespaces=_try_namespaces() if on_linux else None,
         disk_free_gib=shutil.disk_usage(layout.root).free / GIB,
