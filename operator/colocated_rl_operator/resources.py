@@ -133,31 +133,40 @@ def _claim(job: Job, name: str, volume: Volume, *, many_pods: bool) -> Object:
 
 
 def network_policy(job: Job, *, operator_namespace: str) -> Object:
-    """Who may reach the job's pods: the operator their control ports, pods of the job one another, anybody metrics."""
+    """Who may reach the job's pods: the operator control ports, pods of the job data ports, anybody metrics.
+
+    The trainers' process group asks nobody for a password: its ports, of which the kernel picks some, are open among
+    the job's GPU pods alone. The rollout pod, where rewards run, is none of them.
+    """
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}},
         "podSelector": {"matchLabels": {"app.kubernetes.io/name": names.MANAGED_BY}},
     }
-    own = {"podSelector": {"matchLabels": {names.JOB_UID_LABEL: job.uid}}}
-    rendezvous = {
-        "protocol": "TCP",
-        "port": 1024,  # a process group listens on its port and on ports that the kernel picks
-        "endPort": 65535,
-    }
+    own = {names.JOB_UID_LABEL: job.uid}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": _metadata(job, f"{job.name}-{job.uid}"),
         "spec": {
-            "podSelector": {"matchLabels": {names.JOB_UID_LABEL: job.uid}},
+            "podSelector": {"matchLabels": own},
             "policyTypes": ["Ingress"],
             "ingress": [
-                {"from": [operator], "ports": [{"protocol": "TCP", "port": names.CONTROL_PORT}]},
-                {"from": [own], "ports": [rendezvous]},
-                {"ports": [{"protocol": "TCP", "port": names.METRICS_PORT}]},
+                {"from": [operator], "ports": [_tcp(names.CONTROL_PORT)]},
+                {"from": [_pods(own)], "ports": [_tcp(names.DATA_PORT)]},
+                {"from": [_pods(own | {names.ROLE_LABEL: names.ROLE_GPU})], "ports": [_tcp(1024, 65535)]},
+                {"ports": [_tcp(names.METRICS_PORT)]},
             ],
         },
     }
+
+
+def _pods(labels: Mapping[str, str]) -> Object:
+    return {"podSelector": {"matchLabels": dict(labels)}}
+
+
+def _tcp(first: int, last: int | None = None) -> Object:
+    port: Object = {"protocol": "TCP", "port": first}
+    return port if last is None else port | {"endPort": last}
 
 
 def tls_secret(job: Job, files: Mapping[str, str]) -> Object:

@@ -23,12 +23,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import fakes
 from colocated_rl_agent.drivers.base import CallRefused
 from colocated_rl_agent.drivers.sglang import SGLang, engine_command, engine_config
 from colocated_rl_agent.exports import verify_export
-from colocated_rl_agent.gate import Backend, Gate, Refused, engine_request, events
+from colocated_rl_agent.gate import Backend, Gate, events
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from colocated_rl_api.ladder import WeightVersion
@@ -44,9 +46,11 @@ CALL_S = 20.0
 OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
 PROMPT = [5, 6, 7, 8]
 LONG = {"max_new_tokens": 3000, "ignore_eos": True, "stream_interval": 1}
+POOL_TOKENS, MAX_RUNNING = 32768, 4
+HEALTH_S = 2.0
 CPU_FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-overlap-schedule",
-    "--max-total-tokens", "32768", "--log-level", "warning",
+    "--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), "--log-level", "warning",
 )  # fmt: skip
 
 
@@ -86,6 +90,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     config.write_text(engine_config(ADMIN_KEY))
     command = engine_command(model=exports / str(OLD), version=OLD, port=port, config=config, gpus=0, extra=CPU_FLAGS)
     environment |= {name: value for name, value in command.env.items() if value is not None}
+    environment["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(int(HEALTH_S))
     with (root / "output").open("wb") as output:
         process = subprocess.Popen(
             command.argv,
@@ -308,41 +313,133 @@ async def test_bad_request_in_a_stream_is_an_error_with_its_code(engine: Engine)
     assert 400 == answer["error"]["code"]
 
 
-async def test_gate_forwards_counts_and_hands_back(engine: Engine) -> None:
-    gate = Gate(engine.session)
-    backend = Backend(engine.url, "incarnation", OLD, engine.abort)
-    body = {"input_ids": PROMPT, "return_logprob": True, "sampling_params": {"max_new_tokens": 12, "ignore_eos": True}}
-    answer = await gate._forward(backend, engine_request(json.dumps(body).encode()))
-    assert {"type": "length", "length": 12} == reason_of(answer)
+@pytest.fixture
+async def gate(engine: Engine) -> AsyncIterator[str]:
+    """The URL of an open gate in front of the engine."""
+    it = Gate(engine.session)
+    app = web.Application()
+    app.add_routes(it.routes())
+    async with TestServer(app, handler_cancellation=True) as served:
+        it.open(Backend(engine.url, "incarnation", OLD, engine.abort))
+        yield str(served.make_url("")).rstrip("/")
+        it.close()
+        assert 0 == it.in_flight
+
+
+async def ask(engine: Engine, url: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    async with engine.session.post(url, json=body) as answer:
+        return answer.status, await answer.json()
+
+
+async def streamed(engine: Engine, url: str, **body: Any) -> list[dict[str, Any]]:
+    async with engine.session.post(url, json={**body, "stream": True}) as answer:
+        assert answer.status == 200
+        said = [event async for event in events(answer.content)]
+    assert b"[DONE]" == said.pop()
+    return [json.loads(event) for event in said]
+
+
+async def test_gate_forwards_counts_and_hands_back(engine: Engine, gate: str) -> None:
+    limits = {"max_new_tokens": 12, "ignore_eos": True}
+    status, answer = await ask(
+        engine, f"{gate}/generate", input_ids=PROMPT, return_logprob=True, sampling_params=limits
+    )
+    assert (200, {"type": "length", "length": 12}) == (status, reason_of(answer))
     assert 12 == len(answer["meta_info"]["output_token_logprobs"])
-    body["sampling_params"] = {"max_new_tokens": 100_000}
-    with pytest.raises(Refused) as refusal:
-        await gate._forward(backend, engine_request(json.dumps(body).encode()))
-    assert 400 == refusal.value.status
+    chunks = await streamed(engine, f"{gate}/generate", input_ids=PROMPT, sampling_params=limits)
+    assert {"type": "length", "length": 12} == reason_of(chunks[-1])
+    status, answer = await ask(
+        engine, f"{gate}/generate", input_ids=PROMPT, sampling_params={"max_new_tokens": 100_000}
+    )
+    assert 400 == status
+    assert answer["error"]
+
+
+OPENAI: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "one plus two"}]},
+}
+
+
+@pytest.mark.parametrize("path", OPENAI)
+async def test_gate_makes_a_whole_of_what_the_openai_routes_stream(engine: Engine, gate: str, path: str) -> None:
+    request = {"model": "m", "max_tokens": 12, "ignore_eos": True, "temperature": 0.0, **OPENAI[path]}
+    status, answer = await ask(engine, gate + path, **request)
+    (choice,) = answer["choices"]
+    assert (200, "length", 12) == (status, choice["finish_reason"], answer["usage"]["completion_tokens"])
+    assert {"weight_version": str(OLD)} == answer["metadata"]
+    whole = choice["text"] if "text" in choice else choice["message"]["content"]
+    pieces = await streamed(engine, gate + path, **request)
+    choices = [choice for piece in pieces for choice in piece["choices"]]
+    assert whole == "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+    assert "length" == choices[-1]["finish_reason"]
+    status, answer = await ask(engine, gate + path, **{**request, "max_tokens": 100_000})
+    assert 400 == status
+
+
+@pytest.mark.parametrize("path", OPENAI)
+async def test_abort_ends_the_openai_routes_with_what_was_generated(engine: Engine, gate: str, path: str) -> None:
+    request = {"model": "m", "max_tokens": 3000, "ignore_eos": True, **OPENAI[path]}
+    asking = asyncio.create_task(ask(engine, gate + path, **request))
+    beside = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG), tokens=20)
+    await engine.abort_all()
+    await beside
+    status, answer = await asking
+    (choice,) = answer["choices"]
+    assert (200, "abort") == (status, choice["finish_reason"])
+    assert 0 < answer["usage"]["completion_tokens"] < 3000
+
+
+async def test_h6_request_that_is_aborted_in_the_queue_has_no_tokens(engine: Engine) -> None:
+    running = [
+        await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG)) for _ in range(MAX_RUNNING)
+    ]
+    queued = asyncio.create_task(engine.generate(sampling_params=LONG))
+    await stays_open(queued, 0.3)
+    await engine.abort_all()
+    answer = await queued
+    assert ("abort", None, []) == (
+        reason_of(answer)["type"],
+        reason_of(answer).get("status_code"),
+        answer["output_ids"],
+    )
+    await asyncio.gather(*running)
+
+
+async def test_pool_and_memory_of_an_engine_are_told(engine: Engine) -> None:
+    info = await engine.require_suitable(gpus=0)
+    assert POOL_TOKENS == info.pool_tokens
+    assert info.mapped_bytes is not None
+    assert info.mapped_bytes > 0
+
+
+async def test_h56_failed_health_probe_leaves_the_engine_unready_until_it_is_repaired(engine: Engine) -> None:
+    await engine.pause()
+    async with engine.session.get(f"{engine.url}/health_generate") as answer:
+        assert 503 == answer.status
+    assert not await engine.is_up()
+    await engine.continue_()
+    assert not await engine.takes_requests()
+    await engine.repair()
+    assert await engine.takes_requests()
 
 
 async def test_h2_release_while_busy_kills_the_engine_and_the_stream_keeps_what_it_has(
-    engine: Engine, server: Server
+    engine: Engine, gate: str, server: Server
 ) -> None:
     """Last: the engine is gone afterwards."""
-    gate = Gate(engine.session)
-    body = json.dumps({"input_ids": PROMPT, "sampling_params": LONG}).encode()
-    running = asyncio.create_task(gate._forward(Backend(server.url, "i", OLD, no_abort), engine_request(body)))
+    running = asyncio.create_task(ask(engine, f"{gate}/generate", input_ids=PROMPT, sampling_params=LONG))
     beside = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG), tokens=30)
     release = asyncio.create_task(engine.post("/release_memory_occupation", {}))
     try:
         async with asyncio.timeout(30):
-            answer = await running
+            _, answer = await running
     finally:
         for task in (beside, release):
             task.cancel()
         await asyncio.gather(beside, release, return_exceptions=True)
     assert ("abort", True) == (reason_of(answer)["type"], len(answer["output_ids"]) > 0)
     assert 0 != await asyncio.to_thread(server.process.wait, 30)
-
-
-async def no_abort(rid: str) -> None:
-    pass
 
 
 async def stays_open(task: asyncio.Task[Any], seconds: float) -> None:

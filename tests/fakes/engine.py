@@ -3,8 +3,9 @@
     python3 -m sglang.launch_server --model-path EXPORT --port 30000 ...      (a package `sglang` that calls `main`)
 
 What it does is what `tests/contract/test_engine_contract.py` shows of the real one; that suite runs against both.
-Weights are one number (`fakes.weights`). Released weights are poison: a token made from them is POISON. It is killed by
-what kills the real one: a release while busy or, with the memory saver, a second one; a resume of what is not released.
+Weights are one number (`fakes.weights`). Released memory is poison: a token made from it is POISON, and so is one made
+from a cache of other weights. It is killed by what kills the real one: a release while busy or, with the memory saver,
+a second one; a resume of what is not released. With FAKE_DEVICE in its environment it says there what it maps.
 
     GET  /fake/calls                                [[route, body], ...] since the start
     GET  /fake/tokens                               tokens made so far, of each request that has not ended
@@ -12,8 +13,9 @@ what kills the real one: a release while busy or, with the memory saver, a secon
 
     a file `engine-fault` beside --config           ends the next start
 
-FAULT is hang, crash, error, act_then_hang (the effect, and no answer) or cut (the connection of a generate breaks after
-its first chunk).
+FAULT is hang, crash, error, act_then_hang (the effect, and no answer), leak (a release that frees nothing) or, of a
+generate, cut (its connection breaks after the first chunk), torn (in the middle of one), stall (no chunk after the
+first), queue_full (an abort that is an error).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,9 @@ CONTROL = (
     "/resume_memory_occupation", "/update_weights_from_disk",
 )  # fmt: skip
 PAUSE_POLL_S = 1.0  # the engine's own
+HEALTH_S = 1.0
 CONTEXT = 4096
+CONTEXT_GB, MAPPED_GB = 0.5, {"weights": 10.0, "kv_cache": 40.0, "cuda_graph": 1.0}  # of a device
 BODY: web.RequestKey[Any] = web.RequestKey("body", object)
 
 
@@ -61,13 +66,24 @@ class Sample:
     abort_asked: bool = False
     deaf: bool = False  # aborted at the engine's gate: runs after continue, and can't be aborted any more (H3)
     parked: bool = False
+    queued: bool = False
     more: asyncio.Condition = field(default_factory=asyncio.Condition)
 
 
 class FakeEngine:
     """One engine process's worth of state."""
 
-    def __init__(self, model: Path, version: str, *, admin_key: str, memory_saver: bool, token_s: float) -> None:
+    def __init__(
+        self,
+        model: Path,
+        version: str,
+        *,
+        admin_key: str,
+        memory_saver: bool,
+        token_s: float,
+        max_running: int = 1024,
+        pool_tokens: int = 32768,
+    ) -> None:
         self.model = str(model)
         self.version = version  # what the scheduler has
         self.shown_version = version  # what the HTTP process says (H54)
@@ -75,8 +91,13 @@ class FakeEngine:
         self.admin_key = admin_key
         self.memory_saver = memory_saver
         self.token_s = token_s
+        self.max_running = max_running
+        self.pool_tokens = pool_tokens
+        self.info: dict[str, Any] = {}  # what `/server_info` says instead of what it would
         self.paused = False
+        self.healthy = True
         self.released: set[str] = set()
+        self.stale_cache = False  # it holds what other weights computed
         self.samples: dict[str, Sample] = {}
         self.calls: list[tuple[str, Any]] = []
         self.faults: dict[str, str] = {}
@@ -88,8 +109,15 @@ class FakeEngine:
         print(f"Scheduler hit an exception: {reason}", flush=True)  # noqa: T201 - the last words of a process
         os._exit(1)
 
+    def show_memory(self, *, leaked: bool = False) -> None:
+        """What this process maps of the device, for `fakes/device.c`."""
+        if (directory := os.environ.get("FAKE_DEVICE")) is not None:
+            mapped = sum(gb for tag, gb in MAPPED_GB.items() if leaked or tag not in self.released)
+            (Path(directory) / str(os.getpid())).write_text(str(int((CONTEXT_GB + mapped) * 2**30)))
+
     @property
     def running(self) -> list[Sample]:
+        """What its scheduler has, waiting requests included."""
         return [sample for sample in self.samples.values() if not sample.parked]
 
     async def generate(self, sample: Sample) -> None:
@@ -99,16 +127,23 @@ class FakeEngine:
             async with self.changed:
                 await self.changed.wait()
         sample.parked = False
+        sample.queued = sum(not other.queued for other in self.running) > self.max_running
         while sample.reason is None:
             await asyncio.sleep(self.token_s)
-            await self.make_token(sample)
+            if not sample.queued:
+                await self.make_token(sample)
+            elif sample.abort_asked:
+                await self.end(sample, {"type": "abort", "message": "Abort in waiting queue"})
+            else:
+                sample.queued = sum(not other.queued for other in self.running) >= self.max_running
         del self.samples[sample.rid]
         async with self.changed:
             self.changed.notify_all()
 
     async def make_token(self, sample: Sample) -> None:
         before = (sample.prompt + sample.output)[-1]
-        token = POISON if self.weight is None else next_token(self.weight, before, len(sample.output))
+        poisoned = self.weight is None or "kv_cache" in self.released or self.stale_cache
+        token = POISON if poisoned else next_token(self.weight or 0.0, before, len(sample.output))
         natural = sample.ends and len(sample.output) >= 8 + before % 16
         token = END_TOKEN if natural else token
         sample.output.append(token)
@@ -116,12 +151,17 @@ class FakeEngine:
         if not sample.versions or sample.versions[-1]["version"] != self.version:
             sample.versions.append({"version": self.version, "start": len(sample.output) - 1, "end": 0})
         sample.versions[-1]["end"] = len(sample.output)
+        reason: dict[str, Any] | None = None
         if sample.abort_asked and not sample.deaf:  # looked at before end token and length (H49), after one more (H7)
-            sample.reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+            reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
         elif natural:
-            sample.reason = {"type": "stop", "matched": END_TOKEN}
+            reason = {"type": "stop", "matched": END_TOKEN}
         elif len(sample.output) >= sample.limit:
-            sample.reason = {"type": "length", "length": sample.limit}
+            reason = {"type": "length", "length": sample.limit}
+        await self.end(sample, reason)
+
+    async def end(self, sample: Sample, reason: dict[str, Any] | None) -> None:
+        sample.reason = reason
         async with sample.more:
             sample.more.notify_all()
 
@@ -146,7 +186,10 @@ class FakeEngine:
                 web.get("/ready", self.serve_ready),
                 web.get("/model_info", self.serve_model_info),
                 web.get("/server_info", self.serve_server_info),
+                web.get("/health_generate", self.serve_health),
                 web.post("/generate", self.serve_generate),
+                web.post("/v1/completions", self.serve_completions),
+                web.post("/v1/chat/completions", self.serve_chat),
                 web.post("/abort_request", self.serve_abort),
                 web.post("/pause_generation", self.serve_pause),
                 web.post("/continue_generation", self.serve_continue),
@@ -174,10 +217,12 @@ class FakeEngine:
                 body = await request.json()
             except ValueError:
                 return web.json_response({"error": "Invalid JSON"}, status=400)
-        if request.method == "POST":
+        if request.method == "POST" or request.path.startswith("/health"):
             self.calls.append((request.path_qs, body))
         request[BODY] = body
         fault = self.faults.pop(request.path, None) if request.path != "/generate" else None
+        if fault == "leak":
+            self.faults["memory"] = fault
         if fault == "crash":
             self.die(f"asked to crash in {request.path}")
         if fault == "error":
@@ -190,10 +235,18 @@ class FakeEngine:
         return answer
 
     async def serve_ping(self, request: web.Request) -> web.Response:
-        return web.Response(status=200)
+        return web.Response(status=200 if self.healthy else 503)
 
     async def serve_ready(self, request: web.Request) -> web.Response:
-        return web.Response(status=503 if self.paused else 200)
+        return web.Response(status=200 if self.healthy and not self.paused else 503)
+
+    async def serve_health(self, request: web.Request) -> web.Response:
+        """A generation of one token; one that can't be made leaves the server unhealthy until another one was (H56)."""
+        await asyncio.sleep(HEALTH_S)
+        if self.paused:
+            await asyncio.sleep(float(os.environ.get("SGLANG_HEALTH_CHECK_TIMEOUT", "20")))
+        self.healthy = not self.paused
+        return web.Response(status=200 if self.healthy else 503)
 
     async def serve_model_info(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -216,6 +269,17 @@ class FakeEngine:
                 "disaggregation_mode": "null",
                 "weight_cache_mode": "off",
                 "dtype": "float32",
+                "internal_states": [
+                    {
+                        "memory_usage": {
+                            "weight": MAPPED_GB["weights"],
+                            "kvcache": MAPPED_GB["kv_cache"],
+                            "graph": {"decode": MAPPED_GB["cuda_graph"]},
+                            "token_capacity": self.pool_tokens,
+                        }
+                    }
+                ],
+                **self.info,
             }
         )
 
@@ -241,6 +305,7 @@ class FakeEngine:
     async def serve_flush(self, request: web.Request) -> web.Response:
         timeout_s = float(request.query.get("timeout", "0"))
         if await self.idle(timeout_s):
+            self.stale_cache = False
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Timed out waiting for idle state.\n", status=400)
 
@@ -253,6 +318,7 @@ class FakeEngine:
         self.released |= set(tags)
         if "weights" in tags:
             self.weight = None
+        self.show_memory(leaked=self.faults.pop("memory", None) is not None)
         return web.json_response(None)
 
     async def serve_resume(self, request: web.Request) -> web.Response:
@@ -260,6 +326,7 @@ class FakeEngine:
             if tag not in self.released:
                 self.die(f"KeyError: {tag!r}")
             self.released.discard(tag)
+        self.show_memory()
         return web.json_response(None)
 
     async def serve_update(self, request: web.Request) -> web.Response:
@@ -268,6 +335,7 @@ class FakeEngine:
         if not (directory / "model.safetensors").exists():
             return update_answer(False, f"Failed to get weights iterator: {directory}.")
         self.weight = read_weight(directory)
+        self.stale_cache = not body.get("flush_cache", True)
         if body.get("weight_version") is not None:
             self.version = body["weight_version"]
         if body.get("flush_cache", True) and self.running:
@@ -277,13 +345,10 @@ class FakeEngine:
             {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         )
 
-    def update_failed(self, message: str) -> web.Response:
-        return web.json_response({"success": False, "message": message, "num_paused_requests": 0}, status=400)
-
     async def serve_generate(self, request: web.Request) -> web.StreamResponse:
         body = request[BODY]
         sampling = body.get("sampling_params") or {}
-        prompt: list[int] = body.get("input_ids") or [ord(letter) % 300 for letter in body.get("text", "")]
+        prompt: list[int] = body.get("input_ids") or as_ids(body.get("text", ""))
         limit = int(sampling.get("max_new_tokens", 128))
         fault = self.faults.pop("/generate", None)
         if len(prompt) + limit > CONTEXT or body.get("rid") in self.samples:
@@ -297,36 +362,100 @@ class FakeEngine:
             ends=not sampling.get("ignore_eos", False),
             interval=int(sampling.get("stream_interval") or 1),
         )
-        self.samples[sample.rid] = sample
-        making = asyncio.create_task(self.generate(sample))
-        try:
+        if fault == "queue_full":
+            message = "The request queue is full."
+            sample.reason = {"type": "abort", "message": message, "status_code": 503, "err_type": None}
+        async with self.making(sample) as made:
             if not body.get("stream", False):
-                await making
+                await made
                 return web.json_response(self.chunk(sample, body))
-            return await self.stream(request, sample, body, making, fault)
-        except asyncio.CancelledError:  # the client is gone
+            response = await self.begin_stream(request)
+            async for chunk in self.chunks(sample, body):
+                event = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+                if fault == "torn":
+                    await response.write(event[: len(event) // 2])
+                else:
+                    await response.write(event)
+                if fault in ("cut", "torn") and request.transport is not None:
+                    request.transport.abort()
+                if fault == "stall":
+                    await asyncio.Event().wait()
+                if fault == "crash":
+                    self.die("asked to crash in a stream")
+            await made
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    @contextlib.asynccontextmanager
+    async def making(self, sample: Sample) -> AsyncIterator[asyncio.Task[None]]:
+        """While its request is being served; a client that leaves gets its sample aborted."""
+        self.samples[sample.rid] = sample
+        made = asyncio.create_task(self.generate(sample))
+        try:
+            yield made
+        except asyncio.CancelledError:
             self.abort(sample.rid, everything=False)
             raise
 
-    async def stream(
-        self, request: web.Request, sample: Sample, body: dict[str, Any], making: asyncio.Task[None], fault: str | None
-    ) -> web.StreamResponse:
+    async def begin_stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        sent = 0
+        return response
+
+    async def chunks(self, sample: Sample, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Spaced; the last one is there in any case."""
+        sent = -1
         while sample.reason is None or sent < len(sample.output):
-            wanted = sent + (sample.interval if sent else 1)
+            wanted = max(sent, 0) + (sample.interval if sent > 0 else 1)
             async with sample.more:
                 while sample.reason is None and len(sample.output) < wanted:
                     await sample.more.wait()
-            chunk, sent = self.chunk(sample, body), len(sample.output)
-            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-            if fault == "cut" and request.transport is not None:
-                request.transport.abort()
-            if fault == "crash":
-                self.die("asked to crash in a stream")
-        await making
-        await response.write(b"data: [DONE]\n\n")
+            sent = len(sample.output)
+            yield self.chunk(sample, body)
+
+    # ------------------------------------------------------------------------------------------- the OpenAI routes
+    async def serve_completions(self, request: web.Request) -> web.StreamResponse:
+        prompt = request[BODY]["prompt"]
+        ids = prompt if isinstance(prompt, list) else as_ids(prompt)
+        return await self.serve_openai(request, ids, lambda text: {"text": text}, kind="text_completion")
+
+    async def serve_chat(self, request: web.Request) -> web.StreamResponse:
+        ids = as_ids("".join(message["content"] for message in request[BODY]["messages"]))
+        kind = "chat.completion.chunk"
+        return await self.serve_openai(request, ids, lambda text: {"delta": {"content": text}}, kind=kind)
+
+    async def serve_openai(
+        self, request: web.Request, prompt: list[int], piece: Callable[[str], dict[str, Any]], *, kind: str
+    ) -> web.StreamResponse:
+        """Streamed only: the gate asks for nothing else. Pieces, then the reason of the end, then the usage."""
+        body = request[BODY]
+        limit = int(body.get("max_tokens") or 16)
+        if len(prompt) + limit > CONTEXT:
+            return web.json_response({"object": "error", "message": "too long", "code": 400}, status=400)
+        sample = Sample(
+            body.get("rid") or os.urandom(16).hex(), prompt, limit, ends=not body.get("ignore_eos", False), interval=1
+        )
+        head = {"id": sample.rid, "object": kind, "created": 0, "model": body.get("model", "default")}
+
+        def event(**rest: Any) -> bytes:
+            return b"data: " + json.dumps({**head, "usage": None, **rest}).encode() + b"\n\n"
+
+        async with self.making(sample):
+            response = await self.begin_stream(request)
+            sent = 0
+            async for _ in self.chunks(sample, body):
+                ids, sent = sample.output[sent:], len(sample.output)
+                logprobs = {"tokens": ids, "token_logprobs": [pair[0] for pair in sample.logprobs[sent - len(ids) :]]}
+                choice = {"index": 0, **piece("x" * len(ids)), "logprobs": logprobs, "finish_reason": None}
+                await response.write(event(choices=[choice]))
+            assert sample.reason is not None
+            await response.write(
+                event(choices=[{"index": 0, **piece(""), "logprobs": None, "finish_reason": sample.reason["type"]}])
+            )
+            usage = {"prompt_tokens": len(prompt), "completion_tokens": len(sample.output)}
+            if (body.get("stream_options") or {}).get("include_usage"):
+                await response.write(event(choices=[], usage=usage))
+            await response.write(b"data: [DONE]\n\n")
         return response
 
     async def serve_error(self, request: web.Request, body: dict[str, Any], message: str) -> web.StreamResponse:
@@ -370,6 +499,10 @@ class FakeEngine:
         return web.Response()
 
 
+def as_ids(text: str) -> list[int]:
+    return [ord(letter) % 300 for letter in text] or [0]
+
+
 def update_answer(success: bool, message: str) -> web.Response:
     body = {"success": success, "message": message, "num_paused_requests": 0}
     return web.json_response(body, status=200 if success else 400)
@@ -384,6 +517,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--enable-memory-saver", action="store_true")
     parser.add_argument("--sleep-on-idle", action="store_true")
+    parser.add_argument("--max-running-requests", type=int, default=1024)
+    parser.add_argument("--max-total-tokens", type=int, default=32768)
     parser.add_argument("--fake-token-s", type=float, default=0.002)
     given, _ = parser.parse_known_args()
     if given.config and (fault := given.config.parent / "engine-fault").exists():
@@ -401,7 +536,10 @@ def main() -> None:
             admin_key=key,
             memory_saver=given.enable_memory_saver,
             token_s=given.fake_token_s,
+            max_running=given.max_running_requests,
+            pool_tokens=given.max_total_tokens,
         )
+        engine.show_memory()
         runner = web.AppRunner(engine.app(), access_log=None, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, given.host, given.port, reuse_address=True).start()

@@ -12,7 +12,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable
-from colocated_rl_agent.drivers.sglang import SGLang, engine_command, engine_config
+from colocated_rl_agent.drivers.sglang import (
+    POOL,
+    PREFILL_GRAPHS,
+    EngineCommand,
+    SGLang,
+    engine_command,
+    engine_config,
+)
 from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.settings import SettingsError, read_settings
@@ -28,9 +35,15 @@ from fakes.weights import write_export
 VERSION = WeightVersion(0, 1)
 
 
-def make_command(gpus: int, *extra: str) -> Any:
+def make_command(gpus: int, *extra: str, pool_tokens: int | None = None) -> EngineCommand:
     return engine_command(
-        model=Path("/weights/0-1"), version=VERSION, port=30000, config=Path("/c.yaml"), gpus=gpus, extra=extra
+        model=Path("/weights/0-1"),
+        version=VERSION,
+        port=30000,
+        config=Path("/c.yaml"),
+        gpus=gpus,
+        extra=extra,
+        pool_tokens=pool_tokens,
     )
 
 
@@ -46,9 +59,38 @@ def test_memory_saver_is_asked_for_exactly_where_there_are_devices() -> None:
     assert "--enable-memory-saver" not in make_command(0).argv
 
 
-def test_every_flag_that_the_agent_sets_is_closed_to_the_job() -> None:
-    ours = {word for word in make_command(1).argv if word.startswith("--")}
-    assert ours <= set(OWNED_ENGINE_FLAGS)
+def test_cuda_graphs_can_be_released_where_there_are_devices() -> None:
+    command = make_command(1)
+    assert "1" == command.env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"]
+    assert f"{PREFILL_GRAPHS} disabled" in " ".join(command.argv), "breakable graphs can't, and refuse to start"
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in make_command(0).env
+    assert PREFILL_GRAPHS not in make_command(0).argv
+
+
+def test_replacement_gets_the_pool_of_the_first_engine() -> None:
+    assert f"{POOL} 4096" in " ".join(make_command(1, pool_tokens=4096).argv)
+    assert POOL not in make_command(1).argv
+
+
+@pytest.mark.parametrize("given", [(POOL, "512"), (f"{POOL}=512",), ("--max-total", "512")])
+def test_pool_that_the_job_sets_stays_what_it_is(given: tuple[str, ...]) -> None:
+    assert make_command(1, *given).argv == make_command(1, *given, pool_tokens=4096).argv
+
+
+def test_every_flag_that_the_agent_sets_is_closed_to_the_job_or_gives_way_to_it() -> None:
+    ours = {word for word in make_command(1, pool_tokens=4096).argv if word.startswith("--")}
+    assert ours <= {*OWNED_ENGINE_FLAGS, PREFILL_GRAPHS, POOL}
+    assert 1 == make_command(1, PREFILL_GRAPHS, "full").argv.count(PREFILL_GRAPHS)
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_environment_that_makes_a_switch_unsafe_is_taken_away(gpus: int) -> None:
+    env = make_command(gpus).env
+    for name in (
+        "SGLANG_RUST_SERVER", "SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_REQ_RUNNING_TIMEOUT", "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF", "SGLANG_RETURN_ORIGINAL_LOGPROB",
+    ):  # fmt: skip
+        assert env[name] is None
 
 
 def test_h56_crash_dumps_are_off_and_the_admin_key_is_no_argument() -> None:
@@ -75,6 +117,46 @@ async def test_h43_engine_without_memory_saver_is_refused_where_there_are_device
     await fake[1].require_suitable(gpus=0)
     with pytest.raises(Unsuitable, match="--enable-memory-saver"):
         await fake[1].require_suitable(gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ({"version": "0.5.19"}, "use 0.5.23"),
+        ({"frontend": "rust"}, "SGLANG_RUST_SERVER"),
+        ({"dp_size": 2}, "--dp-size"),  # H19
+        ({"tokenizer_worker_num": 4}, "--tokenizer-worker-num"),  # H20
+        ({"incremental_streaming_output": True}, "--incremental-streaming-output"),  # H59
+        ({"skip_tokenizer_init": True}, "--skip-tokenizer-init"),
+        ({"delete_ckpt_after_loading": True}, "--delete-ckpt-after-loading"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"weight_cache_mode": "host"}, "--weight-cache-mode"),
+        ({"max_queued_requests": 64}, "--max-queued-requests"),  # H8
+        ({"host": "0.0.0.0"}, "--host"),  # H60
+        ({"dp_size": None}, "dp_size"),
+    ],
+)
+async def test_h19_h20_h42_h59_engine_that_no_switch_is_safe_with_is_refused_by_its_flag(
+    fake: tuple[FakeEngine, SGLang], said: dict[str, Any], remedy: str
+) -> None:
+    engine, driver = fake
+    engine.info = said
+    with pytest.raises(Unsuitable, match=remedy):
+        await driver.require_suitable(gpus=0)
+
+
+async def test_h60_nothing_of_the_keys_is_kept_of_what_the_engine_says(fake: tuple[FakeEngine, SGLang]) -> None:
+    assert "key" not in repr(await fake[1].require_suitable(gpus=0))
+
+
+async def test_memory_that_an_engine_does_not_tell_is_unknown(fake: tuple[FakeEngine, SGLang]) -> None:
+    engine, driver = fake
+    info = await driver.require_suitable(gpus=0)
+    assert (32768, 50 * 2**30) == (info.pool_tokens, info.mapped_bytes)
+    engine.info = {"internal_states": []}
+    info = await driver.require_suitable(gpus=0)
+    assert (None, None) == (info.pool_tokens, info.mapped_bytes)
 
 
 async def test_call_that_is_not_answered_has_an_unknown_outcome(fake: tuple[FakeEngine, SGLang]) -> None:

@@ -118,13 +118,51 @@ def test_members_read_the_job_as_it_is_and_the_trainer_its_configuration() -> No
     assert {"learningRate": 0.1} == json.loads(data["trainer.json"])
 
 
-def test_only_the_operator_reaches_control_ports_and_only_the_job_itself_its_other_ports() -> None:
-    policy = resources.network_policy(make_job(), operator_namespace="operators")["spec"]
-    control, own, metrics = policy["ingress"]
-    assert "operators" == control["from"][0]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
-    assert [names.CONTROL_PORT] == [port["port"] for port in control["ports"]]
-    assert {names.JOB_UID_LABEL: UID} == own["from"][0]["podSelector"]["matchLabels"]
-    assert [names.METRICS_PORT] == [port["port"] for port in metrics["ports"]]
+def may_reach(
+    port: int, *, labels: dict[str, str], namespace: str = "default", to: dict[str, str] | None = None
+) -> bool:
+    """Whether the job's policy lets a pod with these labels open a connection to a pod of the job."""
+    policy = resources.network_policy(make_job(), operator_namespace="operators")
+    assert (
+        policy["spec"]["podSelector"]["matchLabels"].items() <= (to or pod(gpu_seat(0))["metadata"]["labels"]).items()
+    )
+
+    def fits(peer: dict[str, Any]) -> bool:
+        wanted_namespace = peer.get("namespaceSelector", {}).get("matchLabels")
+        here = {"kubernetes.io/metadata.name": namespace}
+        is_there = here == wanted_namespace if wanted_namespace else namespace == policy["metadata"]["namespace"]
+        return is_there and bool(peer["podSelector"]["matchLabels"].items() <= labels.items())
+
+    return any(
+        any(item["port"] <= port <= item.get("endPort", item["port"]) for item in rule["ports"])
+        and ("from" not in rule or any(fits(peer) for peer in rule["from"]))
+        for rule in policy["spec"]["ingress"]
+    )
+
+
+RENDEZVOUS = (names.RENDEZVOUS_PORT, names.RENDEZVOUS_PORT + names.RENDEZVOUS_PORTS - 1, 40_000)
+
+
+@pytest.mark.parametrize("port", RENDEZVOUS)
+def test_the_trainers_process_group_is_open_to_the_jobs_own_gpu_pods_alone(port: int) -> None:
+    """It asks for no password, and the rollout pod, where rewards run, could reach it too."""
+    gpu, rollout = (pod(seat)["metadata"]["labels"] for seat in (gpu_seat(1), ROLLOUT_SEAT))
+    assert may_reach(port, labels=gpu)
+    assert not may_reach(port, labels=rollout)
+    assert not may_reach(port, labels=gpu | {names.JOB_UID_LABEL: "another job"})
+    assert not may_reach(port, labels=gpu, namespace="elsewhere")
+    assert not may_reach(port, labels={"app.kubernetes.io/name": names.MANAGED_BY}, namespace="operators")
+
+
+def test_only_the_operator_reaches_control_ports_and_only_the_job_itself_its_data_ports() -> None:
+    rollout, operator = pod(ROLLOUT_SEAT)["metadata"]["labels"], {"app.kubernetes.io/name": names.MANAGED_BY}
+    assert may_reach(names.CONTROL_PORT, labels=operator, namespace="operators")
+    assert not may_reach(names.CONTROL_PORT, labels=operator)
+    assert not may_reach(names.CONTROL_PORT, labels=rollout)
+    assert may_reach(names.DATA_PORT, labels=rollout)
+    assert may_reach(names.DATA_PORT, labels=pod(gpu_seat(0))["metadata"]["labels"], to=rollout)
+    assert not may_reach(names.DATA_PORT, labels=operator, namespace="operators")
+    assert may_reach(names.METRICS_PORT, labels={}, namespace="monitoring")
 
 
 @pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from colocated_rl_agent import actions as do
 from colocated_rl_agent.batches import ShardUnavailable, fetch_shard, remove_shards
 from colocated_rl_agent.climb import Climb
+from colocated_rl_agent.devices import Devices, require_room
 from colocated_rl_agent.engine import Engine
 from colocated_rl_agent.exports import ExportTorn, remove_exports, stale_exports, verify_export
 from colocated_rl_agent.facts import next_action
@@ -42,7 +43,7 @@ from colocated_rl_api import names
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import DeviceFacts, Hello, PodFacts, PodTarget, Problem
+from colocated_rl_api.member_wire import Hello, PodFacts, PodTarget, Problem
 from colocated_rl_api.weights import Manifest
 from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.server import MemberServer
@@ -66,10 +67,12 @@ class Agent:
         self._runner = RunnerLink(settings.runner_socket, self._on_runner)
         self._gate = Gate(session, changed=self._wake_up, count=self._metrics.request_ended)
         self._metrics.show_in_flight(lambda: self._gate.in_flight)
+        self._devices = Devices(self._runner, gpus=settings.gpus)
         self._engine = Engine(
             settings,
             session=session,
             runner=self._runner,
+            devices=self._devices,
             journal=self._journal,
             metrics=self._metrics,
             changed=self._wake_up,
@@ -118,7 +121,6 @@ class Agent:
         self._manifest: Manifest | None = None  # of the newest export that was verified
         self._shards: int | None = None
         self._fetch_after = 0.0
-        self._devices: tuple[DeviceFacts, ...] = ()
         self._failure: Problem | None = None  # what went wrong last, until a rung is gained
         self._waits_for: Problem | None = None
         self._climb = Climb(self._reached)
@@ -171,7 +173,7 @@ class Agent:
         target = self.server.target
         return self._view().facts(
             epoch=target.epoch if target else 0,
-            devices=self._devices,
+            devices=self._devices.facts,
             problem=self._failure or self._waits_for,
             took_s=self._climb.took_s,
         )
@@ -230,12 +232,13 @@ class Agent:
     async def _carry_out(self, action: do.EngineAction | do.TrainerAction | do.EndPod) -> None:
         if isinstance(action, do.EndPod):
             await self._end_pod(action.code)
-        elif isinstance(action, do.EngineAction):
+            return
+        if isinstance(action, do.EngineAction):
             await self._act_on_engine(action)
         else:
             await self._act_on_trainers(action)
-        if self._settings.gpus > 0:
-            await self._measure()
+        nobody = self._engine.view.is_absent and all(rank.is_off_device for rank in self._trainers.views)
+        await self._devices.read(nobody=nobody)
 
     async def _act_on_engine(self, action: do.EngineAction) -> None:
         engine = self._engine
@@ -285,7 +288,7 @@ class Agent:
             case do.VerifyExport(version=version):
                 await self._verify_export(version)
             case do.Offload():
-                await trainers.offload()
+                await trainers.offload(self._require_room)
             case do.Save(step=step):
                 await trainers.save(step)
             case do.RemoveExports(keep=keep):
@@ -337,6 +340,10 @@ class Agent:
         assert manifest.probe is not None, "an export without a probe does not pass _read_export"
         await self._engine.check_probe(manifest.probe)
 
+    async def _require_room(self) -> None:
+        """For the engine's memory, when the trainers say that they have offloaded. Raises MemoryHeld, RunnerError."""
+        require_room(await self._devices.read(), self._engine.freed_bytes)
+
     async def _read_export(self, version: WeightVersion) -> Manifest:
         """Raises ExportTorn."""
         manifest = await asyncio.to_thread(verify_export, self._settings.directories.weights, version)
@@ -348,20 +355,6 @@ class Agent:
         await self._runner.exit(code)
         log(LOG, "pod ended", reason=f"exit code {code}")
         self._stopped = code == 0
-
-    async def _measure(self) -> None:
-        """Device memory. What is used while nobody is on a device is its residue."""
-        residues = {device.index: device.residue_bytes for device in self._devices}
-        nobody = self._engine.view.is_absent and all(rank.is_off_device for rank in self._trainers.views)
-        self._devices = tuple(
-            DeviceFacts(
-                index=device.index,
-                total_bytes=device.total_bytes,
-                used_bytes=device.used_bytes,
-                residue_bytes=device.used_bytes if nobody else residues.get(device.index),
-            )
-            for device in await self._runner.devices()
-        )
 
     async def _finish_engine_call(self) -> None:
         """An engine call that can't be repeated is given the time to end: interrupted, it would cost the engine."""

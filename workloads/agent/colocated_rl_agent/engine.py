@@ -12,21 +12,30 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import aiohttp
 
+from colocated_rl_agent.devices import Devices, MemoryHeld, freed_bytes
 from colocated_rl_agent.drivers.base import CallRefused, DriverError, OutcomeUnknown
-from colocated_rl_agent.drivers.sglang import SGLang, engine_command, engine_config
+from colocated_rl_agent.drivers.sglang import ServerInfo, SGLang, engine_command, engine_config
 from colocated_rl_agent.exports import export_directory
 from colocated_rl_agent.gate import Backend
 from colocated_rl_agent.journal import EngineMemory, Intent, Journal
 from colocated_rl_agent.metrics import Metrics
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
-from colocated_rl_agent.runner_link import KILLED, REAP_S, ChildExited, ChildStatus, RunnerLink, RunnerRefused
+from colocated_rl_agent.runner_link import (
+    KILLED,
+    REAP_S,
+    ChildExited,
+    ChildStatus,
+    RunnerError,
+    RunnerLink,
+    RunnerRefused,
+)
 from colocated_rl_agent.settings import Settings
 from colocated_rl_agent.views import ENGINE_NAME, TAGS, WEIGHTS, EngineView
 from colocated_rl_api.ladder import WeightVersion
@@ -51,6 +60,7 @@ class Engine:
         *,
         session: aiohttp.ClientSession,
         runner: RunnerLink,
+        devices: Devices,
         journal: Journal,
         metrics: Metrics,
         changed: Callable[[], None],
@@ -59,12 +69,15 @@ class Engine:
         self._settings = settings
         self._session = session
         self._runner = runner
+        self._devices = devices
         self._journal = journal
         self._metrics = metrics
         self._changed = changed
         self._failed = failed
         self._client: SGLang | None = None
         self._dtype = "unknown"
+        self._mapped_bytes: int | None = None  # of each device, by weights and KV pool
+        self.freed_bytes: Mapping[int, int] = {}  # of each device that can tell, by the last release
         self._failures = 0  # since it last served: how long the next start waits
         self._exits: dict[str, ChildExited] = {}  # newest, which can come before the answer to the start
         self._killed_for: str | None = None
@@ -83,6 +96,7 @@ class Engine:
             config=config,
             gpus=settings.gpus,
             extra=settings.job.spec.rollout.engine_args,
+            pool_tokens=self._journal.memory.pool_tokens,
         )
         self._gone.clear()
         self._killed_for = None
@@ -93,6 +107,7 @@ class Engine:
             return
         self._journal.engine_started(incarnation, version, admin_key)
         self._metrics.incarnations.labels(ENGINE_NAME).inc()
+        self.freed_bytes = {}
         self._client = self._client_of(admin_key)
         self._set(EngineView().started(incarnation, version, start_by=self._start_by()))
         if (exited := self._exits.get(incarnation)) is not None:
@@ -107,7 +122,7 @@ class Engine:
                 return
             await asyncio.sleep(START_POLL_S)
         try:
-            info = await client.require_suitable(gpus=self._settings.gpus)
+            info = await self._look_at(client)
             version = await client.weight_version()
             if version != self.view.starts_on:
                 raise CallRefused(f"it serves {version} and was started on {self.view.starts_on}")
@@ -115,14 +130,16 @@ class Engine:
             self.broke(f"the started engine can't be used: {error}")
             return
         if self.view.incarnation == incarnation:
-            self._dtype = info.dtype
+            if info.pool_tokens is not None and self._journal.memory.pool_tokens is None:
+                self._journal.pool_measured(info.pool_tokens)
             (self._settings.directories.sockets / f"{ENGINE_NAME}.yaml").unlink(missing_ok=True)
             log(LOG, "engine up", incarnation=incarnation, version=str(version), took_s=_since(started))
             self._set(self.view.answered(version))
 
     async def kill(self, reason: str) -> None:
         """Until its process group is reaped."""
-        log(LOG, "engine killed", logging.WARNING, incarnation=self.view.incarnation, reason=reason)
+        level = logging.INFO if self.view.broken is None else logging.WARNING
+        log(LOG, "engine killed", level, incarnation=self.view.incarnation, reason=reason)
         self._killed_for = reason
         await self._runner.kill(ENGINE_NAME)
         try:
@@ -179,7 +196,7 @@ class Engine:
         try:
             paused = not await client.takes_requests()
             version = await client.weight_version()
-            self._dtype = (await client.require_suitable(gpus=self._settings.gpus)).dtype
+            await self._look_at(client)
         except DriverError as error:
             return remembered.broke(f"it could not be recognized: {error}")
         if not remembered.is_whole and not paused:
@@ -188,6 +205,12 @@ class Engine:
             return remembered.broke(f"it holds {version}, the journal says {remembered.version}")
         # nothing was let in since this agent started, and released memory was drained before
         return replace(remembered, paused=paused, drained=paused and not remembered.is_whole, flushed=False)
+
+    async def _look_at(self, client: SGLang) -> ServerInfo:
+        """Raises DriverError."""
+        info = await client.require_suitable(gpus=self._settings.gpus)
+        self._dtype, self._mapped_bytes = info.dtype, info.mapped_bytes
+        return info
 
     # ---------------------------------------------------------------------------------------------------- a switch
     def backend(self) -> Backend:
@@ -223,9 +246,14 @@ class Engine:
         await self._change("flush", SGLang.flush, EngineView.was_flushed)
 
     async def release(self) -> None:
-        await self._change(
-            "release", lambda client: client.release(TAGS), EngineView.was_released, _intent("release", tags=TAGS)
-        )
+        async def release_and_measure(client: SGLang) -> None:
+            before = await self._devices.read()
+            await client.release(TAGS)
+            freed = freed_bytes(before, await self._devices.read(), mapped_bytes=self._mapped_bytes)
+            self.freed_bytes = freed
+            log(LOG, "memory released", incarnation=self.view.incarnation, freed_bytes=freed or None)
+
+        await self._change("release", release_and_measure, EngineView.was_released, _intent("release", tags=TAGS))
 
     async def resume(self, tags: tuple[str, ...]) -> None:
         await self._change(
@@ -253,6 +281,8 @@ class Engine:
     async def continue_(self) -> None:
         async def continue_and_look(client: SGLang) -> None:
             await client.continue_()
+            if not await client.takes_requests():
+                await client.repair()
             if not await client.takes_requests():
                 raise CallRefused("it takes no requests after it was continued")
 
@@ -282,7 +312,7 @@ class Engine:
             self._journal.intend(written)
         try:
             await request(client)
-        except (DriverError, ProbeDisagrees) as error:
+        except (DriverError, ProbeDisagrees, MemoryHeld, RunnerError) as error:
             self.broke(f"{call}: {error}", written.tags if written else ())
             return
         except asyncio.CancelledError:
@@ -315,8 +345,9 @@ class Engine:
         self._failures += 1
         wait_s = 0.0 if self._failures == 1 else min(MAX_BACK_OFF_S, 2.0 ** (self._failures - 2))
         self._metrics.replaced.inc()
-        log(LOG, "engine lost", logging.WARNING, reason=reason, starts_again_in_s=wait_s)
-        self._failed("EngineLost", reason)
+        log(LOG, "engine lost", logging.WARNING, reason=reason, failures=self._failures, starts_again_in_s=wait_s)
+        again = f" ({self._failures} times since it last served, the next start in {wait_s:.0f} s)" if wait_s else ""
+        self._failed("EngineLost", reason + again)
         self._set(self.view.gone(start_after=time.monotonic() + wait_s))
 
     def _end_of(self, child: ChildExited | ChildStatus) -> str:

@@ -54,6 +54,13 @@ class TrainerStarted(_Record):
     lineage: int
 
 
+class PoolMeasured(_Record):
+    """KV pool of the pod's first engine, which its replacements get."""
+
+    kind: Literal["pool"] = "pool"
+    tokens: int
+
+
 class Intent(_Record):
     """Of a call that must not be repeated. `tags` for release and resume, `version` for an update."""
 
@@ -71,7 +78,7 @@ class Outcome(_Record):
     incarnation: str
 
 
-Record = EpochAccepted | EngineStarted | TrainerStarted | Intent | Outcome
+Record = EpochAccepted | EngineStarted | TrainerStarted | PoolMeasured | Intent | Outcome
 _record: TypeAdapter[Record] = TypeAdapter(Record)
 
 
@@ -93,6 +100,7 @@ class Memory:
     epoch: int = 0
     engine: EngineMemory | None = None
     trainers: tuple[TrainerStarted, ...] = ()  # newest of each rank
+    pool_tokens: int | None = None
 
     def after(self, record: Record) -> Memory:
         match record:
@@ -104,6 +112,8 @@ class Memory:
             case TrainerStarted(rank=rank):
                 others = tuple(started for started in self.trainers if started.rank != rank)
                 return replace(self, trainers=(*others, record))
+            case PoolMeasured(tokens=tokens):
+                return replace(self, pool_tokens=tokens)
             case Intent(incarnation=incarnation):
                 if self.engine is None or self.engine.incarnation != incarnation:
                     return self
@@ -117,6 +127,8 @@ class Memory:
     def records(self) -> list[Record]:
         """The shortest journal of this meaning."""
         records: list[Record] = [EpochAccepted(epoch=self.epoch)] if self.epoch else []
+        if self.pool_tokens is not None:
+            records.append(PoolMeasured(tokens=self.pool_tokens))
         if (engine := self.engine) is not None:
             incarnation = engine.incarnation
             records.append(EngineStarted(incarnation=incarnation, version=engine.version, admin_key=engine.admin_key))
@@ -170,6 +182,9 @@ class Journal:
 
     def trainer_started(self, rank: int, incarnation: str, lineage: int) -> None:
         self._append(TrainerStarted(rank=rank, incarnation=incarnation, lineage=lineage))
+
+    def pool_measured(self, tokens: int) -> None:
+        self._append(PoolMeasured(tokens=tokens))
 
     def intend(self, intent: Intent) -> None:
         """Before the call."""

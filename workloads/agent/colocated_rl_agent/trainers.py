@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from colocated_rl_agent.batches import shard_path
+from colocated_rl_agent.devices import MemoryHeld
 from colocated_rl_agent.drivers.base import DriverError, OutcomeUnknown
 from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
 from colocated_rl_agent.exports import export_directory
@@ -119,7 +120,8 @@ class Trainers:
 
     async def stop(self, reason: str) -> None:
         """Every rank of the pod, until all are reaped."""
-        log(LOG, "trainers stopped", logging.WARNING, reason=reason)
+        level = logging.WARNING if any(view.broken for view in self.views) else logging.INFO
+        log(LOG, "trainers stopped", level, reason=reason)
         self._stopping = True
         if any(view.broken for view in self.views):
             self._failed("TrainerFailed", reason)
@@ -177,8 +179,9 @@ class Trainers:
     async def onload(self) -> None:
         await self._ask("onload", lambda rank: self._clients[rank].onload())
 
-    async def offload(self) -> None:
-        await self._ask("offload", lambda rank: self._clients[rank].offload())
+    async def offload(self, verify: Callable[[], Awaitable[None]]) -> None:
+        """verify: raises MemoryHeld if the devices are not as they must be afterwards."""
+        await self._ask("offload", lambda rank: self._clients[rank].offload(), verify=verify)
 
     async def train(self, step: int) -> None:
         for view in self.views:
@@ -210,8 +213,14 @@ class Trainers:
         if view.is_alive and view.broken is None:
             self._set(view.broke(reason))
 
-    async def _ask(self, what: str, request: Callable[[int], Awaitable[TrainerStatus]]) -> dict[int, TrainerStatus]:
-        """Answers of all ranks; one that did not answer is broken."""
+    async def _ask(
+        self,
+        what: str,
+        request: Callable[[int], Awaitable[TrainerStatus]],
+        *,
+        verify: Callable[[], Awaitable[None]] | None = None,
+    ) -> dict[int, TrainerStatus]:
+        """Answers of all ranks, which become facts together. One that did not answer is broken."""
         answers: dict[int, TrainerStatus] = {}
 
         async def ask(rank: int) -> None:
@@ -219,12 +228,19 @@ class Trainers:
                 answers[rank] = await request(rank)
             except DriverError as error:
                 self.broke(rank, f"{what}: {error}")
-            else:
-                self._report(rank, answers[rank])
 
         async with asyncio.TaskGroup() as group:
             for rank in self._views:
                 group.create_task(ask(rank), name=f"{what}/{rank}")
+        try:
+            if verify is not None:
+                await verify()
+        except MemoryHeld as error:
+            for rank in answers:
+                self.broke(rank, f"{what}: {error}")
+            return {}
+        for rank, status in answers.items():
+            self._report(rank, status)
         return answers
 
     async def _look(self, view: RankView) -> None:

@@ -26,6 +26,11 @@ MAX_ERROR_BYTES = 1000
 ENGINE_KEEP_ALIVE_S = 75
 IDLE_CONNECTION_S = 15.0  # ours, well below the engine's: a request on a connection that it just closed is lost
 
+LOOPBACK = "127.0.0.1"
+PREFILL_GRAPHS = "--cuda-graph-backend-prefill"  # by default breakable, which can't be released: refused at the start
+POOL = "--max-total-tokens"
+GIB = 2**30
+
 Method = Literal["GET", "POST"]
 
 
@@ -38,20 +43,37 @@ class EngineCommand:
 
 
 def engine_command(
-    *, model: Path, version: WeightVersion, port: int, config: Path, gpus: int, extra: Sequence[str]
+    *,
+    model: Path,
+    version: WeightVersion,
+    port: int,
+    config: Path,
+    gpus: int,
+    extra: Sequence[str],
+    pool_tokens: int | None = None,
 ) -> EngineCommand:
-    """`config`: written by `engine_config`. `extra`: spec.rollout.engineArgs, which may not set any of ours."""
+    """`config`: written by `engine_config`. `extra`: spec.rollout.engineArgs, which may not set any of ours.
+
+    `pool_tokens`: KV pool of the pod's first engine, for those that replace it: budgets were checked with that one, and
+    a replacement starts beside what the trainer leaves on the device.
+    """
     argv = [
         "python3", "-m", "sglang.launch_server",
         "--config", str(config),
         "--model-path", str(model),
         "--weight-version", str(version),
-        "--host", "127.0.0.1",
+        "--host", LOOPBACK,
         "--port", str(port),
         "--sleep-on-idle",  # an idle engine must not take the trainer's cores
     ]  # fmt: skip
     if gpus > 0:
         argv.append("--enable-memory-saver")
+    defaults = {PREFILL_GRAPHS: "disabled"} if gpus > 0 else {}
+    if pool_tokens is not None:
+        defaults[POOL] = str(pool_tokens)
+    for flag, value in defaults.items():
+        if not _sets(extra, flag):
+            argv += [flag, value]
     env: dict[str, str | None] = {
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # a crash takes 70 s otherwise (H56)
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
@@ -60,12 +82,20 @@ def engine_command(
         "SGLANG_REQ_RUNNING_TIMEOUT": None,
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # behaviour log-probabilities are those of the sampling temperature
         "PYTORCH_CUDA_ALLOC_CONF": None,  # expandable segments can't be released
+        "PYTORCH_ALLOC_CONF": None,
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(ENGINE_KEEP_ALIVE_S),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",  # a curious /health must not generate (H16)
     }
-    if gpus == 0:
+    if gpus > 0:
+        env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # releasing cuda_graph frees nothing without it
+    else:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     return EngineCommand((*argv, *extra), env)
+
+
+def _sets(words: Sequence[str], flag: str) -> bool:
+    """Whether a command line sets the flag, perhaps abbreviated."""
+    return any(word.startswith("--") and flag.startswith(word.partition("=")[0]) for word in words)
 
 
 def engine_config(admin_key: str) -> str:
@@ -84,10 +114,23 @@ class ModelInfo(_Answer):
     model_path: str
 
 
+class _MemoryUsage(_Answer):
+    """Of one device, in GiB."""
+
+    weight: float = 0.0
+    kvcache: float = 0.0
+    token_capacity: int | None = None
+
+
+class _InternalState(_Answer):
+    memory_usage: _MemoryUsage = _MemoryUsage()
+
+
 class ServerInfo(_Answer):
     """The few fields of `/server_info` that are looked at; all others, keys among them, are dropped when parsing."""
 
     version: str
+    host: str = LOOPBACK
     frontend: str = "python"
     enable_memory_saver: bool
     dp_size: int
@@ -98,7 +141,20 @@ class ServerInfo(_Answer):
     enable_hierarchical_cache: bool
     disaggregation_mode: str
     weight_cache_mode: str = "off"
+    max_queued_requests: int | None = None
     dtype: str = "auto"
+    internal_states: tuple[_InternalState, ...] = ()
+
+    @property
+    def pool_tokens(self) -> int | None:
+        """Size of the KV pool."""
+        return self.internal_states[0].memory_usage.token_capacity if self.internal_states else None
+
+    @property
+    def mapped_bytes(self) -> int | None:
+        """What weights and KV pool map of each device; None where the engine does not say."""
+        usage = self.internal_states[0].memory_usage if self.internal_states else _MemoryUsage()
+        return int((usage.weight + usage.kvcache) * GIB) or None
 
 
 class UpdateAnswer(_Answer):
@@ -168,6 +224,8 @@ class SGLang:
             (info.enable_hierarchical_cache, "remove --enable-hierarchical-cache: not supported with release"),
             (info.disaggregation_mode != "null", "remove --disaggregation-mode: not supported"),
             (info.weight_cache_mode != "off", "--weight-cache-mode must be off with release"),
+            (info.max_queued_requests is not None, "remove --max-queued-requests: its aborts look like a switch"),
+            (info.host != LOOPBACK, f"--host must be {LOOPBACK}: only the agent of the pod may reach the engine"),
         ):
             if wrong:
                 raise Unsuitable(remedy)
@@ -211,6 +269,10 @@ class SGLang:
 
     async def continue_(self) -> None:
         await self._call("POST", "/continue_generation", {})
+
+    async def repair(self) -> None:
+        """After a health probe that failed while it was off it refuses requests until one succeeds (H56)."""
+        await self._call("GET", "/health_generate")
 
     async def input_logprobs(self, input_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probability of each token but the first given those before it, temperature 1, in nats."""
