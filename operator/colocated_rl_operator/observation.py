@@ -84,10 +84,10 @@ class Member:
     name: str
     uid: str
     phase: PodPhase
-    created_at: float
+    created_at: float  # or first seen by this process
     address: str | None = None
     ends_at: float | None = None  # when the grace of its deletion is over; None: not being deleted
-    trouble: str | None = None  # why its containers don't run, in kubelet's words
+    trouble: str | None = None  # why its containers don't run, in kubelet's words and their last ones
     silent_since: float | None = None  # running, and not connected since
     highest_epoch: int = 0  # that it ever accepted, as it says
     facts: PodFacts | RolloutFacts | None = None
@@ -114,6 +114,7 @@ class Memory:
     raised: bool = False  # the epoch was raised by this process
     epoch_at: float = 0.0
     reached: dict[Rung, float] = field(default_factory=dict)
+    highest: dict[str, Rung] = field(default_factory=dict)  # where each pod has stood in this epoch, by UID
     progress: int = 0  # digest of what counts as progress
     progress_at: float = 0.0
     unready_since: float | None = None  # not all members answer since; None: they do
@@ -216,8 +217,13 @@ def remember(seen: Observation) -> Observation:
     memory, now = seen.memory, seen.now
     epoch = seen.climb.epoch if seen.climb else 0
     if epoch != memory.epoch:
-        memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, progress_at=now)
-    progress = _progress(seen)
+        memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, highest={}, progress_at=now)
+    before = memory.highest
+    highest = {
+        member.uid: max(seen.standings[member.name], before.get(member.uid, Rung.UNKNOWN))
+        for member in seen.gpu_members
+    }
+    progress = _progress(seen, highest)
     if progress != memory.progress:
         memory = replace(memory, progress=progress, progress_at=now)
     stood = [rung for rung in LADDER if rung <= seen.slowest or rung in memory.reached]
@@ -229,7 +235,8 @@ def remember(seen: Observation) -> Observation:
     for member in seen.members:
         attempts[member.seat] = max(member.attempt, attempts.get(member.seat, 0))
     unready_since = None if seen.all_answer else (now if memory.unready_since is None else memory.unready_since)
-    return replace(seen, memory=replace(memory, reached=reached, attempts=attempts, unready_since=unready_since))
+    memory = replace(memory, reached=reached, highest=highest, attempts=attempts, unready_since=unready_since)
+    return replace(seen, memory=memory)
 
 
 def _switch_s(epoch_at: float, reached: dict[Rung, float]) -> float:
@@ -237,14 +244,15 @@ def _switch_s(epoch_at: float, reached: dict[Rung, float]) -> float:
     return (reached[Rung.RELEASED] - epoch_at) + (reached[Rung.SERVING] - reached[Rung.TRAINED])
 
 
-def _progress(seen: Observation) -> int:
-    """Changes whenever a pod came nearer, a trainer or an engine changed its state, or a checkpoint became durable."""
+def _progress(seen: Observation, highest: dict[str, Rung]) -> int:
+    """Changes when a pod stands higher than ever in this epoch, when a trainer changes, when a checkpoint is durable.
+
+    An engine that starts again and again is none: only what it leads to is.
+    """
     return hash(
         tuple(
             (
-                member.uid,
-                seen.standings[member.name],
-                tuple((engine.state, engine.incarnation, engine.tags, engine.paused) for engine in facts.engines),
+                (member.uid, highest[member.uid]),
                 tuple((rank.state, rank.incarnation, rank.step, rank.exported, rank.saved) for rank in facts.trainers),
             )
             for member in seen.gpu_members

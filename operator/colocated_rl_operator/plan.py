@@ -86,7 +86,7 @@ def _decide(seen: Observation) -> Decision | None:
         return _first(seen) if seen.all_answer else None
     if seen.all_answer:
         if seen.group != now.group:
-            return _restart(seen, now, Cause.POD_REPLACED, "a GPU pod was replaced: the trainers start together again")
+            return _restart(seen, now, Cause.POD_REPLACED, f"{_replaced(seen)}: the trainers start together again")
         if seen.slowest is not Rung.UNKNOWN and (decision := _decide_for_whole_group(seen, now)):
             return decision
         if seen.slowest < Rung.SERVING and seen.now >= _deadline(seen):
@@ -307,8 +307,23 @@ def _why_absent(member: Member | None) -> str:
     return member.trouble or f"pod {member.phase}, no connection"
 
 
+def _replaced(seen: Observation) -> str:
+    """Pods that no longer fill their seat, as far as they are still there to be asked why."""
+    gone = [member for member in seen.members if member.seat in seen.job.gpu_seats and not member.is_usable]
+    newest = {member.seat: member for member in sorted(gone, key=lambda member: member.attempt)}
+    told = [f"{member.name} ({_why_gone(member)})" for member in newest.values()]
+    return f"replaced: {_listed(told)}" if told else "a GPU pod was replaced"
+
+
+def _why_gone(member: Member) -> str:
+    return member.trouble or ("deleted" if member.ends_at is not None else str(member.phase))
+
+
 def _laggards(seen: Observation) -> str:
-    return _listed([name for name, rung in seen.standings.items() if rung is seen.slowest])
+    """The slowest, with what they say of it themselves."""
+    slowest = [member for member in seen.gpu_members if seen.standings[member.name] is seen.slowest]
+    problems = {member.name: member.pod_facts.problem for member in slowest if member.pod_facts}
+    return _listed([f"{name} ({problem.message[:200]})" if problem else name for name, problem in problems.items()])
 
 
 def _listed(words: list[str]) -> str:

@@ -39,7 +39,6 @@ class Waiting(StrEnum):
     """What a plan holds for."""
 
     PODS = "PodsNotReady"  # a pod is missing, starting or silent
-    ADDRESSES = "AddressesUnknown"
     STOPPING = "MembersStopping"
 
 

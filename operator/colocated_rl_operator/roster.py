@@ -1,8 +1,9 @@
 """Which pods the job should have: one usable pod in each seat.
 
-A pod that ended, or whose member stays silent, is replaced by a pod with the next attempt number; the old one keeps
-its logs. If nobody at all answers, the fault is more likely the operator's own network: then silence replaces nobody,
-and podsReadyDeadlineSeconds decides.
+A pod that ended, or whose member stays silent, is replaced by a pod with the next attempt number; one that ended keeps
+its logs. Where kubelet says that a container does not run, it is left to kubelet's restarts for longer: another pod
+would most likely fail in the same way, and with the pod its log goes. If nobody at all answers, the fault is more
+likely the operator's own network: then silence replaces nobody, and podsReadyDeadlineSeconds decides.
 
 A GPU pod's seat is filled again at once, even while the old pod is still ending: epoch, lineage and pod UID fence it,
 and it owns no exclusive volume. The store's volume admits one pod, so the rollout seat waits until the old pod is gone,
@@ -14,9 +15,11 @@ from __future__ import annotations
 from colocated_rl_operator.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Member, Observation, PodPhase
 
-SILENCE_S = 30.0  # a running member may be away this long: its process restarts, the network heals
+SILENCE_S = 30.0  # a running member may be away this long: the network heals
+RESTARTS_S = 300.0  # or this long, while kubelet starts its containers again and again
 FORCE_AFTER_S = 30.0  # past the grace of a deletion: the node does not answer
 MAX_DELAY_S = 60.0  # between two attempts at one seat
+MAX_DOUBLINGS = 6  # of that delay, from one second
 
 
 def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
@@ -30,8 +33,7 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
             _bury(pod, seen.now, actions, wake)
         current = seen.current.get(seat)
         if current is not None and hears_anybody and _is_silent(current, seen.now, wake):
-            message = f"no answer from pod {current.name} for {SILENCE_S:.0f} s: it is replaced"
-            actions.append(DeletePod(current.name, current.uid, grace_s=None, why=message))
+            actions.append(DeletePod(current.name, current.uid, grace_s=None, why=_why(current, seen.now)))
         elif current is None and not _holds_volume(seat, pods):
             _fill(seat, pods, seen, actions, wake)
     return tuple(actions), min(wake, default=None)
@@ -51,10 +53,16 @@ def _bury(pod: Member, now: float, actions: list[PodAction], wake: list[float]) 
 def _is_silent(pod: Member, now: float, wake: list[float]) -> bool:
     if pod.phase is not PodPhase.RUNNING or pod.silent_since is None:
         return False
-    if now < pod.silent_since + SILENCE_S:
-        wake.append(pod.silent_since + SILENCE_S)
+    until = pod.silent_since + (RESTARTS_S if pod.trouble else SILENCE_S)
+    if now < until:
+        wake.append(until)
         return False
     return True
+
+
+def _why(pod: Member, now: float) -> str:
+    message = f"no answer from pod {pod.name} for {now - (pod.silent_since or now):.0f} s: it is replaced"
+    return f"{message}; {pod.trouble}" if pod.trouble else message
 
 
 def _holds_volume(seat: str, pods: list[Member]) -> bool:
@@ -66,7 +74,8 @@ def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAct
     if last is None:
         actions.append(CreatePod(seat, attempt=0))
         return
-    due = max((pod.created_at for pod in pods), default=seen.now - MAX_DELAY_S) + min(2.0**last, MAX_DELAY_S)
+    delay_s = min(2.0 ** min(last, MAX_DOUBLINGS), MAX_DELAY_S)
+    due = max((pod.created_at for pod in pods), default=seen.now - MAX_DELAY_S) + delay_s
     if seen.now >= due:
         actions.append(CreatePod(seat, attempt=last + 1))
     else:

@@ -20,12 +20,12 @@ from builders import (
     trainer,
 )
 from colocated_rl_api.ladder import LADDER, Rung, WeightVersion, next_barrier, standing
-from colocated_rl_api.member_wire import EvaluationResult, Goal, PodTarget, RolloutTarget
+from colocated_rl_api.member_wire import EngineState, EvaluationResult, Goal, PodTarget, Problem, RolloutTarget
 from colocated_rl_operator.actions import CreatePod, DeletePod
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Observation, PodPhase, remember
 from colocated_rl_operator.plan import STOP_DEADLINE_S, Plan, patience_s, plan
 from colocated_rl_operator.reasons import Cause
-from colocated_rl_operator.roster import FORCE_AFTER_S, SILENCE_S
+from colocated_rl_operator.roster import FORCE_AFTER_S, MAX_DELAY_S, RESTARTS_S, SILENCE_S
 
 V1 = WeightVersion(1, 1)
 BLANK = pod_facts(absent_engine(), absent_trainer(), epoch=0)
@@ -181,7 +181,7 @@ def test_an_epoch_above_ours_is_gone_beyond() -> None:
 def test_a_replaced_pod_starts_the_trainers_together_again() -> None:
     seen = climbing(Rung.SERVING, Rung.SERVING)
     fresh = make_member("gpu-1", 1, facts=BLANK)
-    lost = replace(seen.members[1], phase=PodPhase.FAILED, facts=None)
+    lost = replace(seen.members[1], phase=PodPhase.FAILED, facts=None, trouble="failed: Evicted low on memory")
     decided = plan(remember(replace(seen, members=(seen.members[0], lost, fresh, seen.members[2]))))
     assert decided.climb is not None
     assert (1, 2, Cause.POD_REPLACED, 1) == (
@@ -190,6 +190,7 @@ def test_a_replaced_pod_starts_the_trainers_together_again() -> None:
         decided.climb.cause,
         decided.climb.restarts,
     )
+    assert decided.message.startswith("replaced: sums-gpu-1-0 (failed: Evicted low on memory)")
 
 
 def dead(seen: Observation, index: int, *, lineage: int = 1) -> Observation:
@@ -238,6 +239,24 @@ def test_every_rung_has_a_deadline(rung: Rung) -> None:
     climb = plan(later(seen, patience)).climb
     assert climb is not None
     assert (Cause.RUNG_DEADLINE, 2) == (climb.cause, climb.lineage)
+
+
+def test_an_engine_that_starts_again_and_again_is_no_progress() -> None:
+    """Each new incarnation moved the deadline, so a job whose engine can't start stood at Offloaded for ever."""
+    seen = climbing(Rung.OFFLOADED, Rung.OFFLOADED)
+    patience = patience_s(next_barrier(Rung.OFFLOADED), seen.job.spec.switch)
+    problem = Problem(reason="EngineDied", message="engine-0 ended with code 1: no such model")
+    for crash in range(1, 11):
+        facts = facts_at(Rung.OFFLOADED, V1)
+        state = EngineState.STARTING if crash % 2 else EngineState.ABSENT
+        engine = facts.engines[0].model_copy(update={"state": state, "incarnation": f"e{crash}", "starts_on": V1})
+        crashed = facts.model_copy(update={"engines": (engine,), "problem": problem})
+        assert not plan(seen).raises
+        seen = later(replace(seen, members=(replace(seen.members[0], facts=crashed), *seen.members[1:])), patience / 10)
+    decided = plan(seen)
+    assert decided.climb is not None
+    assert Cause.RUNG_DEADLINE is decided.climb.cause
+    assert "sums-gpu-0-0 (engine-0 ended with code 1: no such model)" in decided.message
 
 
 def test_progress_starts_the_deadline_again() -> None:
@@ -343,6 +362,21 @@ def test_a_silent_member_loses_its_pod_and_gets_another() -> None:
     seen = without(climbing(Rung.SERVING, Rung.SERVING), 1, silent_since=100.0)
     decided = plan(later(seen, SILENCE_S))
     assert [("sums-gpu-1-0", None)] == [(a.name, a.grace_s) for a in decided.pods if isinstance(a, DeletePod)]
+
+
+def test_a_member_that_kubelet_starts_again_and_again_keeps_its_pod_for_longer() -> None:
+    """Its pod went every 30 s, and with it the log that said why."""
+    why = "agent: CrashLoopBackOff, 4 restarts, last ended with code 1: no space left"
+    seen = without(climbing(Rung.SERVING, Rung.SERVING), 1, silent_since=100.0, trouble=why)
+    assert () == plan(later(seen, RESTARTS_S - 1)).pods
+    [deletion] = plan(later(seen, RESTARTS_S)).pods
+    assert isinstance(deletion, DeletePod)
+    assert f"no answer from pod sums-gpu-1-0 for 300 s: it is replaced; {why}" == deletion.why
+
+
+def test_attempts_at_one_seat_never_end() -> None:
+    seen = without(climbing(Rung.SERVING, Rung.SERVING), 1, phase=PodPhase.FAILED, created_at=100.0, attempt=5000)
+    assert (CreatePod("gpu-1", 5001),) == plan(later(seen, MAX_DELAY_S)).pods
 
 
 def test_silence_of_everybody_replaces_nobody() -> None:
