@@ -447,10 +447,12 @@ class EvaluationStatus(StatusPart):
 
 
 class PodOutOfLine(StatusPart):
-    """A pod that does not stand where the others do, and why."""
+    """A pod that has a problem, or does not stand where the others do."""
 
     name: str = Field(max_length=253, description="Name of the pod.")
-    rung: str = Field(max_length=32, description="Where it stands.")
+    rung: str | None = Field(
+        default=None, max_length=32, description="Where it stands; absent for the rollout controller."
+    )
     reason: str = Field(default="", max_length=64, description="CamelCase cause, for programs.")
     message: str = Field(default="", max_length=1024, description="The same for people.")
 
@@ -470,7 +472,11 @@ class ColocatedRLJobStatus(StatusPart):
     restarts: int | None = Field(default=None, description="Trainer restarts after failures, against backoffLimit.")
     gpu_holder: Holder | None = Field(default=None, description="Who computes on the GPUs.")
     rung: str | None = Field(default=None, max_length=32, description="Rung of the slowest pod.")
-    ready: str | None = Field(default=None, max_length=32, description="Pods that answer, of all: 2/2.")
+    ready: str | None = Field(
+        default=None,
+        max_length=32,
+        description="GPU pods that answer, of replicas: 2/2. Condition PodsReady counts the rollout controller too.",
+    )
     pods_by_rung: dict[str, int] = Field(default_factory=dict, max_length=16, description="Pods by rung.")
     out_of_line: list[PodOutOfLine] = Field(default_factory=list, max_length=10, description="At most ten.")
     rollout: RolloutStatus | None = Field(default=None, description="Progress of rollout.")

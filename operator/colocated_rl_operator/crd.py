@@ -38,7 +38,7 @@ _GENERATED = "Made by `make generate` from operator/colocated_rl_api/job.py: cha
 _COLUMNS = (
     ("Phase", ".status.phase", "string", 0, "Summary for people."),
     ("Step", ".status.step", "integer", 0, "Last finished step."),
-    ("Ready", ".status.ready", "string", 0, "Members that answer, of all."),
+    ("Ready", ".status.ready", "string", 0, "GPU pods that answer, of replicas."),
     ("Holder", ".status.gpuHolder", "string", 0, "Who computes on the GPUs."),
     ("Version", ".status.weightVersion", "string", 0, "Weights that all engines serve, STEP-LINEAGE."),
     ("Age", ".metadata.creationTimestamp", "date", 0, "Since the job was made."),

@@ -234,18 +234,16 @@ def _readiness(phase: Phase, cause: Cause | None) -> tuple[bool, str]:
 
 # ------------------------------------------------------------------------------------------------------------- figures
 def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
-    """Pods that don't stand where most do, or that report a problem; silent seats first."""
-    if not plan.standings:
-        return []
-    usual = Counter(plan.standings.values()).most_common(1)[0][0]
+    """Pods that report a problem, and GPU pods that don't stand where most do."""
+    usual = Counter(plan.standings.values()).most_common(1)[0][0] if plan.standings else None
     found = []
-    for member in seen.gpu_members:
-        rung, problem = plan.standings[member.name], member.pod_facts.problem if member.pod_facts else None
+    for member in seen.current.values():
+        rung, problem = plan.standings.get(member.name), member.facts.problem if member.facts else None
         if problem is None and member.trouble is not None:
             problem = Problem(reason="PodNotRunning", message=member.trouble[:1024])
         if problem is not None:
             found.append(PodOutOfLine(name=member.name, rung=rung, reason=problem.reason, message=problem.message))
-        elif rung is not usual:
+        elif rung is not usual and rung is not None:
             found.append(PodOutOfLine(name=member.name, rung=rung))
     return sorted(found, key=lambda pod: (not pod.reason, pod.name))[:MAX_OUT_OF_LINE]
 

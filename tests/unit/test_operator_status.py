@@ -11,7 +11,7 @@ from builders import CREATED, facts_at, make_climb, make_job, make_observation, 
 from colocated_rl_api.job import ColocatedRLJobStatus, ConditionStatus, Holder, Phase
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import EvaluationResult, Problem
-from colocated_rl_operator.observation import Climb, Observation, remember
+from colocated_rl_operator.observation import Climb, Observation, PodPhase, remember
 from colocated_rl_operator.plan import plan
 from colocated_rl_operator.reasons import Cause, Reason
 from colocated_rl_operator.status import BLINK_S, Stall, invalid, is_urgent, leaving, report
@@ -171,6 +171,27 @@ def test_counts_and_pods_out_of_line() -> None:
     assert [("sums-gpu-2-0", "Settled", "Unsettled")] == [
         (pod.name, pod.rung, pod.reason) for pod in status.out_of_line
     ]
+
+
+def test_a_problem_of_the_rollout_controller_is_shown_beside_those_of_gpu_pods() -> None:
+    """Its words reached no status at all."""
+    seen = seen_at(Rung.SERVING, Rung.SERVING)
+    problem = Problem(reason="NoLearningSignal", message="every group of the batch has one reward")
+    facts = rollout_facts(sealed=1, problem=problem)
+    status = status_of(replace(seen, members=(*seen.members[:2], replace(seen.members[2], facts=facts))))
+    assert [("sums-rollout-0", None, "NoLearningSignal")] == [
+        (pod.name, pod.rung, pod.reason) for pod in status.out_of_line
+    ]
+
+
+def test_a_pod_that_can_not_start_is_shown_before_anybody_has_answered() -> None:
+    job, why = make_job(), "not scheduled: persistentvolumeclaim model not found"
+    seen = make_observation(job, [None, None], climb=None, rollout=None)
+    waiting = replace(seen.members[0], phase=PodPhase.PENDING, trouble=why)
+    status = status_of(replace(seen, members=(waiting, *seen.members[1:])))
+    assert [("sums-gpu-0-0", why)] == [(pod.name, pod.message) for pod in status.out_of_line]
+    message = next(item.message for item in status.conditions if item.type == "PodsReady")
+    assert f"gpu-0 ({why})" in message
 
 
 def test_unmeasured_figures_are_absent() -> None:
