@@ -1,4 +1,4 @@
-"""Carries a plan out: record a new epoch first, then targets, then objects, then the rest of the status, then events.
+"""Carries a plan out: record a new epoch first, then targets, then objects; status and events are noted beside.
 
 The order is the point. An epoch is in the job's status, written against the version we know, before a target carries
 it; a barrier's targets go out before any slower call to the API server; an event tells only what was recorded.
@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from colocated_rl_api.job import ColocatedRLJobStatus, Phase
+from colocated_rl_api.job import Phase
 from colocated_rl_api.logs import log
 from colocated_rl_operator import resources
 from colocated_rl_operator.actions import CreatePod, DeletePod
 from colocated_rl_operator.authority import Authority
-from colocated_rl_operator.case import Case, Pods, read_status, take_status
-from colocated_rl_operator.errors import Conflict, Refused, StaleEpoch
+from colocated_rl_operator.case import Case, Pods, list_again
+from colocated_rl_operator.errors import ApiError, Conflict, Refused
 from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.members import Members
@@ -29,15 +29,16 @@ from colocated_rl_operator.metrics import Metrics
 from colocated_rl_operator.observation import Job, Observation
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, Reason
+from colocated_rl_operator.record import News
 from colocated_rl_operator.status import BLINK_S, PROGRESS_S, Stall, invalid, is_blink, is_urgent, leaving, report
 
 LOG = logging.getLogger(__name__)
 
 AT_ONCE = 16  # calls to the API server for one job
-WRITE_TRIES = 5  # of one status, each after somebody else's change of the object
 STALL_RETRY_S = 30.0
 NAME_RETRY_S = 1.0
 DELETE_GRACE_S = 30  # of pods whose job is deleted
+DELETE_TRIES, DELETE_RETRY_S = 4, 1.0
 STOP_S = 5.0  # members of a deleted job have this long to end by themselves
 
 
@@ -63,17 +64,15 @@ async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> flo
     if decided.raises:
         await _record_epoch(case, seen, decided, doors)
     _send_targets(case, decided, doors)
-    doors.metrics.count_job(case.uid, case.status.phase if case.status else None)
     retry_s = None if decided.is_over else await _bring_about(case, seen, decided, doors)
-    if decided.raises:
-        await _tell_of_epoch(case, decided, doors)
-        return 0.0
-    report_s = await _report(case, seen, decided, doors)
+    report_s = 0.0 if decided.raises else _report(case, seen, decided, doors)
+    doors.metrics.count_job(case.about.uid, case.status.phase)
     return min((each for each in (retry_s, report_s) if each is not None), default=None)
 
 
 def _send_targets(case: Case, decided: Plan, doors: Doors) -> None:
-    sent, heard_at = doors.members.send(case.uid, decided.targets), doors.members.heard_at(case.uid)
+    job_uid = case.about.uid
+    sent, heard_at = doors.members.send(job_uid, decided.targets), doors.members.heard_at(job_uid)
     if sent:
         doors.metrics.targets.inc(sent)
     if sent and heard_at is not None and not decided.raises:
@@ -84,70 +83,46 @@ def _send_targets(case: Case, decided: Plan, doors: Doors) -> None:
 async def _record_epoch(case: Case, seen: Observation, decided: Plan, doors: Doors) -> None:
     climb = decided.climb
     assert climb is not None
-    assert case.status is not None
     if seen.memory.raised and seen.climb and seen.highest_epoch > seen.climb.epoch:
         await doors.confirm()  # somebody went beyond our epoch: are we still the one who leads?
-    status = report(seen, decided, before=case.status, at=doors.wall(), stall=case.stall)
-    await _write(case, status, doors)
-    now = seen.now
+    await case.record.commit(report(seen, decided, before=case.status, at=doors.wall(), stall=case.stall))
+    now = case.reported_at = doors.clock()
     case.memory = replace(case.memory, epoch=climb.epoch, raised=True, epoch_at=now, reached={}, progress_at=now)
     doors.metrics.raised.labels(climb.cause).inc()
     log(LOG, "epoch raised", epoch=climb.epoch, step=climb.step, version=str(climb.version), reason=climb.cause)
+    if climb.cause is not Cause.TAKEOVER:
+        is_trouble = climb.cause.is_failure or climb.cause.is_recovery
+        case.record.note(
+            None, News("Warning" if is_trouble else "Normal", climb.cause, decided.message, action="RaiseEpoch")
+        )
 
 
-async def _tell_of_epoch(case: Case, decided: Plan, doors: Doors) -> None:
-    cause = decided.climb.cause if decided.climb else Cause.TAKEOVER
-    if cause is not Cause.TAKEOVER:
-        kind = "Warning" if cause.is_failure or cause.is_recovery else "Normal"
-        await _tell(case, kind, cause, decided.message, "RaiseEpoch", doors)
-
-
-async def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
-    assert case.status is not None
+def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     before = case.status
     status = report(seen, decided, before=before, at=doors.wall(), stall=case.stall)
     wait_s = [BLINK_S] if is_blink(seen, before) else []  # then it is no blink any more, and worth a word
     if status == before:
         return min(wait_s, default=None)
-    due_in_s = case.written_at + PROGRESS_S - doors.clock()
+    due_in_s = case.reported_at + PROGRESS_S - doors.clock()
     if not is_urgent(before, status) and due_in_s > 0:
         return min([due_in_s, *wait_s])
-    await _write(case, status, doors)
-    if status.phase is not before.phase:
+    is_new, news = status.phase is not before.phase, list[News]()
+    if is_new:
         log(LOG, "phase", epoch=status.epoch, step=status.step, phase=status.phase)
-    if status.phase is Phase.ROLLOUT and before.phase is not Phase.ROLLOUT and seen.memory.last_switch_s is not None:
+    if is_new and status.phase is Phase.ROLLOUT and seen.memory.last_switch_s is not None:
         doors.metrics.switch_s.observe(seen.memory.last_switch_s)
-    if status.phase is Phase.COMPLETE and before.phase is not Phase.COMPLETE:
-        await _tell(case, "Normal", Reason.COMPLETED, f"all {seen.job.spec.steps} steps are done", "Complete", doors)
-    return None
+    if is_new and status.phase is Phase.COMPLETE:
+        news.append(News("Normal", Reason.COMPLETED, f"all {seen.job.spec.steps} steps are done", action="Complete"))
+    case.record.note(status, *news)
+    case.reported_at = doors.clock()
+    return min(wait_s, default=None)
 
 
-async def _write(case: Case, status: ColocatedRLJobStatus, doors: Doors) -> None:
-    """Write the status against the version we know. Raises StaleEpoch when somebody else has raised the epoch."""
-    body, known = status.model_dump(mode="json", by_alias=True, exclude_none=True), case.status and case.status.epoch
-    for tries_left in reversed(range(WRITE_TRIES)):
-        try:
-            version = case.resource_version
-            answer = await doors.kube.write_status(case.namespace, case.name, resource_version=version, status=body)
-            break
-        except Conflict:
-            if not tries_left:
-                raise
-        job = await doors.kube.read_job(case.namespace, case.name)
-        if job["metadata"]["uid"] != case.uid or read_status(job).epoch != known:
-            raise StaleEpoch(f"status of {case.name} is of epoch {read_status(job).epoch}, not {known}")
-        case.resource_version = job["metadata"]["resourceVersion"]  # spec or metadata changed, the epoch is ours
-    take_status(case, answer)
-    case.written_at = doors.clock()
-
-
-async def refuse(case: Case, body: Any, message: str, doors: Doors) -> None:
+def refuse(case: Case, body: Any, message: str, doors: Doors) -> None:
     """Say what is wrong with the spec, once for each generation."""
-    assert case.status is not None
     status = invalid(message, generation=body["metadata"]["generation"], before=case.status, at=doors.wall())
     if is_urgent(case.status, status):
-        await _write(case, status, doors)
-        await _tell(case, "Warning", Reason.INVALID_SPEC, message, "Refuse", doors)
+        case.record.note(status, News("Warning", Reason.INVALID_SPEC, message, action="Refuse"))
 
 
 # ------------------------------------------------------------------------------------------------------------- objects
@@ -167,7 +142,7 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
     except* Refused as errors:
         message = str(_first(errors))
         if case.stall is None or case.stall.message != message:
-            await _tell(case, "Warning", Reason.OBJECT_REFUSED, message, "CreateObjects", doors)
+            case.record.note(None, News("Warning", Reason.OBJECT_REFUSED, message, action="CreateObjects"))
         case.stall = Stall(Reason.OBJECT_REFUSED, message)
     else:
         case.stall = None
@@ -196,54 +171,58 @@ async def _change_pod(
                 try:
                     doors.pods.put(await doors.kube.create_pod(job.namespace, body))
                 except Conflict:
-                    await _refresh_pods(case, doors)  # ours perhaps, and the watch has not said so yet
-                    return name in {pod["metadata"]["name"] for pod in doors.pods.of(case.uid)}
+                    await list_again(case, doors.kube, doors.pods)  # ours perhaps, and the watch has not said so yet
+                    return name in {pod["metadata"]["name"] for pod in doors.pods.of(job.uid)}
                 log(LOG, "pod created", pod=name)
             case DeletePod(name, uid, grace_s, why):
                 await doors.kube.delete_pod(job.namespace, name, uid=uid, grace_s=grace_s)
-                await _refresh_pods(case, doors)
+                await list_again(case, doors.kube, doors.pods)
                 log(LOG, "pod deleted", logging.WARNING, pod=name, reason=why)
-                await _tell(case, "Warning", Reason.POD_DELETED, why, "DeletePod", doors)
+                case.record.note(None, News("Warning", Reason.POD_DELETED, why, action="DeletePod"))
     return True
-
-
-async def _refresh_pods(case: Case, doors: Doors) -> None:
-    for pod in await doors.kube.list_pods(case.namespace, case.uid):
-        doors.pods.put(pod)
 
 
 # ------------------------------------------------------------------------------------------------------------ deletion
 async def dismiss(case: Case, decided: Plan, doors: Doors, woken: asyncio.Event) -> None:
     """The job is being deleted: tell members to stop, briefly, then delete pods. Volumes and the rest follow owners."""
-    assert case.status is not None
-    doors.members.send(case.uid, decided.targets)
+    told = doors.members.send(case.about.uid, decided.targets)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STOP_S):
-            while not _all_stopped(case, doors):
+            while told and not _all_stopped(case, doors):
                 woken.clear()
                 await woken.wait()
-    await delete_pods(case, doors)
+    await delete_pods(case.about, doors)
     log(LOG, "job dismissed")
     # the last act: its echo makes kopf look at the object again and drop the finalizer, else it waits out its back-off
-    await _write(case, leaving(before=case.status, at=doors.wall()), doors)
+    await case.record.commit(leaving(before=case.status, at=doors.wall()))
 
 
-async def delete_pods(case: Case, doors: Doors) -> None:
+async def delete_pods(about: About, doors: Doors) -> None:
     """Every pod of the job, at once. Garbage collection would come to it too, half a minute later or more."""
-    async with asyncio.TaskGroup() as group:
-        for pod in await doors.kube.list_pods(case.namespace, case.uid):
-            name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
-            group.create_task(doors.kube.delete_pod(case.namespace, name, uid=uid, grace_s=DELETE_GRACE_S))
+    for tries_left in reversed(range(DELETE_TRIES)):
+        try:
+            await _delete_each(about, doors)
+            return
+        except ApiError as error:
+            if not tries_left:
+                raise
+            log(LOG, "pods not deleted, trying again", logging.WARNING, reason=str(error))
+        await asyncio.sleep(DELETE_RETRY_S)
+
+
+async def _delete_each(about: About, doors: Doors) -> None:
+    """Raises the first error, after every pod had its turn."""
+    pods = await doors.kube.list_pods(about.namespace, about.uid)
+    found = [(pod["metadata"]["name"], pod["metadata"]["uid"]) for pod in pods]
+    deletions = (doors.kube.delete_pod(about.namespace, name, uid=uid, grace_s=DELETE_GRACE_S) for name, uid in found)
+    for outcome in await asyncio.gather(*deletions, return_exceptions=True):
+        if outcome is not None:
+            raise outcome
 
 
 def _all_stopped(case: Case, doors: Doors) -> bool:
-    answers = doors.members.answers(case.uid).values()
+    answers = doors.members.answers(case.about.uid).values()
     return all(answer.facts is None or answer.facts.stopped for answer in answers)
-
-
-async def _tell(case: Case, kind: Any, reason: str, note: str, action: str, doors: Doors) -> None:
-    about = About(case.namespace, case.name, case.uid)
-    await doors.events.tell(about, kind, reason, note, action=action)
 
 
 def _first(errors: BaseExceptionGroup[Any]) -> BaseException:

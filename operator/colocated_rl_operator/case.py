@@ -1,46 +1,55 @@
 """What this process holds of a job between passes, and of every pod; and who wakes a job's loop.
 
-Status is written by the operator alone, so after the first look what was written last is known without reading it
-again. Pods come from the watch and from our own calls, whichever is newer.
+Status is written by the operator alone, so after the first look it is known without reading it again. Pods come from
+the watch and from our own calls, whichever is newer. What went while a watch was broken, it never says: while a member
+is missing, its pods are listed again now and then.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobStatus
 from colocated_rl_operator.errors import NotFound
+from colocated_rl_operator.events import About
 from colocated_rl_operator.kube import Body, Kube
 from colocated_rl_operator.observation import Memory
+from colocated_rl_operator.record import Record
 from colocated_rl_operator.status import Stall
+
+RELIST_S = 30.0
 
 
 class Pods:
-    """The newest known state of each pod, by job and pod UID. Fed by the watch and by our own calls."""
+    """The newest known state of each pod of the jobs that are known, by job and pod UID."""
 
     def __init__(self) -> None:
-        self._pods: dict[str, dict[str, Body]] = {}
+        self._pods: dict[str, dict[str, Body | None]] = {}  # None: gone, and a late answer does not bring it back
 
-    def put(self, pod: Body) -> None:
-        """An older state than the known one changes nothing: the watch may lag behind our own calls."""
-        if (job_uid := job_of(pod)) is None:
-            return
-        pods, uid = self._pods.setdefault(job_uid, {}), pod["metadata"]["uid"]
-        if uid not in pods or _version(pods[uid]) <= _version(pod):
-            pods[uid] = pod
-
-    def remove(self, pod: Body) -> None:
-        self._pods.get(job_of(pod) or "", {}).pop(pod["metadata"]["uid"], None)
-
-    def of(self, job_uid: str) -> list[Body]:
-        return list(self._pods.get(job_uid, {}).values())
+    def know(self, job_uid: str) -> None:
+        self._pods.setdefault(job_uid, {})
 
     def forget(self, job_uid: str) -> None:
         self._pods.pop(job_uid, None)
+
+    def put(self, pod: Body) -> None:
+        """An older state than the known one changes nothing: the watch may lag behind our own calls."""
+        pods, uid = self._pods.get(job_of(pod) or ""), pod["metadata"]["uid"]
+        if pods is None:
+            return
+        known = pods.get(uid, pod)
+        if known is not None and _version(known) <= _version(pod):
+            pods[uid] = pod
+
+    def remove(self, job_uid: str, uid: str) -> None:
+        if job_uid in self._pods:
+            self._pods[job_uid][uid] = None
+
+    def of(self, job_uid: str) -> list[Body]:
+        return [pod for pod in self._pods.get(job_uid, {}).values() if pod is not None]
 
 
 class Wakeups:
@@ -53,7 +62,9 @@ class Wakeups:
         return self._events[job_uid]
 
     def wake(self, job_uid: str) -> None:
-        self._events[job_uid].set()
+        """Nothing, for a job that has no loop."""
+        if job_uid in self._events:
+            self._events[job_uid].set()
 
     def forget(self, job_uid: str) -> None:
         self._events.pop(job_uid, None)
@@ -61,41 +72,64 @@ class Wakeups:
 
 @dataclass
 class Case:
-    """One job, as this process knows it. `status` is what was written last; None before the first look."""
+    """One job, as this process knows it."""
 
-    namespace: str
-    name: str
-    uid: str
-    status: ColocatedRLJobStatus | None = None
-    resource_version: str = ""
-    written_at: float = 0.0
+    record: Record
+    reported_at: float = 0.0  # when its status was noted last
     memory: Memory = field(default_factory=Memory)
+    is_waiting: bool = False  # for a member to come or to go
+    listed_at: float = 0.0  # when its pods were
+    first_seen: dict[str, float] = field(default_factory=dict)  # of each pod UID
+    ending_since: dict[str, float] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)  # of its containers, when its member answered last
     objects_of: int | None = None  # generation whose objects were applied
     stall: Stall | None = None
 
+    @property
+    def about(self) -> About:
+        return self.record.about
+
+    @property
+    def status(self) -> ColocatedRLJobStatus:
+        assert self.record.status is not None, "look first"
+        return self.record.status
+
     def forget(self) -> None:
         """Look at the job again as for the first time."""
-        self.status, self.memory, self.objects_of = None, Memory(), None
+        self.record.forget()
+        self.memory, self.objects_of = Memory(), None
 
 
-async def look(case: Case, kube: Kube, pods: Pods) -> None:
-    """The first look: status and pods as the server has them now. The watch may not have listed them yet."""
-    job = await kube.read_job(case.namespace, case.name)
-    if job["metadata"]["uid"] != case.uid:
-        raise NotFound(f"job {case.namespace}/{case.name} is another one now: this one is gone")
-    for pod in await kube.list_pods(case.namespace, case.uid):
+async def look(case: Case, kube: Kube, pods: Pods, *, now: float) -> None:
+    """At the whole job the first time, and at its pods again while a member is missing."""
+    if case.record.status is None:
+        await _look_for_the_first_time(case, kube, pods)
+    elif case.is_waiting and now >= case.listed_at + RELIST_S:
+        await list_again(case, kube, pods)
+    else:
+        return
+    case.listed_at = now
+
+
+async def _look_for_the_first_time(case: Case, kube: Kube, pods: Pods) -> None:
+    about = case.about
+    job = await kube.read_job(about.namespace, about.name)
+    if job["metadata"]["uid"] != about.uid:
+        raise NotFound(f"job {about.namespace}/{about.name} is another one now: this one is gone")
+    pods.know(about.uid)
+    await list_again(case, kube, pods)
+    case.record.take(job)
+
+
+async def list_again(case: Case, kube: Kube, pods: Pods) -> None:
+    """The pods as the server lists them now."""
+    about = case.about
+    known = {pod["metadata"]["uid"] for pod in pods.of(about.uid)}
+    listed = await kube.list_pods(about.namespace, about.uid)
+    for pod in listed:
         pods.put(pod)
-    take_status(case, job)
-
-
-def take_status(case: Case, job: Body) -> None:
-    """Remember the status that the server has, and the version it has it at."""
-    case.status = read_status(job)
-    case.resource_version = job["metadata"]["resourceVersion"]
-
-
-def read_status(job: Body) -> ColocatedRLJobStatus:
-    return ColocatedRLJobStatus.model_validate_json(json.dumps(job.get("status") or {}))
+    for uid in known - {pod["metadata"]["uid"] for pod in listed}:
+        pods.remove(about.uid, uid)
 
 
 def job_of(pod: Body) -> str | None:

@@ -21,7 +21,9 @@ from colocated_rl_operator.act import Doors, delete_pods
 from colocated_rl_operator.case import Case, Wakeups, job_of
 from colocated_rl_operator.cluster import ClusterAccess
 from colocated_rl_operator.errors import OperatorError
+from colocated_rl_operator.events import About
 from colocated_rl_operator.reconcile import end, one_pass
+from colocated_rl_operator.record import Record
 
 LOG = logging.getLogger(__name__)
 
@@ -83,11 +85,14 @@ async def poke_of_pod(event: kopf.RawEvent, memo: Any, **_: Any) -> None:
 
 
 def note_pod(event: Any, office: Office) -> None:
-    pod = event["object"]
-    change = office.doors.pods.remove if event["type"] == "DELETED" else office.doors.pods.put
-    change(pod)
-    if (job_uid := job_of(pod)) is not None:
-        office.wakeups.wake(job_uid)
+    pod, pods = event["object"], office.doors.pods
+    if (job_uid := job_of(pod)) is None:
+        return
+    if event["type"] == "DELETED":
+        pods.remove(job_uid, pod["metadata"]["uid"])
+    else:
+        pods.put(pod)
+    office.wakeups.wake(job_uid)
 
 
 def note_job(event: Any, office: Office) -> None:
@@ -109,35 +114,40 @@ async def let_go_of_undriven(event: Any, office: Office) -> None:
     if is_gone or metadata["uid"] in office.driven:
         return
     office.driven.add(metadata["uid"])
-    case = Case(metadata["namespace"], metadata["name"], metadata["uid"])
-    with bind(job=case.name, job_uid=case.uid):
-        await _or_leave_pods(delete_pods(case, office.doors))
+    about = _about(metadata)
+    with bind(job=about.name, job_uid=about.uid):
+        await _or_leave_pods(delete_pods(about, office.doors))
 
 
 async def drive_job(body: Any, stopped: Any, office: Office) -> None:
     """Until the job is deleted or this process ends. Never returns before: kopf would not start it again."""
-    metadata = body["metadata"]
-    case = Case(metadata["namespace"], metadata["name"], metadata["uid"])
-    woken = office.wakeups.of(case.uid)
-    office.driven.add(case.uid)
-    with bind(job=case.name, job_uid=case.uid):
+    about, doors = _about(body["metadata"]), office.doors
+    woken = office.wakeups.of(about.uid)
+    case = Case(Record(about, doors.kube, doors.events, failed=woken.set))
+    office.driven.add(about.uid)
+    with bind(job=about.name, job_uid=about.uid):
         try:
             while not stopped:
                 woken.clear()  # before observing: a change during the pass must not be lost
-                with office.doors.metrics.pass_s.time():
-                    wait_s = await one_pass(case, body, office.doors)
+                with doors.metrics.pass_s.time():
+                    wait_s = await one_pass(case, body, doors)
                 await _first_of(woken, stopped, wait_s)
             if kopf.DaemonStoppingReason.RESOURCE_DELETED in stopped.reason:
                 await _let_go(case, body, office, woken)
         finally:
-            office.doors.members.keep(case.uid, ())  # kopf would wait for these tasks when it ends
+            doors.members.keep(about.uid, ())  # kopf would wait for these tasks when it ends
+            await case.record.close()
 
 
 async def _let_go(case: Case, body: Any, office: Office, woken: asyncio.Event) -> None:
     await _or_leave_pods(end(case, body, office.doors, woken))
-    office.doors.pods.forget(case.uid)
-    office.doors.metrics.count_job(case.uid, None)
-    office.wakeups.forget(case.uid)
+    office.doors.pods.forget(case.about.uid)
+    office.doors.metrics.count_job(case.about.uid, None)
+    office.wakeups.forget(case.about.uid)
+
+
+def _about(metadata: Any) -> About:
+    return About(metadata["namespace"], metadata["name"], metadata["uid"])
 
 
 async def _or_leave_pods(deletion: Coroutine[None, None, None]) -> None:

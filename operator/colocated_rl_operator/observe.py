@@ -14,32 +14,36 @@ from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec, ColocatedRLJobStatus
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
+from colocated_rl_operator import resources
 from colocated_rl_operator.case import Case, Pods
 from colocated_rl_operator.errors import JobInvalid
 from colocated_rl_operator.kube import Body
 from colocated_rl_operator.members import Address, Answer, Members
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Job, Member, Memory, Observation, PodPhase, remember
-from colocated_rl_operator.observation import gpu_seat as seat_of
 from colocated_rl_operator.reasons import Cause
 
 LOG = logging.getLogger(__name__)
 
+MAX_WORDS = 400  # of a container's last ones
 _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely on its way
 
 
-def observe(case: Case, job: Job, *, pods: Pods, members: Members, now: float, at: datetime) -> Observation:
-    """now: monotonic. at: the same moment on the wall clock."""
-    assert case.status is not None, "look first"
-    status = case.status
+def observe(case: Case, job: Job, *, pods: Pods, members: Members, now: float) -> Observation:
+    """now: monotonic."""
+    status, job_uid = case.status, case.about.uid
     is_over = status.completion_time is not None
-    bodies = pods.of(case.uid)
-    members.keep(case.uid, () if is_over else [address for pod in bodies if (address := _address(pod))])
-    answers = members.answers(case.uid)
+    seated = [(pod, place) for pod in pods.of(job_uid) if (place := _place(job, pod))]
+    wanted = () if is_over else [address for pod, (seat, _) in seated if (address := _address(pod, seat))]
+    members.keep(job_uid, wanted)
+    answers = members.answers(job_uid)
     seen = remember(
         Observation(
             now=now,
             job=job,
-            members=tuple(_member(pod, answers.get(pod["metadata"]["name"]), now, at) for pod in bodies),
+            members=tuple(
+                _member(case, pod, seat, attempt, answers.get(pod["metadata"]["name"]), now)
+                for pod, (seat, attempt) in seated
+            ),
             climb=_climb(status),
             trained_step=status.step or 0,
             served=WeightVersion.parse(status.weight_version) if status.weight_version else None,
@@ -99,50 +103,78 @@ def _climb(status: ColocatedRLJobStatus) -> Climb | None:
     )
 
 
-def _member(pod: Body, answer: Answer | None, now: float, at: datetime) -> Member:
+def _place(job: Job, pod: Body) -> tuple[str, int] | None:
+    return resources.seat_and_attempt(job, pod["metadata"]["name"])
+
+
+def _member(case: Case, pod: Body, seat: str, attempt: int, answer: Answer | None, now: float) -> Member:
+    """Moments are those at which this process saw the pod and its end begin: clocks of others count for nothing."""
     metadata, status = pod["metadata"], pod.get("status", {})
-    ends = metadata.get("deletionTimestamp")
+    uid, facts = metadata["uid"], answer.facts if answer else None
+    restarts = sum(container.get("restartCount", 0) for container in _containers(status))
+    if facts is not None:
+        case.restarts[uid] = restarts
+    ends_at = None
+    if metadata.get("deletionTimestamp"):
+        ends_at = case.ending_since.setdefault(uid, now) + metadata.get("deletionGracePeriodSeconds", 0)
     return Member(
-        seat=_seat(pod),
-        attempt=int(metadata["labels"][names.ATTEMPT_LABEL]),
+        seat=seat,
+        attempt=attempt,
         name=metadata["name"],
-        uid=metadata["uid"],
+        uid=uid,
         phase=PodPhase(status.get("phase", "Pending")),
-        created_at=now + (_time(metadata["creationTimestamp"]) - at).total_seconds(),
+        created_at=case.first_seen.setdefault(uid, now),
         address=status.get("podIP"),
-        ends_at=None if ends is None else now + (_time(ends) - at).total_seconds(),
-        trouble=_trouble(status),
+        ends_at=ends_at,
+        trouble=_trouble(status, is_restarting=restarts > case.restarts.get(uid, 0)),
         silent_since=answer.silent_since if answer else None,
         highest_epoch=answer.highest_epoch if answer else 0,
-        facts=answer.facts if answer else None,
+        facts=facts,
     )
 
 
-def _seat(pod: Body) -> str:
-    labels = pod["metadata"]["labels"]
-    return ROLLOUT_SEAT if labels[names.ROLE_LABEL] == names.ROLE_ROLLOUT else seat_of(int(labels[names.REPLICA_LABEL]))
-
-
-def _address(pod: Body) -> Address | None:
+def _address(pod: Body, seat: str) -> Address | None:
     """Of a member that should answer: its pod runs. While one starts, silence says nothing."""
     metadata, status = pod["metadata"], pod.get("status", {})
     if status.get("phase") != PodPhase.RUNNING or not status.get("podIP") or metadata.get("deletionTimestamp"):
         return None
-    return Address(metadata["name"], metadata["uid"], metadata["labels"][names.ROLE_LABEL], status["podIP"])
+    role = names.ROLE_ROLLOUT if seat == ROLLOUT_SEAT else names.ROLE_GPU
+    return Address(metadata["name"], metadata["uid"], role, status["podIP"])
 
 
-def _trouble(status: Body) -> str | None:
-    """Why the pod's containers don't run, if there is a reason to tell."""
-    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
-        waiting = container.get("state", {}).get("waiting")
-        if waiting and waiting.get("reason") not in (None, *_QUIET):
-            return f"{container['name']}: {waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
+def _trouble(status: Body, *, is_restarting: bool) -> str | None:
+    """Why a container of the pod does not run, or runs in vain: kubelet's words, and the container's last ones."""
+    for container in _containers(status):
+        if trouble := _container_trouble(container, is_restarting=is_restarting):
+            return trouble
     for condition in status.get("conditions", ()):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return f"not scheduled: {condition.get('message', condition.get('reason', ''))}"
     if status.get("phase") == PodPhase.FAILED:
         return f"failed: {status.get('reason', '')} {status.get('message', '')}".rstrip(": ")
     return None
+
+
+def _containers(status: Body) -> tuple[Body, ...]:
+    return (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
+
+
+def _container_trouble(container: Body, *, is_restarting: bool) -> str | None:
+    name, state = container["name"], container.get("state", {})
+    reason = state.get("waiting", {}).get("reason")
+    is_loud = reason not in (None, *_QUIET)
+    ended = state.get("terminated") or container.get("lastState", {}).get("terminated") or {}
+    if ended.get("exitCode") and (is_restarting or "running" not in state):
+        why = f"{reason}, " if is_loud else ""
+        return f"{name}: {why}{container.get('restartCount', 0)} restarts, last {_end_of(ended)}"
+    return f"{name}: {reason}: {state['waiting'].get('message', '')}".rstrip(": ") if is_loud else None
+
+
+def _end_of(terminated: Body) -> str:
+    """The container's last words are the end of its log, see `resources`."""
+    reason, words = terminated.get("reason"), terminated.get("message", "").strip()
+    told = f"ended with code {terminated['exitCode']}" + (f" ({reason})" if reason not in (None, "Error") else "")
+    return f"{told}: {words[-MAX_WORDS:]}" if words else told
 
 
 def _time(text: str) -> datetime:

@@ -9,10 +9,10 @@ from typing import Any
 
 from colocated_rl_api.logs import log
 from colocated_rl_operator.act import Doors, act, dismiss, refuse
-from colocated_rl_operator.case import Case, look
+from colocated_rl_operator.case import RELIST_S, Case, look
 from colocated_rl_operator.errors import ApiError, JobInvalid, StaleEpoch
 from colocated_rl_operator.observe import observe, read_job
-from colocated_rl_operator.plan import plan, stop
+from colocated_rl_operator.plan import Plan, plan, stop
 
 LOG = logging.getLogger(__name__)
 
@@ -34,24 +34,32 @@ async def one_pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float |
 
 
 async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | None:
-    if case.status is None:
-        await look(case, doors.kube, doors.pods)
+    case.record.check()
+    await look(case, doors.kube, doors.pods, now=doors.clock())
     try:
         job = read_job(body)
     except JobInvalid as error:
-        await refuse(case, body, str(error), doors)
+        refuse(case, body, str(error), doors)
         return None
-    seen = observe(case, job, pods=doors.pods, members=doors.members, now=doors.clock(), at=doors.wall())
+    seen = observe(case, job, pods=doors.pods, members=doors.members, now=doors.clock())
     with doors.metrics.plan_s.time():
         decided = plan(seen)
+    case.is_waiting = decided.wait is not None
     again_s = await act(case, seen, decided, doors)
-    waits = [again_s, None if decided.wake_at is None else max(0.0, decided.wake_at - doors.clock())]
+    waits = [
+        again_s,
+        None if decided.wake_at is None else max(0.0, decided.wake_at - doors.clock()),
+        RELIST_S if case.is_waiting else None,
+    ]
     return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
 
 async def end(case: Case, body: Mapping[str, Any], doors: Doors, woken: asyncio.Event) -> None:
     """The job is being deleted."""
-    if case.status is None:
-        await look(case, doors.kube, doors.pods)
-    seen = observe(case, read_job(body), pods=doors.pods, members=doors.members, now=doors.clock(), at=doors.wall())
-    await dismiss(case, stop(seen), doors, woken)
+    await look(case, doors.kube, doors.pods, now=doors.clock())
+    try:
+        seen = observe(case, read_job(body), pods=doors.pods, members=doors.members, now=doors.clock())
+        decided = stop(seen)
+    except JobInvalid:
+        decided = Plan(climb=None)  # nobody can be told, and its pods go all the same
+    await dismiss(case, decided, doors, woken)

@@ -11,6 +11,7 @@ made in advance, is never taken for ours.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ AGENT_USER = 65533
 GROUP = 65532
 GPU_GRACE_S = 60
 ROLLOUT_GRACE_S = 30
+
+LAST_WORDS = "FallbackToLogsOnError"  # the end of the log goes into the pod's status: it outlives the pod there
 
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
@@ -49,6 +52,12 @@ class PodImages:
 # --------------------------------------------------------------------------------------------------------------- names
 def pod_name(job: Job, seat: str, attempt: int) -> str:
     return f"{job.name}-{seat}-{attempt}"
+
+
+def seat_and_attempt(job: Job, name: str) -> tuple[str, int] | None:
+    """Inverse of `pod_name`, because labels may change and names never do; None for a name that we did not make."""
+    match = re.fullmatch(rf"{job.name}-({ROLLOUT_SEAT}|{names.ROLE_GPU}-\d{{1,4}})-(\d{{1,9}})", name)
+    return (match[1], int(match[2])) if match else None
 
 
 def tls_secret_name(job: Job) -> str:
@@ -223,6 +232,7 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
                 "name": "runner",
                 "image": images.agent,
                 "imagePullPolicy": images.pull_policy,
+                "terminationMessagePolicy": LAST_WORDS,
                 "args": ["install-runner", names.BIN_DIR],
                 "securityContext": RESTRICTED | {"runAsUser": AGENT_USER},
                 "resources": _fixed(cpu="100m", memory="128Mi"),
@@ -233,6 +243,7 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
                 "name": names.AGENT_CONTAINER,
                 "image": images.agent,
                 "imagePullPolicy": images.pull_policy,
+                "terminationMessagePolicy": LAST_WORDS,
                 "restartPolicy": "Always",  # a sidecar: it starts before the GPU container and ends after it
                 "securityContext": RESTRICTED | {"runAsUser": AGENT_USER},
                 "resources": _fixed(cpu="200m", memory="512Mi"),
@@ -257,6 +268,7 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
                 "name": names.GPU_CONTAINER,
                 "image": spec.gpus.image or images.gpu,
                 "imagePullPolicy": images.pull_policy,
+                "terminationMessagePolicy": LAST_WORDS,
                 "command": [f"{names.BIN_DIR}/runner"],
                 "securityContext": RESTRICTED,
                 "resources": _gpu_resources(job),
@@ -294,6 +306,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
                 "name": names.ROLLOUT_CONTAINER,
                 "image": images.rollout,
                 "imagePullPolicy": images.pull_policy,
+                "terminationMessagePolicy": LAST_WORDS,
                 "securityContext": RESTRICTED,
                 "resources": _resources(resources),
                 "env": [*_env(**_homeless("/tmp")), *_identity()],

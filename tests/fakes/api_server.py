@@ -1,11 +1,12 @@
 """An API server in memory, on a real port: names, UIDs, resource versions, preconditions, graceful deletion, watchers.
 
 It admits everything and validates nothing; what the operator's objects look like to a real server is shown elsewhere.
-Faults are injected by request: `refuse_next(403)` answers the next change with that code.
+Faults are injected by request: `refuse_next(403)` answers the next change with that code, `hold` keeps changes waiting.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import uuid
@@ -33,6 +34,8 @@ class FakeApiServer:
         self.watchers: list[tuple[str, Watcher]] = []
         self._versions = itertools.count(1)
         self._refusals: list[int] = []
+        self._held: Callable[[str, Any], bool] = lambda path, body: False
+        self._let_go = asyncio.Event()
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._server = TestServer(app)
@@ -53,6 +56,15 @@ class FakeApiServer:
     def refuse_next(self, *codes: int) -> None:
         """Answer the next changes with these codes; nothing of them is done."""
         self._refusals.extend(codes)
+
+    def hold(self, what: Callable[[str, Any], bool]) -> None:
+        """Changes of which it is so, by path and body, wait until `let_go`."""
+        self._held = what
+        self._let_go.clear()
+
+    def let_go(self) -> None:
+        self._held = lambda path, body: False
+        self._let_go.set()
 
     def watch(self, plural: str, watcher: Watcher) -> None:
         """Tell the watcher of every object of that kind, present ones first."""
@@ -98,6 +110,8 @@ class FakeApiServer:
         if request.method != "GET" and self._refusals:
             return _status(self._refusals.pop(0), "refused by the test")
         body = json.loads(await request.text() or "null")
+        if request.method != "GET" and self._held(path, body):
+            await self._let_go.wait()
         match request.method:
             case "GET":
                 return self._get(path, request.query.get("labelSelector"))

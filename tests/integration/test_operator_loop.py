@@ -215,6 +215,24 @@ async def test_a_switch_costs_at_most_four_writes_of_the_job(world: World) -> No
     assert len(writes) <= 4 * switches + start_and_end, writes
 
 
+async def test_no_rung_of_a_switch_waits_for_the_api_server(world: World) -> None:
+    """Each status write, and the event of each epoch, held the job's loop until it was answered."""
+    stay_in_rollout(world)
+
+    def is_no_epoch(path: str, body: Any) -> bool:
+        if path.endswith("/sums/status"):
+            return bool(body[1]["value"]["epoch"] == world.status["epoch"])
+        return path.endswith("/events")
+
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        world.api.hold(is_no_epoch)
+        world.kubelet.let_go("rollout")
+        await world.until(lambda: all(_stood(world, Rung.SERVING, step=1)))
+        world.api.let_go()
+        await world.until(lambda: world.status.get("phase") == "Complete")
+
+
 async def test_objects_of_the_job_are_made_before_its_pods(world: World) -> None:
     async with world.operator():
         await world.until(lambda: world.api.all("pods"))
@@ -301,6 +319,35 @@ async def test_a_job_whose_members_are_all_dead_is_dismissed_too(world: World) -
         async with asyncio.timeout(DEADLINE_S):
             await operator.task
     assert all(pod["metadata"]["deletionTimestamp"] for pod in world.api.all("pods"))
+
+
+@pytest.mark.parametrize("code", [429, 500])
+async def test_a_hiccup_of_the_api_server_leaves_no_pod_of_a_deleted_job(world: World, code: int) -> None:
+    """One deletion that failed took back the others, and all were left to garbage collection."""
+    stay_in_rollout(world)
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        for uid in list(world.kubelet.members):
+            world.kubelet.end(uid)
+        world.api.refuse_next(code)
+        operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
+        async with asyncio.timeout(DEADLINE_S):
+            await operator.task
+    assert all(pod["metadata"].get("deletionTimestamp") for pod in world.api.all("pods"))
+
+
+async def test_a_job_with_a_broken_spec_is_dismissed_too(world: World) -> None:
+    stay_in_rollout(world)
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        broken = make_manifest(**SPEC)
+        broken["spec"]["rollout"] = broken["spec"]["rollout"] | {"maxConcurrency": 1000}
+        world.api.put(JOB_PATH, {**world.api.objects[JOB_PATH], "spec": broken["spec"]})
+        await world.until(lambda: condition(world, "Stalled")[0] == "True")
+        operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
+        async with asyncio.timeout(DEADLINE_S):
+            await operator.task
+    assert all(pod["metadata"].get("deletionTimestamp") for pod in world.api.all("pods"))
 
 
 # ------------------------------------------------------------------------------------------------------- the API server

@@ -170,3 +170,19 @@ def test_labels_find_the_pods_of_a_job(seat: str) -> None:
     labels = pod(seat)["metadata"]["labels"]
     expected = {names.MANAGED_BY_LABEL: names.MANAGED_BY, names.JOB_UID_LABEL: UID, names.ATTEMPT_LABEL: "0"}
     assert expected.items() <= labels.items()
+
+
+@pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])
+def test_the_end_of_a_containers_log_outlives_it_in_the_pods_status(seat: str) -> None:
+    assert {"FallbackToLogsOnError"} == {each["terminationMessagePolicy"] for each in containers(pod(seat))}
+
+
+@pytest.mark.parametrize("seat", [gpu_seat(0), gpu_seat(1023), ROLLOUT_SEAT])
+def test_a_pods_name_says_its_seat_and_attempt(seat: str) -> None:
+    job = make_job()
+    assert (seat, 17) == resources.seat_and_attempt(job, resources.pod_name(job, seat, 17))
+
+
+@pytest.mark.parametrize("name", ["sums-gpu-0", "sums-rollout-x", "other-gpu-0-0", "sums-gpu-0-0-0", "sums-gpu--1-0"])
+def test_a_name_that_the_operator_did_not_make_is_no_seat(name: str) -> None:
+    assert resources.seat_and_attempt(make_job(), name) is None

@@ -1,0 +1,171 @@
+"""What one pass makes of a job's pods as the API server shows them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from builders import UID, make_job
+from colocated_rl_operator.authority import Authority
+from colocated_rl_operator.case import RELIST_S, Case, Pods, look
+from colocated_rl_operator.events import About, Events
+from colocated_rl_operator.kube import Kube
+from colocated_rl_operator.members import Members
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Member
+from colocated_rl_operator.observe import observe
+from colocated_rl_operator.record import Record
+from fakes.api_server import FakeApiServer
+
+Body = dict[str, Any]
+NOBODY = "127.0.0.1"
+
+
+def make_pod(name: str = "sums-rollout-0", version: int = 1, **parts: Any) -> Body:
+    """parts: of metadata or status."""
+    labels = {"rl.colocate.dev/job-uid": UID}
+    metadata = {
+        "name": name,
+        "uid": f"uid of {name}",
+        "labels": labels,
+        "creationTimestamp": "2999-01-01T00:00:00Z",  # by a clock that nobody believes
+        "resourceVersion": str(version),
+        "ownerReferences": [{"uid": UID, "controller": True}],
+    }
+    status = {"phase": "Running", "podIP": NOBODY}
+    for key, value in parts.items():
+        (status if key.endswith("tatuses") or key in ("phase", "conditions", "reason", "message") else metadata)[
+            key
+        ] = value
+    return {"metadata": metadata, "status": status}
+
+
+class Office:
+    """One job, as the process holds it between passes."""
+
+    def __init__(self, api: FakeApiServer, kube: Kube, members: Members) -> None:
+        self.api, self.kube, self.members, self.pods = api, kube, members, Pods()
+        self.case = Case(
+            Record(About("default", "sums", UID), kube, Events(kube, instance="test"), failed=lambda: None)
+        )
+        self.case.record.take({"metadata": {"resourceVersion": "1"}})
+        self.pods.know(UID)
+
+    def see(self, *pods: Body, now: float = 0.0) -> tuple[Member, ...]:
+        for pod in pods:
+            self.pods.put(pod)
+        return observe(self.case, make_job(), pods=self.pods, members=self.members, now=now).members
+
+    def only(self, *pods: Body, now: float = 0.0) -> Member:
+        [member] = self.see(*pods, now=now)
+        return member
+
+
+@pytest.fixture
+async def office() -> AsyncIterator[Office]:
+    async with (
+        FakeApiServer() as api,
+        Kube(api.access) as kube,
+        Members(Authority.new().operator_context(), lambda job_uid: None) as members,
+    ):
+        yield Office(api, kube, members)
+
+
+# ------------------------------------------------------------------------------------------------------- what is wrong
+def container(name: str, *, restarts: int = 0, last: Body | None = None, **state: Body) -> Body:
+    return {"name": name, "restartCount": restarts, "state": state, "lastState": {"terminated": last} if last else {}}
+
+
+ENDED = {"exitCode": 1, "reason": "Error", "message": "log line\nno task is called chain_some\n"}
+
+
+def test_a_crash_loop_is_told_with_the_containers_last_words(office: Office) -> None:
+    """Kubelet's own words say how long it waits, and not why."""
+    back_off = {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting failed container=rollout pod=..."}
+    crashing = container("rollout", restarts=3, last=ENDED, waiting=back_off)
+    trouble = office.only(make_pod(containerStatuses=[crashing])).trouble
+    assert (
+        "rollout: CrashLoopBackOff, 3 restarts, last ended with code 1: log line\nno task is called chain_some"
+        == trouble
+    )
+
+
+def test_an_end_without_a_word_is_told_with_its_reason(office: Office) -> None:
+    killed = container("gpu", restarts=1, last={"exitCode": 137, "reason": "OOMKilled"}, waiting={"reason": "Error"})
+    assert (
+        "gpu: Error, 1 restarts, last ended with code 137 (OOMKilled)"
+        == office.only(make_pod(containerStatuses=[killed])).trouble
+    )
+
+
+def test_a_container_that_runs_again_is_in_trouble_until_its_member_answers(office: Office) -> None:
+    """In between two crashes it looks like any other."""
+    pod = make_pod(containerStatuses=[container("rollout", restarts=3, last=ENDED, running={})])
+    assert office.only(pod).trouble is not None
+    office.case.restarts[pod["metadata"]["uid"]] = 3  # it answered after the third
+    assert office.only().trouble is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"containerStatuses": [container("gpu", waiting={"reason": "ErrImagePull", "message": "no such image"})]},
+         "gpu: ErrImagePull: no such image"),
+        ({"containerStatuses": [container("gpu", waiting={"reason": "ContainerCreating"})]}, None),
+        ({"initContainerStatuses": [container("runner", terminated={"exitCode": 0})]}, None),
+        ({"conditions": [{"type": "PodScheduled", "status": "False", "message": 'claim "model" not found'}]},
+         'not scheduled: claim "model" not found'),
+        ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, "failed: Evicted low on memory"),
+    ],
+)  # fmt: skip
+def test_kubelets_words_are_passed_on(office: Office, parts: Body, expected: str | None) -> None:
+    assert expected == office.only(make_pod(**parts)).trouble
+
+
+# -------------------------------------------------------------------------------------------------------------- moments
+def test_the_grace_of_an_ending_pod_is_counted_from_when_its_end_was_seen(office: Office) -> None:
+    """A clock that was ahead of the API server's took a pod's grace away from it."""
+    assert 50.0 == office.only(make_pod(), now=50.0).created_at
+    ending = make_pod(version=2, deletionTimestamp="2000-01-01T00:00:00Z", deletionGracePeriodSeconds=60)
+    assert 160.0 == office.only(ending, now=100.0).ends_at
+    assert (50.0, 160.0) == (office.only(now=110.0).created_at, office.only(now=110.0).ends_at)
+
+
+def test_seats_are_read_off_names_whatever_happened_to_labels(office: Office) -> None:
+    seats = {(member.seat, member.attempt) for member in office.see(make_pod("sums-gpu-1-2"), make_pod())}
+    assert {("gpu-1", 2), (ROLLOUT_SEAT, 0)} == seats
+
+
+def test_a_pod_that_somebody_else_put_under_the_job_is_nobodys(office: Office) -> None:
+    assert () == office.see(make_pod("sums-debug"))
+
+
+# -------------------------------------------------------------------------------------------------- what the watch says
+def test_an_older_state_changes_nothing_and_a_late_answer_brings_nobody_back(office: Office) -> None:
+    """A list that was under way while a pod went put it back, for good."""
+    pods = office.pods
+    pods.put(make_pod(version=5, phase="Running"))
+    pods.put(make_pod(version=4, phase="Pending"))
+    assert ["Running"] == [pod["status"]["phase"] for pod in pods.of(UID)]
+    pods.remove(UID, make_pod()["metadata"]["uid"])
+    pods.put(make_pod(version=5))
+    assert [] == pods.of(UID)
+
+
+def test_pods_of_jobs_without_a_loop_are_not_kept(office: Office) -> None:
+    office.pods.put(make_pod())
+    office.pods.forget(UID)
+    office.pods.put(make_pod(version=2))
+    assert [] == office.pods.of(UID)
+    assert {} == office.pods._pods
+
+
+async def test_a_pod_whose_end_the_watch_missed_is_missed_within_half_a_minute(office: Office) -> None:
+    """A rollout pod that had gone unnoticed kept its seat until the operator restarted."""
+    office.pods.put(make_pod())
+    office.case.is_waiting = True
+    await look(office.case, office.kube, office.pods, now=RELIST_S / 2)
+    assert 1 == len(office.pods.of(UID))
+    await look(office.case, office.kube, office.pods, now=RELIST_S)
+    assert [] == office.pods.of(UID)

@@ -1,0 +1,172 @@
+"""What is written of a job, in which order, and what is not written at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from builders import UID
+from colocated_rl_api.job import ColocatedRLJobStatus
+from colocated_rl_operator.errors import ApiUnreachable, Conflict, Refused, StaleEpoch
+from colocated_rl_operator.events import About, Events
+from colocated_rl_operator.record import News, Record
+
+DEADLINE_S = 10.0
+
+
+class Server:
+    """A job on an API server that answers when it may. `written`: steps and notes of events, as they were accepted."""
+
+    def __init__(self) -> None:
+        self.job: dict[str, Any] = {"metadata": {"uid": UID, "resourceVersion": "1"}, "status": {"epoch": 1, "step": 0}}
+        self.written: list[int | str] = []
+        self.faults: list[Exception] = []
+        self.failed = asyncio.Event()
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def read_job(self, namespace: str, name: str) -> dict[str, Any]:
+        return self.job
+
+    async def write_status(
+        self, namespace: str, name: str, *, resource_version: str, status: dict[str, Any]
+    ) -> dict[str, Any]:
+        await self._turn()
+        if resource_version != self.job["metadata"]["resourceVersion"]:
+            raise Conflict("another version")
+        self.change(status=status)
+        self.written.append(status["step"])
+        return self.job
+
+    async def create_event(self, namespace: str, event: dict[str, Any]) -> dict[str, Any]:
+        await self._turn()
+        self.written.append(event["note"])
+        return event
+
+    async def repeat_event(self, namespace: str, name: str, series: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    async def _turn(self) -> None:
+        await self.answers.wait()
+        if self.faults:
+            raise self.faults.pop(0)
+
+    def change(self, **parts: Any) -> None:
+        metadata = self.job["metadata"]
+        self.job = {**self.job, **parts, "metadata": {**metadata, "resourceVersion": metadata["resourceVersion"] + "1"}}
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+async def record(server: Server) -> AsyncIterator[Record]:
+    events = Events(server, instance="test")
+    record = Record(About("default", "sums", UID), server, events, failed=server.failed.set, retry_s=0.0)
+    record.take(server.job)
+    yield record
+    await record.close()
+
+
+def at(step: int, *, epoch: int = 1) -> ColocatedRLJobStatus:
+    return ColocatedRLJobStatus(epoch=epoch, step=step)
+
+
+def news(note: str) -> News:
+    return News("Normal", "NextStep", note, action="RaiseEpoch")
+
+
+async def until(record: Record) -> None:
+    """All that is noted has been written."""
+    async with asyncio.timeout(DEADLINE_S):
+        while record._writing is not None and not record._writing.done():
+            await asyncio.wait((record._writing,))
+
+
+async def under_way() -> None:
+    """Whatever can go on without an answer has gone on."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_what_was_overtaken_before_its_turn_is_never_written(server: Server, record: Record) -> None:
+    server.answers.clear()
+    record.note(at(1))
+    await under_way()
+    for step in (2, 3, 4):
+        record.note(at(step))
+    assert at(4) == record.status
+    server.answers.set()
+    await until(record)
+    assert [1, 4] == server.written
+
+
+async def test_an_event_comes_after_the_status_that_it_tells_of(server: Server, record: Record) -> None:
+    server.answers.clear()
+    record.note(at(1), news("one"))
+    await under_way()
+    record.note(at(2), news("two"))
+    server.answers.set()
+    await until(record)
+    assert [1, 2, "one", "two"] == server.written
+
+
+async def test_an_epoch_is_written_after_what_is_under_way_and_instead_of_what_waits(
+    server: Server, record: Record
+) -> None:
+    server.answers.clear()
+    record.note(at(1))
+    await under_way()
+    record.note(at(2))
+    committing = asyncio.create_task(record.commit(at(3, epoch=2)))
+    await under_way()
+    assert not committing.done()
+    server.answers.set()
+    await committing
+    await until(record)
+    assert [1, 3] == server.written
+    assert at(3, epoch=2) == record.status
+
+
+async def test_a_change_of_the_spec_in_between_is_no_obstacle(server: Server, record: Record) -> None:
+    server.change(spec={"steps": 9})
+    await record.commit(at(1, epoch=2))
+    assert [1] == server.written
+
+
+async def test_an_epoch_that_somebody_else_raised_is_not_written_over(server: Server, record: Record) -> None:
+    server.change(status={"epoch": 2, "step": 0})
+    with pytest.raises(StaleEpoch):
+        await record.commit(at(1, epoch=2))
+    assert [] == server.written
+
+
+async def test_the_newest_status_is_tried_again_until_the_server_is_back(server: Server, record: Record) -> None:
+    server.faults = [ApiUnreachable("away"), ApiUnreachable("away")]
+    record.note(at(1), news("one"))
+    await until(record)
+    assert [1, "one"] == server.written
+    record.check()
+
+
+@pytest.mark.parametrize("error", [Refused("a rule"), StaleEpoch("somebody else")])
+async def test_what_can_not_be_written_is_the_loops_to_know(server: Server, record: Record, error: Exception) -> None:
+    server.faults = [error]
+    record.note(at(1))
+    await until(record)
+    assert server.failed.is_set()
+    assert at(0) == record.status  # so that the next report is a difference again
+    with pytest.raises(type(error)):
+        record.check()
+    record.check()  # said once
+
+
+async def test_what_is_noted_is_still_written_when_the_process_ends(server: Server, record: Record) -> None:
+    record.note(at(1), news("one"))
+    await record.close()
+    assert [1, "one"] == server.written
