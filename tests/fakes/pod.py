@@ -45,6 +45,7 @@ from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.server import SHUTDOWN_S
 from colocated_rl_member.tls import MemberTls
 from fakes.authority import Authority
+from fakes.device import Device
 
 JOB_UID = "5b0f7e0e-6a2a-4a55-9c5b-0d8f0a5f3c11"
 TOKEN = "data-token-of-a-test-job"
@@ -126,8 +127,8 @@ async def network(root: Path) -> AsyncIterator[Network]:
 class Pod:
     """One GPU pod. `facts`: every report that the operator's end received, oldest first."""
 
-    def __init__(self, net: Network, job: JobFile, *, replica: int = 0) -> None:
-        self.net, self.job, self.replica = net, job, replica
+    def __init__(self, net: Network, job: JobFile, *, replica: int = 0, device: Device | None = None) -> None:
+        self.net, self.job, self.replica, self.device = net, job, replica, device
         self.root = net.root / f"p{replica}"
         self.directories = Directories.below(self.root)
         self.control, self.data, self.metrics, self.pages, self.engine = free_ports(5)
@@ -172,6 +173,8 @@ class Pod:
                     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                     "PYTHONPATH": f"{self.root / 'site'}:{TESTS}",
                     runner.SOCKET: str(self.directories.sockets / "runner.sock"),
+                    "SGLANG_HEALTH_CHECK_TIMEOUT": "1",
+                    **(self.device.environment if self.device else {}),
                 },
                 stdout=output,
             )
@@ -210,6 +213,13 @@ class Pod:
 
     def kill(self, pattern: str) -> None:
         """SIGKILL to the child of the runner whose command line has `pattern`."""
+        os.kill(self._child(pattern)[0], signal.SIGKILL)
+
+    def command(self, pattern: str) -> str:
+        """The command line of that child, its words apart by NUL."""
+        return self._child(pattern)[1]
+
+    def _child(self, pattern: str) -> tuple[int, str]:
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
                 parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
@@ -217,8 +227,7 @@ class Pod:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if parent == self.runner.pid and pattern in command:
-                os.kill(int(path.parent.name), signal.SIGKILL)
-                return
+                return int(path.parent.name), command
         raise LookupError(f"no child of the runner has {pattern} in its command line")
 
     # --------------------------------------------------------------------------------------------- the operator's end
@@ -315,8 +324,8 @@ class Pod:
 
 
 @asynccontextmanager
-async def pod(net: Network, job: JobFile, *, replica: int = 0) -> AsyncIterator[Pod]:
-    it = Pod(net, job, replica=replica)
+async def pod(net: Network, job: JobFile, *, replica: int = 0, device: Device | None = None) -> AsyncIterator[Pod]:
+    it = Pod(net, job, replica=replica, device=device)
     it.lay_out()
     await it.start_agent()
     await it.start_runner()

@@ -4,7 +4,8 @@
 
 The weight of version STEP-LINEAGE is STEP + LINEAGE / 8. Checkpoints are files named by their step. A test makes it
 fail by a file `fault` beside its socket, with one line ROUTE ACTION, used once: ROUTE and crash, hang, slow or error,
-and also `export torn` and `export lies` (the probe is of other weights).
+and also `export torn`, `export lies` (the probe is of other weights) and `offload leaks`. With FAKE_DEVICE in its
+environment it says there what it holds of the device.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from fakes.weights import write_export
 
 PROTOCOL = 1
+OFFLOADED_GB, ONLOADED_GB = 0.7, 60.0
 
 
 class Rank:
@@ -40,7 +42,13 @@ class Rank:
         self.fail_if_told("load")
         steps = [int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*")]
         self.saved = max(steps, default=None)
+        self.hold(OFFLOADED_GB)
         self.step, self.state = self.saved or 0, "Offloaded"
+
+    def hold(self, gb: float) -> None:
+        """For `fakes/device.c`."""
+        if (directory := os.environ.get("FAKE_DEVICE")) is not None:
+            (Path(directory) / str(os.getpid())).write_text(str(int(gb * 2**30)))
 
     def status(self) -> dict[str, Any]:
         return {
@@ -76,9 +84,11 @@ class Rank:
             return 200, self.status()
 
     def onload(self, body: dict[str, Any], fault: str) -> None:
+        self.hold(ONLOADED_GB)
         self.state = "Onloaded"
 
     def offload(self, body: dict[str, Any], fault: str) -> None:
+        self.hold(ONLOADED_GB if fault == "leaks" else OFFLOADED_GB)
         self.state = "Offloaded"
 
     def train(self, body: dict[str, Any], fault: str) -> None:

@@ -7,11 +7,13 @@ import json
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
 from colocated_rl_api.ladder import LADDER, Rung, WeightVersion, standing
-from colocated_rl_api.member_wire import EngineState, PodFacts, TrainerState
+from colocated_rl_api.member_wire import EngineState, PodFacts, TagState, TrainerState
+from fakes.device import GIB, TOTAL_BYTES, Device
 from fakes.pod import DEADLINE_S, Group, Network, Pod, make_job, network, pod
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
@@ -289,6 +291,80 @@ async def test_checkpoint_is_saved_beside_rollout_and_before_the_next_step(net: 
         facts = await it.until(lambda facts: facts.trainers[0].saved == 1, "saved")
         assert is_serving(V1)(facts), "rollout goes on meanwhile"
         assert ["step-1"] == [path.name for path in it.directories.checkpoints.iterdir()]
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Device:
+    return Device(tmp_path)
+
+
+async def test_device_memory_is_measured_through_a_switch(net: Network, device: Device) -> None:
+    async with pod(net, make_job(gpus={"count": 1}), device=device) as it:
+        group = Group([it])
+        await group.climb(V0)
+        used: dict[Rung, int | None] = {}
+        for rung in (Rung.DRAINED, Rung.RELEASED, Rung.TRAINED, Rung.OFFLOADED, Rung.SERVING):
+            await group.climb(V1, to=rung)
+            assert it.now is not None
+            (facts,) = it.now.devices
+            used[rung] = facts.used_bytes
+            assert (TOTAL_BYTES, int(0.7 * GIB)) == (facts.total_bytes, facts.residue_bytes)
+        assert {
+            Rung.DRAINED: 52.2, Rung.RELEASED: 1.2, Rung.TRAINED: 60.5, Rung.OFFLOADED: 1.2, Rung.SERVING: 52.2,
+        } == {rung: round((bytes_ or 0) / GIB, 1) for rung, bytes_ in used.items()}  # fmt: skip
+
+
+async def test_h43_release_that_frees_nothing_costs_the_engine_and_lets_no_trainer_in(
+    net: Network, device: Device
+) -> None:
+    async with pod(net, make_job(gpus={"count": 1}), device=device) as it:
+        group = Group([it])
+        await group.climb(V0)
+        await it.fault("/release_memory_occupation", "leak")
+        await group.climb(V1, to=Rung.RELEASED)
+        facts = it.now
+        assert facts is not None
+        assert facts.engines[0].is_absent, "memory of a process that is gone is free"
+        assert "0.0 GiB of device 0 came free" in it.log.read_text()
+        await group.go_on(V1)
+        assert (200, "1-1") == await served_version(it)
+
+
+async def test_trainer_that_leaves_no_room_for_the_engine_is_stopped(net: Network, device: Device) -> None:
+    async with pod(net, make_job(gpus={"count": 1}), device=device) as it:
+        group = Group([it])
+        await group.climb(V0)
+        it.trainer_fault("offload", "leaks")
+        await group.climb(V1, to=Rung.EXPORTED)
+        await it.send(group.target(V1, Rung.UPDATED))
+        facts = await it.until(lambda facts: facts.trainers[0].exit_code is not None, "trainer stopped")
+        assert (TrainerState.ABSENT, -9, 1) == trainer_of(facts)
+        assert any("free after the offload" in said.problem.message for said in it.facts if said.problem)
+        assert all(said.engines[0].weights is TagState.RELEASED for said in it.facts if said.trainers[0].step == 1)
+        await group.climb(WeightVersion(1, 2))
+        assert (200, "1-2") == await served_version(it)
+
+
+async def test_engine_that_replaces_another_gets_its_pool(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        await Group([it]).climb(V0)
+        it.kill("sglang")
+        await it.until(lambda facts: not is_serving(V0)(facts), "the engine lost")
+        await it.until(is_serving(V0), "serving again")
+        assert "--max-total-tokens\x0032768" in it.command("sglang")
+
+
+async def test_h56_engine_that_a_probe_made_unready_is_repaired(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        engine, _ = identities(it)
+        await group.climb(V1, to=Rung.RELEASED)
+        async with net.session.get(f"http://127.0.0.1:{it.engine}/health_generate") as answer:
+            assert 503 == answer.status
+        await group.go_on(V1)
+        assert engine == identities(it)[0]
+        assert (200, "1-1") == await served_version(it)
 
 
 async def test_goal_stop_ends_children_and_runner_with_code_0(net: Network) -> None:

@@ -1,0 +1,31 @@
+"""A GPU of which only the memory is there: what the runner reads of it, and who holds how much.
+
+The driver's library is a real one (`device.c`), so the runner's way to it is the one it takes to a real device.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+GIB = 2**30
+TOTAL_BYTES = 80 * GIB
+
+
+class Device:
+    def __init__(self, root: Path) -> None:
+        self._libraries, self._held = root / "driver", root / "held"
+        self._libraries.mkdir()
+        self._held.mkdir()
+        source = Path(__file__).with_name("device.c")
+        library = self._libraries / "libnvidia-ml.so.1"
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a runner whose container has the device; its children inherit it."""
+        return {"LD_LIBRARY_PATH": str(self._libraries), "FAKE_DEVICE": str(self._held)}
+
+    def hold(self, held_bytes: int, pid: int | None = None) -> None:
+        (self._held / str(pid or os.getpid())).write_text(str(held_bytes))
