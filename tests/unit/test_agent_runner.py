@@ -9,7 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,6 +26,9 @@ from colocated_rl_agent.runner_link import (
     RunnerTerminating,
     RunnerUnreachable,
 )
+from colocated_rl_agent.runner_link import Device as Memory
+from colocated_rl_operator import resources
+from fakes.device import GIB, TOTAL_BYTES, Device
 
 DEADLINE_S = 10.0
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -46,12 +49,18 @@ class Container:
         self.events.append(event)
         self._changed.set()
 
-    async def start(self, *, grace_s: float = 60.0) -> None:
+    async def start(self, *, grace_s: float = 60.0, env: Mapping[str, str] | None = None) -> None:
         with self.output.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 runner.__file__,
-                env={**os.environ, runner.SOCKET: str(self.socket), runner.GRACE: str(grace_s), "LEAKED": "yes"},
+                env={
+                    **os.environ,
+                    **(env or {}),
+                    runner.SOCKET: str(self.socket),
+                    runner.GRACE: str(grace_s),
+                    "LEAKED": "yes",
+                },
                 stdout=output,
             )
 
@@ -80,9 +89,11 @@ class Container:
 
 
 @asynccontextmanager
-async def container(directory: Path, *, grace_s: float = 60.0) -> AsyncIterator[Container]:
+async def container(
+    directory: Path, *, grace_s: float = 60.0, env: Mapping[str, str] | None = None
+) -> AsyncIterator[Container]:
     it = Container(directory)
-    await it.start(grace_s=grace_s)
+    await it.start(grace_s=grace_s, env=env)
     connection = asyncio.create_task(it.link.run())
     try:
         await it.hello()
@@ -252,6 +263,22 @@ async def test_socket_is_for_owner_and_group_alone(tmp_path: Path) -> None:
         assert 0o660 == stat.S_IMODE(it.socket.stat().st_mode)
 
 
+ELSEWHERE = "os.fork() and time.sleep(60); os.setsid();"  # in a session of its own
+
+
+@pytest.mark.parametrize("detour", ["", ELSEWHERE, f"{ELSEWHERE} os.fork() and os._exit(0);"])
+async def test_socket_turns_away_what_the_runner_started(tmp_path: Path, detour: str) -> None:
+    """People's trainer code runs in the same group, and could have killed the engine or ended the container."""
+    async with container(tmp_path) as it:
+        script = (
+            f"import os, socket, time; {detour} it = socket.socket(socket.AF_UNIX); it.connect({str(it.socket)!r});"
+            f"said = it.recv(4096); open({str(tmp_path / 'said')!r}, 'w').write(f'{{len(said)}}\\n')"
+        )
+        await it.link.start("trainer-0", [sys.executable, "-c", script], {})
+        assert "0" == await file_line(tmp_path / "said")
+        assert await it.link.start("engine-0", SLEEP, {}), "the agent's own connection goes on"
+
+
 @pytest.mark.parametrize("line", [b"nonsense\n", b"[]\n", b'{"id":1,"op":"fly"}\n', b'{"id":1,"op":"start"}\n'])
 async def test_bad_request_is_answered_and_the_runner_goes_on(tmp_path: Path, line: bytes) -> None:
     async with container(tmp_path) as it:
@@ -266,12 +293,30 @@ async def test_bad_request_is_answered_and_the_runner_goes_on(tmp_path: Path, li
 
 
 async def test_device_memory_is_unmeasured_without_a_driver(tmp_path: Path) -> None:
-    if runner.device_memory() is None:
-        async with container(tmp_path) as it:
-            assert () == await it.link.devices()
-    else:
-        async with container(tmp_path) as it:
-            assert all(0 < device.used_bytes <= device.total_bytes for device in await it.link.devices())
+    async with container(tmp_path, env={"LD_LIBRARY_PATH": "", "FAKE_DEVICE": ""}) as it:
+        found = await it.link.devices()
+        assert () == found or all(0 < device.used_bytes <= device.total_bytes for device in found), "a real one"
+
+
+async def test_device_memory_is_what_the_driver_says_of_those_who_live(tmp_path: Path) -> None:
+    device = Device(tmp_path)
+    async with container(tmp_path, env=device.environment) as it:
+        assert (Memory(index=0, total_bytes=TOTAL_BYTES, used_bytes=0),) == await it.link.devices()
+        device.hold(3 * GIB)
+        script = (
+            f"import os, time; open(os.environ['FAKE_DEVICE'] + f'/{{os.getpid()}}', 'w').write('{40 * GIB}');"
+            f"open({str(tmp_path / 'up')!r}, 'w').write('up\\n'); time.sleep(60)"
+        )
+        incarnation = await it.link.start("engine-0", [sys.executable, "-c", script], {})
+        await file_line(tmp_path / "up")
+        assert 43 * GIB == (await it.link.devices())[0].used_bytes
+        await it.link.kill("engine-0")
+        await it.exited(incarnation)
+        assert 3 * GIB == (await it.link.devices())[0].used_bytes
+
+
+def test_grace_of_the_pod_is_what_the_runner_takes_it_for() -> None:
+    assert runner.DEFAULT_GRACE_S == resources.GPU_GRACE_S
 
 
 def test_runner_imports_nothing_but_the_standard_library() -> None:

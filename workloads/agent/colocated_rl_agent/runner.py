@@ -9,8 +9,9 @@ because every rank of an engine holds device memory.
 Its output goes to standard output, each line behind `[name]`, and the last lines are kept for messages. Standard output
 of the container is read by people, so values that the agent calls secret are replaced.
 
-The socket: `COLOCATE_RUNNER_SOCKET`, or /run/colocate/sock/runner.sock, mode 0660. JSON lines of at most MAX_LINE
-bytes. One agent at a time; a newer connection replaces an older one. First comes
+The socket: `COLOCATE_RUNNER_SOCKET`, or /run/colocate/sock/runner.sock, mode 0660. What was started here is turned
+away: only the agent may use it, one at a time, and a newer connection replaces an older one. JSON lines of at most
+MAX_LINE bytes. First comes
 
     {"event": "hello", "protocol": 1, "runner": ID, "terminating": false, "children": [CHILD, ...]}
 
@@ -45,6 +46,7 @@ import pathlib
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -209,6 +211,10 @@ class Runner:
     # ------------------------------------------------------------------------------------------------ the agent
     def _accept(self) -> None:
         connection, _ = self.listener.accept()
+        if was_started_here(connection):
+            log("connection refused", reason="only the agent may tell the runner what to do")
+            connection.close()
+            return
         self._drop_agent()
         self.agent = Agent(connection)
         self.selector.register(connection, selectors.EVENT_READ, self._on_agent)
@@ -411,6 +417,20 @@ def listen(path: str) -> socket.socket:
     listener.listen(4)
     listener.setblocking(False)
     return listener
+
+
+def was_started_here(connection: socket.socket) -> bool:
+    """Whether a child, or what it started, is at the other end: trainers run people's code, in the pod's group."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", credentials)
+    if user != os.getuid():  # the agent's container has a user of its own; privileges can't be gained here
+        return False
+    while pid not in (0, os.getpid()):  # 0: in no process namespace of ours
+        try:
+            pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return True  # gone already, which no agent is
+    return pid != 0
 
 
 def wake_on_signals() -> int:
