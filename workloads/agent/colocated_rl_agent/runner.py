@@ -422,7 +422,7 @@ def listen(path: str) -> socket.socket:
 def was_started_here(connection: socket.socket) -> bool:
     """Whether a child, or what it started, is at the other end: trainers run people's code, in the pod's group."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, user, _ = struct.unpack("3i", credentials)
+    pid, user = map(int, struct.unpack("3i", credentials)[:2])
     if user != os.getuid():  # the agent's container has a user of its own; privileges can't be gained here
         return False
     while pid not in (0, os.getpid()):  # 0: in no process namespace of ours

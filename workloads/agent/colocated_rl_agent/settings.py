@@ -98,15 +98,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
     """Raises SettingsError."""
     parser = argparse.ArgumentParser(prog="python -m colocated_rl_agent", description="The agent of a GPU pod.")
     parser.add_argument("--root", type=Path, default=Path("/"), help="what all directories are in")
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")  # a pod's
-    for port, default in (
-        ("control", names.CONTROL_PORT),
-        ("data", names.DATA_PORT),
-        ("metrics", names.METRICS_PORT),
-        ("pages", names.PAGES_PORT),
-        ("engine", names.ENGINE_PORT),
-    ):
-        parser.add_argument(f"--{port}-port", type=int, default=default)
+    parser.add_argument("--engine-port", type=int, default=names.ENGINE_PORT)
+    Ports.add_arguments(parser)
     given = parser.parse_args(arguments)
     directories = Directories.below(given.root)
     return Settings(
@@ -115,13 +108,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         replica=_number(environment, names.ENV_REPLICA),
         job=_read_job(directories.job_file),
         directories=directories,
-        ports=Ports(
-            control=given.control_port,
-            data=given.data_port,
-            metrics=given.metrics_port,
-            pages=given.pages_port,
-            host=given.host,
-        ),
+        ports=Ports.given(given),
         engine_port=given.engine_port,
     )
 

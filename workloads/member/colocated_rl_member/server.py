@@ -5,16 +5,19 @@ so a slow operator gets the newest ones and skips what lay between. A newer conn
 older one: after a network fault the old one may look alive for seconds.
 
 Refuses anybody but the operator on the control port, messages over MAX_MESSAGE_BYTES and messages that can't be read:
-that connection is closed, and the operator's next one starts with full facts.
+that connection is closed, and the operator's next one starts with full facts. A connection on which no whole request
+head comes for IDLE_S is closed, on every port.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import ssl
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Generic, Self
 
@@ -42,7 +45,9 @@ LOG = logging.getLogger(__name__)
 
 SEND_DEADLINE_S = 2 * HEARTBEAT_S
 SHUTDOWN_S = 1.0  # for connections that are still open when the member ends
+IDLE_S = 60.0
 MAX_HEADER_BYTES = 8190  # of one header line
+MAX_HEADERS = 64
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,18 @@ class Ports:
     pages: int = names.PAGES_PORT
     host: str = "0.0.0.0"  # a pod's address; the pages port is on its loopback whatever this says
 
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """A flag for each, with the pod's value as its default."""
+        default = cls()
+        parser.add_argument("--host", default=default.host, help="address to listen on")
+        for port in ("control", "data", "metrics", "pages"):
+            parser.add_argument(f"--{port}-port", dest=port, type=int, default=getattr(default, port))
+
+    @classmethod
+    def given(cls, arguments: argparse.Namespace) -> Ports:
+        return cls(**{field.name: getattr(arguments, field.name) for field in fields(cls)})
+
 
 class MemberServer(Generic[TargetT]):
     """Serves one member while its context is entered. Everything runs on the event loop that entered it.
@@ -66,6 +83,7 @@ class MemberServer(Generic[TargetT]):
     remember_epoch: makes an epoch durable before a target of it is accepted.
     data: application of the data port (`data_application`); None when the member has none.
     pages: further routes for people, on the pod's loopback.
+    idle_s: for a caller to send the head of a request.
     """
 
     def __init__(
@@ -81,6 +99,7 @@ class MemberServer(Generic[TargetT]):
         pages: Sequence[web.RouteDef] = (),
         ports: Ports | None = None,
         registry: CollectorRegistry = REGISTRY,
+        idle_s: float = IDLE_S,
     ) -> None:
         self._hello = hello
         self._tls = tls
@@ -92,7 +111,8 @@ class MemberServer(Generic[TargetT]):
         self._fence = EpochFence(kind, highest_epoch=hello.highest_epoch, remember_epoch=remember_epoch)
         self._changed = asyncio.Event()
         self._link: web.WebSocketResponse | None = None
-        self._runners: list[web.AppRunner] = []
+        self._idle_s = idle_s
+        self._listening = AsyncExitStack()
         self.ports = ports or Ports()
 
     @property
@@ -117,39 +137,45 @@ class MemberServer(Generic[TargetT]):
         metrics = web.Application()
         metrics.add_routes([web.get("/metrics", self._show_metrics), web.get("/healthz", self._show_health)])
         asked = self.ports
-        self.ports = Ports(
-            control=await self._listen(control, asked.host, asked.control, self._tls.control_context()),
-            pages=await self._listen(pages, "127.0.0.1", asked.pages, None),
-            metrics=await self._listen(metrics, asked.host, asked.metrics, None),
-            data=await self._listen(self._data, asked.host, asked.data, self._tls.data_context()) if self._data else 0,
-            host=asked.host,
-        )
+        async with AsyncExitStack() as stack:
+            self.ports = Ports(
+                control=await self._listen(stack, control, asked.host, asked.control, self._tls.control_context()),
+                pages=await self._listen(stack, pages, "127.0.0.1", asked.pages),
+                metrics=await self._listen(stack, metrics, asked.host, asked.metrics),
+                data=await self._listen(stack, self._data, asked.host, asked.data, self._tls.data_context())
+                if self._data
+                else 0,
+                host=asked.host,
+            )
+            stack.push_async_callback(self._end_link)
+            self._listening = stack.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self._listening.aclose()
+
+    async def _end_link(self) -> None:
         if self._link is not None:
             await self._link.close(code=WSCloseCode.GOING_AWAY, message=b"member ends")
-        for runner in self._runners:
-            await runner.cleanup()
 
-    async def _listen(self, app: web.Application, host: str, port: int, context: ssl.SSLContext | None) -> int:
-        """The port it listens on."""
+    async def _listen(
+        self, stack: AsyncExitStack, app: web.Application, host: str, port: int, context: ssl.SSLContext | None = None
+    ) -> int:
+        """The port it listens on, until the stack ends."""
         runner = web.AppRunner(
             app,
             access_log=None,
             shutdown_timeout=SHUTDOWN_S,
+            keepalive_timeout=self._idle_s,
+            max_headers=MAX_HEADERS,
             max_field_size=MAX_HEADER_BYTES,
             handler_cancellation=True,  # a caller that is gone ends its handler: a gate aborts what it left
         )
         await runner.setup()
-        self._runners.append(runner)
-        try:
-            await web.TCPSite(runner, host, port, ssl_context=context, reuse_address=True).start()
-        except BaseException:
-            await self.__aexit__(None, None, None)
-            raise
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, host, port, ssl_context=context, reuse_address=True).start()
         address: tuple[str, int] = runner.addresses[0]
         return address[1]
 
