@@ -33,8 +33,6 @@ from fakes.engine import CONTEXT, END_TOKEN, FakeEngine
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
 from fakes.weights import logprob, write_export
 
-pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use web.RequestKey")  # in the fake engine
-
 VERSION = WeightVersion(4, 2)
 WEIGHT = 0.5
 
