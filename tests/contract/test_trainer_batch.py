@@ -71,6 +71,8 @@ def change(name: str, values: Values, kind: str | None = None) -> Callable[[Colu
         (change("behaviour_logp", [0.5] * 15), "behaviour_logp must be finite and at most 0"),
         (change("token_step", [-1] * 15), "a token to be trained has no step"),
         (change("reward", [float("inf")] * 4), "reward must be finite"),
+        (change("group_mean", [float("nan")] * 4), "group_mean must be finite"),
+        (change("group_std", [float("inf")] * 4), "group_std must be finite"),
     ],
 )
 def test_shard_that_contradicts_itself_is_refused(tmp_path: Path, harm: Callable[[Columns], object], said: str) -> None:

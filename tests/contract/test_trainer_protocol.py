@@ -46,7 +46,7 @@ def kinds(folder: Path) -> dict[str, tuple[TrainerKind, int]]:
     python = sys.executable
     return {
         "toy": (TrainerKind("toy", [python, str(CHECKOUT.root / "tests/fakes/toy_trainer.py")], model, {}), 2),
-        "own": (TrainerKind("own", [python, str(CHECKOUT.root / "examples/own_trainer/trainer.py")], model, {}), 1),
+        "own": (TrainerKind("own", [python, str(CHECKOUT.root / "examples/own_trainer/trainer.py")], model, {}), 2),
         "reference": (TrainerKind("reference", [python, "-m", "colocated_rl_trainer"], model, config), 2),
     }
 

@@ -18,6 +18,7 @@ from contract.trainer_process import Refusal, TrainerGroup, TrainerKind, running
 from safetensors.torch import load_file
 
 from colocated_rl_trainer.group import Group, GroupLost, form_group, interface_towards
+from colocated_rl_trainer.rank import Refused
 from fakes.shards import Sample, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
@@ -170,10 +171,14 @@ def test_news_that_does_not_come_is_not_waited_for_beyond_the_deadline() -> None
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = Group(rank=1, size=2, store=store)
 
-    before = group.heard("saved/3", within_s=0.05)
-    group.announce("saved/3")
+    done: list[str] = []
 
-    assert (False, True) == (before, group.heard("saved/3", within_s=0.05))
+    with pytest.raises(Refused, match="rank 0 has not saved step 3: ask again"):
+        group.once("saved step 3", lambda: done.append("by 1"), within_s=0.05)
+    Group(rank=0, size=2, store=store).once("saved step 3", lambda: done.append("by 0"), within_s=0.05)
+    group.once("saved step 3", lambda: done.append("by 1"), within_s=0.05)
+
+    assert ["by 0"] == done
 
 
 def test_interface_is_the_one_that_leads_to_the_group() -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from colocated_rl_api.weights import MANIFEST
+from colocated_rl_trainer.checkpoint import CONTENTS, OPTIMIZER
 from colocated_rl_trainer.manifest import tensor_entries
 from colocated_rl_trainer.residency import Residency
 from colocated_rl_trainer.weights import load_model, probe, write_model, write_tensors
@@ -59,6 +61,18 @@ def test_everything_but_weights_is_copied_byte_by_byte(origin: Path, out: Path) 
     assert [*copied, "model.safetensors"] == sorted((file.name for file in out.iterdir()), key=_weights_last)
     for name in copied:
         assert (origin / name).read_bytes() == (out / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", [MANIFEST, CONTENTS, OPTIMIZER])
+def test_model_that_is_an_export_or_a_checkpoint_leaves_nothing_of_that_in_ours(
+    origin: Path, out: Path, name: str
+) -> None:
+    """Its manifest made a torn export look whole, and its optimizer's state filled the volume."""
+    (origin / name).write_bytes(b"of another job")
+
+    write_model(load_model(origin), out, origin=origin, dtype=torch.float32)
+
+    assert not (out / name).exists()
 
 
 def test_export_in_half_precision_says_so(origin: Path, out: Path) -> None:

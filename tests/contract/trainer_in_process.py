@@ -14,28 +14,33 @@ from colocated_rl_trainer.settings import RankSettings, TrainerConfig
 from fakes.shards import Sample, write_shards
 
 
-class OneRank:
+def only_rank(folder: Path, model: Path, config: Mapping[str, object]) -> RankSettings:
     """`folder` keeps its checkpoints: another one there goes on where this one saved."""
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    (folder / "job.json").write_text(json.dumps(job_file()))
+    (folder / "trainer.json").write_text(json.dumps(config))
+    return RankSettings(
+        socket=folder / "unused.sock",
+        config=folder / "trainer.json",
+        job=folder / "job.json",
+        model=model,
+        checkpoints=folder / "checkpoints",
+        lineage=1,
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        master_address="127.0.0.1",
+        master_port=1,
+        device="cpu",
+    )
+
+
+class OneRank:
+    """The reference trainer."""
 
     def __init__(self, folder: Path, model: Path, **config: object) -> None:
         self.folder = folder
-        (folder / "checkpoints").mkdir(exist_ok=True)
-        (folder / "job.json").write_text(json.dumps(job_file()))
-        (folder / "trainer.json").write_text(json.dumps({"threads": 1} | config))
-        settings = RankSettings(
-            socket=folder / "unused.sock",
-            config=folder / "trainer.json",
-            job=folder / "job.json",
-            model=model,
-            checkpoints=folder / "checkpoints",
-            lineage=1,
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            master_address="127.0.0.1",
-            master_port=1,
-            device="cpu",
-        )
+        settings = only_rank(folder, model, {"threads": 1} | config)
         self.loop = ReferenceTrainer(settings, TrainerConfig.read(settings.config))
         self.step = self.loop.load()
         self.updates: list[int] = []  # steps that became dirty

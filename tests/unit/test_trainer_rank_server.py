@@ -425,6 +425,17 @@ def test_bad_request_is_told_apart(at: Path, method: str, path: str, body: str |
     assert content["message"]
 
 
+@pytest.mark.parametrize("size", ["\xb2", "-1", "9" * 5000])
+def test_length_that_is_no_number_is_refused(at: Path, size: str) -> None:
+    """A superscript two counts as a digit, and is no number: the connection broke off without an answer."""
+    with contextlib.closing(_connection(at)) as connection:
+        connection.putrequest("POST", "/v1/onload")
+        connection.putheader("Content-Length", size.encode("latin-1"))
+        connection.endheaders()
+        answer = connection.getresponse()
+        assert (400, "BadRequest") == (answer.status, json.loads(answer.read())["error"])
+
+
 def _connection(path: Path) -> http.client.HTTPConnection:
     connection = http.client.HTTPConnection("localhost")
     connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -7,7 +7,7 @@ the normalizers. Samples that teach nothing (advantage 0) count in the normalize
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_trainer.group import Group
 from colocated_rl_trainer.loss import group_advantage
 from colocated_rl_trainer.rank import Refused
 
@@ -30,6 +31,21 @@ _BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step")
 
 class BadShard(Refused):
     """A shard can't be trained on. Nothing has changed: the step can be asked for again with the right file."""
+
+
+class PeerRefused(Refused):
+    """Another rank can't train on its shard; this one has not begun either."""
+
+
+@dataclass(frozen=True)
+class ShardSample:
+    """One sample, prompt and response: [length] each, on the device that was asked for."""
+
+    tokens: Tensor  # int64
+    is_trained: Tensor  # bool: written by the policy
+    behaviour_logp: Tensor  # float32, nats, as the engine sampled the token; 0 where `is_trained` is not
+    reward: float
+    advantage: float  # of GRPO: in spreads of its group's rewards
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,17 @@ class Shard:
     def samples(self) -> int:
         return len(self.end)
 
+    def each(self, device: torch.device | str) -> Iterator[ShardSample]:
+        """The samples one by one, on `device`: for a loop that does not pack them."""
+        for number, (start, end) in enumerate(zip(self.start.tolist(), self.end.tolist(), strict=True)):
+            yield ShardSample(
+                tokens=self.tokens[start:end].to(device),
+                is_trained=self.loss_mask[start:end].to(device),
+                behaviour_logp=self.behaviour_logp[start:end].to(device),
+                reward=float(self.reward[number]),
+                advantage=float(self.advantage[number]),
+            )
+
     def groups(self) -> dict[int, GroupShare]:
         """This rank's part of each group."""
         shares: dict[int, GroupShare] = {}
@@ -100,6 +127,26 @@ class Shard:
     def teaching(self) -> Tensor:
         """Which samples have a gradient: bool [n]."""
         return (self.advantage != 0) & (self.loss_tokens > 0)
+
+
+def read_together(path: Path, group: Group, *, step: int) -> tuple[Shard, list[dict[int, GroupShare]]]:
+    """This rank's shard, and every rank's part of each group. Raises Refused on every rank or on none."""
+    shard, fault = None, None
+    try:
+        shard = Shard.read(path, step=step, shard=group.rank, shards=group.size)
+    except BadShard as error:
+        fault = error
+    heard = group.gather((str(fault) if fault else None, shard.groups() if shard else {}))
+    if fault is not None:
+        raise fault
+    assert shard is not None
+    if faults := [f"rank {peer}: {told}" for peer, (told, _) in enumerate(heard) if told]:
+        raise PeerRefused(f"step {step} not begun: {'; '.join(faults)}")
+    shares = [share for _, share in heard]
+    loss_tokens = sum(part.loss_tokens for share in shares for part in share.values())
+    if loss_tokens != shard.header.loss_tokens:
+        raise BadShard(f"the shards of step {step} hold {loss_tokens} loss tokens, not {shard.header.loss_tokens}")
+    return shard, shares
 
 
 def _fault(column: Mapping[str, Tensor]) -> str | None:
@@ -123,8 +170,9 @@ def _fault(column: Mapping[str, Tensor]) -> str | None:
         return "behaviour_logp must be finite and at most 0"
     if bool((column["token_step"][mask] < 0).any()):
         return "a token to be trained has no step"
-    if not bool(torch.isfinite(column["reward"]).all()):
-        return "reward must be finite"
+    for name in ("reward", "group_mean", "group_std"):
+        if not bool(torch.isfinite(column[name]).all()):
+            return f"{name} must be finite"
     return None
 
 

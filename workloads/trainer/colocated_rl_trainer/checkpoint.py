@@ -22,6 +22,9 @@ from colocated_rl_trainer.manifest import sha256_of
 
 FORMAT = 1
 CONTENTS = "checkpoint.json"
+OPTIMIZER = (
+    "optimizer.state"  # its state, where a checkpoint has some; no *.safetensors, which loaders take for weights
+)
 _NAME = re.compile(r"step-(\d{8})")
 _DRAFT = re.compile(r"\.step-\d{8}\.draft")
 

@@ -13,12 +13,15 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from colocated_rl_trainer.rank import Refused
+from colocated_rl_trainer.settings import RankSettings
 
 Item = TypeVar("Item")
 
@@ -59,23 +62,39 @@ class Group:
             with _waiting_for_peers("broadcast"):
                 dist.broadcast(tensor, src=0)
 
-    def announce(self, what: str) -> None:
-        """Tell the others, who need not listen yet."""
-        if self._store is not None:
-            self._store.set(what, "done")
+    def once(self, what: str, do: Callable[[], object], *, within_s: float) -> None:
+        """Rank 0 does it and returns, every other rank returns when it has: they need not come at the same time.
 
-    def heard(self, what: str, *, within_s: float) -> bool:
-        """Wait until some rank has announced it. Raises GroupLost if rank 0 is gone."""
-        if self._store is None:
-            return False
+        what: unlike anything else that is done once. Raises what `do` raises; elsewhere Refused after `within_s`, or
+        GroupLost if rank 0 is gone.
+        """
+        if self.rank == 0:
+            do()
+            if self._store is not None:
+                self._store.set(what, "done")
+            return
+        assert self._store is not None
         try:
-            with _waiting_for_peers("wait"):
+            with _waiting_for_peers(f"wait for {what}"):
                 self._store.wait([what], timedelta(seconds=within_s))
         except GroupLost as error:
             if isinstance(error.__cause__, dist.DistStoreError):
-                return False
+                raise Refused(f"rank 0 has not {what}: ask again, and see why in the log of its pod") from error
             raise
-        return True
+
+
+def join_group(settings: RankSettings) -> Group:
+    """Meet the other ranks of this lineage, with the deadlines of the job. Raises GroupLost."""
+    switch = settings.read_job().spec.switch
+    return form_group(
+        rank=settings.rank,
+        size=settings.world_size,
+        address=settings.master_address,
+        port=settings.master_port,
+        device=torch.device(settings.device),
+        start_s=switch.trainer_start_seconds,
+        progress_s=switch.trainer_progress_seconds,
+    )
 
 
 def form_group(

@@ -19,23 +19,16 @@ from torch import Tensor
 
 from colocated_rl_api.logs import log
 from colocated_rl_api.weights import Probe
-from colocated_rl_trainer.batch import BadShard, MicroBatch, Shard, deal_minibatches, micro_batches
-from colocated_rl_trainer.checkpoint import Checkpoints
-from colocated_rl_trainer.group import Group, form_group
+from colocated_rl_trainer.batch import MicroBatch, Shard, deal_minibatches, micro_batches, read_together
+from colocated_rl_trainer.checkpoint import OPTIMIZER, Checkpoints
+from colocated_rl_trainer.group import Group, join_group
 from colocated_rl_trainer.loss import importance_ratio, policy_loss, token_logp
-from colocated_rl_trainer.rank import Refused
 from colocated_rl_trainer.residency import Residency
 from colocated_rl_trainer.settings import RankSettings, TrainerConfig
 from colocated_rl_trainer.tally import Tally, metrics
 from colocated_rl_trainer.weights import load_model, probe, write_model, write_tensors
 
-OPTIMIZER_FILE = "optimizer.state"  # of a checkpoint; no *.safetensors, which loaders would take for weights
-
 _LOG = logging.getLogger(__name__)
-
-
-class PeerRefused(Refused):
-    """Another rank can't train on its shard; this one has not begun either."""
 
 
 class Diverged(Exception):
@@ -56,7 +49,7 @@ class ReferenceTrainer:
     def __init__(self, settings: RankSettings, config: TrainerConfig) -> None:
         self._settings = settings
         self._config = config
-        self._switch = settings.read_job().spec.switch
+        self._progress_s = settings.read_job().spec.switch.trainer_progress_seconds
         self._device = torch.device(settings.device)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self._checkpoints = Checkpoints(settings.checkpoints)
@@ -65,21 +58,12 @@ class ReferenceTrainer:
 
     def load(self) -> int:
         """Rank 0 reads the newest checkpoint and hands it to the others: replicas can't begin apart."""
-        settings, switch = self._settings, self._switch
-        self._group: Group = form_group(
-            rank=settings.rank,
-            size=settings.world_size,
-            address=settings.master_address,
-            port=settings.master_port,
-            device=self._device,
-            start_s=switch.trainer_start_seconds,
-            progress_s=switch.trainer_progress_seconds,
-        )
-        found = self._checkpoints.newest() if settings.rank == 0 else None
-        self.model = load_model(found.directory if found else settings.model)
+        self._group: Group = join_group(self._settings)
+        found = self._checkpoints.newest() if self._group.rank == 0 else None
+        self.model = load_model(found.directory if found else self._settings.model)
         self._state = Residency(self.model, self._device)
         if found:
-            self._read_optimizer(found.directory / OPTIMIZER_FILE)
+            self._read_optimizer(found.directory / OPTIMIZER)
             log(_LOG, "checkpoint read", step=found.step)
         step, self._state.updates = self._group.gather((found.step if found else 0, self._state.updates))[0]
         for buffer in (self._state.parameters, self._state.first_moment, self._state.second_moment):
@@ -137,30 +121,16 @@ class ReferenceTrainer:
 
     def save(self, step: int, keep: int) -> None:
         """Rank 0 writes; the others answer when it has: then the step is durable for everyone."""
-        if self._settings.rank == 0:
-            self._checkpoints.write(step, keep=keep, fill=self._write_checkpoint)
-            self._group.announce(f"saved/{step}")
-        elif not self._group.heard(f"saved/{step}", within_s=self._switch.trainer_progress_seconds):
-            raise Refused(f"rank 0 has not saved step {step}: ask again, and see why in the log of its pod")
+        self._group.once(
+            f"saved step {step}",
+            lambda: self._checkpoints.write(step, keep=keep, fill=self._write_checkpoint),
+            within_s=self._progress_s,
+        )
 
     def _read_batch(self, step: int, path: Path) -> tuple[Shard, list[_Work]]:
         """This rank's shard and what to do with it, agreed with the others. Raises Refused on every rank or on none."""
-        config, rank, size = self._config, self._settings.rank, self._settings.world_size
-        shard, fault = None, None
-        try:
-            shard = Shard.read(path, step=step, shard=rank, shards=size)
-        except BadShard as error:
-            fault = error
-        heard = self._group.gather((str(fault) if fault else None, shard.groups() if shard else {}))
-        if fault is not None:
-            raise fault
-        assert shard is not None
-        if faults := [f"rank {peer}: {told}" for peer, (told, _) in enumerate(heard) if told]:
-            raise PeerRefused(f"step {step} not begun: {'; '.join(faults)}")
-        shares = [peer for _, peer in heard]
-        loss_tokens = sum(share.loss_tokens for peer in shares for share in peer.values())
-        if loss_tokens != shard.header.loss_tokens:
-            raise BadShard(f"the shards of step {step} hold {loss_tokens} loss tokens, not {shard.header.loss_tokens}")
+        config = self._config
+        shard, shares = read_together(path, self._group, step=step)
         minibatches = deal_minibatches(shares, count=config.minibatches, seed=config.seed * 1_000_003 + step)
         return shard, [
             _Work(minibatch.loss_tokens, micro_batches(shard, minibatch, tokens=config.micro_batch_tokens))
@@ -198,7 +168,7 @@ class ReferenceTrainer:
         moments: dict[str, Tensor] = {"updates": torch.tensor(state.updates)}
         for kind, buffer in (("first_moment", state.first_moment), ("second_moment", state.second_moment)):
             moments |= {f"{kind}.{name}": view for name, view in state.named(buffer).items()}
-        write_tensors(directory / OPTIMIZER_FILE, moments)
+        write_tensors(directory / OPTIMIZER, moments)
 
     def _read_optimizer(self, file: Path) -> None:
         state, moments = self._state, load_file(file)

@@ -118,7 +118,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _read(self) -> Request:
         size = self.headers.get("Content-Length", "")
-        if not size.isdigit() or int(size) > MAX_BODY_BYTES:
+        if not (size.isascii() and size.isdigit() and len(size) < 10) or int(size) > MAX_BODY_BYTES:
             self.close_connection = True  # what follows can't be told from a next request
             raise NotDone(
                 HTTPStatus.BAD_REQUEST, trainer_error("BadRequest", f"Content-Length must be 0 to {MAX_BODY_BYTES}")

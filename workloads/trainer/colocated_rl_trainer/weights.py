@@ -2,7 +2,8 @@
 
 Everything that is not weights (config, tokenizer, chat template) is copied from the model's own directory, byte by
 byte, so that the engine reads what the person gave; only `dtype` is brought in line. Tied tensors are written once,
-under the name that loaders look for. The manifest is added by the rank server, last.
+under the name that loaders look for. The manifest is added by the rank server, last: one that stands in the model's
+directory, because that is an export or a checkpoint of another job, is not copied.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from colocated_rl_api.weights import Probe
+from colocated_rl_api.weights import MANIFEST, Probe
+from colocated_rl_trainer.checkpoint import CONTENTS, OPTIMIZER
 
 FILE_BYTES = 4 * 1024**3  # of one safetensors file at most, unless a single tensor is larger
 PROBE_TOKENS = 32
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
+_OURS = (MANIFEST, CONTENTS, OPTIMIZER)
 _PROBE_STRIDE = 7919  # prime: ids all over the vocabulary
 
 
@@ -47,7 +50,7 @@ def write_model(
     Raises OSError when there is no space.
     """
     for file in sorted(origin.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and file.name not in _OURS:
             shutil.copyfile(file, directory / file.name)
     _set_dtype(directory / "config.json", dtype)
     tensors = _named_tensors(model)
