@@ -29,9 +29,10 @@ from colocated_rl_api.member_wire import (
     RolloutTarget,
     from_member,
 )
-from colocated_rl_member.data import DataClient, data_application
-from colocated_rl_member.server import IDLE_S, MAX_HEADERS, MemberServer, Ports
+from colocated_rl_member.data import DATA_IDLE_S, DataClient, data_application
+from colocated_rl_member.server import MAX_HEADERS, MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
+from colocated_rl_rollout import engine_client
 from fakes.authority import Authority
 
 JOB_UID = "2f6c1f5e-0f0e-4a39-8f0f-1f2e3d4c5b6a"
@@ -91,7 +92,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(directory: Path, *, highest_epoch: int = 0, idle_s: float = IDLE_S) -> AsyncIterator[Scene]:
+async def scene(directory: Path, *, highest_epoch: int = 0, idle_s: float = 60.0) -> AsyncIterator[Scene]:
     member = Member()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session:
         it = Scene(directory, member, session)
@@ -108,6 +109,7 @@ async def scene(directory: Path, *, highest_epoch: int = 0, idle_s: float = IDLE
             ports=Ports(control=0, data=0, metrics=0, pages=0, host="127.0.0.1"),
             registry=CollectorRegistry(),
             idle_s=idle_s,
+            data_idle_s=idle_s,
         )
         async with member.server, asyncio.timeout(2 * DEADLINE_S):
             yield it
@@ -361,6 +363,11 @@ async def test_end_that_is_cancelled_leaves_no_port_open(tmp_path: Path) -> None
     for port in (server.ports.control, server.ports.metrics, server.ports.pages):
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
+
+
+def test_connections_to_data_ports_are_kept_for_longer_than_their_callers_keep_them() -> None:
+    """One that a port closes while a request is under way is a lost attempt."""
+    assert engine_client.IDLE_CONNECTION_S < DATA_IDLE_S
 
 
 def test_ports_are_the_pods_unless_said_otherwise() -> None:

@@ -17,6 +17,8 @@ from colocated_rl_api import names
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.tls import MemberTls
 
+DATA_IDLE_S = 900.0  # of a connection to a data port; callers keep theirs for less, or it would close under a request
+
 
 def data_application(tls: MemberTls, *, max_request_bytes: int) -> web.Application:
     """An application for a data port, to which a member adds its routes."""

@@ -6,7 +6,7 @@ older one: after a network fault the old one may look alive for seconds.
 
 Refuses anybody but the operator on the control port, messages over MAX_MESSAGE_BYTES and messages that can't be read:
 that connection is closed, and the operator's next one starts with full facts. A connection on which no whole request
-head comes for IDLE_S is closed, on every port.
+head comes for IDLE_S is closed; on a data port, whose callers come in bursts, for DATA_IDLE_S.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from colocated_rl_api.member_wire import (
 from colocated_rl_api.member_wire import (
     target as target_adapter,
 )
+from colocated_rl_member.data import DATA_IDLE_S
 from colocated_rl_member.fence import EpochFence, TargetT
 from colocated_rl_member.tls import MemberTls, is_operator
 
@@ -83,7 +84,7 @@ class MemberServer(Generic[TargetT]):
     remember_epoch: makes an epoch durable before a target of it is accepted.
     data: application of the data port (`data_application`); None when the member has none.
     pages: further routes for people, on the pod's loopback.
-    idle_s: for a caller to send the head of a request.
+    idle_s, data_idle_s: for a caller to send the head of a request.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class MemberServer(Generic[TargetT]):
         ports: Ports | None = None,
         registry: CollectorRegistry = REGISTRY,
         idle_s: float = IDLE_S,
+        data_idle_s: float = DATA_IDLE_S,
     ) -> None:
         self._hello = hello
         self._tls = tls
@@ -111,7 +113,7 @@ class MemberServer(Generic[TargetT]):
         self._fence = EpochFence(kind, highest_epoch=hello.highest_epoch, remember_epoch=remember_epoch)
         self._changed = asyncio.Event()
         self._link: web.WebSocketResponse | None = None
-        self._idle_s = idle_s
+        self._idle_s, self._data_idle_s = idle_s, data_idle_s
         self._listening = AsyncExitStack()
         self.ports = ports or Ports()
 
@@ -168,7 +170,7 @@ class MemberServer(Generic[TargetT]):
             app,
             access_log=None,
             shutdown_timeout=SHUTDOWN_S,
-            keepalive_timeout=self._idle_s,
+            keepalive_timeout=self._data_idle_s if app is self._data else self._idle_s,
             max_headers=MAX_HEADERS,
             max_field_size=MAX_HEADER_BYTES,
             handler_cancellation=True,  # a caller that is gone ends its handler: a gate aborts what it left
