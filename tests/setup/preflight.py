@@ -5,6 +5,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Machine:
     missing_programs: tuple[str, ...]
     has_venv: bool  # `python3 -m venv` can make environments, or there is a uv that can
     namespaces: str | None  # why namespaces are refused; None: they work
+    has_ids: bool  # pods of a job may run as the users they ask for
     disk_free_gib: float
     disk_needed_gib: float
     disk_path: str
@@ -61,6 +63,11 @@ def problems(machine: Machine) -> Iterator[str]:
             f"namespaces: refused ({machine.namespaces}): run as root, or allow them to ordinary users with "
             "`sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0`"
         )
+    elif not machine.has_ids:
+        yield (
+            "users: pods of a job run as users of their own, and this user has no subordinate ids: run as root, or "
+            "`apt-get install uidmap` and `usermod --add-subuids 100000-165535 --add-subgids 100000-165535 USER`"
+        )
     if machine.disk_free_gib < machine.disk_needed_gib:
         yield (
             f"disk: {machine.disk_free_gib:.0f} GiB free at {machine.disk_path}, {machine.disk_needed_gib:.0f} GiB "
@@ -84,6 +91,7 @@ def inspect(layout: Layout, *, runs_jobs: bool) -> Machine:
         missing_programs=tuple(name for name in ("git", "make") if shutil.which(name) is None),
         has_venv=importlib.util.find_spec("ensurepip") is not None or shutil.which("uv") is not None,
         namespaces=_try_namespaces() if on_linux else None,
+        has_ids=not runs_jobs or _try_ids(),
         disk_free_gib=shutil.disk_usage(layout.root).free / GIB,
         disk_needed_gib=DISK_BUILT_GIB if built else DISK_EMPTY_GIB,
         disk_path=str(layout.root),
@@ -101,6 +109,17 @@ def _try_namespaces() -> str | None:
         os._exit(0 if libc.unshare(wanted) == 0 else ctypes.get_errno() & 0xFF)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return None if code == 0 else os.strerror(code) if code > 0 else f"signal {-code}"
+
+
+def _try_ids() -> bool:
+    """Whether the local cluster will get more users than this one, in the way that it will try."""
+    if os.geteuid() == 0:
+        return True
+    command = ("unshare", "--user", "--map-root-user", "--map-auto", "true")
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
 
 
 def _available_memory_bytes() -> int:
