@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from builders import absent_engine, absent_trainer, make_member, released_engine, rollout_facts
 from colocated_rl_api.ladder import BARRIERS, Rung, WeightVersion, standing
 from colocated_rl_api.member_wire import (
     EngineFacts,
@@ -26,7 +27,6 @@ from colocated_rl_api.member_wire import (
     PodTarget,
     RolloutFacts,
     RolloutTarget,
-    SealedBatch,
     TagState,
     TrainerFacts,
     TrainerState,
@@ -36,7 +36,6 @@ from colocated_rl_operator.observation import (
     ROLLOUT_SEAT,
     Climb,
     Job,
-    Member,
     Memory,
     Observation,
     PodPhase,
@@ -44,8 +43,8 @@ from colocated_rl_operator.observation import (
 )
 from colocated_rl_operator.plan import Plan, plan
 
-GONE = EngineFacts(name="engine-0", state=EngineState.ABSENT)
-NO_TRAINER = TrainerFacts(rank=0, state=TrainerState.ABSENT)
+GONE = absent_engine()
+NO_TRAINER = absent_trainer()
 
 
 class Broken(AssertionError):
@@ -115,11 +114,10 @@ class RolloutPod(SimPod):
 
     @property
     def facts(self) -> RolloutFacts:
-        batch = SealedBatch(step=self.sealed, groups=1, samples=2, loss_tokens=1) if self.sealed else None
         result = None if self.evaluated is None else EvaluationResult(step=self.evaluated, samples=1, mean=0, stderr=0)
         epoch = self.target.epoch if self.target else 0
-        return RolloutFacts(
-            epoch=epoch, sealed=batch, trained_step=self.trained, evaluated=result, stopped=self.stopped
+        return rollout_facts(
+            sealed=self.sealed, trained=self.trained, epoch=epoch, evaluated=result, stopped=self.stopped
         )
 
 
@@ -206,9 +204,7 @@ class Group:
         elif target.rung >= Rung.DRAINED and not engine.drained:
             pod.engine = engine.model_copy(update={"drained": True})
         elif target.rung >= Rung.RELEASED and not engine.is_released and not _is_done(pod, target):
-            gone = TagState.RELEASED
-            released = {"weights": gone, "kv_cache": gone, "cuda_graph": gone, "version": None}
-            pod.engine = engine.model_copy(update=released)
+            pod.engine = released_engine().model_copy(update={"incarnation": engine.incarnation})
         else:
             return False
         return True
@@ -412,9 +408,9 @@ class Simulation(Group):
 
     def _observe(self) -> Observation:
         members = [
-            Member(
-                seat=pod.seat,
-                attempt=pod.attempt,
+            make_member(
+                pod.seat,
+                pod.attempt,
                 name=f"{pod.seat}-{pod.attempt}",
                 uid=pod.uid,
                 phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
