@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY
 from colocated_rl_api import logs, names
 from colocated_rl_operator import handlers
 from colocated_rl_operator.act import Doors
-from colocated_rl_operator.authority import find_authority
+from colocated_rl_operator.authority import Authority, find_authority
 from colocated_rl_operator.case import Pods, Wakeups
 from colocated_rl_operator.cluster import ClusterAccess, find_cluster
 from colocated_rl_operator.errors import ApiError, BadSetting, NotFound
@@ -33,7 +33,7 @@ from colocated_rl_operator.settings import Settings
 
 LOG = logging.getLogger("colocated_rl_operator")
 
-CRD_RETRY_S = 2.0
+START_RETRY_S = 2.0
 
 
 def main() -> int:
@@ -78,7 +78,7 @@ async def lead(settings: Settings, access: ClusterAccess, metrics: Metrics, leas
     wakeups = Wakeups()
     async with Kube(access, count=metrics.count_request) as kube:
         await _until_jobs_are_served(kube, (*settings.watch_namespaces, settings.namespace)[0])
-        authority = await find_authority(kube, settings.namespace)
+        authority = await _until_authority_is_found(kube, settings.namespace)
         async with Members(authority.operator_context(), wakeups.wake, lost=metrics.lost.inc) as members:
             metrics.connected.set_function(lambda: members.connected)
             doors = Doors(
@@ -116,7 +116,17 @@ async def _until_jobs_are_served(kube: Kube, namespace: str) -> None:
             logs.log(LOG, "jobs can't be read yet: trying again", logging.WARNING, reason=str(error))
         else:
             return
-        await asyncio.sleep(CRD_RETRY_S)
+        await asyncio.sleep(START_RETRY_S)
+
+
+async def _until_authority_is_found(kube: Kube, namespace: str) -> Authority:
+    """A leader that ended instead would come back into the same, and after a while into back-off."""
+    while True:
+        try:
+            return await find_authority(kube, namespace)
+        except ApiError as error:
+            logs.log(LOG, "no authority yet: trying again", logging.ERROR, reason=str(error))
+        await asyncio.sleep(START_RETRY_S)
 
 
 async def _become_leader(lease: Lease) -> None:

@@ -1,8 +1,9 @@
 """The operator's own certificate authority: who may send targets, and who is a member of which job.
 
 Made at the first start and kept in a Secret of the operator's namespace, never in a chart, which would make another
-one at each rendering. The operator's client certificate is made anew at each start and never leaves the process; its
-common name is the only right to send targets. A job's certificate is good for serving under the job's name alone.
+one at each rendering. The operator's client certificate is made anew at each start, never leaves the process and lasts
+as long as that may run; its common name is the only right to send targets. A job's certificate is good for serving
+under the job's name alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ SECRET_NAME = "colocated-rl-authority"
 CA_KEY_FILE = "ca.key"
 AUTHORITY_LIFE = timedelta(days=3650)
 JOB_LIFE = timedelta(days=1825)
-OPERATOR_LIFE = timedelta(days=365)
 CLOCK_TOLERANCE = timedelta(hours=1)  # nodes' clocks differ
 
 
@@ -83,7 +83,7 @@ class Authority:
         """Client side of members' control ports: trusts this authority alone, shows the operator's certificate."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = names.OPERATOR_CLIENT_NAME
-        certificate = self._issue(name, key, OPERATOR_LIFE, ExtendedKeyUsageOID.CLIENT_AUTH, name)
+        certificate = self._issue(name, key, AUTHORITY_LIFE, ExtendedKeyUsageOID.CLIENT_AUTH, name)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_verify_locations(cadata=_certificate_pem(self.certificate).decode("ascii"))

@@ -169,7 +169,7 @@ class Kube:
         try:
             headers = {**self._access.headers(), "Accept": "application/json", "Content-Type": content_type}
             async with self._session.request(
-                verb, self._access.server + path, params=query, data=data, headers=headers
+                verb, self._access.server + path, params=query, data=data, headers=headers, allow_redirects=False
             ) as answer:
                 code = answer.status
                 content = await answer.content.read(MAX_ANSWER_BYTES + 1)
@@ -183,7 +183,10 @@ class Kube:
             raise ApiError(f"{what}: the answer is longer than {MAX_ANSWER_BYTES} bytes", code)
         if code >= 300:
             raise _translate(what, code, content)
-        answer_body: Body = json.loads(content)
+        try:
+            answer_body: Body = json.loads(content)
+        except ValueError as error:
+            raise ApiUnreachable(f"{what}: {code}, and no JSON: something in between answered") from error
         return answer_body
 
 

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
@@ -51,6 +53,20 @@ async def test_answers_become_errors_that_say_what_was_asked(
 async def test_a_server_that_is_not_there_is_unreachable() -> None:
     async with Kube(ClusterAccess("http://127.0.0.1:1")) as kube:
         with pytest.raises(ApiUnreachable, match="no answer"):
+            await kube.read_job("default", "sums")
+
+
+@pytest.mark.parametrize(("code", "says"), [(200, "no JSON"), (302, "302")])
+async def test_something_in_between_that_answers_is_no_api_server(code: int, says: str) -> None:
+    """A page of a proxy ended the job's loop; a redirect was followed wherever it led."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=code, text="<html>", headers={"Location": "/elsewhere"} if code == 302 else {})
+
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(application) as server, Kube(ClusterAccess(str(server.make_url("")).rstrip("/"))) as kube:
+        with pytest.raises(ApiUnreachable, match=says):
             await kube.read_job("default", "sums")
 
 
