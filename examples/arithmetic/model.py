@@ -59,6 +59,12 @@ class Recipe:
     terse_target: float = 0.3  # of a probe, which has more short sums than the held-out questions
     terse_steps_most: int = 120
     held_out: int = 512  # questions of the final figure in made.json
+    held_out_least: float = 0.05  # of them right: what never comes out right can't be reinforced
+    held_out_most: float = 0.28  # below the demo's bound by three standard errors, as it asks questions of its own
+
+    def is_met(self, held_out: float) -> bool:
+        """Whether a model with this held-out exact match is one to start the demo from."""
+        return self.held_out_least <= held_out <= self.held_out_most
 
 
 class Made(TypedDict):
@@ -154,6 +160,11 @@ def _make(directory: Path, recipe: Recipe, report: Report) -> float:
         model, tokenizer, problems(recipe.held_out, seed=5, held_out=True), generator=torch.Generator().manual_seed(0)
     )
     report(f"model: held-out exact match {held_out:.3f} on {recipe.held_out} questions")
+    if not recipe.is_met(held_out):
+        raise WarmUpMissed(
+            f"held-out exact match is {held_out:.3f}, not between {recipe.held_out_least} and {recipe.held_out_most} "
+            f"(seed {recipe.seed}): change terse_share in examples/arithmetic/model.py"
+        )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return held_out
