@@ -27,7 +27,7 @@ from colocated_rl_api.member_wire import EvaluationResult
 from colocated_rl_rollout.batches import BatchRecord, shard_path, write_batch
 from colocated_rl_rollout.database import StoreFailed, open_database
 from colocated_rl_rollout.samples import LIVE, NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens
-from colocated_rl_rollout.store import Store, WrongMove
+from colocated_rl_rollout.store import SPARE_BYTES, Store, WrongMove
 
 JOB = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
 S = SampleState
@@ -467,10 +467,31 @@ async def test_a_failed_write_reaches_whoever_waits_and_whoever_comes_later(stor
     with closing(sqlite3.connect(store.path)) as other:
         other.execute("DROP TABLE groups")
     store.admit(prompt(0), size=1)
-    with pytest.raises(StoreFailed, match="could not be written"):
+    with pytest.raises(StoreFailed, match=r"could not be written: .*no such table.*what was committed is kept"):
         await store.flushed()
     with pytest.raises(StoreFailed):
         store.admit(prompt(1), size=1)
+    store.close()
+
+
+async def test_a_full_volume_is_named_in_the_failure(store: Store) -> None:
+    await store.flushed()
+    database = store._writer._database
+    database.execute(f"PRAGMA max_page_count = {database.execute('PRAGMA page_count').fetchone()[0]}")
+    store.admit(prompt(0), size=10_000)
+    with pytest.raises(StoreFailed, match="its volume is full: enlarge its claim"):
+        await store.flushed()
+    store.close()
+
+
+async def test_the_room_that_is_kept_grows_with_the_batches(tmp_path: Path) -> None:
+    free = [SPARE_BYTES]
+    store = Store(tmp_path, job_uid=JOB, free_bytes=lambda _: free[0])
+    assert store.has_room()
+    seal(store, [completed_group(store)])
+    assert not store.has_room()
+    free[0] += 2 * sum(path.stat().st_size for path in store.batch_directory.iterdir())
+    assert store.has_room()
     store.close()
 
 

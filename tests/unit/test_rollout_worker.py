@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +18,17 @@ from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.rewards import TaskProcesses
-from colocated_rl_rollout.samples import NO_TOKENS, Prompt, Sample, SampleState, Span, Tokens
-from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.samples import NO_TOKENS, Finish, Prompt, Sample, SampleState, Span, Tokens
+from colocated_rl_rollout.store import SPARE_BYTES, Store
 from colocated_rl_rollout.worker import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST, Worker
-from fakes.rollout import JOB_UID, JobOnDisk, make_spec
+from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
 
 
 @dataclass
 class Scene:
     worker: Worker
     store: Store
+    free: list[int]  # bytes on the volume
 
     def admit(self) -> list[Sample]:
         return self.store.admit(Prompt(self.store.cursor, 0, (1, 2)), size=2).samples
@@ -42,7 +44,8 @@ class Scene:
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     """A worker whose engines and processes are not there: it decides, and nothing is sent."""
     job = JobOnDisk.write(tmp_path, make_spec())
-    store = Store(tmp_path / "state", job_uid=JOB_UID)
+    free = [1 << 40]
+    store = Store(tmp_path / "state", job_uid=JOB_UID, free_bytes=lambda _: free[0])
     task = job.spec.rollout.prompts.reasoning_gym
     processes = TaskProcesses(task, count=1, cache=tmp_path)
     async with aiohttp.ClientSession() as session:
@@ -61,8 +64,10 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
                 evaluation=None,
                 metrics=Metrics(CollectorRegistry()),
                 changed=lambda: None,
+                full_retry_s=0.01,
             ),
             store,
+            free,
         )
     store.close()
 
@@ -92,6 +97,45 @@ async def test_a_sample_is_not_resumed_for_ever(scene: Scene) -> None:
         assert SampleState.FAILED is not sample.state
         scene.attempt(sample, one_token())
     assert {(SampleState.FAILED, "TooManyAttempts"): 1} == scene.store.reasons
+
+
+async def test_a_full_volume_stops_admission_until_there_is_room(scene: Scene) -> None:
+    scene.worker._prompts._ready.extend(Prompt(position, position, (1, 2)) for position in range(9))
+
+    def told() -> str:
+        problem = scene.store.problem
+        return f"{problem.reason}: {problem.message}" if problem else ""
+
+    scene.free[0] = SPARE_BYTES - 1
+    scene.worker._admit()
+    assert not scene.store.groups
+    assert "StoreFull: no more prompts are taken" in told()
+    assert "63 MiB are free, 64 MiB are kept" in told()
+    await asyncio.wait_for(scene.worker._wake.wait(), 10)  # it looks again by itself
+    scene.free[0] = SPARE_BYTES
+    scene.worker._admit()
+    assert 3 == len(scene.store.groups)
+    assert not told()
+
+
+async def test_a_batch_that_the_volume_refuses_is_written_when_there_is_room(scene: Scene) -> None:
+    """The controller ended over it, and again at each start; what it had generated meanwhile was lost."""
+    samples = [sample for _ in range(3) for sample in scene.admit()]
+    for sample in samples:
+        scene.store.start(sample)
+        scene.store.finish(sample, one_token(), Finish.STOP)
+        scene.store.score(sample, 1.0)
+    full = scene.store.batch_directory / "1-0.tmp"
+    full.parent.mkdir()
+    full.symlink_to("/dev/full")
+    running = asyncio.create_task(scene.worker.run())
+    await until(lambda: scene.store.problem)
+    assert scene.store.problem
+    assert "batch 1 could not be written: [Errno 28]" in scene.store.problem.message
+    full.unlink()
+    await until(lambda: scene.store.sealed and not scene.store.problem)
+    scene.worker.drain()
+    await running
 
 
 async def test_the_most_urgent_goes_first_then_what_was_interrupted_then_the_oldest(scene: Scene) -> None:

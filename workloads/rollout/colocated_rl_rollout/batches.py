@@ -125,6 +125,12 @@ def batch_is_there(directory: Path, record: BatchRecord) -> bool:
     return all(shard_path(directory, record.step, shard).exists() for shard in range(len(record.sha256)))
 
 
+def batch_bytes(directory: Path, record: BatchRecord | None) -> int:
+    """Size of the files of a batch that is there; 0 without one."""
+    shards = range(len(record.sha256)) if record else ()
+    return sum(shard_path(directory, record.step, shard).stat().st_size for shard in shards if record)
+
+
 def remove_batch(directory: Path, step: int) -> None:
     """Remove the files of a batch; those that are gone already don't matter."""
     for path in directory.glob(f"{step}-*.safetensors"):

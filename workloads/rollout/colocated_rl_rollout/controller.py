@@ -237,7 +237,7 @@ class Controller:
 
     def _problem(self) -> Problem | None:
         """Why there is no progress; the first of those who know."""
-        first = self._prompts.problem or self._worker.problem or self._processes.problem
+        first = self._store.problem or self._prompts.problem or self._worker.problem or self._processes.problem
         return first or (self._evaluation.problem if self._evaluation else None)
 
     def _counts(self) -> dict[str, int]:

@@ -155,7 +155,9 @@ class DatabaseWriter:
                     self._database.executemany(sql, rows)
             self._database.execute("COMMIT")
         except sqlite3.Error as error:  # a full disk, a lost volume, or a bug: all of them end the process
-            self._failure = StoreFailed(f"the store could not be written: {error!r}")
+            full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
+            hint = "its volume is full: enlarge its claim or free some" if full else "what was committed is kept"
+            self._failure = StoreFailed(f"the store could not be written: {error!r}; {hint}")
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
 

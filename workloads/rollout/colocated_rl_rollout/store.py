@@ -6,6 +6,9 @@ to are never interrupted by one another, a kill leaves the whole of a change or 
 something awaits `flushed` first. A restart reads the database: what was running is interrupted, with the tokens that
 were accepted.
 
+Before its volume is full it says so (`has_room`), and whoever admits stops: what is accepted already can still be
+generated, sealed and written.
+
 Refuses every move that `samples.NEXT` does not have: WrongMove is a bug, and ends the process.
 """
 
@@ -16,16 +19,17 @@ import logging
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 import numpy as np
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import EvaluationResult
-from colocated_rl_rollout.batches import BatchRecord, batch_is_there, remove_all_but, remove_batch
+from colocated_rl_api.member_wire import EvaluationResult, Problem
+from colocated_rl_rollout.batches import BatchRecord, batch_bytes, batch_is_there, remove_all_but, remove_batch
 from colocated_rl_rollout.database import DatabaseWriter, Statement, StoreFailed, hold, open_database
 from colocated_rl_rollout.resume import join
 from colocated_rl_rollout.samples import (
@@ -46,6 +50,7 @@ LOG = logging.getLogger(__name__)
 
 EPOCH_DEADLINE_S = 10.0
 CLOSE_DEADLINE_S = 10.0
+SPARE_BYTES = 64 * 1024 * 1024  # of the volume, for what is accepted already; and twice the newest batch
 
 _FACT = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
 _GROUP = "INSERT INTO groups (id, position, prompt_index, prompt) VALUES (?, ?, ?, ?)"
@@ -84,8 +89,12 @@ class Store:
     reasons: samples by state and reason, for the states that have one.
     """
 
-    def __init__(self, directory: Path, *, job_uid: str) -> None:
+    def __init__(
+        self, directory: Path, *, job_uid: str, free_bytes: Callable[[Path], int] = lambda at: disk_usage(at).free
+    ) -> None:
         """Open or make the store. Raises StoreFailed when it can't be used, or belongs to another job."""
+        self._free_bytes = free_bytes
+        self.problem: Problem | None = None
         self.batch_directory = directory / "batches"
         self.path = directory / "store.sqlite3"
         self._lock = hold(directory / "lock")
@@ -129,6 +138,23 @@ class Store:
         self.epoch = epoch
         self._writer.write((_FACT, [("epoch", epoch)]))
         self._writer.flush(deadline_s=EPOCH_DEADLINE_S)
+
+    def has_room(self) -> bool:
+        """Whether the volume has room for more than what is accepted already; otherwise `problem` says what to do."""
+        newest = self._batches.get(self.sealed.step) if self.sealed else None
+        needed = SPARE_BYTES + 2 * batch_bytes(self.batch_directory, newest)
+        free = self._free_bytes(self.batch_directory.parent)
+        if free >= needed:
+            self.problem = None
+        elif self.problem is None:
+            self.tell_full(f"{free >> 20} MiB are free, {needed >> 20} MiB are kept for what is accepted already")
+        return free >= needed
+
+    def tell_full(self, why: str) -> None:
+        """The volume has no room; `has_room` looks again."""
+        message = f"no more prompts are taken, the store's volume is full: {why}; enlarge its claim or free some"
+        log(LOG, "store full", logging.WARNING, reason=message)
+        self.problem = Problem(reason="StoreFull", message=message)
 
     # ------------------------------------------------------------------------------------------------- one sample
     def admit(self, prompt: Prompt, *, size: int) -> Group:

@@ -11,6 +11,7 @@ whose tokens would be too old soonest.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -43,6 +44,7 @@ LOG = logging.getLogger(__name__)
 
 ATTEMPTS_AT_MOST = 64  # of one sample: each prefills again what is there (H34)
 IDLE_ATTEMPTS_AT_MOST = 16  # in a row that brought no token (H6)
+FULL_RETRY_S = 10.0  # while the store's volume is full
 REPLACED_AT_MOST = 2  # times the group's size; then the whole group is given up
 
 
@@ -61,7 +63,9 @@ class Worker:
         evaluation: Evaluation | None,
         metrics: Metrics,
         changed: Callable[[], None],
+        full_retry_s: float = FULL_RETRY_S,
     ) -> None:
+        self._full_retry_s = full_retry_s
         self._spec = spec
         self._rollout = spec.rollout
         self._store = store
@@ -77,6 +81,7 @@ class Worker:
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by sample
         self._sealing: asyncio.Task[None] | None = None
         self._collecting_since = time.monotonic()
+        self._looks_again: asyncio.TimerHandle | None = None  # for room on the volume
         self._draining = False
         self.last_step = spec.steps  # nothing is made for later ones; may change while the job runs
         self.problem: Problem | None = None
@@ -129,6 +134,10 @@ class Worker:
             max_staleness=self._rollout.max_staleness,
             steps_left=self.last_step + 1 - self._store.next_step,
         )
+        if admitted and not self._store.has_room():
+            if self._looks_again is None or self._looks_again.when() <= asyncio.get_running_loop().time():
+                self._looks_again = asyncio.get_running_loop().call_later(self._full_retry_s, self.wake)
+            return
         for _ in range(admitted):
             prompt = self._prompts.take()
             if prompt is None:
@@ -267,20 +276,33 @@ class Worker:
 
     async def _seal(self, step: int, groups: list[Group]) -> None:
         """Make the batch durable, files first; only then is it sealed and may anybody be told."""
-        record = await asyncio.to_thread(
-            write_batch,
-            self._store.batch_directory,
-            groups,
-            step=step,
-            shards=trainer_ranks(self._spec),
-            temperature=self._rollout.sampling.temperature,
-            seed=self._rollout.prompts.reasoning_gym.seed,
-        )
+        while (record := await self._write_batch(step, groups)) is None:  # noqa: ASYNC110 - a volume has no event
+            await asyncio.sleep(self._full_retry_s)
+        self._store.problem = None
         self._store.seal(record, groups)
         await self._store.flushed()
         self._log_sealed(record)
         self._sealing = None
         self.wake()
+
+    async def _write_batch(self, step: int, groups: list[Group]) -> BatchRecord | None:
+        """None while the volume has no room for it: nothing is lost, and it is tried again."""
+        try:
+            return await asyncio.to_thread(
+                write_batch,
+                self._store.batch_directory,
+                groups,
+                step=step,
+                shards=trainer_ranks(self._spec),
+                temperature=self._rollout.sampling.temperature,
+                seed=self._rollout.prompts.reasoning_gym.seed,
+            )
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._store.tell_full(f"batch {step} could not be written: {error}")
+            self._changed()
+            return None
 
     def _log_sealed(self, record: BatchRecord) -> None:
         now = time.monotonic()
