@@ -6,6 +6,7 @@ compiler, so they hold no pycosat either; in its place stands a module that says
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import sys
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 
+@functools.cache  # what stands in for pycosat can't be looked for a second time
 def import_reasoning_gym() -> Any:
     """The package `reasoning_gym`. Takes seconds."""
     if importlib.util.find_spec("pycosat") is None:
