@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
 JOB_NAME_MAX = 40  # longest derived name: NAME-gpu-REPLICA-ATTEMPT, at most 63 characters
@@ -49,13 +49,44 @@ class Part(BaseModel):
         return {key: _read_integer(item) for key, item in value.items() if item is not None or key not in known}
 
 
-def rules(*triples: tuple[str, str, str]) -> dict[str, Any]:
-    """`json_schema_extra` that carries CEL rules: of which field, the rule, the message that the user reads."""
+class Rule(NamedTuple):
+    """What a schema can't say, of one field. Whoever breaks it reads which field, what it is, what to write instead.
+
+    message: for the reference. said: CEL that puts values into the same; `format`, because the server thinks that the
+    text of a number may have any length, and refuses to add it to another.
+    """
+
+    field: str
+    rule: str
+    message: str
+    said: str | None = None
+
+
+def rules(*given: Rule) -> dict[str, Any]:
+    """`json_schema_extra` that carries CEL rules."""
     return {
         "x-kubernetes-validations": [
-            {"rule": rule, "message": message, "fieldPath": f".{field}"} for field, rule, message in triples
+            {
+                "rule": each.rule,
+                "message": each.message,
+                "fieldPath": f".{each.field}",
+                **({} if each.said is None else {"messageExpression": each.said}),
+            }
+            for each in given
         ]
     }
+
+
+def _should_match(pattern: str, words: str) -> tuple[AfterValidator, dict[str, Any]]:
+    """A pattern with words for whoever misses it: a validator, and the same in CEL, where the value may be a number."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(words)
+        return text
+
+    rule = f"type(self) != string || self.matches(r'^({pattern})$')"
+    return AfterValidator(check), {"x-kubernetes-validations": [{"rule": rule, "message": words}]}
 
 
 _MAX_EXACT_INTEGER = 2**53 - 1  # above, JSON readers disagree
@@ -70,14 +101,23 @@ def _read_quantity(value: object) -> object:
     return value
 
 
+_is_quantity, _quantity_rule = _should_match(
+    r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?",
+    "should be a number, with one of m, k, M, G, T, P, E, Ki, Mi, Gi, Ti, Pi, Ei behind it or none: 500m, 4Gi, 2",
+)
 Quantity = Annotated[
     str,
     Field(
-        pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$",
         max_length=32,
-        json_schema_extra={"x-kubernetes-int-or-string": True, "minimum": 0, "maximum": _MAX_EXACT_INTEGER},
+        json_schema_extra={
+            **_quantity_rule,
+            "x-kubernetes-int-or-string": True,
+            "minimum": 0,
+            "maximum": _MAX_EXACT_INTEGER,
+        },
     ),
     BeforeValidator(_read_quantity),
+    _is_quantity,
 ]
 """A Kubernetes quantity: `2`, `"500m"`, `"4Gi"`."""
 
@@ -106,6 +146,12 @@ class Volume(Part):
 
 
 # -------------------------------------------------------------------------------------------------------------- spec
+_is_inside, _inside_rule = _should_match(
+    r"\.|[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*",
+    "should be a path inside the claim, without / at its ends or .. in it: models/small, or . for the claim's root",
+)
+
+
 class Model(Part):
     """The starting weights, which engine and trainer both load."""
 
@@ -114,10 +160,10 @@ class Model(Part):
         max_length=253,
         description="Claim in the job's namespace that holds the model; mounted read-only.",
     )
-    path: str = Field(
+    path: Annotated[str, _is_inside] = Field(
         default=".",
         max_length=512,
-        pattern=r"^(\.|[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*)$",
+        json_schema_extra=_inside_rule,
         description="Directory inside the claim, in Hugging Face format, with tokenizer and chat template.",
     )
 
@@ -140,10 +186,17 @@ class Gpus(Part):
     )
 
 
+_is_task_name, _task_name_rule = _should_match(
+    r"[a-z0-9_]+", "should be the name of a reasoning-gym task, of a-z, 0-9 and _: chain_sum"
+)
+
+
 class ReasoningGym(Part):
     """Procedural tasks with verifiable answers from the reasoning-gym package."""
 
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-z0-9_]+$", description="Task, for instance chain_sum.")
+    name: Annotated[str, _is_task_name] = Field(
+        max_length=64, json_schema_extra=_task_name_rule, description="Task, for instance chain_sum."
+    )
     config: Options = Field(default_factory=dict, description="Options of the task, handed through.")
     size: int = Field(
         default=10_000, ge=1, le=10_000_000, description="Number of problems made; they repeat after that."
@@ -185,18 +238,25 @@ OWNED_ENGINE_FLAGS = (
 )  # fmt: skip
 """Engine flags that a job may not set: the operator sets them, or a switch is not safe with them (SGLang 0.5.23)."""
 
-_OWNED_FLAGS_MESSAGE = (
-    "engineArgs may not set " + ", ".join(OWNED_ENGINE_FLAGS) + ", nor an abbreviation of one: remove that flag"
-)
-_OWNED_FLAGS_RULE = (
-    "!has(self.engineArgs) || self.engineArgs.all(a, !a.startsWith('--') || !["
+_IS_OWNED = (
+    "a.startsWith('--') && ["
     + ", ".join(f"'{flag}'" for flag in OWNED_ENGINE_FLAGS)
-    + "].exists(flag, flag.startsWith(a.split('=')[0])))"
+    + "].exists(flag, flag.startsWith(a.split('=')[0]))"
 )
-_CONCURRENCY_MESSAGE = (
-    "maxConcurrency must be at least 1 and at most (maxStaleness + 1) * batchSize: more can't be admitted"
+_OWNED_FLAGS = Rule(
+    field="engineArgs",
+    rule=f"!has(self.engineArgs) || !self.engineArgs.exists(a, {_IS_OWNED})",
+    message="engineArgs may not set " + ", ".join(OWNED_ENGINE_FLAGS) + ", nor an abbreviation of one",
+    said="'engineArgs has %s, which is or abbreviates a flag that the operator sets or that no switch survives: "
+    f"remove it'.format([self.engineArgs.filter(a, {_IS_OWNED})[0]])",
 )
-_CONCURRENCY_RULE = "!has(self.maxConcurrency) || self.maxConcurrency <= (self.maxStaleness + 1) * self.batchSize"
+_CONCURRENCY = Rule(
+    field="maxConcurrency",
+    rule="!has(self.maxConcurrency) || self.maxConcurrency <= (self.maxStaleness + 1) * self.batchSize",
+    message="maxConcurrency must be at most (maxStaleness + 1) * batchSize: more groups are never admitted",
+    said="'maxConcurrency is %d, and no more than (maxStaleness + 1) * batchSize = %d groups are ever admitted: write "
+    "at most that'.format([self.maxConcurrency, (self.maxStaleness + 1) * self.batchSize])",
+)
 
 
 class Interruption(StrEnum):
@@ -207,12 +267,7 @@ class Interruption(StrEnum):
 class Rollout(Part):
     """Generating samples, all the time, across training steps."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            ("engineArgs", _OWNED_FLAGS_RULE, _OWNED_FLAGS_MESSAGE),
-            ("maxConcurrency", _CONCURRENCY_RULE, _CONCURRENCY_MESSAGE),
-        )
-    )
+    model_config = ConfigDict(json_schema_extra=rules(_OWNED_FLAGS, _CONCURRENCY))
 
     colocate_with: Literal["trainer"] = Field(
         default="trainer", description="Role whose devices the engines share: they take turns at the batch barrier."
@@ -253,11 +308,18 @@ class Rollout(Part):
 
     @model_validator(mode="after")
     def _cross_field_rules(self) -> Self:
-        words = (arg.split("=")[0] for arg in self.engine_args if arg.startswith("--"))
-        if any(flag.startswith(word) for word in words for flag in OWNED_ENGINE_FLAGS):
-            raise ValueError(_OWNED_FLAGS_MESSAGE)
-        if self.max_concurrency is not None and self.max_concurrency > (self.max_staleness + 1) * self.batch_size:
-            raise ValueError(_CONCURRENCY_MESSAGE)
+        for arg in self.engine_args:
+            if arg.startswith("--") and any(flag.startswith(arg.split("=")[0]) for flag in OWNED_ENGINE_FLAGS):
+                raise ValueError(
+                    f"engineArgs has {arg}, which is or abbreviates a flag that the operator sets or that no switch "
+                    "survives: remove it"
+                )
+        admitted = (self.max_staleness + 1) * self.batch_size
+        if self.concurrency > admitted:
+            raise ValueError(
+                f"maxConcurrency is {self.concurrency}, and no more than (maxStaleness + 1) * batchSize = {admitted} "
+                "groups are ever admitted: write at most that"
+            )
         return self
 
 
@@ -349,7 +411,7 @@ class ColocatedRLJobSpec(Part):
     model_config = ConfigDict(
         json_schema_extra=rules(
             *(
-                (
+                Rule(
                     name,
                     f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})",
                     f"{name} can't change once the job exists: make a new job with the new value",
@@ -495,11 +557,16 @@ class ColocatedRLJobStatus(StatusPart):
 
 
 _JOB_NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
-_JOB_NAME_MESSAGE = (
-    f"metadata.name must be at most {JOB_NAME_MAX} of a-z, 0-9 and '-', begin with a letter and not end with '-': "
+_JOB_NAME_WORDS = (
+    f"must be at most {JOB_NAME_MAX} of a-z, 0-9 and '-', begin with a letter and not end with '-': "
     "names of pods are derived from it"
 )
-_JOB_NAME_RULE = f"size(self.metadata.name) <= {JOB_NAME_MAX} && self.metadata.name.matches('{_JOB_NAME_PATTERN}')"
+_JOB_NAME = Rule(
+    field="metadata.name",
+    rule=f"size(self.metadata.name) <= {JOB_NAME_MAX} && self.metadata.name.matches('{_JOB_NAME_PATTERN}')",
+    message=f"metadata.name {_JOB_NAME_WORDS}",
+    said=f'"metadata.name %s {_JOB_NAME_WORDS}".format([self.metadata.name])',
+)
 
 
 class Metadata(BaseModel):
@@ -517,7 +584,7 @@ class Metadata(BaseModel):
     @classmethod
     def _leaves_room_for_derived_names(cls, name: str) -> str:
         if len(name) > JOB_NAME_MAX or not re.fullmatch(_JOB_NAME_PATTERN, name):
-            raise ValueError(_JOB_NAME_MESSAGE)
+            raise ValueError(f"metadata.name {name} {_JOB_NAME_WORDS}")
         return name
 
 
@@ -528,7 +595,7 @@ class ColocatedRLJob(BaseModel):
         alias_generator=to_camel,
         validate_by_name=True,
         extra="forbid",
-        json_schema_extra=rules(("metadata.name", _JOB_NAME_RULE, _JOB_NAME_MESSAGE)),
+        json_schema_extra=rules(_JOB_NAME),
     )
 
     api_version: Literal["rl.colocate.dev/v1alpha1"]

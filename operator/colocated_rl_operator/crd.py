@@ -2,8 +2,9 @@
 
 pydantic writes JSON Schema; an API server takes only *structural* schemas: no `$ref`, no `anyOf` with null, no title,
 nothing that can't be pruned by. `structural_schema` translates, and refuses what it can't translate faithfully: a
-keyword it doesn't know, and a string, list, map or number of the spec without bounds (the server estimates the cost of
-CEL rules from them). Optional fields are absent, never null.
+keyword it doesn't know; a pattern, for which the server has no words (a rule has); and a string, list, map or number
+of the spec without bounds (the server estimates the cost of CEL rules from them). Optional fields are absent, never
+null.
 
 `python -m colocated_rl_operator.crd` writes the files, `--check` fails when they are out of date.
 """
@@ -49,8 +50,8 @@ _COLUMNS = (
 )
 
 _KEPT = (  # in the order in which they are written
-    "type", "format", "x-kubernetes-int-or-string", "description", "default", "enum", "pattern", "minLength",
-    "maxLength", "minimum", "maximum", "minItems", "maxItems", "minProperties", "maxProperties",
+    "type", "format", "x-kubernetes-int-or-string", "description", "default", "enum", "minLength", "maxLength",
+    "minimum", "maximum", "minItems", "maxItems", "minProperties", "maxProperties",
     "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-validations", "required",
 )  # fmt: skip
 _TRANSLATED = frozenset({"title", "const", "properties", "additionalProperties", "items", "propertyNames"})
@@ -333,7 +334,7 @@ def reference_page() -> str:
             f"| `{fact.path.removeprefix('spec.')}` | {fact.type} | {fact.unit} | {default} | {fact.bounds} "
             f"| {fact.sentence} |"
         )
-    lines += ["", "## Rules over several fields", "", "| where | rule |", "|---|---|"]
+    lines += ["", "## Rules", "", "| where | rule |", "|---|---|"]
     lines += [f"| `{path or 'job'}` | {message} |" for path, message in _rules_of(schema, path="")]
     lines += ["", "## status", "", "Written by the operator.", "", "| field | type | |", "|---|---|---|"]
     lines += [

@@ -86,8 +86,12 @@ def read_job(body: Mapping[str, Any]) -> Job:
 
 
 def _complaint(error: Any) -> str:
-    field_path = ".".join(str(part) for part in ("spec", *error["loc"]))
-    return f"{field_path} is {json.dumps(error.get('input'), default=str)[:120]}: {error['msg']}"
+    """A rule over several fields names their values itself."""
+    field_path, value = ".".join(str(part) for part in ("spec", *error["loc"])), error.get("input")
+    words = error["msg"].removeprefix("Value error, ")
+    if isinstance(value, Mapping):
+        return f"{field_path}: {words}"
+    return f"{field_path} is {json.dumps(value, default=str)[:120]}: {words}"
 
 
 def _climb(status: ColocatedRLJobStatus) -> Climb | None:

@@ -83,14 +83,17 @@ def test_bad_manifest_is_refused_by_both_with_a_message_that_names_the_field(api
         ColocatedRLJob.read(yaml.safe_load(file.read_text()))
     [error] = refusal.value.errors()
     assert (says.get("models") or says["says"]) in error["msg"]
-    assert says["field"].startswith(path_of(error["loc"]))  # a rule over two fields is the parent's
+    assert parts(says["field"])[: len(path := path_of(error["loc"]))] == path  # a rule over two fields is the parent's
 
 
-def path_of(location: tuple[int | str, ...]) -> str:
-    """As the server writes it. A bad key of a map is the map's fault."""
-    if location[-1] == "[key]":
-        location = location[:-2]
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in location).removeprefix(".")
+def parts(field: str) -> list[str]:
+    """The server writes an item and a key of a map in brackets, or the key as a field."""
+    return field.replace("[", ".").replace("]", "").split(".")
+
+
+def path_of(location: tuple[int | str, ...]) -> list[str]:
+    """A bad key of a map is the map's fault."""
+    return [str(part) for part in (location[:-2] if location[-1] == "[key]" else location)]
 
 
 # ------------------------------------------------------------------------------------------------------ immutability

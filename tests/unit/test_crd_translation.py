@@ -84,6 +84,7 @@ def test_length_of_keys_is_a_rule_because_the_server_has_no_schema_for_keys() ->
         (dict[str, Any], "a map needs max_length"),
         (Annotated[int, Field(gt=0, le=5)], "exclusiveMinimum has no place"),
         (Annotated[int | Annotated[str, Field(max_length=3)], Field()], "anyOf has no place"),
+        (Annotated[str, Field(pattern="^a$", max_length=1)], "pattern has no place"),
         (Annotated[int, Field(multiple_of=2, ge=0, le=8)], "multipleOf has no place"),
     ],
 )
