@@ -100,6 +100,7 @@ class FakeEngine:
         self.stale_cache = False  # it holds what other weights computed
         self.samples: dict[str, Sample] = {}
         self.calls: list[tuple[str, Any]] = []
+        self.on_call: Callable[[str], None] = lambda route: None  # before it takes effect
         self.faults: dict[str, str] = {}
         self.changed = asyncio.Condition()
 
@@ -219,6 +220,7 @@ class FakeEngine:
                 return web.json_response({"error": "Invalid JSON"}, status=400)
         if request.method == "POST" or request.path.startswith("/health"):
             self.calls.append((request.path_qs, body))
+            self.on_call(request.path)
         request[BODY] = body
         fault = self.faults.pop(request.path, None) if request.path != "/generate" else None
         if fault == "leak":
@@ -499,6 +501,10 @@ class FakeEngine:
         return web.Response()
 
 
+def admin_key_in(config: Path) -> str:
+    return config.read_text().split('"')[1]
+
+
 def as_ids(text: str) -> list[int]:
     return [ord(letter) % 300 for letter in text] or [0]
 
@@ -524,7 +530,7 @@ def main() -> None:
     if given.config and (fault := given.config.parent / "engine-fault").exists():
         fault.unlink()
         sys.exit("RuntimeError: told to crash at the start")
-    key = given.config.read_text().split('"')[1] if given.config else ""
+    key = admin_key_in(given.config) if given.config else ""
     print(f"server_args=ServerArgs(admin_api_key='{key}')", flush=True)  # noqa: T201 - as the real one does (H60)
     if not (given.model_path / "model.safetensors").exists():
         sys.exit(f"OSError: {given.model_path} does not appear to have a file named model.safetensors")

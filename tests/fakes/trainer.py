@@ -16,6 +16,7 @@ import os
 import socketserver
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ OFFLOADED_GB, ONLOADED_GB = 0.7, 60.0
 class Rank:
     """State of one rank, guarded by a lock: requests come in threads."""
 
-    def __init__(self) -> None:
-        self.socket = Path(os.environ["COLOCATE_TRAINER_SOCKET"])
-        self.checkpoints = Path(os.environ["COLOCATE_CHECKPOINTS"])
-        self.rank, self.lineage = int(os.environ["RANK"]), int(os.environ["COLOCATE_LINEAGE"])
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.socket = Path(environment["COLOCATE_TRAINER_SOCKET"])
+        self.checkpoints = Path(environment["COLOCATE_CHECKPOINTS"])
+        self.rank, self.lineage = int(environment["RANK"]), int(environment["COLOCATE_LINEAGE"])
         self.lock = threading.Lock()
         self.state = "Starting"
         self.step: int | None = None
@@ -144,7 +145,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 def main() -> None:
-    rank = Rank()
+    rank = Rank(os.environ)
     Handler.rank = rank
     server = Server(str(rank.socket), Handler)
     threading.Thread(target=rank.load, daemon=True).start()

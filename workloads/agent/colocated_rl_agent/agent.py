@@ -127,21 +127,26 @@ class Agent:
 
     async def run(self) -> None:
         """Until `end`. Raises what a part of the agent raises: the process ends, and its container starts again."""
-        async with self.server, asyncio.TaskGroup() as self._tasks:
-            log(LOG, "agent up", ports=str(self.server.ports))
-            link = self._tasks.create_task(self._runner.run(), name="runner link")
-            while not self._ending:
-                self._wake.clear()
-                until = self._advance()
-                self.server.publish()
-                await self._sleep(until)
-            await self._finish_engine_call()
-            await self._hand_back()
-            for task in (link, self._attaching, *(task for _, task in self._lanes.values())):
-                if task is not None:
-                    task.cancel()
-        await self._trainers.close()
-        self._journal.close()
+        try:
+            async with self.server, asyncio.TaskGroup() as self._tasks:
+                await self._live()
+        finally:
+            await self._trainers.close()
+            self._journal.close()
+
+    async def _live(self) -> None:
+        log(LOG, "agent up", ports=str(self.server.ports))
+        link = self._tasks.create_task(self._runner.run(), name="runner link")
+        while not self._ending:
+            self._wake.clear()
+            until = self._advance()
+            self.server.publish()
+            await self._sleep(until)
+        await self._finish_engine_call()
+        await self._hand_back()
+        for task in (link, self._attaching, *(task for _, task in self._lanes.values())):
+            if task is not None:
+                task.cancel()
 
     def end(self) -> None:
         """The agent's own end: engine and trainers go on, the gate does not."""

@@ -1,0 +1,432 @@
+"""A GPU pod in one event loop: the real agent, with a runner, an engine and a trainer that are objects of the test.
+
+Everything between them goes over the real sockets, so every call can fail in every way, and a whole life of a pod takes
+a fraction of a second. What must never happen is noted in `broken` when it does: an engine that dies of what the agent
+asked for, trainer and engine on the device together, a token of released memory. `pod.py` is the same with processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import shutil
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_agent.agent import Agent
+from colocated_rl_agent.settings import Directories, Settings
+from colocated_rl_api.ladder import Rung, WeightVersion, next_barrier, standing
+from colocated_rl_api.member_wire import Endpoint, Goal, JobFile, PodFacts, PodTarget, Refusal, Rendezvous, TrainerState
+from colocated_rl_member.data import DataClient
+from colocated_rl_member.server import Ports
+from colocated_rl_member.tls import MemberTls
+from fakes.engine import TAGS, FakeEngine, admin_key_in
+from fakes.pod import JOB_UID, TOKEN, Network, free_ports, make_job, network
+from fakes.trainer import Rank
+from fakes.weights import next_token
+
+CALL_S = 0.2  # deadline of an engine's call
+TRAINER_S = 0.5
+DEADLINE_S = 20.0
+TOKEN_S = 0.001
+PROMPT = [5, 6, 7]
+
+
+class Child:
+    """What a runner started: an engine or a trainer, as an application on a port or a socket."""
+
+    def __init__(self, name: str, app: web.Application) -> None:
+        self.name = name
+        self.incarnation = uuid.uuid4().hex[:16]
+        self.running = True
+        self.code: int | None = None
+        self._served = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0)
+
+    async def listen(self, place: int | Path) -> None:
+        await self._served.setup()
+        site = (
+            web.TCPSite(self._served, "127.0.0.1", place, reuse_address=True)
+            if isinstance(place, int)
+            else web.UnixSite(self._served, str(place))
+        )
+        await site.start()
+
+    async def end(self, code: int) -> None:
+        """As a process that is killed: its connections break at once."""
+        if self.running:
+            self.running, self.code = False, code
+            self.hang_up()
+            await self._served.cleanup()
+
+    def hang_up(self) -> None:
+        for connection in self._served.server.connections if self._served.server else ():
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "incarnation": self.incarnation,
+            "running": self.running,
+            "code": self.code,
+            "tail": [],
+        }
+
+
+class SmallEngine(FakeEngine):
+    """dies: called with the reason, instead of the end of the process."""
+
+    def __init__(self, *args: Any, dies: Callable[[str], None], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._dies = dies
+
+    def die(self, reason: str) -> None:
+        self._dies(reason)
+        raise asyncio.CancelledError(reason)
+
+
+class SmallTrainer(Rank):
+    """One rank. faults: route to hang, error, crash, or act_then_hang, once."""
+
+    def __init__(
+        self, environment: Mapping[str, str], *, check: Callable[[], None], dies: Callable[[int], None]
+    ) -> None:
+        super().__init__(environment)
+        self._check, self._dies = check, dies
+        self.faults: dict[str, str] = {}
+        self.load()
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.add_routes([web.get("/v1/state", self.serve_state), web.post("/v1/{route}", self.serve)])
+        return app
+
+    async def serve_state(self, request: web.Request) -> web.Response:
+        return web.json_response(self.status())
+
+    async def serve(self, request: web.Request) -> web.Response:
+        route = request.match_info["route"]
+        fault = self.faults.pop(route, "")
+        if fault == "crash":
+            self._dies(17)
+            raise asyncio.CancelledError
+        if fault == "error":
+            return web.json_response({"error": "ToldToFail", "message": route}, status=500)
+        if fault == "hang":
+            await asyncio.Event().wait()
+        getattr(self, route)(await request.json(), fault)
+        self._check()
+        if fault == "act_then_hang":
+            await asyncio.Event().wait()
+        return web.json_response(self.status())
+
+
+class SmallRunner:
+    """The runner's end of its socket, without processes."""
+
+    def __init__(self, pod: SmallPod) -> None:
+        self._pod = pod
+        self.children: dict[str, Child] = {}
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._id = ""
+        self.exit_code: int | None = None
+
+    async def start(self) -> None:
+        self.children, self._id = {}, uuid.uuid4().hex[:16]
+        path = self._pod.directories.sockets / "runner.sock"
+        path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._serve, path, limit=2**20)
+
+    async def stop(self) -> None:
+        """As the end of the container: nobody hears of the children's."""
+        if self._server is not None:
+            self._server.close()
+        writer, self._writer = self._writer, None
+        for child in self.children.values():
+            await child.end(-9)
+        if writer is not None:
+            writer.close()
+
+    async def end_child(self, name: str, code: int) -> None:
+        child = self.children.get(name)
+        if child is not None and child.running:
+            await child.end(code)
+            self._tell(event="exited", name=name, incarnation=child.incarnation, code=code, tail=[])
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = writer
+        children = [child.status() for child in self.children.values()]
+        self._tell(event="hello", protocol=1, runner=self._id, terminating=False, children=children)
+        while line := await reader.readline():
+            request = json.loads(line)
+            try:
+                answer = {"ok": True, **await self._carry_out(request)}
+            except KeyError as error:
+                answer = {"ok": False, "error": "NoSuchChild", "message": str(error)}
+            self._tell(id=request["id"], **answer)
+            if request["op"] == "kill":
+                await self.end_child(request["name"], -9)
+
+    async def _carry_out(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request["op"]:
+            case "start":
+                child = await self._pod.spawn(request["name"], request["argv"], request["env"])
+                self.children[child.name] = child
+                return {"incarnation": child.incarnation}
+            case "kill":
+                self.children[request["name"]]  # raises what becomes a refusal
+                return {}
+            case "devices":
+                return {"devices": None}
+            case "exit":
+                self.exit_code = request["code"]
+                for name in list(self.children):
+                    await self.end_child(name, -9)
+                return {}
+            case other:
+                raise AssertionError(other)
+
+    def _tell(self, **message: Any) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+
+class SmallPod:
+    """The pod, and the operator that moves it. called: with each route at the engine, before it takes effect."""
+
+    def __init__(self, root: Path, net: Network, job: JobFile) -> None:
+        self.directories = Directories.below(root)
+        self.runner = SmallRunner(self)
+        self.engine: SmallEngine | None = None
+        self.trainer: SmallTrainer | None = None
+        self.broken: list[str] = []
+        self.on_call: Callable[[str], None] = lambda route: None
+        self.epoch = 0
+        self._net = net
+        self._ending: set[asyncio.Task[None]] = set()
+        self._running: asyncio.Task[None] | None = None
+        (port,) = free_ports(1)
+        self._settings = Settings(
+            pod="job-gpu-0-0",
+            pod_uid="uid",
+            replica=0,
+            job=job,
+            directories=self.directories,
+            ports=Ports(control=0, data=0, metrics=0, pages=0, host="127.0.0.1"),
+            engine_port=port,
+        )
+        self.agent: Agent
+
+    # ------------------------------------------------------------------------------------------------- its processes
+    async def start_agent(self) -> None:
+        self.agent = Agent(self._settings, self._net.session, CollectorRegistry())
+        self._running = asyncio.create_task(self.agent.run())
+        await self.news(lambda: self.agent.server.ports.data > 0)
+
+    async def stop_agent(self, *, orderly: bool) -> None:
+        assert self._running is not None
+        if orderly:
+            self.agent.end()
+            await self._running
+            return
+        self._running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._running
+
+    async def restart_agent(self, *, orderly: bool) -> None:
+        await self.stop_agent(orderly=orderly)
+        await self.start_agent()
+
+    async def restart_container(self) -> None:
+        await self.runner.stop()
+        self.engine = self.trainer = None
+        await self.runner.start()
+
+    async def end_child(self, name: str, code: int = -9) -> None:
+        if name.startswith("engine"):
+            self.engine = None
+        else:
+            self.trainer = None
+        await self.runner.end_child(name, code)
+
+    async def spawn(self, name: str, argv: list[str], env: Mapping[str, str]) -> Child:
+        if name.startswith("trainer"):
+            self.trainer = SmallTrainer(env, check=self.check, dies=lambda code: self._ends(name, code))
+            child = Child(name, self.trainer.app())
+            await child.listen(self.trainer.socket)
+        else:
+            given = dict(itertools.pairwise(argv))
+            key = admin_key_in(Path(given["--config"]))
+            self.engine = SmallEngine(
+                Path(given["--model-path"]),
+                given["--weight-version"],
+                admin_key=key,
+                memory_saver=True,
+                token_s=TOKEN_S,
+                dies=self._engine_dies,
+            )
+            self.engine.on_call = lambda route: self.on_call(route)
+            child = Child(name, self.engine.app())
+            await child.listen(int(given["--port"]))
+        self.check()
+        return child
+
+    def _engine_dies(self, reason: str) -> None:
+        if "asked to" not in reason:
+            self.broken.append(f"the agent killed its engine: {reason}")
+        self._ends("engine-0", 1)
+
+    def _ends(self, name: str, code: int) -> None:
+        self.runner.children[name].hang_up()
+        task = asyncio.create_task(self.end_child(name, code))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    def check(self) -> None:
+        """I1: engine memory and a trainer on the device are never there together."""
+        mapped = self.engine is not None and self.engine.released != set(TAGS)
+        if mapped and self.trainer is not None and self.trainer.state in ("Onloaded", "Training"):
+            self.broken.append(f"trainer {self.trainer.state} beside an engine that released {self.engine.released}")  # type: ignore[union-attr]
+
+    def _check_tokens(self, answer: dict[str, Any]) -> None:
+        """Each token is what the weights that it names would make, and has its log-probability."""
+        ids, meta = answer["output_ids"], answer["meta_info"]
+        version = WeightVersion.parse(meta["weight_version"])
+        weight, before = version.step + version.lineage / 8, PROMPT[-1]
+        for position, token in enumerate(ids):
+            if token != next_token(weight, before, position):
+                self.broken.append(f"token {position} is {token}, which {version} does not make")
+                return
+            before = token
+        if len(ids) != len(meta.get("output_token_logprobs", [])):
+            self.broken.append(f"{len(ids)} tokens with {len(meta['output_token_logprobs'])} log-probabilities")
+
+    # -------------------------------------------------------------------------------------------------- its operator
+    @property
+    def facts(self) -> PodFacts:
+        return self.agent._facts()
+
+    def send(self, target: PodTarget) -> Refusal | None:
+        admitted = self.agent.server._fence.admit(target)
+        if isinstance(admitted, Refusal):
+            return admitted
+        self.agent._accept(admitted)
+        return None
+
+    def target(
+        self, version: WeightVersion, rung: Rung, *, epoch: int | None = None, goal: Goal = Goal.CLIMB
+    ) -> PodTarget:
+        return PodTarget(
+            epoch=self.epoch if epoch is None else epoch,
+            goal=goal,
+            step=version.step,
+            lineage=version.lineage,
+            rung=rung,
+            rendezvous=Rendezvous(address="127.0.0.1", port=29500, world_size=1),
+            batches=self._net.batches,
+        )
+
+    async def climb(self, version: WeightVersion, to: Rung = Rung.SERVING) -> WeightVersion:
+        """Up barrier by barrier, as the plan would; trainers that died get a new lineage. What was reached."""
+        self.epoch += 1
+        async with asyncio.timeout(DEADLINE_S):
+            while (low := standing(self.facts, version)) < to:
+                if low < Rung.SERVING and self._lost_trainer(version):
+                    version = WeightVersion(version.step, version.lineage + 1)
+                    self.epoch += 1
+                    continue
+                self.send(self.target(version, min(next_barrier(low), to)))
+                await self.news(partial(self._moved, version, low))
+        return version
+
+    def _moved(self, at: WeightVersion, before: Rung) -> bool:
+        return standing(self.facts, at) != before or self._lost_trainer(at)
+
+    def _lost_trainer(self, at: WeightVersion) -> bool:
+        return any(rank.state is TrainerState.ABSENT and rank.lineage == at.lineage for rank in self.facts.trainers)
+
+    async def news(self, is_so: Callable[[], bool]) -> None:
+        """Until it is so; looked at whenever the agent has facts to tell."""
+        while not is_so():
+            changed = self.agent.server._changed
+            changed.clear()
+            with contextlib.suppress(TimeoutError):  # an agent that was replaced tells nobody
+                async with asyncio.timeout(0.1):
+                    await changed.wait()
+
+    # ------------------------------------------------------------------------------------------------- its callers
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(pod="p", address="127.0.0.1", port=self.agent.server.ports.data)
+
+    async def ask(self, *, tokens: int = 4000, leaves_after_s: float | None = None, stream: bool = False) -> str:
+        """One request to the gate: how it ended. Notes poison and answers without a version."""
+        client = DataClient(self._net.session, MemberTls.read(self.directories.tls), JOB_UID)
+        body = {
+            "input_ids": PROMPT,
+            "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True},
+            "return_logprob": True,
+            "stream": stream,
+        }
+        try:
+            async with (
+                asyncio.timeout(leaves_after_s or DEADLINE_S),
+                client.request("POST", self.endpoint, "/generate", json=body) as answer,
+            ):
+                text = await answer.read()
+                if answer.status == 503:
+                    return "closed"
+                assert answer.status == 200, text
+        except TimeoutError:
+            return "left" if leaves_after_s else "hung"
+        except aiohttp.ClientError:
+            return "broken"
+        if stream:
+            *_, last, done, _ = text.split(b"\n\n")
+            assert done == b"data: [DONE]", done
+            text = last.removeprefix(b"data: ")
+        said = json.loads(text)
+        self._check_tokens(said)
+        return str(said["meta_info"]["finish_reason"]["type"])
+
+
+@asynccontextmanager
+async def small_pod(**changes: Any) -> AsyncIterator[SmallPod]:
+    """A pod whose agent has attached to its runner. changes: of the job's spec."""
+    root = Path(tempfile.mkdtemp(prefix="p"))
+    job = make_job(**changes)
+    switch = job.spec.switch.model_copy(update={"engine_call_seconds": CALL_S, "trainer_progress_seconds": TRAINER_S})
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"switch": switch})})
+    try:
+        async with network(root) as net:
+            pod = SmallPod(root, net, job)
+            places = pod.directories
+            for directory in (
+                places.state, places.sockets, places.batches, places.weights, places.model, places.checkpoints,
+                places.job_file.parent,
+            ):  # fmt: skip
+                directory.mkdir(parents=True)
+            net.authority.member_directory(places.tls, job_uid=JOB_UID, token=TOKEN)
+            await pod.runner.start()
+            await pod.start_agent()
+            try:
+                yield pod
+            finally:
+                await pod.stop_agent(orderly=False)
+                await pod.runner.stop()
+    finally:
+        shutil.rmtree(root)

@@ -1,0 +1,173 @@
+"""A pod's life with all that can go wrong in it: the real agent, its journal and its sockets, and no processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocated_rl_api.ladder import LADDER, Rung, WeightVersion, standing
+from colocated_rl_api.member_wire import Refusal
+from fakes.small_pod import SmallPod, small_pod
+
+V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
+ENGINE_ROUTES = (
+    "/abort_request", "/pause_generation", "/continue_generation", "/flush_cache", "/release_memory_occupation",
+    "/resume_memory_occupation", "/update_weights_from_disk", "/model_info", "/ready", "/generate",
+)  # fmt: skip
+TRAINER_ROUTES = ("onload", "train", "export", "offload", "save")
+
+
+@dataclass
+class Life:
+    """A pod, where it is going, and who has asked it something."""
+
+    pod: SmallPod
+    version: WeightVersion = V0
+    asked: list[asyncio.Task[str]] = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        self.asked = []
+
+    async def step(self, to: Rung) -> None:
+        if standing(self.pod.facts, self.version) is Rung.SERVING:
+            self.version = WeightVersion(self.version.step + 1, self.version.lineage)
+        self.version = await self.pod.climb(self.version, to)
+
+    async def skip_barriers(self, to: Rung) -> None:
+        """What no plan does: straight to a rung, waiting for nothing."""
+        self.pod.epoch += 1
+        self.pod.send(self.pod.target(self.version, to))
+
+    async def be_told_by_the_past(self, to: Rung) -> None:
+        if self.pod.epoch > 1:
+            before = self.pod.agent.server.target
+            refusal = self.pod.send(self.pod.target(self.version, to, epoch=self.pod.epoch - 1))
+            if refusal is None:  # of an agent that has not heard of the newer epoch, as nothing was sent in it
+                assert self.pod.agent.server._fence.highest_epoch < self.pod.epoch
+            else:
+                assert "StaleEpoch" == refusal.reason
+                assert before == self.pod.agent.server.target
+
+    async def engine_fails(self, route: str, fault: str) -> None:
+        if self.pod.engine is not None:
+            self.pod.engine.faults[route] = fault
+
+    async def trainer_fails(self, route: str, fault: str) -> None:
+        if self.pod.trainer is not None:
+            self.pod.trainer.faults[route] = fault
+
+    async def child_dies(self, name: str) -> None:
+        await self.pod.end_child(name)
+
+    async def agent_restarts(self, orderly: bool) -> None:
+        await self.pod.restart_agent(orderly=orderly)
+
+    async def container_restarts(self) -> None:
+        await self.pod.restart_container()
+
+    async def ask(self, stream: bool, leaves_after_s: float | None) -> None:
+        self.asked.append(asyncio.create_task(self.pod.ask(stream=stream, leaves_after_s=leaves_after_s)))
+
+    async def time_passes(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+Move = Callable[[Life], Coroutine[Any, Any, None]]
+rungs = st.sampled_from([rung for rung in LADDER if rung > Rung.SEALED])
+
+
+def move(
+    method: Callable[..., Coroutine[Any, Any, None]], *arguments: st.SearchStrategy[Any]
+) -> st.SearchStrategy[Any]:
+    return st.tuples(st.just(method), st.tuples(*arguments))
+
+
+MOVES = st.one_of(
+    move(Life.step, rungs),
+    move(Life.skip_barriers, rungs),
+    move(Life.be_told_by_the_past, rungs),
+    move(
+        Life.engine_fails, st.sampled_from(ENGINE_ROUTES), st.sampled_from(["hang", "error", "crash", "act_then_hang"])
+    ),
+    move(
+        Life.trainer_fails,
+        st.sampled_from(TRAINER_ROUTES),
+        st.sampled_from(["hang", "error", "crash", "act_then_hang"]),
+    ),
+    move(Life.child_dies, st.sampled_from(["engine-0", "trainer-0"])),
+    move(Life.agent_restarts, st.booleans()),
+    move(Life.container_restarts),
+    move(Life.ask, st.booleans(), st.sampled_from([None, 0.02])),
+    move(Life.time_passes, st.floats(0, 0.05)),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(MOVES, max_size=7))
+def test_whatever_happens_nothing_is_broken_and_the_pod_serves_again(moves: list[tuple[Any, tuple[Any, ...]]]) -> None:
+    """I1, I5, I6, I7 and the tokens of callers: `SmallPod.broken` is what none of it may do."""
+
+    async def live() -> None:
+        async with small_pod(checkpoint={"everySteps": 2}) as pod:
+            life = Life(pod)
+            for what, arguments in moves:
+                await what(life, *arguments)
+            for sick in (pod.engine, pod.trainer):
+                if sick is not None:
+                    sick.faults.clear()
+            await life.step(Rung.SERVING)
+            assert "length" == await pod.ask(tokens=4)
+            if pod.engine is not None:
+                pod.engine.abort("", everything=True)
+            assert {"length", "abort", "closed", "left", "broken"} >= set(await asyncio.gather(*life.asked))
+            assert [] == pod.broken
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("steps", [2])
+async def test_requests_at_every_instant_of_a_switch_all_end_and_the_count_balances(steps: int) -> None:
+    async with small_pod() as pod:
+        life = Life(pod)
+        instants: list[str] = []
+
+        def ask_in_all_ways(route: str) -> None:
+            if route != "/generate":
+                instants.append(route)
+                for stream in (False, True):
+                    for leaves_after_s in (None, 0.01):
+                        life.asked.append(asyncio.create_task(pod.ask(stream=stream, leaves_after_s=leaves_after_s)))
+
+        await life.step(Rung.SERVING)
+        pod.on_call = ask_in_all_ways
+        for _ in range(steps):
+            for stream in (False, True):
+                for leaves_after_s in (None, 0.01):
+                    await life.ask(stream, leaves_after_s)
+            await life.step(Rung.SERVING)
+        pod.on_call = lambda route: None
+        assert pod.engine is not None
+        while not all(asked.done() for asked in life.asked):
+            pod.engine.abort("", everything=True)
+            await asyncio.sleep(0.01)
+        outcomes = [asked.result() for asked in life.asked]
+        assert {"abort", "closed", "left"} >= set(outcomes), "nothing hangs, nothing breaks off"
+        assert len(instants) >= 8 * steps
+        assert {} == pod.engine.samples, "nothing is generated for nobody"
+        assert 0 == pod.agent._gate.in_flight
+        assert [] == pod.broken
+
+
+async def test_target_of_an_older_epoch_is_refused_in_a_switch_too() -> None:
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        await pod.climb(V1, to=Rung.RELEASED)
+        assert isinstance(pod.send(pod.target(V0, Rung.SERVING, epoch=1)), Refusal)
+        await pod.climb(V1)
+        assert [] == pod.broken
