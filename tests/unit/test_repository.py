@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = ("operator", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
-REQUIREMENTS = sorted(path for path in ROOT.glob("*/**/requirements.txt") if ".build" not in path.parts)
+REQUIREMENTS = sorted(ROOT.glob("[a-z]*/**/requirements.txt"))
+ENGINE = ROOT / "workloads/gpu/engine.txt"
 
 
 def output_of(program: str, *, cwd: Path = ROOT) -> str:
@@ -51,6 +52,18 @@ def test_make_help_explains_every_target() -> None:
     assert set(re.findall(r"^\.PHONY: (.+)$", text, re.MULTILINE)) == explained | steps
 
 
+def test_ci_runs_what_everybody_runs() -> None:
+    assert "exec make test" == (ROOT / ".ci/run").read_text().splitlines()[-1]
+
+
+def test_licence_is_one_and_said_by_every_distribution() -> None:
+    assert ["Apache License", "Version 2.0, January 2004"] == [
+        line.strip() for line in (ROOT / "LICENSE").read_text().splitlines() if line
+    ][:2]
+    projects = [tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in DISTRIBUTIONS]
+    assert {"Apache-2.0"} == {project["license"] for project in projects}
+
+
 @pytest.mark.parametrize("folder", DISTRIBUTIONS)
 def test_every_package_says_that_it_is_typed(folder: str) -> None:
     packages = [path.parent for path in (ROOT / folder).glob("colocated_rl_*/__init__.py")]
@@ -79,7 +92,7 @@ def test_trainer_helper_is_imported_without(library: str) -> None:
     assert "imported" == output_of(absent)
 
 
-@pytest.mark.parametrize("path", REQUIREMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*REQUIREMENTS, ENGINE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_requirement_files_pin_everything_and_name_no_index(path: Path) -> None:
     unpinned = [requirement for name, requirement in pins(path) if "==" not in requirement or name.startswith("-")]
     assert [] == unpinned

