@@ -14,19 +14,25 @@ from examples.arithmetic.figures import read_figures, rung_times, switch_seconds
 from examples.arithmetic.records import Records
 
 OUT = Path(__file__).resolve().parents[1] / ".build/bench"
+RECORDS = OUT / "records.json"
+MIB = 1 << 20
 
 
 def main() -> int:
     began = time.monotonic()
-    with peaks() as memory:
-        code = subprocess.run([sys.executable, "-m", "examples.arithmetic.demo", "--out", OUT], check=False).returncode
-    if not (OUT / "records.json").exists():
+    RECORDS.unlink(missing_ok=True)
+    with (
+        subprocess.Popen([sys.executable, "-m", "examples.arithmetic.demo", "--out", OUT]) as demo,
+        peaks(demo.pid) as memory,
+    ):
+        code = demo.wait()
+    if not RECORDS.exists():
         print("bench: the demo left no records; what it said above is why")
         return code or 1
-    print_figures(Records.read(OUT / "records.json"), wall_s=time.monotonic() - began)
-    print(f"\n{'memory, largest sum of':34}  MiB")
-    for kind, size in sorted(memory.items(), key=lambda item: -item[1]):
-        print(f"  {kind:32}  {size / 2**20:.0f}")
+    print_figures(Records.read(RECORDS), wall_s=time.monotonic() - began)
+    print(f"\n{'memory, at its peak':40}  processes  largest MiB  together")
+    for kind, peak in sorted(memory.items(), key=lambda item: item[1].together):
+        print(f"  {kind:40}  {peak.processes:7}  {peak.largest / MIB:11.0f}  {peak.together / MIB:8.0f}")
     return code
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 EVERY_S = 2.0
@@ -15,10 +15,33 @@ KINDS = {  # what a command line of each kind contains, first match
     "trainer rank": ("-m colocated_rl_trainer",),
     "agent": ("-m colocated_rl_agent",),
     "runner": ("/run/colocate/bin/runner",),
+    "task process of the rollout controller": ("-m colocated_rl_rollout.",),
     "rollout controller": ("-m colocated_rl_rollout",),
     "operator": ("-m colocated_rl_operator",),
-    "local cluster": ("localcluster",),
+    "kubectl": (" kubectl ",),
+    "API server": ("kube-apiserver",),
+    "other processes of the local cluster": ("localcluster",),
+    "the demo itself": ("examples.arithmetic.demo",),
 }
+ALL = "all of them"
+
+
+@dataclass
+class Peak:
+    """Of one kind: how many there were at most, the largest of them, and the largest sum at one time, in bytes."""
+
+    processes: int = 0
+    largest: int = 0
+    together: int = 0
+
+    def rise(self, sizes: list[int]) -> None:
+        self.processes = max(self.processes, len(sizes))
+        self.largest = max([self.largest, *sizes])
+        self.together = max(self.together, sum(sizes))
+
+
+def kind_of(words: str) -> str | None:
+    return next((kind for kind, marks in KINDS.items() if any(mark in words for mark in marks)), None)
 
 
 def share_bytes(process: Path) -> int:
@@ -30,33 +53,46 @@ def share_bytes(process: Path) -> int:
     return 0
 
 
-def by_kind() -> dict[str, int]:
-    """Bytes of all processes of each kind on this machine, now."""
-    found: dict[str, int] = defaultdict(int)
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
+def family(pid: int) -> list[Path]:
+    """The directories in /proc of a process and of all below it, in whatever namespaces."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            children[int(stat.read_text().rpartition(") ")[2].split()[1])].append(int(stat.parent.name))
+    found = [pid]
+    for one in found:
+        found += children[one]
+    return [Path(f"/proc/{one}") for one in found]
+
+
+def sizes(pid: int) -> dict[str, list[int]]:
+    """Bytes of each process of the family, by kind, now."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for process in family(pid):
+        with contextlib.suppress(OSError):  # it has ended
             words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            kind = next((kind for kind, marks in KINDS.items() if any(mark in words for mark in marks)), None)
-            if kind is not None and process.name != str(os.getpid()):
-                found[kind] += share_bytes(process)
+            if (kind := kind_of(words)) is not None:
+                found[kind].append(share_bytes(process))
     return found
 
 
 @contextlib.contextmanager
-def peaks() -> Iterator[dict[str, int]]:
-    """Largest sum of each kind while the block runs; whole once it has ended."""
-    largest: dict[str, int] = defaultdict(int)
+def peaks(pid: int) -> Iterator[dict[str, Peak]]:
+    """What the process and all below it need while the block runs, by kind; whole once it has ended."""
+    seen: dict[str, Peak] = defaultdict(Peak)
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(EVERY_S):
-            for kind, size in by_kind().items():
-                largest[kind] = max(largest[kind], size)
+            now = sizes(pid)
+            for kind, each in now.items():
+                seen[kind].rise(each)
+            seen[ALL].rise([size for each in now.values() for size in each])
 
     watching = threading.Thread(target=watch, name="memory")
     watching.start()
     try:
-        yield largest
+        yield seen
     finally:
         ended.set()
         watching.join()
