@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from colocated_rl_trainer.checkpoint import CONTENTS, Checkpoints
+from colocated_rl_trainer.checkpoint import CONTENTS, Checkpoints, Superseded
 
 
 def test_no_checkpoint_in_an_empty_or_absent_directory(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path).newest() is None
-    assert Checkpoints(tmp_path / "absent").newest() is None
+    assert Checkpoints(tmp_path, lineage=1).newest() is None
+    assert Checkpoints(tmp_path / "absent", lineage=1).newest() is None
 
 
 def test_newest_is_found_with_what_was_written(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, lineage=1)
     _write(checkpoints, 9)
     _write(checkpoints, 10)
 
@@ -30,14 +30,14 @@ def test_only_the_newest_are_kept_and_nothing_else_is_touched(tmp_path: Path) ->
     (tmp_path / "step-1").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     for step in (5, 10, 15):
-        _write(Checkpoints(tmp_path), step, keep=2)
+        _write(Checkpoints(tmp_path, lineage=1), step, keep=2)
 
     assert ["notes.txt", "step-00000010", "step-00000015", "step-1"] == _names(tmp_path)
 
 
 @pytest.mark.parametrize("harm", ["changed", "file gone", "contents gone", "contents torn", "renamed"])
 def test_checkpoint_that_does_not_verify_is_passed_over(tmp_path: Path, harm: str) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, lineage=1)
     _write(checkpoints, 5)
     newer = _write(checkpoints, 10)
     match harm:
@@ -59,7 +59,7 @@ def test_checkpoint_that_does_not_verify_is_passed_over(tmp_path: Path, harm: st
 
 
 def test_failed_write_leaves_the_older_ones_and_the_next_one_tidies_up(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, lineage=1)
     _write(checkpoints, 5, keep=1)
 
     def fill_volume(directory: Path) -> None:
@@ -78,7 +78,7 @@ def test_failed_write_leaves_the_older_ones_and_the_next_one_tidies_up(tmp_path:
 
 def test_damaged_newer_checkpoint_goes_when_its_past_is_written_again(tmp_path: Path) -> None:
     """A damaged checkpoint counted among the kept ones: the good one was removed in its place."""
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, lineage=1)
     _write(checkpoints, 10, keep=1)
     damaged = _write(checkpoints, 20, keep=2)
     (damaged / "model").unlink()
@@ -89,7 +89,7 @@ def test_damaged_newer_checkpoint_goes_when_its_past_is_written_again(tmp_path: 
 
 
 def test_step_that_was_passed_over_can_be_written_again(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, lineage=1)
     (_write(checkpoints, 10) / "model").write_text("damaged")
 
     _write(checkpoints, 10)
@@ -97,6 +97,28 @@ def test_step_that_was_passed_over_can_be_written_again(tmp_path: Path) -> None:
     newest = checkpoints.newest()
     assert newest is not None
     assert "weights of 10" == (newest.directory / "model").read_text()
+
+
+def test_trainers_that_the_job_went_on_without_write_and_remove_nothing(tmp_path: Path) -> None:
+    """Cut off in a save, they finished it later: what their successors had saved since was removed as a later step."""
+    cut_off, successors = Checkpoints(tmp_path, lineage=1), Checkpoints(tmp_path, lineage=2)
+
+    def fill_slowly(directory: Path) -> None:
+        (directory / "model").write_text("of lineage 1")
+        _write(successors, 10)
+        _write(successors, 20)
+        directory.mkdir(exist_ok=True)  # its own was tidied away
+        (directory / "optimizer").write_text("of lineage 1")
+
+    with pytest.raises(Superseded, match=r"is of lineage 2, these trainers are of 1"):
+        cut_off.write(10, keep=1, fill=fill_slowly)
+    with pytest.raises(Superseded):
+        _write(cut_off, 30)
+
+    newest = successors.newest()
+    assert newest is not None
+    assert (20, "weights of 20") == (newest.step, (newest.directory / "model").read_text())
+    assert {"step-00000010", "step-00000020"} == {name for name in _names(tmp_path) if not name.startswith(".")}
 
 
 def _write(checkpoints: Checkpoints, step: int, *, keep: int = 2) -> Path:

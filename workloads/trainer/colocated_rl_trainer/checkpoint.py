@@ -2,11 +2,13 @@
 
 A checkpoint is filled under another name, hashed, flushed to the disk and renamed; what stands under its own name is
 whole. It is verified against its hashes when it is read, and one that does not verify is passed over with a warning.
+A writer that was cut off, and whose job went on without it, finds checkpoints of a later lineage and writes none.
 What the files hold is the caller's matter. No clean-up touches a name that is not a checkpoint's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -19,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from colocated_rl_api.logs import log
 from colocated_rl_trainer.manifest import sha256_of
+from colocated_rl_trainer.rank import Refused
 
 FORMAT = 1
 CONTENTS = "checkpoint.json"
@@ -26,7 +29,7 @@ OPTIMIZER = (
     "optimizer.state"  # its state, where a checkpoint has some; no *.safetensors, which loaders take for weights
 )
 _NAME = re.compile(r"step-(\d{8})")
-_DRAFT = re.compile(r"\.step-\d{8}\.draft")
+_DRAFT = re.compile(r"\.step-\d{8}(-\d+)?\.draft")
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class Contents(BaseModel):
 
     format: int
     step: int
+    lineage: int = 0  # of the trainers that wrote it
     sha256: dict[str, str]  # by file name, of every other file
 
 
@@ -45,11 +49,16 @@ class Saved:
     directory: Path
 
 
-class Checkpoints:
-    """The checkpoints of one job. One rank writes, any number may read."""
+class Superseded(Refused):
+    """Trainers of a later lineage write checkpoints here: the job has gone on without these."""
 
-    def __init__(self, directory: Path) -> None:
+
+class Checkpoints:
+    """The checkpoints of one job. One rank of the newest lineage writes, any number may read."""
+
+    def __init__(self, directory: Path, *, lineage: int) -> None:
         self._directory = directory
+        self._lineage = lineage
 
     def newest(self) -> Saved | None:
         """The newest checkpoint that verifies, or None. Raises OSError if the volume can't be read."""
@@ -64,19 +73,22 @@ class Checkpoints:
         """Let `fill` write files into an empty directory, make that the checkpoint of `step`, keep the newest `keep`.
 
         Any of a later step goes as well: it did not verify, or this step would not be written now.
-        Raises OSError; then no checkpoint has come or gone.
+        Raises OSError and Superseded; then no checkpoint has come or gone.
         """
+        self._refuse_if_superseded()
         for left in self._directory.iterdir():
             if _DRAFT.fullmatch(left.name):
                 shutil.rmtree(left)
         target = self._directory / f"step-{step:08d}"
-        draft = self._directory / f".{target.name}.draft"
+        draft = self._directory / f".{target.name}-{self._lineage}.draft"
         draft.mkdir()
         fill(draft)
-        contents = Contents(format=FORMAT, step=step, sha256={file.name: sha256_of(file) for file in draft.iterdir()})
+        hashes = {file.name: sha256_of(file) for file in draft.iterdir()}
+        contents = Contents(format=FORMAT, step=step, lineage=self._lineage, sha256=hashes)
         (draft / CONTENTS).write_text(contents.model_dump_json(indent=2))
         for path in (*draft.iterdir(), draft):
             _flush(path)
+        self._refuse_if_superseded()  # it may have taken minutes
         if target.exists():
             shutil.rmtree(target)
         draft.rename(target)
@@ -86,6 +98,15 @@ class Checkpoints:
             if saved not in kept:
                 shutil.rmtree(saved.directory)
         return Saved(step, target)
+
+    def _refuse_if_superseded(self) -> None:
+        for saved in self._all():
+            with contextlib.suppress(OSError, ValidationError):  # torn: nobody's any more
+                lineage = _contents(saved).lineage
+                if lineage > self._lineage:
+                    raise Superseded(
+                        f"{saved.directory} is of lineage {lineage}, these trainers are of {self._lineage}"
+                    )
 
     def _all(self) -> list[Saved]:
         """Oldest first, unverified."""
@@ -97,7 +118,7 @@ class Checkpoints:
 
 def _fault(saved: Saved) -> str | None:
     try:
-        contents = Contents.model_validate_json((saved.directory / CONTENTS).read_bytes())
+        contents = _contents(saved)
         for name, digest in contents.sha256.items():
             if sha256_of(saved.directory / name) != digest:
                 return f"{saved.directory / name} has changed since it was written"
@@ -106,6 +127,10 @@ def _fault(saved: Saved) -> str | None:
     if (contents.format, contents.step) != (FORMAT, saved.step):
         return f"{saved.directory} holds step {contents.step} in format {contents.format}, not {saved.step} in {FORMAT}"
     return None
+
+
+def _contents(saved: Saved) -> Contents:
+    return Contents.model_validate_json((saved.directory / CONTENTS).read_bytes())
 
 
 def _flush(path: Path) -> None:

@@ -52,7 +52,7 @@ class ReferenceTrainer:
         self._progress_s = settings.read_job().spec.switch.trainer_progress_seconds
         self._device = torch.device(settings.device)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self._checkpoints = Checkpoints(settings.checkpoints)
+        self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
 

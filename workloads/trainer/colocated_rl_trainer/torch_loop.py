@@ -33,7 +33,7 @@ class TorchLoop:
         self.settings = settings
         self.device = torch.device(settings.device)
         self._progress_s = settings.read_job().spec.switch.trainer_progress_seconds
-        self._checkpoints = Checkpoints(settings.checkpoints)
+        self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage)
         self._mark_dirty: Callable[[], None]
 
     # ---------------------------------------------------------------------------------------------- yours to write
