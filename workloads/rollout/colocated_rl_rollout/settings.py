@@ -51,14 +51,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         "--tls", type=Path, default=Path(names.TLS_DIR), help="directory of certificates and data token"
     )
     parser.add_argument("--models", type=Path, default=Path(names.MODEL_DIR), help="what spec.model.path is in")
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
-    for port, default in (
-        ("control", names.CONTROL_PORT),
-        ("data", names.DATA_PORT),
-        ("metrics", names.METRICS_PORT),
-        ("pages", names.PAGES_PORT),
-    ):
-        parser.add_argument(f"--{port}-port", type=int, default=default)
+    Ports.add_arguments(parser)
     parser.add_argument(
         "--task-processes",
         type=int,
@@ -76,13 +69,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         state=given.state,
         tls=given.tls,
         model=given.models / job.spec.model.path,
-        ports=Ports(
-            control=given.control_port,
-            data=given.data_port,
-            metrics=given.metrics_port,
-            pages=given.pages_port,
-            host=given.host,
-        ),
+        ports=Ports.given(given),
         task_processes=given.task_processes,
         drain_s=given.drain_seconds,
         progress_s=given.progress_seconds,
