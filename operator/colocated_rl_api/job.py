@@ -1,152 +1,26 @@
 """The `ColocatedRLJob` resource, v1alpha1: the single source of the CRD, the reference page and every parser.
 
-A field stands here together with its behaviour, never before. Bounds and defaults go into the schema; what a schema
-can't say is said twice, as a CEL rule for the API server and as a validator for everybody else, with one message. A
-corpus of manifests gets the same verdict from both (tests/contract/test_manifest_corpus.py), so the models read values
-as the server does: no type is converted, 2.0 is the integer 2, and null means absent.
+A field stands here together with its behaviour, never before. Bounds and defaults go into the schema, rules over
+several fields are said in CEL and in Python (`parts`). A corpus of manifests gets the same verdict from the API server
+and from here (tests/contract/test_manifest_corpus.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
+
+from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_api.parts import Options, Part, Quantity, Resources, Rule, Volume, rules, should_match
 
 JOB_NAME_MAX = 40  # longest derived name: NAME-gpu-REPLICA-ATTEMPT, at most 63 characters
 
-
-def _read_integer(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _drop_nulls(value: object) -> object:
-    return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
-
-
-class Part(BaseModel):
-    """Base of every part of the resource: camelCase, immutable, unknown fields refused (a typo is an error)."""
-
-    model_config = ConfigDict(
-        alias_generator=to_camel,
-        validate_by_name=True,
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_as_the_server_does(cls, value: object) -> object:
-        if not isinstance(value, Mapping):
-            return value
-        known = {name for field, info in cls.model_fields.items() for name in (field, info.alias)}
-        return {key: _read_integer(item) for key, item in value.items() if item is not None or key not in known}
-
-
-class Rule(NamedTuple):
-    """What a schema can't say, of one field. Whoever breaks it reads which field, what it is, what to write instead.
-
-    message: for the reference. said: CEL that puts values into the same; `format`, because the server thinks that the
-    text of a number may have any length, and refuses to add it to another.
-    """
-
-    field: str
-    rule: str
-    message: str
-    said: str | None = None
-
-
-def rules(*given: Rule) -> dict[str, Any]:
-    """`json_schema_extra` that carries CEL rules."""
-    return {
-        "x-kubernetes-validations": [
-            {
-                "rule": each.rule,
-                "message": each.message,
-                "fieldPath": f".{each.field}",
-                **({} if each.said is None else {"messageExpression": each.said}),
-            }
-            for each in given
-        ]
-    }
-
-
-def _should_match(pattern: str, words: str) -> tuple[AfterValidator, dict[str, Any]]:
-    """A pattern with words for whoever misses it: a validator, and the same in CEL, where the value may be a number."""
-
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(words)
-        return text
-
-    rule = f"type(self) != string || self.matches(r'^({pattern})$')"
-    return AfterValidator(check), {"x-kubernetes-validations": [{"rule": rule, "message": words}]}
-
-
-_MAX_EXACT_INTEGER = 2**53 - 1  # above, JSON readers disagree
-
-
-def _read_quantity(value: object) -> object:
-    value = _read_integer(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        if not 0 <= value <= _MAX_EXACT_INTEGER:
-            raise ValueError(f"a quantity without a suffix should be between 0 and {_MAX_EXACT_INTEGER}")
-        return str(value)
-    return value
-
-
-_is_quantity, _quantity_rule = _should_match(
-    r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?",
-    "should be a number, with one of m, k, M, G, T, P, E, Ki, Mi, Gi, Ti, Pi, Ei behind it or none: 500m, 4Gi, 2",
-)
-Quantity = Annotated[
-    str,
-    Field(
-        max_length=32,
-        json_schema_extra={
-            **_quantity_rule,
-            "x-kubernetes-int-or-string": True,
-            "minimum": 0,
-            "maximum": _MAX_EXACT_INTEGER,
-        },
-    ),
-    BeforeValidator(_read_quantity),
-    _is_quantity,
-]
-"""A Kubernetes quantity: `2`, `"500m"`, `"4Gi"`."""
-
-ResourceMap = Annotated[
-    dict[Annotated[str, Field(max_length=253)], Quantity], Field(max_length=16), BeforeValidator(_drop_nulls)
-]
-Options = Annotated[dict[str, Any], Field(max_length=256)]
-"""Free-form options, handed through as they stand."""
-
-
-class Resources(Part):
-    """Compute resources of a container, as in core/v1."""
-
-    requests: ResourceMap = Field(default_factory=dict, description="What the scheduler reserves, by resource name.")
-    limits: ResourceMap = Field(default_factory=dict, description="What the container may use, by resource name.")
-
-
-class Volume(Part):
-    """A volume that the operator claims for the job."""
-
-    size: Quantity = Field(default="10Gi", description="Requested capacity of the claim.")
-    storage_class_name: str | None = Field(
-        default=None, max_length=253, description="Storage class; the cluster's default when absent."
-    )
-    retain: bool = Field(default=True, description="Keep the claim when the job is deleted.")
-
-
-# -------------------------------------------------------------------------------------------------------------- spec
-_is_inside, _inside_rule = _should_match(
+_is_inside, _inside_rule = should_match(
     r"\.|[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*",
     "should be a path inside the claim, without / at its ends or .. in it: models/small, or . for the claim's root",
 )
@@ -186,7 +60,7 @@ class Gpus(Part):
     )
 
 
-_is_task_name, _task_name_rule = _should_match(
+_is_task_name, _task_name_rule = should_match(
     r"[a-z0-9_]+", "should be the name of a reasoning-gym task, of a-z, 0-9 and _: chain_sum"
 )
 
@@ -441,118 +315,6 @@ class ColocatedRLJobSpec(Part):
     )
     pods_ready_deadline_seconds: int = Field(
         default=1800, ge=1, le=604_800, description="All members must answer within this time, or the job is failed."
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------ status
-class Phase(StrEnum):
-    """One word for people. No program may depend on it: conditions are for programs."""
-
-    PENDING = "Pending"  # pods not there yet
-    STARTING = "Starting"  # first climb
-    ROLLOUT = "Rollout"
-    SWITCHING = "Switching"  # GPUs change hands
-    TRAINING = "Training"
-    RECOVERING = "Recovering"  # climbing again after a loss
-    COMPLETE = "Complete"
-    FAILED = "Failed"
-
-
-class Holder(StrEnum):
-    """Who computes on the GPUs."""
-
-    NOBODY = "Nobody"
-    ROLLOUT = "Rollout"
-    TRAINER = "Trainer"
-    SWITCHING = "Switching"
-
-
-class ConditionStatus(StrEnum):
-    TRUE = "True"
-    FALSE = "False"
-    UNKNOWN = "Unknown"
-
-
-class StatusPart(Part):
-    """Base of every part of the status. Written by the operator alone, also by a newer one: unknown fields pass."""
-
-    model_config = ConfigDict(strict=False, extra="ignore")
-
-
-class Condition(StatusPart):
-    """As metav1.Condition."""
-
-    type: str = Field(max_length=64, description="CamelCase name, once in the list.")
-    status: ConditionStatus = Field(description="Whether it holds.")
-    reason: str = Field(max_length=64, description="CamelCase cause of the newest transition, for programs.")
-    message: str = Field(max_length=2048, description="The same for people.")
-    last_transition_time: datetime = Field(description="When status changed.")
-    observed_generation: int = Field(ge=0, description="Generation of the spec that it answers.")
-
-
-class RolloutStatus(StatusPart):
-    """Progress of rollout, as the controller reported it last."""
-
-    reward: float | None = Field(default=None, description="Mean reward of the newest sealed batch.")
-    staleness: float | None = Field(default=None, description="Mean staleness of its tokens, in steps.")
-    tokens_per_second: float | None = Field(default=None, description="Generated over the last 30 seconds.")
-    samples: dict[str, int] = Field(default_factory=dict, max_length=16, description="Samples by state.")
-
-
-class EvaluationStatus(StatusPart):
-    """Newest evaluation."""
-
-    step: int = Field(description="Step of the weights.")
-    mean: float = Field(description="Share of right answers.")
-    stderr: float = Field(description="Standard error of the mean.")
-    samples: int = Field(description="Answers.")
-
-
-class PodOutOfLine(StatusPart):
-    """A pod that has a problem, or does not stand where the others do."""
-
-    name: str = Field(max_length=253, description="Name of the pod.")
-    rung: str | None = Field(
-        default=None, max_length=32, description="Where it stands; absent for the rollout controller."
-    )
-    reason: str = Field(default="", max_length=64, description="CamelCase cause, for programs.")
-    message: str = Field(default="", max_length=1024, description="The same for people.")
-
-
-class ColocatedRLJobStatus(StatusPart):
-    """What the operator knows. Written by the operator alone."""
-
-    observed_generation: int | None = Field(default=None, description="Generation of the spec that this answers.")
-    phase: Phase | None = Field(default=None, description="Summary for people.")
-    step: int | None = Field(default=None, description="Last finished step.")
-    weight_version: str | None = Field(default=None, max_length=32, description="STEP-LINEAGE that all engines serve.")
-    epoch: int | None = Field(default=None, description="Fencing number; raised before each climb.")
-    lineage: int | None = Field(default=None, description="How often the trainers were started together.")
-    target_step: int | None = Field(default=None, description="Step that the epoch climbs to.")
-    cause: str | None = Field(default=None, max_length=64, description="Why the epoch was raised.")
-    group: str | None = Field(default=None, max_length=64, description="Hash of the pods that form the trainer group.")
-    restarts: int | None = Field(default=None, description="Trainer restarts after failures, against backoffLimit.")
-    gpu_holder: Holder | None = Field(default=None, description="Who computes on the GPUs.")
-    rung: str | None = Field(default=None, max_length=32, description="Rung of the slowest pod.")
-    ready: str | None = Field(
-        default=None,
-        max_length=32,
-        description="GPU pods that answer, of replicas: 2/2. Condition PodsReady counts the rollout controller too.",
-    )
-    pods_by_rung: dict[str, int] = Field(default_factory=dict, max_length=16, description="Pods by rung.")
-    out_of_line: list[PodOutOfLine] = Field(default_factory=list, max_length=10, description="At most ten.")
-    rollout: RolloutStatus | None = Field(default=None, description="Progress of rollout.")
-    evaluation: EvaluationStatus | None = Field(default=None, description="Newest evaluation.")
-    last_switch_seconds: float | None = Field(
-        default=None, description="Last switch, from the first gate closed to all gates open, training excluded."
-    )
-    start_time: datetime | None = Field(default=None, description="When the job was first acted on.")
-    completion_time: datetime | None = Field(default=None, description="When it completed or failed.")
-    conditions: list[Condition] = Field(
-        default_factory=list,
-        max_length=16,
-        description="Conditions, by type.",
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from colocated_rl_api.job import Phase
+from colocated_rl_api.job_status import Phase
 from colocated_rl_api.logs import log
-from colocated_rl_operator import resources
+from colocated_rl_operator import belongings, resources
 from colocated_rl_operator.actions import CreatePod, DeletePod
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.case import Case, Pods, list_again
@@ -153,9 +153,8 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
 
 async def _apply_objects(job: Job, doors: Doors) -> None:
     with contextlib.suppress(Conflict):  # made at an earlier look; its name contains the job's UID
-        await doors.kube.create_secret(job.namespace, resources.tls_secret(job, doors.authority.job_files(job.uid)))
-    wanted = (resources.config(job), resources.network_policy(job, operator_namespace=doors.namespace))
-    for body in (*wanted, *resources.claims(job)):
+        await doors.kube.create_secret(job.namespace, belongings.tls_secret(job, doors.authority.job_files(job.uid)))
+    for body in belongings.applied(job, operator_namespace=doors.namespace):
         await doors.kube.apply(job.namespace, body)
 
 

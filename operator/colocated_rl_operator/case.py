@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from colocated_rl_api import names
-from colocated_rl_api.job import ColocatedRLJobStatus
+from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_operator.errors import NotFound
 from colocated_rl_operator.events import About
 from colocated_rl_operator.kube import Body, Kube

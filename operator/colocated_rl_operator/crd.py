@@ -25,7 +25,8 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from colocated_rl_api import names
-from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec, ColocatedRLJobStatus
+from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec
+from colocated_rl_api.job_status import ColocatedRLJobStatus
 
 Schema = dict[str, Any]
 
@@ -33,7 +34,7 @@ CRD_FILE = Path("crds/colocatedrljobs.yaml")
 CHART_FILE = Path("charts/colocated-rl/templates/crd.yaml")
 REFERENCE_FILE = Path("docs/reference.md")
 
-_GENERATED = "Made by `make generate` from operator/colocated_rl_api/job.py: change that file instead."
+_GENERATED = "Made by `make generate` from job.py and job_status.py in operator/colocated_rl_api: change those instead."
 
 # name, JSON path, type, priority (1: only with -o wide), description
 _COLUMNS = (

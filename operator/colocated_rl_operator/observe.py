@@ -11,7 +11,8 @@ from typing import Any
 import pydantic
 
 from colocated_rl_api import names
-from colocated_rl_api.job import ColocatedRLJobSpec, ColocatedRLJobStatus
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
 from colocated_rl_operator import resources

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from colocated_rl_api.job import ColocatedRLJobStatus
+from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.logs import log
 from colocated_rl_operator.errors import ApiUnreachable, Conflict, OperatorError, StaleEpoch
 from colocated_rl_operator.events import About, Events

@@ -1,24 +1,22 @@
-"""The Kubernetes objects of a job, as the API server is to have them. Pure: a job in, plain objects out.
+"""The pods of a job, as the API server is to have them, and how all its objects are named. Pure.
 
 Every pod passes the restricted pod security profile: no root, no capabilities, a read-only root file system, volumes
 for all that is written. Agent and GPU container have different users and one group, so that the agent's journal and
 keys are out of reach of engine and trainer, and what both write they share.
 
 Names of everything but pods contain the job's UID: what an earlier job of the same name left behind, or what somebody
-made in advance, is never taken for ours.
+made in advance, is never taken for ours. What pods need beside them is in `belongings`.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from colocated_rl_api import names
-from colocated_rl_api.job import Resources, Volume
-from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.parts import Resources
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Job
 
 Object = dict[str, Any]
@@ -74,7 +72,7 @@ def claim_name(job: Job, volume: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ metadata
-def _metadata(job: Job, name: str, labels: Mapping[str, str] | None = None, *, owned: bool = True) -> Object:
+def metadata_of(job: Job, name: str, labels: Mapping[str, str] | None = None, *, owned: bool = True) -> Object:
     metadata: Object = {
         "name": name,
         "namespace": job.namespace,
@@ -88,106 +86,11 @@ def _metadata(job: Job, name: str, labels: Mapping[str, str] | None = None, *, o
         },
     }
     if owned:
-        metadata["ownerReferences"] = [owner(job)]
+        kind = {"apiVersion": names.API_VERSION, "kind": names.KIND}
+        metadata["ownerReferences"] = [
+            {**kind, "name": job.name, "uid": job.uid, "controller": True, "blockOwnerDeletion": True}
+        ]
     return metadata
-
-
-def owner(job: Job) -> Object:
-    return {
-        "apiVersion": names.API_VERSION,
-        "kind": names.KIND,
-        "name": job.name,
-        "uid": job.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
-
-
-# ------------------------------------------------------------------------------------------------- objects of the job
-def config(job: Job) -> Object:
-    """The job as its members read it, and the trainer's configuration as it was written."""
-    job_file = JobFile(name=job.name, namespace=job.namespace, uid=job.uid, created=job.created, spec=job.spec)
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(job, config_name(job)),
-        "data": {
-            _file(names.JOB_FILE): job_file.model_dump_json(by_alias=True, exclude_none=True),
-            _file(names.TRAINER_CONFIG_FILE): json.dumps(job.spec.trainer.config, sort_keys=True),
-        },
-    }
-
-
-def claims(job: Job) -> list[Object]:
-    """Volumes of the store and of checkpoints. A retained one has no owner, so that deleting the job leaves it."""
-    return [
-        _claim(job, "store", job.spec.storage.volume, many_pods=False),
-        _claim(job, "checkpoints", job.spec.checkpoint.volume, many_pods=job.spec.replicas > 1),
-    ]
-
-
-def _claim(job: Job, name: str, volume: Volume, *, many_pods: bool) -> Object:
-    spec: Object = {
-        "accessModes": ["ReadWriteMany" if many_pods else "ReadWriteOnce"],
-        "resources": {"requests": {"storage": volume.size}},
-    }
-    if volume.storage_class_name is not None:
-        spec["storageClassName"] = volume.storage_class_name
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": _metadata(job, claim_name(job, name), owned=not volume.retain),
-        "spec": spec,
-    }
-
-
-def network_policy(job: Job, *, operator_namespace: str) -> Object:
-    """Who may reach the job's pods: the operator control ports, pods of the job data ports, anybody metrics.
-
-    The trainers' process group asks nobody for a password: its ports, of which the kernel picks some, are open among
-    the job's GPU pods alone. The rollout pod, where rewards run, is none of them.
-    """
-    operator = {
-        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}},
-        "podSelector": {"matchLabels": {"app.kubernetes.io/name": names.MANAGED_BY}},
-    }
-    own = {names.JOB_UID_LABEL: job.uid}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": _metadata(job, f"{job.name}-{job.uid}"),
-        "spec": {
-            "podSelector": {"matchLabels": own},
-            "policyTypes": ["Ingress"],
-            "ingress": [
-                {"from": [operator], "ports": [_tcp(names.CONTROL_PORT)]},
-                {"from": [_pods(own)], "ports": [_tcp(names.DATA_PORT)]},
-                {"from": [_pods(own | {names.ROLE_LABEL: names.ROLE_GPU})], "ports": [_tcp(1024, 65535)]},
-                {"ports": [_tcp(names.METRICS_PORT)]},
-            ],
-        },
-    }
-
-
-def _pods(labels: Mapping[str, str]) -> Object:
-    return {"podSelector": {"matchLabels": dict(labels)}}
-
-
-def _tcp(first: int, last: int | None = None) -> Object:
-    port: Object = {"protocol": "TCP", "port": first}
-    return port if last is None else port | {"endPort": last}
-
-
-def tls_secret(job: Job, files: Mapping[str, str]) -> Object:
-    """files: by the names of `names.TLS_DIR`. Created once, never changed, never read by the operator."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "type": "Opaque",
-        "immutable": True,
-        "metadata": _metadata(job, tls_secret_name(job)),
-        "stringData": dict(files),
-    }
 
 
 # ---------------------------------------------------------------------------------------------------------------- pods
@@ -199,7 +102,7 @@ def pod(job: Job, seat: str, attempt: int, images: PodImages) -> Object:
         replica = seat.removeprefix(f"{names.ROLE_GPU}-")
         labels = {names.ROLE_LABEL: names.ROLE_GPU, names.REPLICA_LABEL: replica}
         spec = _gpu_spec(job, replica, images)
-    metadata = _metadata(job, pod_name(job, seat, attempt), {**labels, names.ATTEMPT_LABEL: str(attempt)})
+    metadata = metadata_of(job, pod_name(job, seat, attempt), {**labels, names.ATTEMPT_LABEL: str(attempt)})
     metadata["annotations"] = {  # an eviction costs the whole group a climb: only where nothing else helps
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
         "karpenter.sh/do-not-disrupt": "true",
@@ -415,7 +318,3 @@ def _job_volumes(job: Job) -> Sequence[Object]:
 
 def _directory(path: str) -> str:
     return path.rsplit("/", 1)[0]
-
-
-def _file(path: str) -> str:
-    return path.rsplit("/", 1)[1]

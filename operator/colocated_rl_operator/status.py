@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 
-from colocated_rl_api.job import (
+from colocated_rl_api.job_status import (
     ColocatedRLJobStatus,
     Condition,
     ConditionStatus,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from builders import UID
-from colocated_rl_api.job import ColocatedRLJobStatus
+from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_operator.errors import ApiUnreachable, Conflict, Refused, StaleEpoch
 from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.record import News, Record

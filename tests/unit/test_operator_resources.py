@@ -11,7 +11,7 @@ from builders import UID, make_job
 from colocated_rl_api import names
 from colocated_rl_api.job import JOB_NAME_MAX
 from colocated_rl_api.member_wire import JobFile
-from colocated_rl_operator import resources
+from colocated_rl_operator import belongings, resources
 from colocated_rl_operator.observation import ROLLOUT_SEAT, gpu_seat
 from colocated_rl_operator.resources import PodImages
 
@@ -97,23 +97,23 @@ def test_derived_names_fit() -> None:
 
 
 def test_the_secret_is_named_by_the_jobs_uid_and_never_changes() -> None:
-    secret = resources.tls_secret(make_job(), {"ca.crt": "x"})
+    secret = belongings.tls_secret(make_job(), {"ca.crt": "x"})
     assert UID in secret["metadata"]["name"]
     assert secret["immutable"]
 
 
 def test_retained_volumes_have_no_owner_and_others_do() -> None:
     job = make_job(storage={"volume": {"retain": False}})
-    store, checkpoints = resources.claims(job)
+    store, checkpoints = belongings.claims(job)
     assert [UID] == [owner["uid"] for owner in store["metadata"]["ownerReferences"]]
     assert "ownerReferences" not in checkpoints["metadata"]
     assert ["ReadWriteMany"] == checkpoints["spec"]["accessModes"]
-    assert ["ReadWriteOnce"] == resources.claims(make_job(replicas=1))[1]["spec"]["accessModes"]
+    assert ["ReadWriteOnce"] == belongings.claims(make_job(replicas=1))[1]["spec"]["accessModes"]
 
 
 def test_members_read_the_job_as_it_is_and_the_trainer_its_configuration() -> None:
     job = make_job(trainer={"config": {"learningRate": 0.1}})
-    data = resources.config(job)["data"]
+    data = belongings.config(job)["data"]
     assert job.spec == JobFile.model_validate_json(data["job.json"]).spec
     assert {"learningRate": 0.1} == json.loads(data["trainer.json"])
 
@@ -122,7 +122,7 @@ def may_reach(
     port: int, *, labels: dict[str, str], namespace: str = "default", to: dict[str, str] | None = None
 ) -> bool:
     """Whether the job's policy lets a pod with these labels open a connection to a pod of the job."""
-    policy = resources.network_policy(make_job(), operator_namespace="operators")
+    policy = belongings.network_policy(make_job(), operator_namespace="operators")
     assert (
         policy["spec"]["podSelector"]["matchLabels"].items() <= (to or pod(gpu_seat(0))["metadata"]["labels"]).items()
     )

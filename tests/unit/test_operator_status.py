@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from builders import CREATED, facts_at, make_climb, make_job, make_observation, rollout_facts
-from colocated_rl_api.job import ColocatedRLJobStatus, ConditionStatus, Holder, Phase
+from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, Holder, Phase
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import EvaluationResult, Problem
 from colocated_rl_operator.observation import Climb, Observation, PodPhase, remember

@@ -1,0 +1,121 @@
+"""The status of a `ColocatedRLJob`: what the operator knows. Written by the operator alone."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+
+from pydantic import ConfigDict, Field
+
+from colocated_rl_api.parts import Part
+
+
+class Phase(StrEnum):
+    """One word for people. No program may depend on it: conditions are for programs."""
+
+    PENDING = "Pending"  # pods not there yet
+    STARTING = "Starting"  # first climb
+    ROLLOUT = "Rollout"
+    SWITCHING = "Switching"  # GPUs change hands
+    TRAINING = "Training"
+    RECOVERING = "Recovering"  # climbing again after a loss
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class Holder(StrEnum):
+    """Who computes on the GPUs."""
+
+    NOBODY = "Nobody"
+    ROLLOUT = "Rollout"
+    TRAINER = "Trainer"
+    SWITCHING = "Switching"
+
+
+class ConditionStatus(StrEnum):
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class StatusPart(Part):
+    """Base of every part of the status. Written by the operator alone, also by a newer one: unknown fields pass."""
+
+    model_config = ConfigDict(strict=False, extra="ignore")
+
+
+class Condition(StatusPart):
+    """As metav1.Condition."""
+
+    type: str = Field(max_length=64, description="CamelCase name, once in the list.")
+    status: ConditionStatus = Field(description="Whether it holds.")
+    reason: str = Field(max_length=64, description="CamelCase cause of the newest transition, for programs.")
+    message: str = Field(max_length=2048, description="The same for people.")
+    last_transition_time: datetime = Field(description="When status changed.")
+    observed_generation: int = Field(ge=0, description="Generation of the spec that it answers.")
+
+
+class RolloutStatus(StatusPart):
+    """Progress of rollout, as the controller reported it last."""
+
+    reward: float | None = Field(default=None, description="Mean reward of the newest sealed batch.")
+    staleness: float | None = Field(default=None, description="Mean staleness of its tokens, in steps.")
+    tokens_per_second: float | None = Field(default=None, description="Generated over the last 30 seconds.")
+    samples: dict[str, int] = Field(default_factory=dict, max_length=16, description="Samples by state.")
+
+
+class EvaluationStatus(StatusPart):
+    """Newest evaluation."""
+
+    step: int = Field(description="Step of the weights.")
+    mean: float = Field(description="Share of right answers.")
+    stderr: float = Field(description="Standard error of the mean.")
+    samples: int = Field(description="Answers.")
+
+
+class PodOutOfLine(StatusPart):
+    """A pod that has a problem, or does not stand where the others do."""
+
+    name: str = Field(max_length=253, description="Name of the pod.")
+    rung: str | None = Field(
+        default=None, max_length=32, description="Where it stands; absent for the rollout controller."
+    )
+    reason: str = Field(default="", max_length=64, description="CamelCase cause, for programs.")
+    message: str = Field(default="", max_length=1024, description="The same for people.")
+
+
+class ColocatedRLJobStatus(StatusPart):
+    """What the operator knows. Written by the operator alone."""
+
+    observed_generation: int | None = Field(default=None, description="Generation of the spec that this answers.")
+    phase: Phase | None = Field(default=None, description="Summary for people.")
+    step: int | None = Field(default=None, description="Last finished step.")
+    weight_version: str | None = Field(default=None, max_length=32, description="STEP-LINEAGE that all engines serve.")
+    epoch: int | None = Field(default=None, description="Fencing number; raised before each climb.")
+    lineage: int | None = Field(default=None, description="How often the trainers were started together.")
+    target_step: int | None = Field(default=None, description="Step that the epoch climbs to.")
+    cause: str | None = Field(default=None, max_length=64, description="Why the epoch was raised.")
+    group: str | None = Field(default=None, max_length=64, description="Hash of the pods that form the trainer group.")
+    restarts: int | None = Field(default=None, description="Trainer restarts after failures, against backoffLimit.")
+    gpu_holder: Holder | None = Field(default=None, description="Who computes on the GPUs.")
+    rung: str | None = Field(default=None, max_length=32, description="Rung of the slowest pod.")
+    ready: str | None = Field(
+        default=None,
+        max_length=32,
+        description="GPU pods that answer, of replicas: 2/2. Condition PodsReady counts the rollout controller too.",
+    )
+    pods_by_rung: dict[str, int] = Field(default_factory=dict, max_length=16, description="Pods by rung.")
+    out_of_line: list[PodOutOfLine] = Field(default_factory=list, max_length=10, description="At most ten.")
+    rollout: RolloutStatus | None = Field(default=None, description="Progress of rollout.")
+    evaluation: EvaluationStatus | None = Field(default=None, description="Newest evaluation.")
+    last_switch_seconds: float | None = Field(
+        default=None, description="Last switch, from the first gate closed to all gates open, training excluded."
+    )
+    start_time: datetime | None = Field(default=None, description="When the job was first acted on.")
+    completion_time: datetime | None = Field(default=None, description="When it completed or failed.")
+    conditions: list[Condition] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Conditions, by type.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )

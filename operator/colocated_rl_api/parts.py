@@ -1,0 +1,139 @@
+"""What the resource is made of: parts that read values as the API server does, rules with words, quantities.
+
+No type is converted, 2.0 is the integer 2, and null means absent. What a schema can't say is said twice, as a CEL rule
+for the API server and as a validator for everybody else, with one message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.alias_generators import to_camel
+
+
+def _read_integer(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _drop_nulls(value: object) -> object:
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
+
+
+class Part(BaseModel):
+    """Base of every part of the resource: camelCase, immutable, unknown fields refused (a typo is an error)."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        validate_by_name=True,
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_as_the_server_does(cls, value: object) -> object:
+        if not isinstance(value, Mapping):
+            return value
+        known = {name for field, info in cls.model_fields.items() for name in (field, info.alias)}
+        return {key: _read_integer(item) for key, item in value.items() if item is not None or key not in known}
+
+
+class Rule(NamedTuple):
+    """What a schema can't say, of one field. Whoever breaks it reads which field, what it is, what to write instead.
+
+    message: for the reference. said: CEL that puts values into the same; `format`, because the server thinks that the
+    text of a number may have any length, and refuses to add it to another.
+    """
+
+    field: str
+    rule: str
+    message: str
+    said: str | None = None
+
+
+def rules(*given: Rule) -> dict[str, Any]:
+    """`json_schema_extra` that carries CEL rules."""
+    return {
+        "x-kubernetes-validations": [
+            {
+                "rule": each.rule,
+                "message": each.message,
+                "fieldPath": f".{each.field}",
+                **({} if each.said is None else {"messageExpression": each.said}),
+            }
+            for each in given
+        ]
+    }
+
+
+def should_match(pattern: str, words: str) -> tuple[AfterValidator, dict[str, Any]]:
+    """A pattern with words for whoever misses it: a validator, and the same in CEL, where the value may be a number."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(words)
+        return text
+
+    rule = f"type(self) != string || self.matches(r'^({pattern})$')"
+    return AfterValidator(check), {"x-kubernetes-validations": [{"rule": rule, "message": words}]}
+
+
+_MAX_EXACT_INTEGER = 2**53 - 1  # above, JSON readers disagree
+
+
+def _read_quantity(value: object) -> object:
+    value = _read_integer(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 0 <= value <= _MAX_EXACT_INTEGER:
+            raise ValueError(f"a quantity without a suffix should be between 0 and {_MAX_EXACT_INTEGER}")
+        return str(value)
+    return value
+
+
+_is_quantity, _quantity_rule = should_match(
+    r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?",
+    "should be a number, with one of m, k, M, G, T, P, E, Ki, Mi, Gi, Ti, Pi, Ei behind it or none: 500m, 4Gi, 2",
+)
+Quantity = Annotated[
+    str,
+    Field(
+        max_length=32,
+        json_schema_extra={
+            **_quantity_rule,
+            "x-kubernetes-int-or-string": True,
+            "minimum": 0,
+            "maximum": _MAX_EXACT_INTEGER,
+        },
+    ),
+    BeforeValidator(_read_quantity),
+    _is_quantity,
+]
+"""A Kubernetes quantity: `2`, `"500m"`, `"4Gi"`."""
+
+ResourceMap = Annotated[
+    dict[Annotated[str, Field(max_length=253)], Quantity], Field(max_length=16), BeforeValidator(_drop_nulls)
+]
+Options = Annotated[dict[str, Any], Field(max_length=256)]
+"""Free-form options, handed through as they stand."""
+
+
+class Resources(Part):
+    """Compute resources of a container, as in core/v1."""
+
+    requests: ResourceMap = Field(default_factory=dict, description="What the scheduler reserves, by resource name.")
+    limits: ResourceMap = Field(default_factory=dict, description="What the container may use, by resource name.")
+
+
+class Volume(Part):
+    """A volume that the operator claims for the job."""
+
+    size: Quantity = Field(default="10Gi", description="Requested capacity of the claim.")
+    storage_class_name: str | None = Field(
+        default=None, max_length=253, description="Storage class; the cluster's default when absent."
+    )
+    retain: bool = Field(default=True, description="Keep the claim when the job is deleted.")

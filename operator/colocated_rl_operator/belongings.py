@@ -1,0 +1,107 @@
+"""What a job has beside its pods: configuration, keys, volumes, and who may reach it. Pure: a job in, objects out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from colocated_rl_api import names
+from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.parts import Volume
+from colocated_rl_operator.observation import Job
+from colocated_rl_operator.resources import Object, claim_name, config_name, metadata_of, tls_secret_name
+
+
+def applied(job: Job, *, operator_namespace: str) -> list[Object]:
+    """All that is kept as it is here; the Secret is made once."""
+    return [config(job), network_policy(job, operator_namespace=operator_namespace), *claims(job)]
+
+
+def config(job: Job) -> Object:
+    """The job as its members read it, and the trainer's configuration as it was written."""
+    job_file = JobFile(name=job.name, namespace=job.namespace, uid=job.uid, created=job.created, spec=job.spec)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata_of(job, config_name(job)),
+        "data": {
+            _name(names.JOB_FILE): job_file.model_dump_json(by_alias=True, exclude_none=True),
+            _name(names.TRAINER_CONFIG_FILE): json.dumps(job.spec.trainer.config, sort_keys=True),
+        },
+    }
+
+
+def claims(job: Job) -> list[Object]:
+    """Volumes of the store and of checkpoints. A retained one has no owner, so that deleting the job leaves it."""
+    return [
+        _claim(job, "store", job.spec.storage.volume, many_pods=False),
+        _claim(job, "checkpoints", job.spec.checkpoint.volume, many_pods=job.spec.replicas > 1),
+    ]
+
+
+def _claim(job: Job, name: str, volume: Volume, *, many_pods: bool) -> Object:
+    spec: Object = {
+        "accessModes": ["ReadWriteMany" if many_pods else "ReadWriteOnce"],
+        "resources": {"requests": {"storage": volume.size}},
+    }
+    if volume.storage_class_name is not None:
+        spec["storageClassName"] = volume.storage_class_name
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": metadata_of(job, claim_name(job, name), owned=not volume.retain),
+        "spec": spec,
+    }
+
+
+def network_policy(job: Job, *, operator_namespace: str) -> Object:
+    """Who may reach the job's pods: the operator control ports, pods of the job data ports, anybody metrics.
+
+    The trainers' process group asks nobody for a password: its ports, of which the kernel picks some, are open among
+    the job's GPU pods alone. The rollout pod, where rewards run, is none of them.
+    """
+    operator = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": names.MANAGED_BY}},
+    }
+    own = {names.JOB_UID_LABEL: job.uid}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata_of(job, f"{job.name}-{job.uid}"),
+        "spec": {
+            "podSelector": {"matchLabels": own},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [operator], "ports": [_tcp(names.CONTROL_PORT)]},
+                {"from": [_pods(own)], "ports": [_tcp(names.DATA_PORT)]},
+                {"from": [_pods(own | {names.ROLE_LABEL: names.ROLE_GPU})], "ports": [_tcp(1024, 65535)]},
+                {"ports": [_tcp(names.METRICS_PORT)]},
+            ],
+        },
+    }
+
+
+def _pods(labels: Mapping[str, str]) -> Object:
+    return {"podSelector": {"matchLabels": dict(labels)}}
+
+
+def _tcp(first: int, last: int | None = None) -> Object:
+    port: Object = {"protocol": "TCP", "port": first}
+    return port if last is None else port | {"endPort": last}
+
+
+def tls_secret(job: Job, files: Mapping[str, str]) -> Object:
+    """files: by the names of `names.TLS_DIR`. Created once, never changed, never read by the operator."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "immutable": True,
+        "metadata": metadata_of(job, tls_secret_name(job)),
+        "stringData": dict(files),
+    }
+
+
+def _name(path: str) -> str:
+    return path.rsplit("/", 1)[1]
