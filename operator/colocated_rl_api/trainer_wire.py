@@ -51,6 +51,7 @@ class TrainerStatus(Wire):
     dirty: bool = False
     exported: Version | None = None
     saved: int | None = None  # newest durable checkpoint
+    progress: int = 0  # rises while a request goes on; its deadline counts from the last rise
     metrics: dict[str, float] = Field(default_factory=dict)  # of the last finished step
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -281,6 +283,66 @@ async def test_trainer_of_another_protocol_is_unsuitable(answering: tuple[dict[s
     said["body"] = {"protocol": 9, "state": "Onloaded", "rank": 0, "lineage": 2}
     with pytest.raises(Unsuitable, match="protocol 9"):
         await rank.status()
+
+
+@pytest.fixture
+async def working(tmp_path: Path) -> AsyncIterator[tuple[dict[str, Any], Path]]:
+    """A trainer in the middle of a step: `done` ends it, `progress` is what it says of it; None: nothing at all."""
+    step: dict[str, Any] = {"done": asyncio.Event(), "progress": 0}
+
+    def status() -> web.Response:
+        body = {"state": "Training", "rank": 0, "lineage": 1, "progress": step["progress"]}
+        return web.json_response(body)
+
+    async def train(request: web.Request) -> web.Response:
+        await step["done"].wait()
+        return status()
+
+    async def state(request: web.Request) -> web.Response:
+        if step["progress"] is None:
+            await step["done"].wait()
+        else:
+            step["progress"] += step.get("pace", 0)
+            if step["progress"] > 30:
+                step["done"].set()
+        return status()
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/state", state), web.post("/v1/train", train)])
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    await web.UnixSite(runner, str(tmp_path / "t.sock")).start()
+    yield step, tmp_path / "t.sock"
+    step["done"].set()
+    await runner.cleanup()
+
+
+async def train_in(socket: Path, *, lease_s: float = 10.0) -> Any:
+    rank = TrainerRank(socket, progress_s=0.2, heartbeat_s=0.02, lease_s=lease_s)
+    try:
+        return await rank.train(1, Path("/shard"))
+    finally:
+        await rank.close()
+
+
+async def test_step_takes_as_long_as_it_makes_progress(working: tuple[dict[str, Any], Path]) -> None:
+    step, socket = working
+    step["pace"] = 1
+    started = time.monotonic()
+    await train_in(socket)
+    assert time.monotonic() - started > 0.4, "longer than its deadline without progress"
+
+
+async def test_step_without_progress_ends_at_its_deadline(working: tuple[dict[str, Any], Path]) -> None:
+    with pytest.raises(OutcomeUnknown, match=r"no progress for 0\.2 s"):
+        await train_in(working[1])
+
+
+async def test_h45_trainer_that_gives_no_sign_of_life_loses_its_lease(working: tuple[dict[str, Any], Path]) -> None:
+    step, socket = working
+    step["progress"] = None
+    with pytest.raises(OutcomeUnknown, match=r"no sign of life for 0\.1 s"):
+        await train_in(socket, lease_s=0.1)
 
 
 async def test_trainer_that_does_not_listen_yet_is_unknown(tmp_path: Path) -> None:

@@ -44,12 +44,12 @@ def read_answer(model: type[AnswerT], answer: object, call: str) -> AnswerT:
 
 
 @asynccontextmanager
-async def within(deadline_s: float, call: str) -> AsyncIterator[None]:
+async def within(deadline_s: float | None, call: str) -> AsyncIterator[None]:
     """Give a call until the deadline. Raises OutcomeUnknown past it, or when the connection fails."""
     try:
         async with asyncio.timeout(deadline_s):
             yield
     except TimeoutError as error:
-        raise OutcomeUnknown(f"{call} not confirmed after {deadline_s:g} s") from error
+        raise OutcomeUnknown(f"{call} not confirmed after {deadline_s} s") from error
     except (aiohttp.ClientError, OSError) as error:
         raise OutcomeUnknown(f"{call} not confirmed: {error!r}") from error

@@ -1,11 +1,13 @@
 """A trainer rank over its Unix socket: `colocated_rl_api.trainer_wire`.
 
-Requests are idempotent and awaited: the answer is the event, nothing is polled but the start of the process. A rank
-whose request fails or outlasts its deadline is stopped by the caller; the operator then starts a new lineage.
+Requests are idempotent and awaited: the answer is the event. While one is awaited the rank is asked for a sign of life:
+how long a step takes nobody knows, so its deadline counts from the last progress, and a rank that does not even answer
+has lost its lease. One that fails is stopped by the caller; the operator then starts a new lineage.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -13,7 +15,7 @@ from typing import Literal
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from colocated_rl_agent.drivers.base import CallRefused, Unsuitable, within
+from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable, within
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import JobFile, Rendezvous
 from colocated_rl_api.trainer_wire import (
@@ -27,6 +29,8 @@ from colocated_rl_api.trainer_wire import (
 )
 
 STATE_S = 10.0  # answered at any time, also during a step
+HEARTBEAT_S = 5.0
+LEASE_S = 120.0  # without an answer; a long call into a device can hold a Python program for a while
 
 
 def trainer_environment(
@@ -64,15 +68,21 @@ def model_directory(root: Path, job: JobFile) -> Path:
 
 
 class TrainerRank:
-    """One incarnation of a rank. progress_s: deadline of each request that takes work."""
+    """One incarnation of a rank.
 
-    def __init__(self, socket: Path, *, progress_s: float) -> None:
+    progress_s: deadline of each request that takes work, from its last progress. lease_s: from the last sign of life.
+    """
+
+    def __init__(
+        self, socket: Path, *, progress_s: float, heartbeat_s: float = HEARTBEAT_S, lease_s: float = LEASE_S
+    ) -> None:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(str(socket), limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
             trust_env=False,
         )
         self._progress_s = progress_s
+        self._heartbeat_s, self._lease_s = heartbeat_s, lease_s
 
     async def close(self) -> None:
         await self._session.close()
@@ -82,28 +92,57 @@ class TrainerRank:
         return await self._call("GET", "/v1/state", None, STATE_S)
 
     async def onload(self) -> TrainerStatus:
-        return await self._call("POST", "/v1/onload", {}, self._progress_s)
+        return await self._work("/v1/onload", {})
 
     async def offload(self) -> TrainerStatus:
-        return await self._call("POST", "/v1/offload", {}, self._progress_s)
+        return await self._work("/v1/offload", {})
 
     async def train(self, step: int, shard: Path) -> TrainerStatus:
-        return await self._call("POST", "/v1/train", TrainRequest(step=step, shard=str(shard)), self._progress_s)
+        return await self._work("/v1/train", TrainRequest(step=step, shard=str(shard)))
 
     async def export(self, version: WeightVersion, directory: Path) -> TrainerStatus:
-        request = ExportRequest(version=version, directory=str(directory))
-        return await self._call("POST", "/v1/export", request, self._progress_s)
+        return await self._work("/v1/export", ExportRequest(version=version, directory=str(directory)))
 
     async def save(self, step: int, *, keep: int) -> TrainerStatus:
-        return await self._call("POST", "/v1/save", SaveRequest(step=step, keep=keep), self._progress_s)
+        return await self._work("/v1/save", SaveRequest(step=step, keep=keep))
+
+    async def _work(self, path: str, body: BaseModel | Mapping[str, object]) -> TrainerStatus:
+        """Raises OutcomeUnknown past a deadline, and CallRefused, Unsuitable."""
+        request = asyncio.create_task(self._call("POST", path, body, None), name=path)
+        clock = asyncio.get_running_loop().time
+        alive = progressed = clock()
+        progress = 0
+        try:
+            while not request.done():
+                now = clock()
+                if now >= progressed + self._progress_s:
+                    raise OutcomeUnknown(f"trainer {path}: no progress for {self._progress_s:g} s")
+                if now >= alive + self._lease_s:
+                    raise OutcomeUnknown(f"trainer {path}: no sign of life for {self._lease_s:g} s")
+                wait_s = min(self._heartbeat_s, progressed + self._progress_s - now, alive + self._lease_s - now)
+                await asyncio.wait({request}, timeout=wait_s)
+                if request.done():
+                    break
+                try:
+                    status = await self._call("GET", "/v1/state", None, min(STATE_S, self._heartbeat_s))
+                except OutcomeUnknown:
+                    continue
+                alive = clock()
+                if status.progress != progress:
+                    progress, progressed = status.progress, alive
+            return await request
+        finally:
+            request.cancel()
+            await asyncio.wait({request})
 
     async def _call(
         self,
         method: Literal["GET", "POST"],
         path: str,
         body: BaseModel | Mapping[str, object] | None,
-        deadline_s: float,
+        deadline_s: float | None,
     ) -> TrainerStatus:
+        """deadline_s: None if the caller minds it."""
         payload = body.model_dump(mode="json", by_alias=True) if isinstance(body, BaseModel) else body
         async with (
             within(deadline_s, f"trainer {path}"),
