@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, CommandFailed
+from traces import family, living
 
 MANIFESTS = Path(__file__).parent / "localcluster_pods.yaml"
 START_S = 60.0  # for a pod, on a machine that is busy with all the others
@@ -365,6 +366,8 @@ def test_pods_start_anew_after_the_runtime_was_killed(cluster: Cluster) -> None:
     wait_until_ready(cluster, "web1", "web2", "user", "shared-processes")
     before = {name: cluster.get("pod", name)["status"]["containerStatuses"][0] for name in ("web1", "web2")}
     runtime = next(part["pid"] for part in cluster.status()["components"] if part["name"] == "cri-node1")
+    of_before = {one for one in family(runtime) if one.pid != runtime}
+    assert {"sleep 4711", "pod-pause"} <= {one.words for one in of_before}
     os.kill(runtime, 9)
 
     def restarted() -> dict[str, Any] | None:
@@ -374,6 +377,7 @@ def test_pods_start_anew_after_the_runtime_was_killed(cluster: Cluster) -> None:
     status = cluster.wait_for("web1 runs again", restarted, START_S)
     assert 137 == status["lastState"]["terminated"]["exitCode"]
     assert before["web2"]["containerID"] == cluster.get("pod", "web2")["status"]["containerStatuses"][0]["containerID"]
+    cluster.wait_for("no process of before", lambda: not living(of_before), START_S)
     cluster.wait_for("no interface of a pod that is gone", lambda: surplus_interfaces(cluster) <= 0, START_S)
 
 
