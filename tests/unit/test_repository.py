@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = ("operator", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
@@ -54,6 +55,16 @@ def test_make_help_explains_every_target() -> None:
 
 def test_ci_runs_what_everybody_runs() -> None:
     assert "exec make test" == (ROOT / ".ci/run").read_text().splitlines()[-1]
+
+
+def test_commits_are_checked_by_our_own_commands() -> None:
+    hooks = [
+        hook
+        for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+        for hook in repository["hooks"]
+    ]
+    assert {"lint", "types", "generated"} == {hook["id"] for hook in hooks}
+    assert {"system"} == {hook["language"] for hook in hooks}  # of which nothing is downloaded
 
 
 def test_licence_is_one_and_said_by_every_distribution() -> None:

@@ -51,6 +51,14 @@ def test_what_is_made_already_is_not_made_again(session: Session, capsys: pytest
     assert "" == capsys.readouterr().out
 
 
+def test_work_is_announced_with_how_long_it_may_take_and_its_end_told(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Board([Task("env", "installing", lambda: False, lambda _: None, expected_s=150)], session).finish(["env"])
+    said = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert ["env: installing, up to about 2 min", "env: ready after 0 s"] == said
+
+
 def test_independent_tasks_run_at_the_same_time(session: Session) -> None:
     both = threading.Barrier(2)
 
