@@ -50,11 +50,13 @@ def switches(lines: Iterable[Line]) -> list[Switch]:
                 actions[line["step"]].append(line)
     found = []
     for step, reached in sorted(rungs.items()):
-        closed = [line["ts"] - line["took_s"] for line in reached if line["rung"] == Rung.CLOSED]
-        serving = [line["ts"] for line in reached if line["rung"] == Rung.SERVING]
-        if not closed or len(serving) != len(closed):
+        pods = {line["pod"] for line in reached}
+        serving = [line for line in reached if line["rung"] == Rung.SERVING]
+        if sorted(pods) != sorted(line["pod"] for line in serving) or any(
+            line["action"] == "StartEngine" for line in actions[step]
+        ):
             continue  # a pod was lost on the way, or the records end here
-        began, ended = min(closed), max(serving)
+        began, ended = min(line["ts"] - line["took_s"] for line in reached), max(line["ts"] for line in serving)
         working: dict[str, float] = defaultdict(float)
         for line in actions[step]:
             if began <= line["ts"] <= ended:

@@ -257,7 +257,12 @@ def _spans_of(pod: str, rises: Sequence[Line]) -> list[Span]:
         rung, towards = Rung(line["rung"]), Rung(following["rung"])
         has_served |= rung is Rung.SERVING
         holder = _holder(rung, towards) if has_served else Holder.START
-        spans.append(Span(pod, line["ts"], following["ts"], holder, towards, following["step"]))
+        start, end = line["ts"], following["ts"]
+        if rung is Rung.SERVING and towards > Rung.CLOSED:  # nothing was in flight: the gate closed on the way
+            closed = max(start, end - following["took_s"])
+            spans.append(Span(pod, start, closed, holder, Rung.CLOSED, following["step"]))
+            start, holder = closed, _holder(Rung.CLOSED, towards)
+        spans.append(Span(pod, start, end, holder, towards, following["step"]))
     return spans
 
 

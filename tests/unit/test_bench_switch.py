@@ -29,5 +29,16 @@ def test_what_lies_beside_the_busiest_pods_actions_is_the_systems_own() -> None:
     assert (4.0, 1.2, 2.8) == pytest.approx((climb.whole_s, climb.working_s, climb.added_s))
 
 
+def test_a_climb_whose_gates_close_with_nothing_in_flight_counts() -> None:
+    """Agents name the highest rung that they reach: with nothing in flight that was not Closed, and two climbs of three
+    were left out."""
+    at_once = [{**one, "rung": "Settled"} if one.get("rung") == "Closed" else one for one in CLIMB]
+    assert switches(CLIMB) == switches(at_once)
+
+
+def test_a_climb_that_starts_an_engine_is_left_out() -> None:
+    assert [] == switches([*CLIMB, line(12.5, "b", "action ended", action="StartEngine", took_s=0.1)])
+
+
 def test_a_climb_that_a_pod_did_not_finish_is_left_out() -> None:
     assert [] == switches([one for one in CLIMB if one["ts"] != 14.0])

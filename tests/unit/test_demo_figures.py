@@ -69,6 +69,12 @@ def test_rollout_holds_the_device_until_the_gate_closes() -> None:
     assert [(21.0, 30.0)] == [(span.start, span.end) for span in figures.spans if span.holder is Holder.ROLLOUT]
 
 
+def test_a_gate_that_closes_with_nothing_in_flight_ends_rollout_when_it_was_asked_to() -> None:
+    settled = [{**line, "took_s": 0.2} for line in rises("a", [("Settled", 0.2), *SWITCH[2:], *BACK], step=1, after=30)]
+    figures = read_figures([*rises("a", START, step=0), *settled])
+    assert read_figures(one_switch()).spans == figures.spans
+
+
 def test_nothing_before_the_first_serving_counts_as_a_switch() -> None:
     figures = read_figures(rises("a", START, step=0))
     assert {Holder.START} == {span.holder for span in figures.spans}
