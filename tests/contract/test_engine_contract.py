@@ -182,7 +182,7 @@ def reason_of(answer: dict[str, Any]) -> dict[str, Any]:
     return reason
 
 
-async def test_started_engine_is_what_a_switch_needs_and_names_its_version(engine: Engine) -> None:
+async def test_h40_started_engine_is_what_a_switch_needs_and_names_its_version(engine: Engine) -> None:
     info = await engine.require_suitable(gpus=0)
     assert "float32" == info.dtype
     assert await engine.weight_version() == OLD
@@ -198,13 +198,13 @@ async def test_probe_of_the_trainer_agrees_with_the_engine(engine: Engine, serve
         require_agreement(server.probe(NEW).logp, found, dtype="float32")
 
 
-async def test_control_routes_ask_for_the_admin_key(engine: Engine) -> None:
+async def test_h41_control_routes_ask_for_the_admin_key(engine: Engine) -> None:
     for path in ("/pause_generation", "/release_memory_occupation", "/abort_request", "/update_weights_from_disk"):
         assert 401 == await engine.post(path, {}, key="wrong")
     assert await engine.takes_requests()
 
 
-async def test_chunks_are_cumulative_and_only_the_last_one_has_spans(engine: Engine) -> None:
+async def test_h23_h59_chunks_are_cumulative_and_only_the_last_one_has_spans(engine: Engine) -> None:
     limits = {"max_new_tokens": 20, "ignore_eos": True, "stream_interval": 4}
     chunks = [chunk async for chunk in engine.stream(input_ids=PROMPT, return_logprob=True, sampling_params=limits)]
     lengths = [len(chunk["output_ids"]) for chunk in chunks]
@@ -239,11 +239,27 @@ async def test_abort_of_all_hands_back_what_was_generated(engine: Engine) -> Non
         assert answer["meta_info"]["weight_versions"][-1]["end"] == len(answer["output_ids"])
 
 
-async def test_idle_pause_is_quick_and_tells_itself_by_ready(engine: Engine) -> None:
+async def test_h11_idle_pause_is_quick_and_tells_itself_by_ready(engine: Engine) -> None:
     started = time.monotonic()
     await engine.pause()
     assert time.monotonic() - started < 0.9
     assert (True, False) == (await engine.is_up(), await engine.takes_requests())
+    await engine.continue_()
+    assert await engine.takes_requests()
+
+
+async def test_h5_abort_is_harmless_however_often_it_is_sent(engine: Engine) -> None:
+    running = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG))
+    for _ in range(3):
+        await engine.abort_all()
+        await engine.abort("of-nobody")
+    assert "abort" == reason_of(await running)["type"]
+    await engine.flush()
+
+
+async def test_h11_pause_is_not_counted(engine: Engine) -> None:
+    await engine.pause()
+    await engine.pause()
     await engine.continue_()
     assert await engine.takes_requests()
 
@@ -268,7 +284,7 @@ async def test_h3_request_aborted_while_paused_runs_after_continue(engine: Engin
     assert {"type": "length", "length": 8} == reason_of(await parked)
 
 
-async def test_flush_waits_for_work_and_refuses_past_its_timeout(engine: Engine) -> None:
+async def test_h12_flush_waits_for_work_and_refuses_past_its_timeout(engine: Engine) -> None:
     running = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG))
     assert 400 == await engine.post("/flush_cache?timeout=0.2", {})
     await engine.abort_all()
@@ -362,7 +378,9 @@ OPENAI: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_gate_makes_a_whole_of_what_the_openai_routes_stream(engine: Engine, gate: str, path: str) -> None:
+async def test_h44_gate_makes_a_whole_of_what_the_openai_routes_stream_whatever_the_models_name(
+    engine: Engine, gate: str, path: str
+) -> None:
     request = {"model": "m", "max_tokens": 12, "ignore_eos": True, "temperature": 0.0, **OPENAI[path]}
     status, answer = await ask(engine, gate + path, **request)
     (choice,) = answer["choices"]

@@ -47,7 +47,7 @@ async def test_new_pod_climbs_to_serving_trains_a_step_and_serves_it(net: Networ
         assert ["1-1"] == sorted(path.name for path in it.directories.weights.iterdir())
 
 
-async def test_engine_calls_of_a_switch_come_in_their_order(net: Network) -> None:
+async def test_h13_h14_h16_h39_engine_calls_of_a_switch_come_in_their_order_and_are_all(net: Network) -> None:
     async with pod(net, make_job()) as it:
         group = Group([it])
         await group.climb(V0)
@@ -80,7 +80,7 @@ async def test_request_in_flight_comes_back_with_its_tokens_when_a_switch_begins
         assert (503, {"error": "closed", "epoch": 2}) == await it.generate(input_ids=PROMPT)
 
 
-async def test_group_waits_at_each_barrier_for_its_slow_replica(net: Network) -> None:
+async def test_h21_group_waits_at_each_barrier_for_its_slow_replica(net: Network) -> None:
     async with AsyncExitStack() as stack:
         fast, slow = [await stack.enter_async_context(pod(net, make_job(replicas=2), replica=n)) for n in (0, 1)]
         group = Group([fast, slow])
@@ -94,7 +94,7 @@ async def test_group_waits_at_each_barrier_for_its_slow_replica(net: Network) ->
         assert {"/v1/batches/1?shard=0", "/v1/batches/1?shard=1"} == set(net.served)
 
 
-async def test_target_of_an_older_epoch_changes_nothing(net: Network) -> None:
+async def test_h46_target_of_an_older_epoch_changes_nothing(net: Network) -> None:
     async with pod(net, make_job()) as it:
         group = Group([it])
         group.epoch = 6
@@ -145,7 +145,7 @@ async def test_engine_that_dies_at_its_start_is_reported_and_started_again(net: 
         assert (200, "0-1") == await served_version(it)
 
 
-async def test_engine_killed_while_trained_stays_absent_until_the_trainer_is_off_the_device(net: Network) -> None:
+async def test_h18_engine_killed_while_trained_stays_absent_until_the_trainer_is_off_the_device(net: Network) -> None:
     async with pod(net, make_job()) as it:
         group = Group([it])
         await group.climb(V0)
@@ -183,7 +183,7 @@ async def test_agent_that_is_restarted_in_a_switch_goes_on(net: Network, rung: R
         assert (200, "1-1") == await served_version(it)
 
 
-async def test_agent_that_is_told_to_end_hands_back_what_is_in_flight(net: Network) -> None:
+async def test_h47_agent_that_is_told_to_end_hands_back_what_is_in_flight(net: Network) -> None:
     async with pod(net, make_job()) as it:
         await Group([it]).climb(V0)
         long = asyncio.create_task(it.generate(input_ids=PROMPT, sampling_params=endless()))
@@ -207,7 +207,7 @@ async def test_restarted_container_is_a_loss_of_engine_and_trainers(net: Network
         assert (200, "0-2") == await served_version(it)
 
 
-async def test_release_that_is_never_answered_costs_the_engine_and_is_not_sent_again(net: Network) -> None:
+async def test_h10_release_that_is_never_answered_costs_the_engine_and_is_not_sent_again(net: Network) -> None:
     async with pod(net, make_job(switch={"engineCallSeconds": 1})) as it:
         group = Group([it])
         await group.climb(V0)
@@ -219,7 +219,7 @@ async def test_release_that_is_never_answered_costs_the_engine_and_is_not_sent_a
         assert (200, "1-1") == await served_version(it)
 
 
-async def test_engine_that_disagrees_with_the_probe_never_serves(net: Network) -> None:
+async def test_h24_h52_engine_that_disagrees_with_the_probe_never_serves(net: Network) -> None:
     async with pod(net, make_job()) as it:
         group = Group([it])
         await group.climb(V0)

@@ -49,7 +49,7 @@ def make_command(gpus: int, *extra: str, pool_tokens: int | None = None) -> Engi
     )
 
 
-def test_engine_listens_on_loopback_and_names_its_version_from_the_start() -> None:
+def test_h22_h48_h60_engine_listens_on_loopback_and_names_its_version_from_the_start() -> None:
     argv = " ".join(make_command(0, "--dtype", "float32").argv)
     for words in ("--host 127.0.0.1", "--weight-version 0-1", "--model-path /weights/0-1", "--sleep-on-idle"):
         assert words in argv

@@ -126,7 +126,7 @@ async def test_closed_gate_refuses_at_once_with_its_epoch(scene: Scene) -> None:
     assert [] == scene.engine.calls, "nothing reached the engine"
 
 
-async def test_request_is_counted_until_it_has_ended(scene: Scene) -> None:
+async def test_h13_h37_request_is_counted_until_it_has_ended(scene: Scene) -> None:
     running = asyncio.create_task(scene.post(sampling_params=ENDLESS))
     await scene.until(lambda: bool(scene.generated()))
     scene.gate.close()

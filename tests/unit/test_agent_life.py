@@ -63,7 +63,7 @@ class Life:
             self.pod.trainer.faults[route] = fault
 
     async def child_dies(self, name: str) -> None:
-        await self.pod.end_child(name)
+        await self.pod.runner.end_child(name, -9)
 
     async def agent_restarts(self, orderly: bool) -> None:
         await self.pod.restart_agent(orderly=orderly)
@@ -161,6 +161,101 @@ async def test_requests_at_every_instant_of_a_switch_all_end_and_the_count_balan
         assert len(instants) >= 8 * steps
         assert {} == pod.engine.samples, "nothing is generated for nobody"
         assert 0 == pod.agent._gate.in_flight
+        assert [] == pod.broken
+
+
+CALLS = (
+    "/pause_generation", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation",
+    "/update_weights_from_disk", "/continue_generation", "/model_info", "/ready",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["hang", "error", "act_then_hang", "crash"])
+@pytest.mark.parametrize("route", CALLS)
+async def test_h10_h15_h50_h54_call_without_a_good_answer_costs_the_engine_and_is_not_sent_again(
+    route: str, fault: str
+) -> None:
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        engine = pod.engine
+        assert engine is not None
+        engine.calls.clear()
+        engine.faults[route] = fault
+        await pod.climb(V1)
+        assert engine is not pod.engine
+        sent = [path.partition("?")[0] for path, _ in engine.calls]
+        assert sent.count(route) == (1 if route in sent else 0)
+        assert "length" == await pod.ask(tokens=4)
+        assert [] == pod.broken
+
+
+async def test_h12_h25_h26_h50_weights_change_once_while_nothing_runs_and_leave_no_cache() -> None:
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        seen: list[tuple[str, bool, int]] = []
+
+        def look(route: str) -> None:
+            assert pod.engine is not None
+            seen.append((route, pod.engine.paused, len(pod.engine.running)))
+
+        asked = [asyncio.create_task(pod.ask()) for _ in range(5)]
+        await pod.news(lambda: pod.agent._gate.in_flight == 5)
+        pod.on_call = look
+        await pod.climb(V1)
+        assert ["abort"] * 5 == await asyncio.gather(*asked)
+        assert [("/update_weights_from_disk", True, 0)] == [call for call in seen if "update" in call[0]]
+        assert pod.engine is not None
+        assert not pod.engine.stale_cache
+        assert "length" == await pod.ask(tokens=4)
+        assert [] == pod.broken
+
+
+async def test_h55_engine_is_paused_only_when_nothing_is_in_flight() -> None:
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        asked = [asyncio.create_task(pod.ask(stream=stream)) for stream in (False, True) * 3]
+        in_flight: dict[str, int] = {}
+
+        def look(route: str) -> None:
+            in_flight[route] = pod.agent._gate.in_flight
+
+        pod.on_call = look
+        await pod.news(lambda: pod.agent._gate.in_flight == 6)
+        await pod.climb(V1, to=Rung.DRAINED)
+        assert ["abort"] * 6 == await asyncio.gather(*asked)
+        assert 0 == in_flight["/pause_generation"]
+
+
+async def test_h11_engine_that_somebody_continued_while_it_was_off_is_replaced() -> None:
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        await pod.climb(V1, to=Rung.TRAINED)
+        engine = pod.engine
+        assert engine is not None
+        engine.paused = False
+        await pod.restart_agent(orderly=False)
+        await pod.climb(V1)
+        assert engine is not pod.engine
+        assert [] == pod.broken
+
+
+async def test_starts_that_fail_come_later_each_time_and_are_counted() -> None:
+    async with small_pod() as pod:
+        problems: list[str] = []
+        await pod.climb(V0, to=Rung.OFFLOADED)
+        pod.engine_fails_at_start = 3
+        pod.send(pod.target(V0, Rung.SERVING))
+
+        def note() -> bool:
+            problem = pod.facts.problem
+            if problem is not None and problem.message not in problems:
+                problems.append(problem.message)
+            return standing(pod.facts, V0) is Rung.SERVING
+
+        async with asyncio.timeout(20):
+            await pod.news(note)
+        assert any("2 times since it last served, the next start in 1 s" in said for said in problems)
+        assert any("3 times since it last served, the next start in 2 s" in said for said in problems)
         assert [] == pod.broken
 
 

@@ -143,7 +143,7 @@ async def test_tail_of_a_child_is_bounded(tmp_path: Path) -> None:
         assert tuple(str(number) for number in range(960, 1000)) == exited.tail
 
 
-async def test_killed_leader_takes_its_whole_group_with_it(tmp_path: Path) -> None:
+async def test_h57_killed_leader_takes_its_whole_group_with_it(tmp_path: Path) -> None:
     async with container(tmp_path) as it:
         script = (
             "import subprocess, sys, time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"

@@ -167,6 +167,8 @@ class RunnerLink:
             raise RunnerUnreachable(f"{op}: no answer of the runner in {CALL_DEADLINE_S:.0f} s") from error
         finally:
             self._answers.pop(number, None)
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # known, also when it was the sending that failed
         if not result["ok"]:
             raise RunnerRefused(result["error"], result["message"])
         return result
