@@ -308,6 +308,12 @@ class Pod:
     def trainer_fault(self, route: str, action: str) -> None:
         (self.directories.sockets / "fault").write_text(f"{route} {action}")
 
+    async def trainer_has_failed(self) -> None:
+        """Until the fault is taken, by the trainer that it was meant for."""
+        async with asyncio.timeout(DEADLINE_S):
+            while (self.directories.sockets / "fault").exists():  # noqa: ASYNC110 - another process removes it
+                await asyncio.sleep(0.01)
+
     async def generating(self, requests: int) -> None:
         """Until the engine has made tokens for so many requests."""
         async with asyncio.timeout(DEADLINE_S):

@@ -235,7 +235,8 @@ class SmallPod:
 
     # ------------------------------------------------------------------------------------------------- its processes
     async def start_agent(self) -> None:
-        self.agent = Agent(self._settings, self._net.session, CollectorRegistry())
+        self.registry = CollectorRegistry()
+        self.agent = Agent(self._settings, self._net.session, self.registry)
         self._running = asyncio.create_task(self.agent.run())
         await self.news(lambda: self.agent.server.ports.data > 0)
 

@@ -279,6 +279,7 @@ async def test_new_lineage_interrupts_a_step_that_waits_for_a_dead_peer(net: Net
         await group.climb(V1, to=Rung.RELEASED)
         await it.send(group.target(V1, Rung.TRAINED))
         await it.until(lambda facts: facts.trainers[0].state is TrainerState.TRAINING, "training")
+        await it.trainer_has_failed()
         await group.climb(WeightVersion(1, 2))
         assert (200, "1-2") == await served_version(it)
 

@@ -189,6 +189,26 @@ async def test_h10_h15_h50_h54_call_without_a_good_answer_costs_the_engine_and_i
         assert [] == pod.broken
 
 
+@pytest.mark.parametrize("fault", ["hang", "act_then_hang"])
+@pytest.mark.parametrize("route", CALLS[2:5])
+async def test_h10_agent_that_dies_in_a_call_leaves_an_engine_that_nobody_calls_again(route: str, fault: str) -> None:
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        engine = pod.engine
+        assert engine is not None
+        engine.calls.clear()
+        engine.faults[route] = fault
+        called = asyncio.Event()
+        pod.on_call = lambda path: called.set() if path == route else None
+        climbing = asyncio.create_task(pod.climb(V1))
+        await called.wait()
+        await pod.restart_agent(orderly=False)
+        await climbing
+        assert engine is not pod.engine
+        assert 1 == [path for path, _ in engine.calls].count(route)
+        assert [] == pod.broken
+
+
 async def test_h12_h25_h26_h50_weights_change_once_while_nothing_runs_and_leave_no_cache() -> None:
     async with small_pod() as pod:
         await pod.climb(V0)
@@ -224,6 +244,39 @@ async def test_h55_engine_is_paused_only_when_nothing_is_in_flight() -> None:
         await pod.climb(V1, to=Rung.DRAINED)
         assert ["abort"] * 6 == await asyncio.gather(*asked)
         assert 0 == in_flight["/pause_generation"]
+
+
+async def test_figures_tell_a_life() -> None:
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        assert "length" == await pod.ask(tokens=7)
+        asked = [asyncio.create_task(pod.ask(stream=stream)) for stream in (False, True)]
+        left = asyncio.create_task(pod.ask(leaves_after_s=0.1))
+        assert "left" == await left
+        await pod.news(lambda: pod.agent._gate.in_flight == 2)
+        await pod.climb(V1)
+        assert ["abort"] * 2 == await asyncio.gather(*asked)
+        engine = pod.facts.engines[0].incarnation
+        await pod.runner.end_child("engine-0", -9)
+        await pod.news(lambda: pod.facts.engines[0].incarnation != engine)
+        await pod.climb(V1)
+
+        def figure(name: str, **labels: str) -> float:
+            return pod.registry.get_sample_value(f"colocate_{name}", labels) or 0.0
+
+        requests = {outcome: figure("gate_requests_total", outcome=outcome) for outcome in ("finished", "aborted")}
+        assert {"finished": 1.0, "aborted": 2.0} == requests
+        assert 7 == figure("gate_tokens_total", outcome="finished")
+        assert figure("gate_tokens_total", outcome="aborted") > 0
+        assert 1 == figure("gate_requests_total", outcome="client_gone")
+        assert figure("gate_tokens_total", outcome="client_gone") > 0, "wasted"
+        assert 0 == figure("gate_in_flight")
+        assert 2 == figure("incarnations_total", child="engine-0")
+        assert 1 == figure("incarnations_total", child="trainer-0")
+        assert 1 == figure("engine_replaced_total")
+        for rung in (Rung.PAUSED, Rung.DRAINED, Rung.RELEASED, Rung.OFFLOADED):
+            assert figure("rung_seconds_count", rung=rung) >= 1
+        assert 1 == figure("engine_call_seconds_count", call="release")
 
 
 async def test_h11_engine_that_somebody_continued_while_it_was_off_is_replaced() -> None:
