@@ -1,4 +1,4 @@
-"""However the demo ends before its time, nothing of it stays on the machine but the directory of its records."""
+"""The demo with less to learn: its table and report; and that nothing of it stays on the machine, however it ends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ import pytest
 import yaml
 from traces import Process, family, listens, living, traces, wait_until
 
+from examples.arithmetic.figures import read_figures
+from examples.arithmetic.records import Records
+from examples.arithmetic.report import render, summary
+from examples.arithmetic.verdict import shortfalls
 from setup.layout import CHECKOUT
 
 JOB = CHECKOUT.root / "examples/arithmetic/job.yaml"
 STARTED_S = 120.0
 GONE_S = 60.0
+STEPS = 2
+STEPS_S = 400.0
 
 
 @pytest.fixture
@@ -34,11 +40,17 @@ def out() -> Iterator[Path]:
 @contextmanager
 def demo(out: Path, job: Path = JOB) -> Iterator[subprocess.Popen[bytes]]:
     """In a process group of its own, as a shell starts it; what it says is in `said.txt`."""
-    command = [sys.executable, "-m", "examples.arithmetic.demo", "--out", out, "--job", job]
+    command = (sys.executable, "-m", "examples.arithmetic.demo", "--out", out, "--job", job)
     with (
         (out / "said.txt").open("wb") as said,
         subprocess.Popen(
-            command, cwd=CHECKOUT.root, stdin=subprocess.DEVNULL, stdout=said, stderr=said, process_group=0
+            command,
+            cwd=CHECKOUT.root,
+            env=os.environ | {"COLUMNS": "160"},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            process_group=0,
         ) as process,
     ):
         try:
@@ -73,6 +85,35 @@ def assert_nothing_stays(out: Path, everyone: set[Process], before: dict[str, ob
     assert not listens(out / "cluster")
 
 
+def changed_job(out: Path, *, steps: int) -> Path:
+    job = yaml.safe_load(JOB.read_text())
+    job["spec"] |= {"steps": steps, "evaluation": {"everySteps": 10, "samples": 64}}
+    path = out / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def test_demo_ends_with_a_table_a_report_and_what_it_falls_short_of(out: Path) -> None:
+    """Two steps and 64 questions are too few for the verdict, which is how it is known to be asked."""
+    before = traces(out)
+    with demo(out, changed_job(out, steps=STEPS)) as process:
+        assert 1 == process.wait(STEPS_S), said(out)
+    records = Records.read(out / "records.json")
+    assert "Complete" == records.job["status"]["phase"]
+    figures = read_figures(records.lines)
+    assert [1, 2] == [batch.step for batch in figures.batches]
+    assert [0, 2] == [one.step for one in figures.evaluations]
+    text = said(out)
+    for name, value in summary(records):
+        assert any(line.startswith(name) and value in line for line in text.splitlines()), f"{name} {value}\n{text}"
+    for short in shortfalls(records):
+        assert f"demo: {short}\n" in text
+    assert "64 held-out questions were asked, fewer than 400" in text
+    assert render(records) == (out / "report.html").read_text()
+    assert before == traces(out)
+    assert not listens(out / "cluster")
+
+
 def test_demo_that_is_killed_leaves_nothing(out: Path) -> None:
     before = traces(out)
     with demo(out) as process:
@@ -93,10 +134,7 @@ def test_demo_that_is_interrupted_leaves_nothing(out: Path) -> None:
 
 def test_demo_whose_job_is_refused_says_why_and_leaves_nothing(out: Path) -> None:
     before = traces(out)
-    job = yaml.safe_load(JOB.read_text())
-    job["spec"]["steps"] = 0
-    (out / "job.yaml").write_text(yaml.safe_dump(job))
-    with demo(out, out / "job.yaml") as process:
+    with demo(out, changed_job(out, steps=0)) as process:
         assert 1 == process.wait(STARTED_S), said(out)
     assert "spec.steps" in said(out)
     assert before == traces(out)
