@@ -91,10 +91,80 @@ class ReasoningGym(Part):
     )
 
 
-class Prompts(Part):
-    """Where prompts and their rewards come from."""
+_is_json_lines, _json_lines_rule = should_match(
+    r"([A-Za-z0-9_][A-Za-z0-9._-]*/)*[A-Za-z0-9_][A-Za-z0-9._-]*\.jsonl",
+    "should be a file of JSON lines inside the claim, without / at its beginning or .. in it: math/train.jsonl",
+)
+_is_function, _function_rule = should_match(
+    r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*",
+    "should be MODULE:FUNCTION, in Python: my_rewards:score",
+)
 
-    reasoning_gym: ReasoningGym = Field(description="Tasks and verifier of reasoning-gym.")
+
+class PromptFile(Part):
+    """Prompts and rewards of one's own: a file with a JSON object on each line, and a function in Python."""
+
+    claim_name: str = Field(
+        min_length=1,
+        max_length=253,
+        description="Claim in the job's namespace that holds the file; mounted read-only, in the rollout "
+        "controller's pod alone.",
+    )
+    path: Annotated[str, _is_json_lines] = Field(
+        max_length=512, json_schema_extra=_json_lines_rule, description="The file, inside the claim."
+    )
+    prompt_field: str = Field(
+        default="prompt",
+        min_length=1,
+        max_length=253,
+        description="Member of each object that is the prompt: a text, or a list of messages with role and content.",
+    )
+    reward: Annotated[str, _is_function] = Field(
+        max_length=253,
+        json_schema_extra=_function_rule,
+        description="MODULE:FUNCTION, in the image or beside the file. Called with a response that ended by itself, "
+        "and its object; returns a finite number.",
+    )
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Of the order, another one in each pass.")
+    held_out_percent: int = Field(
+        default=10,
+        ge=0,
+        le=50,
+        description="Share of prompts, chosen by their hash, that is never trained on and serves evaluation.",
+    )
+
+
+_NO_SOURCE = "prompts have no source: give one of reasoningGym and file"
+_TWO_SOURCES = "prompts have two sources: give one of reasoningGym and file"
+_ONE_SOURCE = Rule(
+    field="file",
+    rule="has(self.reasoningGym) != has(self.file)",
+    message="prompts come from one of reasoningGym and file",
+    said=f"has(self.file) ? '{_TWO_SOURCES}' : '{_NO_SOURCE}'",
+)
+
+
+class Prompts(Part):
+    """Where prompts and their rewards come from: one source."""
+
+    model_config = ConfigDict(json_schema_extra=rules(_ONE_SOURCE))
+
+    reasoning_gym: ReasoningGym | None = Field(default=None, description="Tasks and verifier of reasoning-gym.")
+    file: PromptFile | None = Field(default=None, description="A file and a function of one's own.")
+
+    @property
+    def source(self) -> ReasoningGym | PromptFile:
+        source = self.reasoning_gym or self.file
+        assert source is not None
+        return source
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.reasoning_gym and self.file:
+            raise ValueError(_TWO_SOURCES)
+        if not (self.reasoning_gym or self.file):
+            raise ValueError(_NO_SOURCE)
+        return self
 
 
 class Sampling(Part):

@@ -56,6 +56,7 @@ EXPORTS_DIR = (
 )
 # of its own it may, at the volume's root not, which is sticky
 MODEL_DIR = "/model"  # spec.model's claim, read-only
+PROMPTS_DIR = "/prompts"  # the claim of spec.rollout.prompts.file, read-only; rollout controller only
 CHECKPOINT_DIR = "/checkpoints"  # the checkpoint volume; trainers only
 SCRATCH_DIR = "/scratch"  # HOME and caches of the GPU container
 

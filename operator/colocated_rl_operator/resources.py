@@ -202,7 +202,7 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
 
 
 def _rollout_spec(job: Job, images: PodImages) -> Object:
-    resources = job.spec.rollout.resources
+    resources, file = job.spec.rollout.resources, job.spec.rollout.prompts.file
     return _pod_spec(grace_s=ROLLOUT_GRACE_S) | {
         "containers": [
             {
@@ -223,10 +223,12 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
                     _mount("tls", names.TLS_DIR, read_only=True),
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
                     _mount("tmp", "/tmp"),
+                    *([_mount("prompts", names.PROMPTS_DIR, read_only=True)] if file else []),
                 ],
             }
         ],
         "volumes": [
+            *([_claimed("prompts", file.claim_name, read_only=True)] if file else []),
             _claimed("store", claim_name(job, "store")),
             _claimed("model", job.spec.model.claim_name, read_only=True),
             _empty("tmp"),

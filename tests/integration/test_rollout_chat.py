@@ -49,19 +49,18 @@ def test_prompts_are_what_transformers_makes_of_them(tmp_path: Path, name: str) 
 
 
 async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) -> None:
-    task = make_spec().rollout.prompts.reasoning_gym
-    processes = TaskProcesses(task, count=1, cache=tmp_path)
+    processes = TaskProcesses(make_spec().rollout.prompts, count=1, cache=tmp_path, directory=tmp_path)
     running = asyncio.create_task(processes.run())
     chat = Chat(write_model(tmp_path / "model"))
     changed = asyncio.Event()
 
     def source(position: int = 0, max_prompt_tokens: int = 200) -> PromptSource:
         return PromptSource(
-            task, processes, chat, max_prompt_tokens=max_prompt_tokens, position=position, changed=changed.set
+            10, processes, chat, max_prompt_tokens=max_prompt_tokens, position=position, changed=changed.set
         )
 
     async with asyncio.timeout(60):
-        questions = await processes.questions(0, 200)
+        questions = [str(question) for _, question in await processes.questions(0, 200)]
         first = questions[0]
         value = eval(first.partition("problem: ")[2].removesuffix("="))  # digits, plus and minus
         for response, reward in (
@@ -77,7 +76,8 @@ async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) ->
         assert [chat.prompt_ids(question) for question in expected][:12] == [prompt.ids for prompt in held_out]
         with pytest.raises(NoPrompts, match="were longer than maxPromptTokens"):
             await source(max_prompt_tokens=3).held_out(1)
-        assert 200 == len(await processes.questions(800, 400)), "the data ends"
+        assert 1000 == await processes.size()
+        assert (0, questions[0]) == (await processes.questions(999, 2))[1], "the data begins again"
 
         going, again = source(), source(position=990)
         makers = [asyncio.create_task(each.run()) for each in (going, again)]

@@ -43,8 +43,8 @@ BATCH = 3  # groups of 2
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def processes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TaskProcesses]:
-    task = make_spec().rollout.prompts.reasoning_gym
-    made = TaskProcesses(task, count=1, cache=tmp_path_factory.mktemp("cache"))
+    folder = tmp_path_factory.mktemp("processes")
+    made = TaskProcesses(make_spec().rollout.prompts, count=1, cache=folder, directory=folder)
     keeping = asyncio.create_task(made.run())
     yield made
     keeping.cancel()
@@ -316,6 +316,28 @@ async def test_a_rejected_sample_is_replaced_in_its_group(job: JobOnDisk, proces
         assert [1, 1, 2, 2, 3, 3] == (await scene.batch(1)).groups
 
 
+async def test_a_job_trains_on_prompts_and_rewards_of_ones_own(tmp_path: Path) -> None:
+    rows = [{"prompt": f"problem: {number} + 1 =", "sum": number + 1} for number in range(0, 2000, 7)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    function = "def score(response, row):\n    return 2.0 if response.endswith(str(row['sum'])) else -0.5\n"
+    (tmp_path / "my_rewards.py").write_text(function)
+    file = {"claimName": "mine", "path": "sums.jsonl", "reward": "my_rewards:score"}
+    job = with_rollout(tmp_path, prompts={"file": file})
+    processes = TaskProcesses(job.spec.rollout.prompts, count=2, cache=tmp_path, directory=tmp_path)
+    keeping = asyncio.create_task(processes.run())
+    async with running(job, processes) as scene:
+        await scene.target(evaluate=0)
+        await scene.open(V0)
+        await scene.sealed(1)
+        batch = await scene.batch(1)
+        facts = await scene.operator.until(lambda facts: facts.evaluated)
+    keeping.cancel()
+    await asyncio.wait([keeping])
+    assert {2.0, -0.5} >= {reward for shard in batch.columns for reward in shard["reward"].tolist()}
+    assert facts.evaluated
+    assert -0.5 < facts.evaluated.mean < 2.0
+
+
 async def test_surplus_waits_in_order_for_the_next_batch(tmp_path: Path, processes: TaskProcesses) -> None:
     job = with_rollout(tmp_path, maxConcurrency=6)
     async with running(job, processes) as scene:
@@ -395,7 +417,7 @@ print(json.dumps({"error": "its data is gone"} if lost.exists() else {"value": 1
 for line in sys.stdin:
     match json.loads(line):
         case {"questions": [start, count]}:
-            made = [f"problem: {number} + 1 =" for number in range(start, start + count)]
+            made = [(number, f"problem: {number} + 1 =") for number in range(start, start + count)]
             print(json.dumps({"value": made}), flush=True)
         case _:
             lost.touch()
@@ -406,7 +428,8 @@ for line in sys.stdin:
 async def test_an_evaluation_that_nobody_can_score_has_no_result(job: JobOnDisk, tmp_path: Path) -> None:
     """It was told as 0 right answers of 8."""
     command = [sys.executable, "-c", VERIFIER_IS_LOST, str(tmp_path / "lost")]
-    processes = TaskProcesses(job.spec.rollout.prompts.reasoning_gym, count=1, cache=tmp_path, command=command)
+    prompts = job.spec.rollout.prompts
+    processes = TaskProcesses(prompts, count=1, cache=tmp_path, directory=tmp_path, command=command)
     keeping = asyncio.create_task(processes.run())
     async with running(job, processes) as scene:
         evaluation = scene.controller._evaluation

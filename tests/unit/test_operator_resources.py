@@ -73,6 +73,17 @@ def test_what_is_mounted_is_declared_and_the_other_way_round() -> None:
         assert {volume["name"] for volume in body["spec"]["volumes"]} == used
 
 
+def test_prompts_of_ones_own_are_mounted_where_rollout_reads_them() -> None:
+    file = {"claimName": "mine", "path": "train.jsonl", "reward": "rewards:score"}
+    rollout = {"prompts": {"file": file}, "batchSize": 4, "groupSize": 2}
+    body = pod(ROLLOUT_SEAT, rollout=rollout)
+    claims = [volume.get("persistentVolumeClaim") for volume in body["spec"]["volumes"] if volume["name"] == "prompts"]
+    assert [{"claimName": "mine", "readOnly": True}] == claims
+    (mount,) = [each for each in containers(body)[0]["volumeMounts"] if each["name"] == "prompts"]
+    assert (names.PROMPTS_DIR, True) == (mount["mountPath"], mount["readOnly"])
+    assert not any("prompts" in mounts(pod(gpu_seat(0), rollout=rollout), each) for each in (names.GPU_CONTAINER,))
+
+
 def test_a_user_without_a_passwd_entry_and_a_read_only_root_finds_its_home() -> None:
     env = {item["name"]: item["value"] for item in container(pod(gpu_seat(0)), names.GPU_CONTAINER)["env"]}
     assert {"HOME": names.SCRATCH_DIR, "USER": "colocate", "LOGNAME": "colocate"}.items() <= env.items()

@@ -23,6 +23,17 @@ def test_an_evaluation_ends_when_every_prompt_has_an_answer() -> None:
     assert math.isclose(math.sqrt(0.75 * 0.25 / 4), result.stderr)
 
 
+def test_rewards_that_are_no_shares_have_a_standard_error_of_their_own() -> None:
+    """It was that of a binomial share whatever they were: the root of a negative number for a mean above 1."""
+    board = Scoreboard(3, size=4)
+    for place, reward in enumerate([-1.0, 3.0, 3.0, 3.0]):
+        board.take(place, {V(3, 1)}, reward)
+    result = board.result()
+    assert result is not None
+    assert 2.0 == result.mean
+    assert math.isclose(math.sqrt(3.0 / 4), result.stderr)
+
+
 def test_answers_of_other_weights_do_not_count() -> None:
     board = Scoreboard(3, size=1)
     assert not board.take(0, {V(2, 1)}, 1.0)

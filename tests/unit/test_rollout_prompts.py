@@ -16,7 +16,7 @@ json.loads(sys.stdin.readline())
 print(json.dumps({"value": 1000}), flush=True)
 for number, line in enumerate(sys.stdin):
     start, count = json.loads(line)["questions"]
-    made = {"value": [f"{place} + 1 =" for place in range(start, start + count)]}
+    made = {"value": [(place, f"{place} + 1 =") for place in range(start, start + count)]}
     print(json.dumps({"error": "OSError: disk"} if number < 2 else made), flush=True)
 """
 
@@ -24,14 +24,14 @@ for number, line in enumerate(sys.stdin):
 async def test_questions_that_can_not_be_made_are_a_problem_until_they_can(tmp_path: Path) -> None:
     """It was tried again and again, and nobody was told why the job did not begin."""
     job = JobOnDisk.write(tmp_path, make_spec())
-    task = job.spec.rollout.prompts.reasoning_gym
-    processes = TaskProcesses(task, count=1, cache=tmp_path, command=[sys.executable, "-c", FAILS_TWICE])
+    command = [sys.executable, "-c", FAILS_TWICE]
+    processes = TaskProcesses(job.spec.rollout.prompts, count=1, cache=tmp_path, directory=tmp_path, command=command)
     told: list[str] = []
 
     def changed() -> None:
         told.append(prompts.problem.message if prompts.problem else "")
 
-    prompts = PromptSource(task, processes, job.chat, max_prompt_tokens=200, position=0, changed=changed, retry_s=0.01)
+    prompts = PromptSource(10, processes, job.chat, max_prompt_tokens=200, position=0, changed=changed, retry_s=0.01)
     running = [asyncio.create_task(processes.run()), asyncio.create_task(prompts.run())]
     await until(prompts.take)
     assert ["OSError: disk; asked again"] * 2 + [""] == told[:3]

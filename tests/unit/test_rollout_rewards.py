@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from colocated_rl_api.job import ReasoningGym
+from colocated_rl_api.job import Prompts, ReasoningGym
 from colocated_rl_rollout.prompts import is_held_out
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
-from colocated_rl_rollout.task_process import answer_in
+from colocated_rl_rollout.tasks import answer_in
 
-TASK = ReasoningGym(name="chain_sum", size=100)
+PROMPTS = Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=100))
 PROCESS = """
 import json, os, sys, time
 json.loads(sys.stdin.readline())
@@ -35,7 +35,8 @@ for line in sys.stdin:
 
 @asynccontextmanager
 async def processes(directory: Path, program: str = PROCESS) -> AsyncIterator[TaskProcesses]:
-    made = TaskProcesses(TASK, count=1, cache=directory, command=[sys.executable, "-c", program], reply_deadline_s=0.5)
+    command = [sys.executable, "-c", program]
+    made = TaskProcesses(PROMPTS, count=1, cache=directory, directory=directory, command=command, reply_deadline_s=0.5)
     running = asyncio.create_task(made.run())
     try:
         async with asyncio.timeout(20):
@@ -107,3 +108,5 @@ async def test_a_task_that_cannot_be_made_is_said_to_whoever_asks(tmp_path: Path
         for _ in range(2):
             with pytest.raises(TaskUnusable, match=r"chain_sum.*no dataset of this name"):
                 await made.questions(0, 1)
+        with pytest.raises(TaskUnusable):
+            await made.size()

@@ -46,8 +46,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     job = JobOnDisk.write(tmp_path, make_spec())
     free = [1 << 40]
     store = Store(tmp_path / "state", job_uid=JOB_UID, free_bytes=lambda _: free[0])
-    task = job.spec.rollout.prompts.reasoning_gym
-    processes = TaskProcesses(task, count=1, cache=tmp_path)
+    processes = TaskProcesses(job.spec.rollout.prompts, count=1, cache=tmp_path, directory=tmp_path)
     async with aiohttp.ClientSession() as session:
         yield Scene(
             Worker(
@@ -56,9 +55,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
                 engines=Engines(
                     DataClient(session, job.tls, JOB_UID), settle_s=1, changed=lambda: None, count=lambda tokens: None
                 ),
-                prompts=PromptSource(
-                    task, processes, job.chat, max_prompt_tokens=200, position=0, changed=lambda: None
-                ),
+                prompts=PromptSource(10, processes, job.chat, max_prompt_tokens=200, position=0, changed=lambda: None),
                 chat=job.chat,
                 processes=processes,
                 evaluation=None,

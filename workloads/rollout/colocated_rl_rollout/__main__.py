@@ -24,8 +24,12 @@ LOG = logging.getLogger(__name__)
 async def serve(settings: Settings) -> None:
     """One controller until it ends. Raises what its parts raise, in a group or alone."""
     async with aiohttp.ClientSession(connector=gate_connector(), trust_env=False) as session:
-        task = settings.job.spec.rollout.prompts.reasoning_gym
-        processes = TaskProcesses(task, count=settings.task_processes, cache=settings.state / "cache")
+        processes = TaskProcesses(
+            settings.job.spec.rollout.prompts,
+            count=settings.task_processes,
+            cache=settings.state / "cache",
+            directory=settings.prompts,
+        )
         controller = Controller(settings, session, processes)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, controller.drain)

@@ -49,9 +49,12 @@ class Chat:
                 f"{model}: no eos_token in generation_config.json, config.json or tokenizer_config.json"
             )
 
-    def prompt_ids(self, question: str) -> tuple[int, ...]:
-        """A user's question as the model is asked it, up to where its answer begins. Raises ModelUnusable."""
-        messages = [{"role": "user", "content": question}]
+    def prompt_ids(self, question: str | list[dict[str, Any]]) -> tuple[int, ...]:
+        """A user's question, or a conversation, as the model is asked it, up to where its answer begins.
+
+        Raises ModelUnusable.
+        """
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         try:
             text = self._render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special

@@ -64,7 +64,6 @@ class Controller:
         tls = MemberTls.read(settings.tls)
         chat = Chat(settings.model)
         self._store = store = Store(settings.state, job_uid=job.uid)
-        task = spec.rollout.prompts.reasoning_gym
         self._processes = processes
         self._engines = Engines(
             DataClient(session, tls, job.uid),
@@ -73,7 +72,7 @@ class Controller:
             count=self._count_tokens,
         )
         self._prompts = PromptSource(
-            task,
+            spec.rollout.prompts.source.held_out_percent,
             self._processes,
             chat,
             max_prompt_tokens=spec.rollout.max_prompt_tokens,

@@ -1,4 +1,4 @@
-"""Exact match of one weights version on the held-out prompts, beside rollout.
+"""Mean reward of one weights version on the held-out prompts, beside rollout.
 
 One sampled answer to each prompt, at the job's temperature. Every answer comes from one and the same version: what
 other weights made, in part or in whole, is thrown away and asked again. Ends when all are in, or when the operator asks
@@ -63,13 +63,12 @@ class Scoreboard:
         return [place for place in range(self.size) if place not in self.rewards]
 
     def result(self) -> EvaluationResult | None:
-        """Share of right answers with its standard error, that of a binomial share; None until all are in."""
+        """Mean of the rewards with its standard error; None until all are in."""
         if len(self.rewards) < self.size:
             return None
         mean = math.fsum(self.rewards.values()) / self.size
-        return EvaluationResult(
-            step=self.step, samples=self.size, mean=mean, stderr=math.sqrt(mean * (1 - mean) / self.size)
-        )
+        variance = math.fsum((reward - mean) ** 2 for reward in self.rewards.values()) / self.size
+        return EvaluationResult(step=self.step, samples=self.size, mean=mean, stderr=math.sqrt(variance / self.size))
 
 
 class Evaluation:

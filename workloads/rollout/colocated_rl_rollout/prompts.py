@@ -1,6 +1,6 @@
 """The prompts of a job in a fixed order, divided into those that train and those that are held out.
 
-Order: the data from its beginning, again and again; the store keeps the position, so a restart goes on where it was. A
+Order: that of the source, pass after pass; the store keeps the position, so a restart goes on where it was. A
 question is held out by its hash, wherever it stands and however often: it never trains. Prompts longer than
 `maxPromptTokens` are left out and counted.
 """
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 from collections import deque
 from collections.abc import Callable
 
-from colocated_rl_api.job import ReasoningGym
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_rollout.chat import Chat, ModelUnusable
-from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.rewards import Question, RewardFailed, TaskProcesses, TaskUnusable
 from colocated_rl_rollout.samples import Prompt
 
 LOG = logging.getLogger(__name__)
@@ -31,9 +31,10 @@ class NoPrompts(Exception):
     """The data has no prompt of the kind that is wanted. The user mends the job."""
 
 
-def is_held_out(question: str, *, percent: int) -> bool:
+def is_held_out(question: Question, *, percent: int) -> bool:
     """Whether a question is kept from training: by its hash alone, so that every part of the system agrees."""
-    return int(hashlib.sha256(question.encode()).hexdigest()[:8], 16) % 100 < percent
+    text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
+    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % 100 < percent
 
 
 class PromptSource:
@@ -45,7 +46,7 @@ class PromptSource:
 
     def __init__(
         self,
-        task: ReasoningGym,
+        held_out_percent: int,
         processes: TaskProcesses,
         chat: Chat,
         *,
@@ -54,7 +55,7 @@ class PromptSource:
         changed: Callable[[], None],
         retry_s: float = RETRY_S,
     ) -> None:
-        self._task = task
+        self._held_out_percent = held_out_percent
         self._processes = processes
         self._chat = chat
         self._max_prompt_tokens = max_prompt_tokens
@@ -78,7 +79,8 @@ class PromptSource:
         barren = 0  # questions in a row without a usable prompt
         while True:
             try:
-                found, looked_at = await self._look(self._position, held_out=False)
+                size = await self._processes.size()
+                found = await self._look(self._position, held_out=False)
             except RewardFailed as error:
                 log(LOG, "questions not made", logging.WARNING, reason=str(error))
                 self._tell(Problem(reason="QuestionsNotMade", message=f"{error}; asked again"[:1024]))
@@ -89,10 +91,10 @@ class PromptSource:
                 return
             if self.problem:
                 self._tell(None)
-            self._position += looked_at
-            barren = 0 if found else barren + looked_at
-            if barren >= self._task.size:
-                self._stop("PromptsUnusable", f"no prompt to train on among {self._task.size}: {self._left_out()}")
+            self._position += CHUNK
+            barren = 0 if found else barren + CHUNK
+            if barren >= size:
+                self._stop("PromptsUnusable", f"no prompt to train on among {size}: {self._left_out()}")
                 return
             self._ready.extend(found)
             if found:
@@ -107,34 +109,32 @@ class PromptSource:
         Raises NoPrompts, TaskUnusable, ModelUnusable, RewardFailed.
         """
         found: dict[tuple[int, ...], Prompt] = {}
-        position = 0
-        while len(found) < count and position < self._task.size and self._task.held_out_percent > 0:
-            prompts, looked_at = await self._look(position, held_out=True)
-            for prompt in prompts:
+        size = await self._processes.size()
+        for position in range(0, size if self._held_out_percent > 0 else 0, CHUNK):
+            for prompt in await self._look(position, held_out=True):
                 found.setdefault(prompt.ids, prompt)
-            position += looked_at
+            if len(found) >= count:
+                break
         if not found:
-            raise NoPrompts(f"no held-out prompt among {self._task.size}: {self._left_out()}")
+            raise NoPrompts(f"no held-out prompt among {size}: {self._left_out()}")
         return list(found.values())[:count]
 
-    async def _look(self, position: int, *, held_out: bool) -> tuple[list[Prompt], int]:
-        """Prompts of the questions from `position` on, and how many questions that were."""
-        index = position % self._task.size
-        questions = await self._processes.questions(index, CHUNK)
+    async def _look(self, start: int, *, held_out: bool) -> list[Prompt]:
+        """Prompts of the next CHUNK questions."""
         found = []
-        for offset, question in enumerate(questions):
-            if is_held_out(question, percent=self._task.held_out_percent) is not held_out:
+        for position, (index, question) in enumerate(await self._processes.questions(start, CHUNK), start):
+            if is_held_out(question, percent=self._held_out_percent) is not held_out:
                 continue
             ids = self._chat.prompt_ids(question)
             if len(ids) > self._max_prompt_tokens:
                 self.too_long += 1
                 continue
-            found.append(Prompt(position + offset, index + offset, ids))
-        return found, len(questions)
+            found.append(Prompt(position, index, ids))
+        return found
 
     def _left_out(self) -> str:
         return (
-            f"heldOutPercent is {self._task.held_out_percent}, "
+            f"heldOutPercent is {self._held_out_percent}, "
             f"{self.too_long} were longer than maxPromptTokens ({self._max_prompt_tokens})"
         )
 

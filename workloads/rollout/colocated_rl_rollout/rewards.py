@@ -20,9 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from colocated_rl_api.job import ReasoningGym
+from colocated_rl_api.job import Prompts, ReasoningGym
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
+
+Question = str | list[dict[str, Any]]
+"""What a user asks, or a conversation up to where the policy speaks."""
 
 LOG = logging.getLogger(__name__)
 
@@ -60,22 +63,25 @@ class _Request:
 
 
 class TaskProcesses:
-    """`count` processes of one task; `run` keeps them up.
+    """`count` processes of one source of prompts; `run` keeps them up.
 
-    cache: a directory for what their libraries keep between starts.
+    cache: a directory for what their libraries keep between starts. directory: where the claim of a file is mounted.
     command: of a process that speaks the lines of `task_process`.
     """
 
     def __init__(
         self,
-        task: ReasoningGym,
+        prompts: Prompts,
         *,
         count: int,
         cache: Path,
+        directory: Path,
         command: Sequence[str] = COMMAND,
         reply_deadline_s: float = REPLY_DEADLINE_S,
     ) -> None:
-        self._task = task
+        self._prompts = prompts
+        self._directory = directory
+        self._size: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._count = count
         self._cache = cache
         self._command = command
@@ -84,13 +90,16 @@ class TaskProcesses:
         self._unusable: TaskUnusable | None = None
         self.problem: Problem | None = None
 
-    async def questions(self, start: int, count: int) -> list[str]:
-        """Questions [start, start + count), fewer at the end of the data. Raises RewardFailed, TaskUnusable."""
-        questions: list[str] = await self._ask({"questions": [start, count]})
-        return questions
+    async def size(self) -> int:
+        """Rows of the data. Raises TaskUnusable."""
+        return await asyncio.shield(self._size)
+
+    async def questions(self, start: int, count: int) -> list[tuple[int, Question]]:
+        """Index and question of the positions [start, start + count). Raises RewardFailed, TaskUnusable."""
+        return [(index, question) for index, question in await self._ask({"questions": [start, count]})]
 
     async def score(self, index: int, response: str) -> float:
-        """Reward of a response to question `index`. Raises RewardFailed, TaskUnusable."""
+        """Reward of a response to the question of row `index`. Raises RewardFailed, TaskUnusable."""
         return float(await self._ask({"score": [index, response]}))
 
     async def run(self) -> None:
@@ -120,6 +129,9 @@ class TaskProcesses:
             except TaskUnusable as error:
                 self._unusable = error
                 self.problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
+                if not self._size.done():
+                    self._size.set_exception(error)
+                    self._size.exception()  # whoever asks is told; perhaps nobody does
                 self._fail_all(error)
             finally:
                 await _end(process)
@@ -129,6 +141,7 @@ class TaskProcesses:
         self._cache.mkdir(parents=True, exist_ok=True)
         return await asyncio.create_subprocess_exec(
             *self._command,
+            str(self._directory),
             stdin=PIPE,
             stdout=PIPE,
             limit=MAX_LINE_BYTES,
@@ -136,13 +149,15 @@ class TaskProcesses:
         )
 
     async def _greet(self, process: Process) -> None:
-        greeting = self._task.model_dump_json(by_alias=True).encode() + b"\n"
+        greeting = self._prompts.model_dump_json(by_alias=True).encode() + b"\n"
         try:
             reply = await _exchange(process, greeting, deadline_s=START_DEADLINE_S)
         except TimeoutError as error:
             raise _ProcessLost(f"task process not ready within {START_DEADLINE_S:.0f} s") from error
         if "error" in reply:
-            raise TaskUnusable(f"spec.rollout.prompts.reasoningGym {self._task.name!r} can't be made: {reply['error']}")
+            raise TaskUnusable(f"spec.rollout.prompts.{_told(self._prompts)} can't be used: {reply['error']}")
+        if not self._size.done():
+            self._size.set_result(reply["value"])
         self.problem = None
 
     async def _work_off(self, process: Process) -> None:
@@ -173,6 +188,11 @@ class TaskProcesses:
     def _fail_all(self, error: TaskUnusable) -> None:
         while not self._requests.empty():
             _fail(self._requests.get_nowait(), error)
+
+
+def _told(prompts: Prompts) -> str:
+    source = prompts.source
+    return f"reasoningGym {source.name!r}" if isinstance(source, ReasoningGym) else f"file {source.path!r}"
 
 
 async def _exchange(process: Process, lines: bytes, deadline_s: float) -> dict[str, Any]:

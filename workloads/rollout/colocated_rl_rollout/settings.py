@@ -34,6 +34,7 @@ class Settings:
     state: Path
     tls: Path
     model: Path
+    prompts: Path
     ports: Ports
     task_processes: int
     drain_s: float
@@ -51,6 +52,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         "--tls", type=Path, default=Path(names.TLS_DIR), help="directory of certificates and data token"
     )
     parser.add_argument("--models", type=Path, default=Path(names.MODEL_DIR), help="what spec.model.path is in")
+    parser.add_argument("--prompts", type=Path, default=Path(names.PROMPTS_DIR), help="what a file of prompts is in")
     Ports.add_arguments(parser)
     parser.add_argument(
         "--task-processes",
@@ -69,6 +71,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         state=given.state,
         tls=given.tls,
         model=given.models / job.spec.model.path,
+        prompts=given.prompts,
         ports=Ports.given(given),
         task_processes=given.task_processes,
         drain_s=given.drain_seconds,

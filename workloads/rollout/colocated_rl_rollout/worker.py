@@ -295,7 +295,7 @@ class Worker:
                 step=step,
                 shards=trainer_ranks(self._spec),
                 temperature=self._rollout.sampling.temperature,
-                seed=self._rollout.prompts.reasoning_gym.seed,
+                seed=self._rollout.prompts.source.seed,
             )
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
