@@ -20,18 +20,24 @@ READY_DEADLINE_S = 200.0  # past the supervisor's own, which then says why
 DOWN_DEADLINE_S = 30.0
 COMMAND_DEADLINE_S = 120.0
 POLL_S = 0.1
+LOG = "supervisor.log"
 NOT_RUNNING = 3  # exit code of `localcluster status`
 
 
 class ClusterError(Exception):
     """ClusterError
     ├─ ClusterNotStarted  the binary is missing, or the supervisor ended or hung before the cluster was ready
+    ├─ ClusterLost        the supervisor ended later, and all of the cluster with it
     └─ CommandFailed      kubectl or helm said no, or did not answer in time
     """
 
 
 class ClusterNotStarted(ClusterError):
     """The message ends with what the supervisor said. Not worth a retry."""
+
+
+class ClusterLost(ClusterError):
+    """Somebody killed it, or it failed: the message ends with what it said."""
 
 
 class CommandFailed(ClusterError):
@@ -83,8 +89,7 @@ class LocalCluster:
         if images is not None:
             words.append(f"--images={images}")
         directory.mkdir(parents=True, exist_ok=True)
-        log_path = directory / "supervisor.log"
-        with log_path.open("wb") as log:
+        with (directory / LOG).open("wb") as log:
             supervisor = subprocess.Popen(
                 [program, "--dir", directory, "up", *words],
                 stdin=subprocess.PIPE,
@@ -94,26 +99,40 @@ class LocalCluster:
             )
         cluster = cls(directory, supervisor, program)
         try:
-            cluster._wait_until_ready(log_path)
+            cluster._wait_until_ready()
         except BaseException:  # also an interrupt: nobody else knows of this cluster
             cluster.down()
             raise
         return cluster
 
-    def _wait_until_ready(self, log_path: Path) -> None:
+    @property
+    def is_lost(self) -> bool:
+        return self.supervisor.poll() is not None
+
+    def refuse_lost(self) -> None:
+        """Raises ClusterLost."""
+        if self.is_lost:
+            raise ClusterLost(f"{self._end()} while it was in use: start again\n{self._said()}")
+
+    def _wait_until_ready(self) -> None:
         # A kubeconfig of before may still be there for a moment; the supervisor removes it before it writes its state.
         # Only its own last word counts.
         until = time.monotonic() + READY_DEADLINE_S
-        while b"\nready after" not in b"\n" + log_path.read_bytes():
-            if self.supervisor.poll() is not None:
-                raise ClusterNotStarted(
-                    f"the cluster in {self.directory} ended with code {self.supervisor.returncode}:\n{_tail(log_path)}"
-                )
+        while "\nready after" not in "\n" + self._said():
+            if self.is_lost:
+                raise ClusterNotStarted(f"{self._end()}:\n{self._said()}")
             if time.monotonic() > until:
                 raise ClusterNotStarted(
-                    f"the cluster in {self.directory} is not ready after {READY_DEADLINE_S:.0f} s:\n{_tail(log_path)}"
+                    f"the cluster in {self.directory} is not ready after {READY_DEADLINE_S:.0f} s:\n{self._said()}"
                 )
             time.sleep(POLL_S)
+
+    def _end(self) -> str:
+        return f"the cluster in {self.directory} ended with code {self.supervisor.returncode}"
+
+    def _said(self) -> str:
+        """The last part of what the supervisor said."""
+        return (self.directory / LOG).read_text(errors="replace")[-3000:]
 
     @property
     def kubeconfig(self) -> Path:
@@ -162,7 +181,3 @@ class LocalCluster:
         if done.returncode != 0:
             raise CommandFailed(f"{line}: {done.stderr.strip() or done.stdout.strip()}", code=done.returncode)
         return done.stdout
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-3000:]

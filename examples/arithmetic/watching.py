@@ -40,7 +40,7 @@ class JobWatch:
         return str(self.job.get("status", {}).get("phase") or "")
 
     async def until_ended(self, *, deadline_s: float) -> None:
-        """Return when the job is complete or failed. Raises TimeoutError."""
+        """Return when the job is complete or failed. Raises TimeoutError, ClusterLost."""
         async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._watch_job(), name="watch/job"),
@@ -49,6 +49,7 @@ class JobWatch:
             await self._ended.wait()
             for task in (*tasks, *self._followed.values()):
                 task.cancel()
+        self._cluster.refuse_lost()
 
     def collect(self) -> None:
         """Read every log that is still there from its beginning."""
@@ -71,6 +72,8 @@ class JobWatch:
                 self.job = job
                 if self.phase in ("Complete", "Failed"):
                     self._ended.set()
+            if self._cluster.is_lost:
+                self._ended.set()
             await asyncio.sleep(AGAIN_S)
 
     async def _watch_pods(self, group: asyncio.TaskGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -129,6 +130,16 @@ def test_demo_that_is_interrupted_leaves_nothing(out: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C: to all that the terminal's foreground group holds
         assert 130 == process.wait(GONE_S), said(out)
     assert said(out).endswith("demo: interrupted\n")
+    assert_nothing_stays(out, everyone, before)
+
+
+def test_demo_whose_cluster_is_killed_says_so_and_leaves_nothing(out: Path) -> None:
+    before = traces(out)
+    with demo(out) as process:
+        everyone = family_at_work(out, process)
+        os.kill(json.loads((out / "cluster/state.json").read_text())["PID"], signal.SIGKILL)
+        assert 1 == process.wait(GONE_S), said(out)
+    assert "ended with code -9 while it was in use: start again" in said(out)
     assert_nothing_stays(out, everyone, before)
 
 
