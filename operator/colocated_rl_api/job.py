@@ -208,6 +208,11 @@ class Interruption(StrEnum):
     RETRY = "Retry"  # start over
 
 
+class Filter(StrEnum):
+    EQUAL_REWARDS = "EqualRewards"  # a group whose samples were all rewarded the same
+    TRUNCATED = "Truncated"  # a sample that ended by the token limit
+
+
 class Rollout(Part):
     """Generating samples, all the time, across training steps."""
 
@@ -242,6 +247,20 @@ class Rollout(Part):
         description="What happens to a sample that a switch interrupts: its tokens are kept and continued (Resume) "
         "or it starts over (Retry).",
     )
+    filters: list[Annotated[Filter, Field(strict=False)]] = Field(
+        default_factory=list,
+        max_length=2,
+        description="What is generated and kept from training, for others to take its place: groups without a "
+        "learning signal (EqualRewards), samples that the token limit ended, and their group when fewer than two are "
+        "left (Truncated). The reward in the status is of what is trained.",
+    )
+    max_filtered_per_batch: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_048_576,
+        description="Groups that filters keep from one batch at most; further ones are trained as they are, and the "
+        "status says NoLearningSignal. 4 * batchSize when absent.",
+    )
     sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
     resources: Resources = Field(default_factory=Resources, description="Resources of the rollout controller.")
 
@@ -249,6 +268,11 @@ class Rollout(Part):
     def concurrency(self) -> int:
         """Groups in flight at most."""
         return self.batch_size if self.max_concurrency is None else self.max_concurrency
+
+    @property
+    def filtered_at_most(self) -> int:
+        """Groups that filters keep from one batch."""
+        return 4 * self.batch_size if self.max_filtered_per_batch is None else self.max_filtered_per_batch
 
     @model_validator(mode="after")
     def _cross_field_rules(self) -> Self:

@@ -316,6 +316,19 @@ async def test_a_rejected_sample_is_replaced_in_its_group(job: JobOnDisk, proces
         assert [1, 1, 2, 2, 3, 3] == (await scene.batch(1)).groups
 
 
+async def test_a_task_without_a_signal_is_said_and_trained_as_it_is(tmp_path: Path, processes: TaskProcesses) -> None:
+    """The fake engine gives every sample of a group the same answer."""
+    job = with_rollout(tmp_path, filters=["EqualRewards", "Truncated"], maxFilteredPerBatch=4)
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0)
+        facts = await scene.sealed(1)
+        assert [5, 5, 6, 6, 7, 7] == (await scene.batch(1)).groups
+        facts = await scene.operator.until(lambda facts: facts.problem)
+        assert facts.problem
+        assert ("NoLearningSignal", 8) == (facts.problem.reason, facts.samples["filtered"])
+
+
 async def test_a_job_trains_on_prompts_and_rewards_of_ones_own(tmp_path: Path) -> None:
     rows = [{"prompt": f"problem: {number} + 1 =", "sum": number + 1} for number in range(0, 2000, 7)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))

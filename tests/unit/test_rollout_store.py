@@ -387,6 +387,8 @@ OPERATIONS: dict[str, Callable[[Store], object]] = {
     "finish": lambda store: store.finish(running(store), segment(2), Finish.STOP),
     "replace": lambda store: store.replace(running(store), S.FAILED, "EngineRejected"),
     "give up": lambda store: store.give_up(running(store).group, "GroupGivenUp"),
+    "leave out": lambda store: store.leave_out(store.groups[2].kept[:1], "Truncated"),
+    "filter": lambda store: store.give_up(store.groups[2], "EqualRewards", S.FILTERED),
     "commit": lambda store: store.commit(1),
     "forget": lambda store: store.forget(1),
 }
@@ -402,6 +404,7 @@ async def test_a_kill_leaves_the_whole_of_an_operation_or_nothing(store: Store, 
     record = seal(store, [completed_group(store)])
     if operation == "forget":
         store.commit(record.step)
+    completed_group(store)
     for sample in store.admit(prompt(1), size=GROUP_SIZE).samples:
         store.start(sample)
     await store.flushed()

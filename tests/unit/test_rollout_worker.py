@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.rewards import TaskProcesses
-from colocated_rl_rollout.samples import NO_TOKENS, Finish, Prompt, Sample, SampleState, Span, Tokens
+from colocated_rl_rollout.samples import NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens
 from colocated_rl_rollout.store import SPARE_BYTES, Store
 from colocated_rl_rollout.worker import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST, Worker
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
@@ -39,11 +40,21 @@ class Scene:
         self.store.interrupt(sample, tokens)
         self.worker._limit_attempts(sample)
 
+    async def complete(self, *rewards: float, finish: Finish = Finish.STOP) -> Group:
+        """A group whose samples got these rewards, in the order in which they were scored."""
+        samples = self.admit()
+        for sample, reward in zip(samples, rewards, strict=True):
+            self.store.start(sample)
+            self.store.finish(sample, one_token(), finish)
+            self.store.score(sample, reward)
+            self.worker._filter(sample.group)
+        return samples[0].group
+
 
 @pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
     """A worker whose engines and processes are not there: it decides, and nothing is sent."""
-    job = JobOnDisk.write(tmp_path, make_spec())
+    job = JobOnDisk.write(tmp_path, make_spec(**getattr(request, "param", {})))
     free = [1 << 40]
     store = Store(tmp_path / "state", job_uid=JOB_UID, free_bytes=lambda _: free[0])
     processes = TaskProcesses(job.spec.rollout.prompts, count=1, cache=tmp_path, directory=tmp_path)
@@ -133,6 +144,40 @@ async def test_a_batch_that_the_volume_refuses_is_written_when_there_is_room(sce
     await until(lambda: scene.store.sealed and not scene.store.problem)
     scene.worker.drain()
     await running
+
+
+@pytest.mark.parametrize("scene", [{"filters": ["EqualRewards"], "maxFilteredPerBatch": 2}], indirect=True)
+async def test_groups_without_a_signal_make_room_for_others_until_there_are_too_many(scene: Scene) -> None:
+    taught = await scene.complete(0.0, 1.0)
+    for _ in range(2):
+        await scene.complete(1.0, 1.0)
+    assert ([taught], None) == ([*scene.store.groups.values()], scene.worker.no_signal)
+    assert {(SampleState.FILTERED, "EqualRewards"): 4} == scene.store.reasons
+    taken = [await scene.complete(0.0, 0.0) for _ in range(2)]
+    assert [taught, *taken] == [*scene.store.groups.values()], "as they are"
+    assert "2 groups were left out since the last batch" in str(scene.worker.no_signal)
+    running = asyncio.create_task(scene.worker.run())
+    await until(lambda: scene.store.sealed and not scene.worker._sealing)
+    assert scene.worker.no_signal is not None, "of this batch"
+    scene.store.commit(1)
+    for rewards in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.0), (1.0, 0.0)):
+        await scene.complete(*rewards)
+    scene.worker.wake()
+    await until(lambda: scene.store.next_step == 3 and not scene.worker._sealing)
+    assert "None" == str(scene.worker.no_signal)
+    scene.worker.drain()
+    await running
+
+
+@pytest.mark.parametrize("scene", [{"filters": ["Truncated"]}], indirect=True)
+async def test_a_group_that_is_cut_short_is_left_out_and_stays_so_after_a_restart(scene: Scene, tmp_path: Path) -> None:
+    await scene.complete(0.0, 0.0, finish=Finish.LENGTH)
+    assert not scene.store.groups
+    await scene.store.flushed()
+    shutil.copytree(tmp_path / "state", tmp_path / "copy")
+    again = Store(tmp_path / "copy", job_uid=JOB_UID)
+    assert ({}, 2) == (again.groups, again.counts[SampleState.FILTERED])
+    again.close()
 
 
 async def test_the_most_urgent_goes_first_then_what_was_interrupted_then_the_oldest(scene: Scene) -> None:

@@ -236,8 +236,9 @@ class Controller:
 
     def _problem(self) -> Problem | None:
         """Why there is no progress; the first of those who know."""
-        first = self._store.problem or self._prompts.problem or self._worker.problem or self._processes.problem
-        return first or (self._evaluation.problem if self._evaluation else None)
+        parts = (self._store, self._prompts, self._worker, self._processes, self._evaluation)
+        found = (part.problem for part in parts if part and part.problem)
+        return next(found, self._worker.no_signal)
 
     def _counts(self) -> dict[str, int]:
         return {state.value: count for state, count in self._store.counts.items() if count}

@@ -207,10 +207,15 @@ class Store:
         self._writer.write(moved, (_DROP_SEGMENTS, [(sample.id,)]), self._new_samples(sample.group, 1))
         return sample.group.samples[-1]
 
-    def give_up(self, group: Group, reason: str) -> None:
-        """Discard what is left of a group; admission makes another one."""
+    def leave_out(self, samples: Sequence[Sample], reason: str) -> None:
+        """Filter completed samples; their group goes on with the others."""
+        moved = [self._move(sample, SampleState.FILTERED, reason) for sample in samples]
+        self._writer.write(*moved, (_DROP_SEGMENTS, [(sample.id,) for sample in samples]))
+
+    def give_up(self, group: Group, reason: str, state: SampleState = SampleState.DISCARDED) -> None:
+        """Discard or filter what is left of a group; admission makes another one."""
         dropped = group.kept
-        moved = [self._move(sample, SampleState.DISCARDED, reason) for sample in dropped]
+        moved = [self._move(sample, state, reason) for sample in dropped]
         del self.groups[group.id]
         self._writer.write(
             *moved, (_GIVE_UP_GROUP, [(reason, group.id)]), (_DROP_SEGMENTS, [(sample.id,) for sample in dropped])

@@ -14,9 +14,9 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from colocated_rl_api.job import ColocatedRLJobSpec, Interruption
+from colocated_rl_api.job import ColocatedRLJobSpec, Filter, Interruption
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_rollout.batches import BatchRecord, write_batch
@@ -32,6 +32,7 @@ from colocated_rl_rollout.engine_client import (
 )
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.evaluation import Evaluation
+from colocated_rl_rollout.filters import judge
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.resume import finish_of, join, remaining
@@ -84,13 +85,17 @@ class Worker:
         self._looks_again: asyncio.TimerHandle | None = None  # for room on the volume
         self._draining = False
         self.last_step = spec.steps  # nothing is made for later ones; may change while the job runs
+        self._filtered = 0  # groups, since the last batch
         self.problem: Problem | None = None
+        self.no_signal: Problem | None = None
 
     # ------------------------------------------------------------------------------------------------- the loop
     async def run(self) -> None:
         """Generate until `drain`; then return when nothing is under way."""
         async with asyncio.TaskGroup() as group:
             self._group = group
+            for complete in [kept for kept in self._store.groups.values() if kept.is_complete]:
+                self._filter(complete)
             for sample in [sample for kept in self._store.groups.values() for sample in kept.kept]:
                 if sample.state is SampleState.SCORING:
                     self._own(sample, group.create_task(self._score(sample), name=f"score/{sample.id}"))
@@ -222,6 +227,7 @@ class Worker:
         """A response that did not end by itself is worth nothing; the task's verifier says what the others are."""
         if sample.finish is not Finish.STOP:
             self._store.score(sample, 0.0)
+            self._filter(sample.group)
             return
         text = self._chat.text(sample.tokens.ids.tolist())
         try:
@@ -233,18 +239,44 @@ class Worker:
         else:
             self._store.score(sample, reward)
             self.problem = None
+            self._filter(sample.group)
+
+    # ------------------------------------------------------------------------------------------------- filters
+    def _filter(self, group: Group) -> None:
+        """Keep from training what the job's filters name, once the whole group is there."""
+        if not (self._rollout.filters and group.is_complete):
+            return
+        verdict = judge(group, self._rollout.filters)
+        if verdict.whole is None:
+            if verdict.samples:
+                self._count_discarded(verdict.samples, Filter.TRUNCATED)
+                self._store.leave_out(verdict.samples, Filter.TRUNCATED)
+        elif self._filtered < self._rollout.filtered_at_most:
+            self._filtered += 1
+            self._count_discarded(group.kept, verdict.whole)
+            self._store.give_up(group, verdict.whole, SampleState.FILTERED)
+        elif self.no_signal is None:
+            message = (
+                f"{self._filtered} groups were left out since the last batch, and now one for {verdict.whole}: it is "
+                "trained as it is; change the task's difficulty, groupSize, maxResponseTokens or temperature"
+            )
+            self.no_signal = Problem(reason="NoLearningSignal", message=message)
+            log(LOG, "no learning signal", logging.WARNING, step=self._store.next_step, reason=message)
+
+    def _count_discarded(self, samples: Iterable[Sample], reason: str) -> None:
+        self._metrics.discarded_tokens.labels(reason).inc(sum(len(sample.tokens) for sample in samples))
 
     # ------------------------------------------------------------------------------------------------- giving up
     def _replace(self, sample: Sample, state: SampleState, reason: str, message: str) -> None:
         """End a sample and admit another in its place; give the group up when that happened too often."""
         log(LOG, "sample replaced", sample=sample.id, state=state, reason=reason, message=message)
-        self._metrics.discarded_tokens.labels(reason).inc(len(sample.tokens))
+        self._count_discarded([sample], reason)
         group = sample.group
         self._store.replace(sample, state, reason)
         if len(group.samples) <= (1 + REPLACED_AT_MOST) * self._rollout.group_size:
             return
+        self._count_discarded(group.kept, "GroupGivenUp")
         for kept in group.kept:
-            self._metrics.discarded_tokens.labels("GroupGivenUp").inc(len(kept.tokens))
             if task := self._tasks.get(kept.id):
                 task.cancel()
         self._store.give_up(group, "GroupGivenUp")
@@ -280,8 +312,11 @@ class Worker:
             await asyncio.sleep(self._full_retry_s)
         self._store.problem = None
         self._store.seal(record, groups)
+        if self._filtered < self._rollout.filtered_at_most:
+            self.no_signal = None
+        filtered, self._filtered = self._filtered, 0
         await self._store.flushed()
-        self._log_sealed(record)
+        self._log_sealed(record, filtered)
         self._sealing = None
         self.wake()
 
@@ -304,7 +339,7 @@ class Worker:
             self._changed()
             return None
 
-    def _log_sealed(self, record: BatchRecord) -> None:
+    def _log_sealed(self, record: BatchRecord, filtered: int) -> None:
         now = time.monotonic()
         took_s, self._collecting_since = now - self._collecting_since, now
         log(
@@ -318,6 +353,7 @@ class Worker:
             resumed_samples=record.resumed_samples,
             segments=record.segments,
             truncated=record.truncated,
+            filtered_groups=filtered,
             took_s=round(took_s, 3),
         )
 
