@@ -91,6 +91,10 @@ verify: setup-dev ## generated files are as generated, and all of test: what has
 bench: setup ## figures: time of each rung, what operator and agents add, memory of each process
 	@python -m bench
 
+.PHONY: bench-gate
+bench-gate: setup-dev ## what a gate costs; with ROUTER=PYTHON of an environment that has sglang-router, beside that
+	@python -m bench.gate $(if $(ROUTER),--router $(ROUTER))
+
 .PHONY: lock
 lock: ## resolve the pinned requirement files anew
 	@$(SETUP) --lock

@@ -121,6 +121,7 @@ class NativeReply:
         self._last = b""
         self._refusal: Refused | None = None
         self._ended = False
+        self._tokens = 0
         self.outcome = "aborted"
 
     @property
@@ -129,8 +130,10 @@ class NativeReply:
 
     @property
     def tokens(self) -> int:
+        if self._ended:
+            return self._tokens
         try:
-            return len(self._state().get("output_ids", ()))
+            return len(self._state()["output_ids"])
         except Refused:
             return 0
 
@@ -146,6 +149,7 @@ class NativeReply:
             self._refusal, self.outcome = refusal, "error"
             return event
         self._last = event if state == said else _json(state)
+        self._tokens = len(state["output_ids"])
         self.outcome = "aborted" if state["meta_info"]["finish_reason"]["type"] == "abort" else "finished"
         return self._last
 

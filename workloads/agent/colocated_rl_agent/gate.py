@@ -38,6 +38,7 @@ CONNECT_S = 5.0
 ABORT_S = 5.0
 CALLER_S = 20.0  # for a caller to send its body, or to read a chunk
 CLOSING_S = 0.5  # to read a chunk, once the gate is closed
+WAITS_FROM_BYTES = 16 * 1024  # unsent to a caller: below it a write waits for nobody
 MAX_IN_FLIGHT = 16_384
 MAX_READING = 32  # bodies that are read at the same time
 MAX_HELD_BYTES = 256 * 1024 * 1024  # for all requests together; half of the agent's memory
@@ -254,10 +255,21 @@ class Caller:
 
     async def give(self, event: bytes, *, within_s: float = CALLER_S) -> None:
         """One event of a stream. Raises CallerGone."""
+        transport = self._request.transport
+        if transport is not None and transport.get_write_buffer_size() + len(event) < WAITS_FROM_BYTES:
+            await self._write(event)
+            return
         async with self._reads(within_s):
+            await self._write(event)
+
+    async def _write(self, event: bytes) -> None:
+        try:
             if not self.response.prepared:
                 await self.response.prepare(self._request)
             await self.response.write(b"data: " + event + b"\n\n")
+        except OSError as error:
+            self._hang_up()
+            raise CallerGone from error
 
     async def give_rest(self, *events: bytes | None) -> web.StreamResponse:
         """What ends a stream. Raises CallerGone."""

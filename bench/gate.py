@@ -1,0 +1,300 @@
+"""`make bench-gate`: what a gate costs beside nothing at all and, where it is installed, beside `sglang-router`.
+
+Upstream and load are of this file and have one core, whoever is measured has the other. Each is told the same: plain
+requests that are answered with 4 KB after 50 ms, and streams of 32 events in 320 ms. CPU time is that of the measured
+process alone, so it can be compared on a busy machine too; times and rates only with what was measured right before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import aiohttp
+import uvloop
+from aiohttp import web
+
+from colocated_rl_agent.gate import Backend, Gate
+from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
+from colocated_rl_api.ladder import WeightVersion
+
+PLAIN_S, PLAIN_BYTES = 0.05, 4096
+EVENTS, EVENT_S = 32, 0.01
+CONCURRENCY = (64, 256, 1024)
+TICKS = os.sysconf("SC_CLK_TCK")
+MEASURED_CORE, OTHER_CORE = 0, 1
+JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+# -------------------------------------------------------------------------------------------------------- the upstream
+def chunk(tokens: int, *, done: bool, filler: int = 0) -> bytes:
+    said = {
+        "text": "x" * filler,
+        "output_ids": list(range(tokens)),
+        "meta_info": {
+            "id": "r",
+            "weight_version": "0-1",
+            "completion_tokens": tokens,
+            "finish_reason": {"type": "length"} if done else None,
+        },
+    }
+    return json.dumps(said, separators=(",", ":")).encode()
+
+
+WHOLE = chunk(16, done=True, filler=PLAIN_BYTES)
+PIECES = [chunk(n + 1, done=n + 1 == EVENTS) for n in range(EVENTS)]
+
+
+def event(data: bytes) -> bytes:
+    text = b"data: " + data + b"\n\n"
+    return b"%x\r\n%s\r\n" % (len(text), text)
+
+
+class Upstream(asyncio.Protocol):
+    """Answers `/generate` by what its prompt says, and whatever a router asks with an empty object."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        self.received = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        while (end := self.received.find(b"\r\n\r\n")) >= 0:
+            head = self.received[:end]
+            length = content_length(head)
+            if len(self.received) < end + 4 + length:
+                return
+            body, self.received = self.received[end + 4 : end + 4 + length], self.received[end + 4 + length :]
+            self.answer(head, body)
+
+    def answer(self, head: bytes, body: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        if not head.startswith(b"POST /generate"):
+            self.transport.write(JSON % (2, b"{}"))
+        elif b'"pieces"' in body:
+            self.transport.write(STREAM)
+            loop.call_later(EVENT_S, self.piece, 0)
+        elif b'"stream":true' in body:  # as a gate asks
+            loop.call_later(PLAIN_S, self.write, STREAM + event(WHOLE) + event(b"[DONE]") + b"0\r\n\r\n")
+        else:
+            loop.call_later(PLAIN_S, self.write, JSON % (len(WHOLE), WHOLE))
+
+    def piece(self, number: int) -> None:
+        self.write(event(PIECES[number]))
+        if number + 1 < EVENTS:
+            asyncio.get_running_loop().call_later(EVENT_S, self.piece, number + 1)
+        else:
+            self.write(event(b"[DONE]") + b"0\r\n\r\n")
+
+    def write(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(data)
+
+
+def content_length(head: bytes) -> int:
+    at = head.lower().find(b"content-length:")
+    return int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+
+
+async def serve_upstream(port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(Upstream, "127.0.0.1", port, backlog=4096)
+    await server.serve_forever()
+
+
+# ------------------------------------------------------------------------------------------------------------ the gate
+async def serve_gate(port: int, upstream: int) -> None:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+        gate = Gate(session)
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.add_routes(gate.routes())
+        served = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await served.setup()
+        await web.TCPSite(served, "127.0.0.1", port, backlog=4096).start()
+        gate.open(Backend(f"http://127.0.0.1:{upstream}", "i", WeightVersion(0, 1), nobody_aborts))
+        await asyncio.Event().wait()
+
+
+async def nobody_aborts(rid: str) -> None:
+    """Every request of the load ends by itself."""
+
+
+# ------------------------------------------------------------------------------------------------------------ the load
+@dataclass
+class Times:
+    """Seconds, of every request."""
+
+    first: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    took_s: float = 0.0
+
+
+class Caller(asyncio.Protocol):
+    """One connection that sends one request after the other."""
+
+    def __init__(self, request: bytes, left: Iterator[int], times: Times, ended: asyncio.Future[None]) -> None:
+        self.request, self.left, self.times, self.ended = request, left, times, ended
+        self.received = bytearray()
+        self.began = 0.0
+        self.first = 0.0
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        self.send()
+
+    def send(self) -> None:
+        if next(self.left, None) is None:
+            self.transport.close()
+            if not self.ended.done():
+                self.ended.set_result(None)
+            return
+        self.received.clear()
+        self.began, self.first = time.perf_counter(), 0.0
+        self.transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        if not self.first and (b"data: " in data or b"Content-Length" in data):
+            self.first = time.perf_counter()
+        if self.is_whole():
+            if not self.received.startswith(b"HTTP/1.1 200"):
+                self.ended.set_exception(RuntimeError(bytes(self.received[:300]).decode()))
+                return
+            now = time.perf_counter()
+            self.times.first.append((self.first or now) - self.began)
+            self.times.whole.append(now - self.began)
+            self.send()
+
+    def is_whole(self) -> bool:
+        if self.received.endswith(b"0\r\n\r\n"):
+            return True
+        end = self.received.find(b"\r\n\r\n")
+        if end < 0 or b"chunked" in self.received[:end].lower():
+            return False
+        return len(self.received) >= end + 4 + content_length(bytes(self.received[:end]))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(RuntimeError(f"a connection broke: {error!r}"))
+
+
+async def load(port: int, *, concurrency: int, requests: int, streams: bool) -> Times:
+    body: dict[str, Any] = {"text": "pieces" if streams else "whole", "sampling_params": {}}
+    data = json.dumps(body | ({"stream": True} if streams else {}), separators=(",", ":")).encode()
+    request = (
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+        % (len(data), data)
+    )
+    times, left, loop = Times(), iter(range(requests)), asyncio.get_running_loop()
+    began = time.perf_counter()
+    ends = []
+    for _ in range(concurrency):
+        end: asyncio.Future[None] = loop.create_future()
+        ends.append(end)
+        await loop.create_connection(partial(Caller, request, left, times, end), "127.0.0.1", port)
+    await asyncio.gather(*ends)
+    times.took_s = time.perf_counter() - began
+    return times
+
+
+# --------------------------------------------------------------------------------------------------------- who is who
+@contextmanager
+def process(*command: str, core: int, port: int) -> Iterator[int]:
+    """A process that listens on the port, on one core; its pid."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as it:
+        try:
+            os.sched_setaffinity(it.pid, {core})
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port), 1).close()
+                    break
+                except OSError:
+                    if time.monotonic() > deadline or it.poll() is not None:
+                        raise
+                    time.sleep(0.05)
+            yield it.pid
+        finally:
+            it.kill()
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as it:
+        return int(it.getsockname()[1])
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.gate", description=__doc__)
+    parser.add_argument("--router", default="", help="a Python with sglang-router")
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--serve", choices=["upstream", "gate"], help=argparse.SUPPRESS)
+    parser.add_argument("--ports", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.serve:
+        if given.serve == "upstream":
+            uvloop.run(serve_upstream(*given.ports))
+        else:
+            asyncio.run(serve_gate(*given.ports))  # as an agent runs
+        return 0
+    us = (sys.executable, "-m", "bench.gate", "--serve")
+    upstream, gate, router = free_port(), free_port(), free_port()
+    os.sched_setaffinity(0, {OTHER_CORE % (os.cpu_count() or 1)})
+    with process(*us, "upstream", "--ports", str(upstream), core=OTHER_CORE, port=upstream):
+        who: dict[str, tuple[int, tuple[str, ...]]] = {
+            "direct": (upstream, ()),
+            "gate": (gate, (*us, "gate", "--ports", str(gate), str(upstream))),
+        }
+        if given.router:
+            there = ("--host", "127.0.0.1", "--port", str(router), "--worker-urls", f"http://127.0.0.1:{upstream}")
+            who["router"] = (router, (given.router, "-m", "sglang_router.launch_router", *there))
+        print(f"{'':20}  {'':7}  requests/s  CPU s/1000  p50 ms  p99 ms  first p50 ms")
+        for streams in (False, True):
+            for concurrency in CONCURRENCY:
+                for name, (port, command) in who.items():
+                    measure(name, port, command, concurrency=concurrency, requests=given.requests, streams=streams)
+    return 0
+
+
+def measure(name: str, port: int, command: tuple[str, ...], *, concurrency: int, requests: int, streams: bool) -> None:
+    def run() -> Times:
+        return uvloop.run(load(port, concurrency=concurrency, requests=requests, streams=streams))
+
+    cpu: float | None = None
+    if command:
+        with process(*command, core=MEASURED_CORE, port=port) as pid:
+            uvloop.run(load(port, concurrency=8, requests=64, streams=streams))  # warm
+            before = cpu_seconds(pid)
+            times = run()
+            cpu = (cpu_seconds(pid) - before) / requests * 1000
+    else:
+        times = run()
+    what = f"{'streams' if streams else 'plain'}, {concurrency} at once"
+    print(
+        f"{what:20}  {name:7}  {requests / times.took_s:10.0f}  {'' if cpu is None else f'{cpu:.2f}':>10}"
+        f"  {1000 * median(times.whole):6.1f}  {1000 * quantiles(times.whole, n=100)[98]:6.1f}"
+        f"  {1000 * median(times.first):12.1f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
