@@ -14,7 +14,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
+from colocated_rl_rollout.engine_client import EngineClient
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
@@ -185,5 +187,23 @@ async def test_the_most_urgent_goes_first_then_what_was_interrupted_then_the_old
     scene.attempt(late[1], one_token(step=3))
     scene.attempt(old[1], one_token(step=2))
     scene.attempt(fresh[1], NO_TOKENS)
-    order = sorted(scene.store.waiting.values(), key=scene.worker._urgency)
-    assert [old[1], old[0], late[1], late[0], fresh[1], fresh[0]] == order
+    assert [old[1], old[0], late[1], late[0], fresh[1], fresh[0]] == scene.worker._in_order()
+
+
+class FullEngines(Engines):
+    """Open, and none takes a request now."""
+
+    @property
+    def open(self) -> list[EngineClient]:
+        return [EngineClient(Endpoint(pod="a", address="", port=1), self._client, settle_s=1, changed=self._changed)]
+
+    def share(self, demand: int) -> int:
+        return 0
+
+
+async def test_nothing_is_put_in_order_while_no_engine_takes_it(scene: Scene) -> None:
+    """At each answer of a full engine, all that waited was sorted: 0.4 s for 16,384 samples."""
+    scene.admit()
+    scene.worker._engines.__class__ = FullEngines
+    scene.worker._in_order = lambda: pytest.fail("put in order")  # type: ignore[method-assign]
+    scene.worker._send()

@@ -158,7 +158,9 @@ class Worker:
         share = self._engines.share(demand + (self._evaluation.demand if self._evaluation else 0))
         if self._evaluation:
             self._evaluation.send(self._engines, self._group, at_most=share)
-        for sample in sorted(self._store.waiting.values(), key=self._urgency):
+        if self._engines.pick(at_most=share) is None:
+            return  # before putting in order what may be tens of thousands, at each answer
+        for sample in self._in_order():
             engine = self._engines.pick(preferred=sample.engine, at_most=share)
             if engine is None:
                 return
@@ -167,8 +169,14 @@ class Worker:
             attempt = self._attempt(sample, engine)
             self._own(sample, self._engines.send(self._group, engine, attempt, name=f"sample/{sample.id}"))
 
-    def _urgency(self, sample: Sample) -> tuple[int, bool, int, int]:
-        return self._deadline(sample.group), sample.state is SampleState.ADMITTED, sample.group.id, sample.id
+    def _in_order(self) -> list[Sample]:
+        waiting = self._store.waiting.values()
+        deadlines = {group: self._deadline(group) for group in {sample.group for sample in waiting}}
+
+        def urgency(sample: Sample) -> tuple[int, bool, int, int]:
+            return deadlines[sample.group], sample.state is SampleState.ADMITTED, sample.group.id, sample.id
+
+        return sorted(waiting, key=urgency)
 
     def _deadline(self, group: Group) -> int:
         return deadline(group.oldest_step, max_staleness=self._rollout.max_staleness)
