@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,20 +43,43 @@ def out() -> Iterator[Path]:
 
 @contextmanager
 def demo(out: Path, job: Path = JOB) -> Iterator[subprocess.Popen[bytes]]:
-    """In a process group of its own, as a shell starts it; what it says is in `said.txt`."""
-    command = (sys.executable, "-m", "examples.arithmetic.demo", "--out", out, "--job", job)
+    """What it says is in `said.txt`."""
     with (
         (out / "said.txt").open("wb") as said,
-        subprocess.Popen(
-            command,
-            cwd=CHECKOUT.root,
-            env=os.environ | {"COLUMNS": "160"},
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            process_group=0,
-        ) as process,
+        started(out, job, stdin=subprocess.DEVNULL, output=said.fileno()) as one,
     ):
+        yield one
+
+
+@contextmanager
+def demo_on_a_terminal(out: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Also where to type. What it says is in `said.txt`."""
+    typed, terminal = pty.openpty()
+
+    def write_down() -> None:
+        with (out / "said.txt").open("wb", buffering=0) as said, contextlib.suppress(OSError):  # the terminal is closed
+            while text := os.read(typed, 1 << 16):
+                said.write(text)
+
+    writer = threading.Thread(target=write_down)
+    writer.start()
+    with started(out, JOB, "setsid", "--ctty", stdin=terminal, output=terminal) as process:
+        os.close(terminal)
+        yield process, typed
+    writer.join()
+    os.close(typed)
+
+
+@contextmanager
+def started(out: Path, job: Path, *by_way_of: str, stdin: int, output: int) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(
+        [*by_way_of, sys.executable, "-m", "examples.arithmetic.demo", "--out", str(out), "--job", str(job)],
+        cwd=CHECKOUT.root,
+        env=os.environ | {"COLUMNS": "160", "TERM": "xterm"},
+        stdin=stdin,
+        stdout=output,
+        stderr=output,
+    ) as process:
         try:
             yield process
         finally:
@@ -123,13 +149,14 @@ def test_demo_that_is_killed_leaves_nothing(out: Path) -> None:
     assert_nothing_stays(out, everyone, before)
 
 
-def test_demo_that_is_interrupted_leaves_nothing(out: Path) -> None:
+def test_demo_that_is_interrupted_in_its_live_view_leaves_nothing(out: Path) -> None:
     before = traces(out)
-    with demo(out) as process:
+    with demo_on_a_terminal(out) as (process, typed):
         everyone = family_at_work(out, process)
-        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C: to all that the terminal's foreground group holds
+        os.write(typed, b"\x03")  # Ctrl-C
         assert 130 == process.wait(GONE_S), said(out)
-    assert said(out).endswith("demo: interrupted\n")
+    assert "default/arithmetic" in said(out)  # the title of the view
+    assert said(out).splitlines()[-1].endswith("demo: interrupted")
     assert_nothing_stays(out, everyone, before)
 
 
