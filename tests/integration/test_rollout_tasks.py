@@ -15,6 +15,7 @@ import pytest
 
 from colocated_rl_api.job import PromptFile, Prompts, ReasoningGym
 from colocated_rl_rollout.rewards import COMMAND, RewardFailed, TaskProcesses, TaskUnusable
+from setup.layout import CHECKOUT
 
 DEADLINE_S = 60.0
 PROGRAM = "import sys; sys.modules['pycosat'] = None; from colocated_rl_rollout.task_process import main; main()"
@@ -40,10 +41,10 @@ def write_file(directory: Path, *rows: object) -> PromptFile:
 
 @asynccontextmanager
 async def processes(
-    source: ReasoningGym | PromptFile, directory: Path, command: Sequence[str] = COMMAND
+    source: ReasoningGym | PromptFile, directory: Path, command: Sequence[str] = COMMAND, cache: Path | None = None
 ) -> AsyncIterator[TaskProcesses]:
     prompts = Prompts(file=source) if isinstance(source, PromptFile) else Prompts(reasoning_gym=source)
-    made = TaskProcesses(prompts, count=1, cache=directory, directory=directory, command=command)
+    made = TaskProcesses(prompts, count=1, cache=cache or directory, directory=directory, command=command)
     running = asyncio.create_task(made.run())
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -111,6 +112,15 @@ async def test_a_function_of_ones_own_gives_any_finite_reward(tmp_path: Path) ->
         assert -1.0 == await made.score(0, "print"), "what it prints is no reply"
         with pytest.raises(RewardFailed, match="'much' is no reward: return a finite number"):
             await made.score(0, "text")
+
+
+async def test_the_example_is_asked_and_scored(tmp_path: Path) -> None:
+    directory = CHECKOUT.root / "examples/own_prompts"
+    source = PromptFile(claim_name="mine", path="sums.jsonl", reward="rewards:score")
+    async with processes(source, directory, cache=tmp_path) as made:
+        assert 4 == await made.size()
+        assert [1.0, 0.1, 0.0] == [await made.score(0, text) for text in ("3 + 5 = 8 #### 8", "#### 9", "8")]
+    assert not (directory / "__pycache__").exists(), "a claim is mounted read-only"
 
 
 @pytest.mark.parametrize(
