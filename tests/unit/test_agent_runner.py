@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -31,6 +32,23 @@ from colocated_rl_operator import resources
 from fakes.device import GIB, TOTAL_BYTES, Device
 
 DEADLINE_S = 10.0
+
+
+def oldest_python() -> str:
+    """An interpreter of at least 3.9, of those that this machine has: the runner runs in images that are not ours."""
+    named = [shutil.which(f"python3.{minor}") for minor in range(9, 15)]
+    installed = sorted(Path.home().glob(".pyenv/versions/3.*/bin/python3"))
+    versions: dict[tuple[int, int], str] = {sys.version_info[:2]: sys.executable}
+    for python in [*filter(None, named), *map(str, installed)]:
+        say = "import sys; print(*sys.version_info[:2])"
+        answer = subprocess.run([python, "-I", "-c", say], capture_output=True, text=True, check=False)
+        if answer.returncode == 0:  # a shim may have nothing behind it
+            major, minor = map(int, answer.stdout.split())
+            versions[major, minor] = python
+    return versions[min(version for version in versions if version >= (3, 9))]
+
+
+PYTHON = oldest_python()
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
@@ -52,7 +70,7 @@ class Container:
     async def start(self, *, grace_s: float = 60.0, env: Mapping[str, str] | None = None) -> None:
         with self.output.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
+                PYTHON,
                 runner.__file__,
                 env={
                     **os.environ,
@@ -321,7 +339,7 @@ def test_grace_of_the_pod_is_what_the_runner_takes_it_for() -> None:
 
 def test_runner_imports_nothing_but_the_standard_library() -> None:
     """It runs in a vendor's image: isolated from site-packages it must still load."""
-    subprocess.run([sys.executable, "-I", "-S", "-c", f"import runpy; runpy.run_path({runner.__file__!r})"], check=True)
+    subprocess.run([PYTHON, "-I", "-S", "-c", f"import runpy; runpy.run_path({runner.__file__!r})"], check=True)
 
 
 def test_runner_keeps_to_the_syntax_of_old_pythons() -> None:

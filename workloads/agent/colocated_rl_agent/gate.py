@@ -35,6 +35,7 @@ LOG = logging.getLogger(__name__)
 
 SILENCE_S = 600.0  # between two chunks: a request may queue in a busy engine
 CONNECT_S = 5.0
+TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
 ABORT_S = 5.0
 CALLER_S = 20.0  # for a caller to send its body, or to read a chunk
 CLOSING_S = 0.5  # to read a chunk, once the gate is closed
@@ -215,10 +216,9 @@ class Gate:
     ) -> None:
         """Until the engine has ended the request, or is lost. Raises Refused, and what `take` raises."""
         ended = False
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         try:
             async with self._session.post(
-                backend.url + path, data=asked.body, headers=JSON_BODY, timeout=timeout
+                backend.url + path, data=asked.body, headers=JSON_BODY, timeout=TIMEOUT
             ) as answer:
                 if answer.status != 200:
                     text = (await answer.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
