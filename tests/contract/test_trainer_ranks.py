@@ -17,7 +17,7 @@ from contract.trainer_in_process import OneRank
 from contract.trainer_process import Refusal, TrainerGroup, TrainerKind, running
 from safetensors.torch import load_file
 
-from colocated_rl_trainer.group import Group, GroupLost, form_group, interface_towards
+from colocated_rl_trainer.group import Group, GroupLost, _waiting_for_peers, form_group, interface_towards
 from colocated_rl_trainer.rank import Refused
 from fakes.shards import Sample, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
@@ -179,6 +179,12 @@ def test_news_that_does_not_come_is_not_waited_for_beyond_the_deadline() -> None
     group.once("saved step 3", lambda: done.append("by 1"), within_s=0.05)
 
     assert ["by 0"] == done
+
+
+def test_rank_without_memory_does_not_blame_its_peers() -> None:
+    """torch's error is a RuntimeError, as those of a lost peer are."""
+    with pytest.raises(torch.OutOfMemoryError), _waiting_for_peers("sum"):
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
 
 def test_interface_is_the_one_that_leads_to_the_group() -> None:

@@ -12,7 +12,7 @@ from contract.trainer_in_process import OneRank
 
 from colocated_rl_api.batch import BatchHeader
 from colocated_rl_trainer.batch import BadShard, Shard, deal_minibatches
-from colocated_rl_trainer.loop import Diverged
+from colocated_rl_trainer.loop import DeviceFull, Diverged
 from colocated_rl_trainer.weights import load_model
 from fakes.shards import Sample, columns, write_shard, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
@@ -112,6 +112,18 @@ def test_group_without_spread_counts_in_the_normalizer_and_is_not_computed(model
 
     assert alone["teaching_samples"] == together["teaching_samples"]
     assert sum(len(s.response) for s in (*samples, *same)) == together["tokens"]
+
+
+def test_step_that_finds_no_memory_says_what_to_lower(model: Path, tmp_path: Path) -> None:
+    trainer = OneRank(tmp_path, model, microBatchTokens=60)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB. GPU 0 has 79.11 GiB, of which 1.20 GiB are free")
+
+    trainer.loop.model.register_forward_pre_hook(full)
+
+    with pytest.raises(DeviceFull, match=r"step 1: lower microBatchTokens \(it is 60 .*Tried to allocate 20.00 GiB"):
+        trainer.train(make_samples(1))
 
 
 @pytest.mark.parametrize("samples", [[], [Sample([1, 2], [3], [-1.0], 1.0, group, 0) for group in (0, 0, 1, 1)]])

@@ -158,6 +158,8 @@ def _address_of(interface: str, probe: socket.socket) -> str | None:
 def _waiting_for_peers(what: str) -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise  # of this rank: its peers are there
     except RuntimeError as error:  # all that torch.distributed raises derives from it
         raise GroupLost(f"a peer was lost in a {what}: {_first_line(error)}") from error
 

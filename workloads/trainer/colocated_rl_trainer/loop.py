@@ -35,6 +35,10 @@ class Diverged(Exception):
     """The gradient is not finite. The weights still are, and are not used any more: the settings must change."""
 
 
+class DeviceFull(Exception):
+    """A forward or backward pass found no memory. Nothing is wrong with the weights; the settings must change."""
+
+
 @dataclass(frozen=True)
 class _Work:
     """This rank's part of a minibatch: none is possible, its peers wait for it all the same."""
@@ -77,6 +81,13 @@ class ReferenceTrainer:
         self._state.offload()
 
     def train(self, step: int, path: Path, mark_dirty: Callable[[], None]) -> Mapping[str, float]:
+        try:
+            return self._train(step, path, mark_dirty)
+        except torch.OutOfMemoryError as error:
+            now = f"it is {self._config.micro_batch_tokens} tokens of each forward pass"
+            raise DeviceFull(f"no memory for step {step}: lower microBatchTokens ({now}): {error}") from error
+
+    def _train(self, step: int, path: Path, mark_dirty: Callable[[], None]) -> Mapping[str, float]:
         config, state = self._config, self._state
         shard, work = self._read_batch(step, path)
         tally = Tally.of(shard)
