@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import BaseTestServer, TestServer
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from yarl import URL
 
@@ -89,8 +90,15 @@ class Scene:
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    write_export(tmp_path / "export", version=str(VERSION), weight=1.0)
-    engine = FakeEngine(tmp_path / "export", str(VERSION), admin_key="key", memory_saver=False, token_s=0.001)
+    async with served_gate(tmp_path) as it:
+        yield it
+
+
+@asynccontextmanager
+async def served_gate(directory: Path) -> AsyncIterator[Scene]:
+    if not (directory / "export").exists():
+        write_export(directory / "export", version=str(VERSION), weight=1.0)
+    engine = FakeEngine(directory / "export", str(VERSION), admin_key="key", memory_saver=False, token_s=0.001)
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     async with (
         TestServer(engine.app(), handler_cancellation=True) as engine_server,
@@ -393,6 +401,21 @@ async def test_caller_that_does_not_read_its_stream_holds_up_no_switch(scene: Sc
     writer.transport.abort()
 
 
+async def test_gate_closes_also_in_the_instant_in_which_a_callers_time_is_up(scene: Scene) -> None:
+    async def give() -> None:
+        async with asyncio.timeout(0.01) as chunk:
+            try:
+                await asyncio.sleep(DEADLINE_S)
+            except asyncio.CancelledError:
+                scene.gate._giving.add(chunk)
+                scene.gate.close()
+                raise
+
+    with pytest.raises(TimeoutError):
+        await give()
+    assert not scene.gate.is_open
+
+
 async def test_body_that_is_still_coming_does_not_hold_up_a_switch(scene: Scene) -> None:
     """It was counted as in flight, and nothing could abort it: past settleSeconds that cost the engine."""
     host, _, port = scene.url.removeprefix("http://").partition(":")
@@ -481,6 +504,39 @@ def test_whatever_an_engine_says_there_is_an_answer_or_an_error(dialect: Dialect
     assert isinstance(answer, dict)
     assert reply.tokens >= 0
     assert reply.outcome in ("finished", "aborted", "error")
+
+
+heads = st.lists(
+    st.sampled_from(
+        [
+            b"POST /generate HTTP/1.1", b"GET /v1/gate HTTP/1.1", b"Host: g", b"Content-Length: 3", b"Connection: close",
+            b"Content-Length: -1", b"Transfer-Encoding: chunked", b"Content-Encoding: gzip", b"Expect: 100-continue",
+            b"", b"{}", b"ffffffffffffffff", b"0", b"Content-Type: multipart/form-data; boundary=x", b"Upgrade: websocket",
+        ]
+    )
+    | st.binary(max_size=40),
+    max_size=12,
+).map(b"\r\n".join)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(heads, min_size=10, max_size=10))
+def test_whatever_is_sent_to_a_gate_it_stays_up_and_answers_no_500(tmp_path: Path, sent: list[bytes]) -> None:
+    async def send() -> None:
+        async with served_gate(tmp_path) as it:
+            host, _, port = it.url.removeprefix("http://").partition(":")
+            for data in sent:
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(data + b"\r\n\r\n")
+                writer.write_eof()
+                async with asyncio.timeout(DEADLINE_S):
+                    said = await reader.readline()
+                writer.transport.abort()
+                assert not said.startswith(b"HTTP/1.1 5") or said.startswith(b"HTTP/1.1 501"), (data, said)
+            assert 200 == (await it.post(sampling_params=SHORT))[0]
+            assert 0 == it.gate.in_flight
+
+    asyncio.run(send())
 
 
 @pytest.mark.parametrize(

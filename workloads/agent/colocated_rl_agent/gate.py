@@ -110,7 +110,8 @@ class Gate:
         self._backend = None
         closing_by = asyncio.get_running_loop().time() + CLOSING_S
         for chunk in self._giving:
-            chunk.reschedule(closing_by)
+            if not chunk.expired() and (chunk.when() or closing_by) >= closing_by:
+                chunk.reschedule(closing_by)
         self._tell()
 
     def enter_epoch(self, epoch: int) -> None:
