@@ -509,9 +509,10 @@ def test_whatever_an_engine_says_there_is_an_answer_or_an_error(dialect: Dialect
 heads = st.lists(
     st.sampled_from(
         [
-            b"POST /generate HTTP/1.1", b"GET /v1/gate HTTP/1.1", b"Host: g", b"Content-Length: 3", b"Connection: close",
-            b"Content-Length: -1", b"Transfer-Encoding: chunked", b"Content-Encoding: gzip", b"Expect: 100-continue",
-            b"", b"{}", b"ffffffffffffffff", b"0", b"Content-Type: multipart/form-data; boundary=x", b"Upgrade: websocket",
+            b"POST /generate HTTP/1.1", b"GET /v1/gate HTTP/1.1", b"Host: g", b"Connection: close", b"", b"{}", b"0",
+            b"Content-Length: 3", b"Content-Length: -1", b"Transfer-Encoding: chunked", b"Content-Encoding: gzip",
+            b"Expect: 100-continue", b"Upgrade: websocket", b"Content-Type: multipart/form-data; boundary=x",
+            b"ffffffffffffffff",
         ]
     )
     | st.binary(max_size=40),

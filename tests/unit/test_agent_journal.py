@@ -18,6 +18,7 @@ from colocated_rl_agent.journal import (
     JournalUnreadable,
     Memory,
     Outcome,
+    PoolMeasured,
     Record,
     TrainerStarted,
 )
@@ -121,6 +122,7 @@ records: st.SearchStrategy[Record] = st.one_of(
     st.builds(EngineStarted, incarnation=incarnations, version=versions, admin_key=st.just("k")),
     st.builds(TrainerStarted, rank=st.integers(0, 1), incarnation=st.just("t"), lineage=st.integers(1, 3)),
     st.builds(Outcome, incarnation=incarnations),
+    st.builds(PoolMeasured, tokens=st.integers(1, 9)),
 )
 SWITCH = (
     ("release", TAGS, False),
@@ -151,7 +153,8 @@ def test_shortest_journal_means_the_same(
     again = Memory()
     for record in memory.records():
         again = again.after(record)
-    assert (memory.epoch, set(memory.trainers)) == (again.epoch, set(again.trainers))
+    assert (memory.epoch, memory.pool_tokens) == (again.epoch, again.pool_tokens)
+    assert set(memory.trainers) == set(again.trainers)
     if memory.engine is None:
         assert again.engine is None
         return
