@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import random
+import sqlite3
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -383,6 +384,25 @@ async def test_a_batch_is_the_same_bytes_each_time_and_goes_when_a_checkpoint_ha
         await scene.operator.until(lambda facts: facts.trained_step == 1)
         status, body, _ = await job.fetch(scene.session, port, "/v1/batches/1?shard=0")
         assert (404, True) == (status, b"checkpoint" in body)
+
+
+async def test_no_batch_is_handed_out_before_it_is_durable(job: JobOnDisk, processes: TaskProcesses) -> None:
+    """Whoever asked early got one that a kill could still undo, and the next start make of other samples."""
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0, pace=2)
+        await scene.generating(2 * BATCH)
+        store = scene.controller._store
+        with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as slow_disk:
+            slow_disk.execute("BEGIN IMMEDIATE")
+            for gate in scene.gates:
+                await gate.release()
+            await until(lambda: store.sealed)
+            early = asyncio.create_task(
+                job.fetch(scene.session, scene.controller.member.ports.data, "/v1/batches/1?shard=0")
+            )
+            assert (set(), {early}) == await asyncio.wait([early], timeout=0.3)
+        assert 200 == (await early)[0]
 
 
 async def test_steps_go_on_through_switches_without_losing_a_sample(tmp_path: Path, processes: TaskProcesses) -> None:

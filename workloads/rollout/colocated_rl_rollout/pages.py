@@ -30,6 +30,7 @@ def batch_application(store: Store, tls: MemberTls) -> web.Application:
             raise _problem(404, f"batch {step} is not kept: the newest is {newest}, those in a checkpoint are removed")
         if shard >= len(record.sha256):
             raise _problem(400, f"batch {step} has {len(record.sha256)} shards, the first is 0; there is no {shard}")
+        await store.flushed()  # nobody trains on what a kill could still undo
         path = shard_path(store.batch_directory, step, shard)
         headers = {DIGEST_HEADER: record.sha256[shard], "Content-Type": "application/octet-stream"}
         return web.FileResponse(path, headers=headers)
