@@ -292,7 +292,7 @@ class Rollout(Part):
 
 
 class Evaluation(Part):
-    """Exact match on held-out prompts, beside rollout: before the first step, every few steps and after the last."""
+    """Mean reward on held-out prompts, beside rollout: before the first step, every few steps and after the last."""
 
     every_steps: int = Field(default=10, ge=1, le=1_000_000, description="Steps between evaluations.")
     samples: int = Field(default=400, ge=1, le=1_000_000, description="Held-out prompts, one response each.")

@@ -183,7 +183,7 @@ class SealedBatch(Wire):
 
 
 class EvaluationResult(Wire):
-    """Exact match of one weights version on the held-out prompts. `stderr` is the standard error of `mean`."""
+    """Mean reward of one weights version on the held-out prompts. `stderr` is the standard error of `mean`."""
 
     step: int
     samples: int
