@@ -18,6 +18,7 @@ from colocated_rl_rollout.rewards import COMMAND, RewardFailed, TaskProcesses, T
 from setup.layout import CHECKOUT
 
 DEADLINE_S = 60.0
+MEMORY_BYTES = 2**30
 PROGRAM = "import sys; sys.modules['pycosat'] = None; from colocated_rl_rollout.task_process import main; main()"
 WITHOUT_PYCOSAT = [sys.executable, "-W", "ignore", "-c", PROGRAM]  # whether or not this environment has it
 REWARDS = """
@@ -26,6 +27,8 @@ import pathlib
 def score(response, row):
     if response == "print":
         print("of the function")
+    if response == "much":
+        return len(bytes(2**30))
     if response == "text":
         return "much"
     return len(response) / 4 if row["answer"] in response else -1
@@ -44,7 +47,9 @@ async def processes(
     source: ReasoningGym | PromptFile, directory: Path, command: Sequence[str] = COMMAND, cache: Path | None = None
 ) -> AsyncIterator[TaskProcesses]:
     prompts = Prompts(file=source) if isinstance(source, PromptFile) else Prompts(reasoning_gym=source)
-    made = TaskProcesses(prompts, count=1, cache=cache or directory, directory=directory, command=command)
+    made = TaskProcesses(
+        prompts, count=1, cache=cache or directory, directory=directory, command=command, memory_bytes=MEMORY_BYTES
+    )
     running = asyncio.create_task(made.run())
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -121,6 +126,14 @@ async def test_the_example_is_asked_and_scored(tmp_path: Path) -> None:
         assert 4 == await made.size()
         assert [1.0, 0.1, 0.0] == [await made.score(0, text) for text in ("3 + 5 = 8 #### 8", "#### 9", "8")]
     assert not (directory / "__pycache__").exists(), "a claim is mounted read-only"
+
+
+async def test_a_function_that_takes_too_much_memory_fails_its_sample_alone(tmp_path: Path) -> None:
+    """It ended the whole pod, and with it everything in flight."""
+    async with processes(write_file(tmp_path, {"prompt": "a", "answer": "x"}), tmp_path) as made:
+        with pytest.raises(RewardFailed, match="MemoryError"):
+            await made.score(0, "much")
+        assert 0.25 == await made.score(0, "x")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ async def serve(settings: Settings) -> None:
             count=settings.task_processes,
             cache=settings.state / "cache",
             directory=settings.prompts,
+            memory_bytes=settings.task_memory_bytes,
         )
         controller = Controller(settings, session, processes)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -66,6 +66,7 @@ class TaskProcesses:
     """`count` processes of one source of prompts; `run` keeps them up.
 
     cache: a directory for what their libraries keep between starts. directory: where the claim of a file is mounted.
+    memory_bytes: of each; one that wants more fails that request, or ends.
     command: of a process that speaks the lines of `task_process`.
     """
 
@@ -76,11 +77,12 @@ class TaskProcesses:
         count: int,
         cache: Path,
         directory: Path,
+        memory_bytes: int | None = None,
         command: Sequence[str] = COMMAND,
         reply_deadline_s: float = REPLY_DEADLINE_S,
     ) -> None:
         self._prompts = prompts
-        self._directory = directory
+        self._arguments = (str(directory), *([] if memory_bytes is None else [str(memory_bytes)]))
         self._size: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._count = count
         self._cache = cache
@@ -141,11 +143,12 @@ class TaskProcesses:
         self._cache.mkdir(parents=True, exist_ok=True)
         return await asyncio.create_subprocess_exec(
             *self._command,
-            str(self._directory),
+            *self._arguments,
             stdin=PIPE,
             stdout=PIPE,
             limit=MAX_LINE_BYTES,
-            env={**os.environ, "MPLCONFIGDIR": str(self._cache)},  # a library of the tasks keeps a font list
+            # a library of the tasks keeps a font list; another one would start a thread for each of the node's cores
+            env={**os.environ, "MPLCONFIGDIR": str(self._cache), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
 
     async def _greet(self, process: Process) -> None:

@@ -19,6 +19,9 @@ from colocated_rl_api.member_wire import JobFile
 from colocated_rl_member.server import Ports
 
 PROGRESS_S = 2.0
+MIB = 1024 * 1024
+LEAST_TASK_MEMORY_BYTES = 1024 * MIB  # libraries of the tasks take a third of it
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 DRAIN_S = 15.0  # of the pod's grace period: responses that end by then are kept
 
 
@@ -37,6 +40,7 @@ class Settings:
     prompts: Path
     ports: Ports
     task_processes: int
+    task_memory_bytes: int | None  # of each; None: no bound
     drain_s: float
     progress_s: float
 
@@ -62,6 +66,9 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
     )
     parser.add_argument("--drain-seconds", type=float, default=DRAIN_S, help="after SIGTERM, for responses to end")
     parser.add_argument("--progress-seconds", type=float, default=PROGRESS_S, help="between reports of progress")
+    parser.add_argument(
+        "--task-memory-mib", type=int, help="of each; its share of half of the container's limit when absent"
+    )
     given = parser.parse_args(arguments)
     job = _read_job(given.job_file)
     return Settings(
@@ -74,9 +81,26 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         prompts=given.prompts,
         ports=Ports.given(given),
         task_processes=given.task_processes,
+        task_memory_bytes=given.task_memory_mib * MIB
+        if given.task_memory_mib
+        else task_memory_bytes(_container_memory_bytes(), processes=given.task_processes),
         drain_s=given.drain_seconds,
         progress_s=given.progress_seconds,
     )
+
+
+def task_memory_bytes(container_bytes: int | None, *, processes: int) -> int | None:
+    """What one process may have, so that all of them together leave half of the container's limit to the controller."""
+    return None if container_bytes is None else max(LEAST_TASK_MEMORY_BYTES, container_bytes // 2 // processes)
+
+
+def _container_memory_bytes() -> int | None:
+    """The container's limit; None when it has none, or nobody says."""
+    try:
+        limit = MEMORY_LIMIT.read_text().strip()
+    except OSError:
+        return None
+    return int(limit) if limit.isdigit() else None
 
 
 def _required(environment: Mapping[str, str], name: str) -> str:

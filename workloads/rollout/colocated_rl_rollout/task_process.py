@@ -1,15 +1,18 @@
-"""A process that makes questions and scores answers, for `rewards`: `python -m colocated_rl_rollout.task_process DIR`.
+"""A process that makes questions and scores answers, for `rewards`.
+
+    python -m colocated_rl_rollout.task_process DIR [BYTES]
 
 JSON lines: the source (`Prompts`) comes first and is answered with `{"value": SIZE}`; then each request is answered in
 order, `{"questions": [start, count]}` and `{"score": [index, text]}`, with `{"value": ...}` or `{"error": "..."}`. DIR
-is where the claim of a file is mounted. Ends with its input. Verifiers are other people's code: they may take for ever,
-print, and take memory; they do it here.
+is where the claim of a file is mounted, BYTES the address space that the process may have. Ends with its input.
+Verifiers are other people's code: they may take for ever, print, and take memory; they do it here.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -55,9 +58,12 @@ def _described(error: Exception) -> str:
 
 
 def main() -> None:
+    directory, *limit = sys.argv[1:]
+    if limit:
+        resource.setrlimit(resource.RLIMIT_AS, (int(limit[0]), int(limit[0])))
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a verifier that prints does not break the lines
-    serve(sys.stdin, replies, Path(sys.argv[1]))
+    serve(sys.stdin, replies, Path(directory))
 
 
 if __name__ == "__main__":
