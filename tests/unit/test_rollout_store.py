@@ -498,6 +498,23 @@ async def test_the_room_that_is_kept_grows_with_the_batches(tmp_path: Path) -> N
     store.close()
 
 
+async def test_a_week_of_steps_takes_no_more_room_than_a_day(store: Store) -> None:
+    sizes = []
+    for _ in range(2):
+        for _ in range(60):
+            record = seal(store, [completed_group(store) for _ in range(8)])
+            store.commit(record.step)
+            store.forget(record.step)
+        await store.flushed()
+        sizes.append(sum(path.stat().st_size for path in store.path.parent.rglob("*") if path.is_file()))
+    assert sizes[1] < 1.2 * sizes[0]
+    assert 120 * 16 == store.counts[S.TRAINED]
+    store.close()
+    with closing(sqlite3.connect(store.path)) as reader:
+        tables = ("groups", "samples", "segments", "batches")
+        assert [0, 0, 0, 1] == [reader.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in tables]
+
+
 async def test_people_see_the_newest_samples_first(store: Store) -> None:
     completed_group(store)
     store.admit(prompt(1), size=1)

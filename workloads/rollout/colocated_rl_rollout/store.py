@@ -282,6 +282,7 @@ class Store:
             (f"DELETE FROM samples WHERE group_id IN ({_DONE})", [(saved,)]),
             ("DELETE FROM groups WHERE step <= ? OR given_up IS NOT NULL", [(saved,)]),
             ("UPDATE batches SET kept = 0 WHERE step <= ?", [(saved,)]),
+            ("DELETE FROM batches WHERE kept = 0 AND step < (SELECT MAX(step) FROM batches)", [()]),
             (_FACT, [("saved_step", saved)]),
         )
         for step in [step for step in self._batches if step <= saved]:
