@@ -68,7 +68,7 @@ class EvaluationStatus(StatusPart):
     """Newest evaluation."""
 
     step: int = Field(description="Step of the weights.")
-    mean: float = Field(description="Share of right answers.")
+    mean: float = Field(description="Mean reward: the share of right answers where rewards are 0 or 1.")
     stderr: float = Field(description="Standard error of the mean.")
     samples: int = Field(description="Answers.")
 
