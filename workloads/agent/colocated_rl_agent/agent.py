@@ -18,15 +18,16 @@ import aiohttp
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent import actions as do
-from colocated_rl_agent.batches import ShardUnavailable, fetch_shard, remove_shards
+from colocated_rl_agent.batches import Shards, ShardUnavailable
 from colocated_rl_agent.climb import Climb
 from colocated_rl_agent.devices import Devices, require_room
 from colocated_rl_agent.engine import Engine
-from colocated_rl_agent.exports import ExportTorn, remove_exports, stale_exports, verify_export
+from colocated_rl_agent.exports import Exports, ExportTorn
 from colocated_rl_agent.facts import next_action
 from colocated_rl_agent.gate import Gate
 from colocated_rl_agent.journal import Journal
 from colocated_rl_agent.metrics import Metrics
+from colocated_rl_agent.problems import Problems
 from colocated_rl_agent.runner_link import (
     ChildExited,
     RunnerError,
@@ -43,17 +44,14 @@ from colocated_rl_api import names
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import Hello, PodFacts, PodTarget, Problem
-from colocated_rl_api.weights import Manifest
+from colocated_rl_api.member_wire import Hello, PodFacts, PodTarget
 from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.server import MemberServer
 from colocated_rl_member.tls import MemberTls
 
 LOG = logging.getLogger(__name__)
 
-FETCH_AGAIN_S = 1.0
 RUNNER_AGAIN_S = 0.5
-MESSAGE_CHARS = 1024
 END_S = 5.0  # for an engine call under way when the agent ends: an interrupted one costs the engine
 
 
@@ -64,6 +62,7 @@ class Agent:
         self._settings = settings
         self._journal = Journal(settings.directories.state)
         self._metrics = Metrics(registry)
+        self._problems = Problems()
         self._runner = RunnerLink(settings.runner_socket, self._on_runner)
         self._gate = Gate(session, changed=self._wake_up, count=self._metrics.request_ended)
         self._metrics.show_in_flight(lambda: self._gate.in_flight)
@@ -87,7 +86,10 @@ class Agent:
             failed=self._fail,
         )
         tls = MemberTls.read(settings.directories.tls)
-        self._data = DataClient(session, tls, settings.job.uid)
+        places, progress_s = settings.directories, settings.job.spec.switch.trainer_progress_seconds
+        client = DataClient(session, tls, settings.job.uid)
+        self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
+        self._exports = Exports(places.weights, probe=settings.rules.probe)
         data = data_application(tls, max_request_bytes=MAX_REQUEST_BYTES)
         data.add_routes(self._gate.routes())
         self.server = MemberServer(
@@ -118,11 +120,6 @@ class Agent:
         self._terminating = False
         self._stopped = False
         self._closed_at = time.monotonic()
-        self._manifest: Manifest | None = None  # of the newest export that was verified
-        self._shards: int | None = None
-        self._fetch_after = 0.0
-        self._failure: Problem | None = None  # what went wrong last, until a rung is gained
-        self._waits_for: Problem | None = None
         self._climb = Climb(self._reached)
 
     async def run(self) -> None:
@@ -167,10 +164,10 @@ class Agent:
             closed_at=self._closed_at,
             engine=self._engine.view,
             ranks=self._trainers.views,
-            whole=self._manifest.version if self._manifest else None,
-            stale_exports=gate_open and bool(stale_exports(self._settings.directories.weights, keep)),
-            shards=self._shards,
-            fetch_after=self._fetch_after,
+            whole=self._exports.whole.version if self._exports.whole else None,
+            stale_exports=gate_open and self._exports.has_others_than(keep),
+            shards=self._shards.step,
+            fetch_after=self._shards.fetch_after,
             stopped=self._stopped,
         )
 
@@ -179,7 +176,7 @@ class Agent:
         return self._view().facts(
             epoch=target.epoch if target else 0,
             devices=self._devices.facts,
-            problem=self._failure or self._waits_for,
+            problem=self._problems.newest,
             took_s=self._climb.took_s,
         )
 
@@ -187,9 +184,9 @@ class Agent:
         """Do what can be done now; when to look again if nothing happens before."""
         view, target = self._view(), self.server.target
         if target is not None and self._runner_known:
-            self._note_standing(view, target)
+            self._climb.stands(view.standing(target.version), epoch=target.epoch, now=view.now)
         chosen = next_action(view, target, self._settings.rules)
-        self._note_wait(chosen)
+        self._problems.chosen(chosen)
         match chosen:
             case do.Wait(until=until):
                 return until
@@ -297,7 +294,7 @@ class Agent:
             case do.Save(step=step):
                 await trainers.save(step)
             case do.RemoveExports(keep=keep):
-                await asyncio.to_thread(remove_exports, self._settings.directories.weights, keep)
+                await self._exports.remove_others_than(keep)
             case _:
                 assert_never(action)
 
@@ -312,49 +309,31 @@ class Agent:
             await self._trainers.start(lineage, target.rendezvous)
 
     async def _fetch_shards(self, step: int) -> None:
-        target, spec = self.server.target, self._settings.job.spec
+        target = self.server.target
         if target is None or target.batches is None:
             return
-        directory, deadline_s = self._settings.directories.batches, spec.switch.trainer_progress_seconds
-        remove_shards(directory, below=step)
         try:
-            for rank in self._settings.ranks:
-                await fetch_shard(self._data, target.batches, directory, step=step, rank=rank, deadline_s=deadline_s)
+            await self._shards.fetch(target.batches, step)
         except ShardUnavailable as error:
-            self._fetch_after = time.monotonic() + FETCH_AGAIN_S
             self._fail("BatchUnavailable", str(error))
-            return
-        self._shards = step
 
     async def _verify_export(self, version: WeightVersion) -> None:
         try:
-            manifest = await self._read_export(version)
+            await self._exports.verify(version)
         except ExportTorn as error:
             self._trainers.broke(self._settings.ranks[0], f"its export can't be used: {error}")
-        else:
-            self._manifest = manifest
 
     async def _check_probe(self, version: WeightVersion) -> None:
         try:
-            manifest = self._manifest
-            if manifest is None or manifest.version != version:
-                manifest = await self._read_export(version)
+            probe = await self._exports.probe(version)
         except ExportTorn as error:
             self._engine.broke(f"its weights can't be probed: {error}")
-            return
-        assert manifest.probe is not None, "an export without a probe does not pass _read_export"
-        await self._engine.check_probe(manifest.probe)
+        else:
+            await self._engine.check_probe(probe)
 
     async def _require_room(self) -> None:
         """For the engine's memory, when the trainers say that they have offloaded. Raises MemoryHeld, RunnerError."""
         require_room(await self._devices.read(), self._engine.freed_bytes)
-
-    async def _read_export(self, version: WeightVersion) -> Manifest:
-        """Raises ExportTorn."""
-        manifest = await asyncio.to_thread(verify_export, self._settings.directories.weights, version)
-        if self._settings.rules.probe and manifest.probe is None:
-            raise ExportTorn(f"export {version} has no probe: write one, or set spec.weightSync.verify to Version")
-        return manifest
 
     async def _end_pod(self, code: int) -> None:
         await self._runner.exit(code)
@@ -418,14 +397,11 @@ class Agent:
         self._wake_up()
 
     # ----------------------------------------------------------------------------------------------------------- tell
-    def _note_standing(self, view: PodView, target: PodTarget) -> None:
-        self._climb.stands(view.standing(target.version), epoch=target.epoch, now=view.now)
-
     def _reached(self, rung: Rung, took_s: float) -> None:
         target = self.server.target
         assert target is not None, "a rung is reached on the way to a target"
         self._metrics.rung_seconds.labels(rung).observe(took_s)
-        self._failure = None
+        self._problems.rung_gained()
         log(
             LOG,
             "rung reached",
@@ -436,21 +412,9 @@ class Agent:
             took_s=took_s,
         )
 
-    def _note_wait(self, chosen: do.Action | do.Wait) -> None:
-        waits_for = None
-        if isinstance(chosen, do.Wait) and chosen.reason:
-            waits_for = Problem(reason=chosen.reason, message=chosen.message[:MESSAGE_CHARS])
-        if waits_for is not None and waits_for != self._waits_for:
-            log(LOG, "waiting", logging.WARNING, reason=waits_for.reason, message=waits_for.message)
-        self._waits_for = waits_for
-
     def _fail(self, reason: str, message: str) -> None:
-        """Why the pod comes no nearer to its target."""
-        problem = Problem(reason=reason, message=message[:MESSAGE_CHARS])
-        if problem != self._failure:
-            self._failure = problem
-            log(LOG, "problem", logging.WARNING, reason=reason, message=problem.message)
-            self._wake_up()
+        self._problems.failed(reason, message)
+        self._wake_up()
 
     def _wake_up(self) -> None:
         self._wake.set()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from pathlib import Path
 
 import aiohttp
@@ -15,6 +16,7 @@ from colocated_rl_api.batch import DIGEST_HEADER
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
 
+FETCH_AGAIN_S = 1.0
 MAX_SHARD_BYTES = 16 * 1024**3
 PIECE_BYTES = 1024 * 1024
 SILENCE = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=30)  # an address that is gone may not even refuse
@@ -22,6 +24,34 @@ SILENCE = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=30)  # an 
 
 class ShardUnavailable(Exception):
     """The shard could not be fetched whole. Trying again later is safe."""
+
+
+class Shards:
+    """The shards of a pod's ranks.
+
+    step: whose shards are there for every rank. fetch_after: back-off, on the clock of `time.monotonic`.
+    """
+
+    def __init__(self, client: DataClient, directory: Path, ranks: range, *, deadline_s: float) -> None:
+        self._client = client
+        self._directory = directory
+        self._ranks = ranks
+        self._deadline_s = deadline_s
+        self.step: int | None = None
+        self.fetch_after = 0.0
+
+    async def fetch(self, endpoint: Endpoint, step: int) -> None:
+        """Raises ShardUnavailable."""
+        remove_shards(self._directory, below=step)
+        try:
+            for rank in self._ranks:
+                await fetch_shard(
+                    self._client, endpoint, self._directory, step=step, rank=rank, deadline_s=self._deadline_s
+                )
+        except ShardUnavailable:
+            self.fetch_after = time.monotonic() + FETCH_AGAIN_S
+            raise
+        self.step = step
 
 
 def shard_path(directory: Path, *, step: int, rank: int) -> Path:

@@ -6,6 +6,7 @@ files in silence and reports success (H51, H52), so every file is compared with 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.weights import MANIFEST, Manifest, TensorEntry
+from colocated_rl_api.weights import MANIFEST, Manifest, Probe, TensorEntry
 
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
@@ -23,6 +24,40 @@ MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
 
 class ExportTorn(Exception):
     """The files of an export are not what its manifest says, or there is none. Only a new export helps."""
+
+
+class Exports:
+    """The exports of a pod. probe: each must have one.
+
+    whole: the newest one that was compared with its manifest.
+    """
+
+    def __init__(self, root: Path, *, probe: bool) -> None:
+        self._root = root
+        self._probe = probe
+        self.whole: Manifest | None = None
+
+    async def verify(self, version: WeightVersion) -> Manifest:
+        """Raises ExportTorn."""
+        manifest = await asyncio.to_thread(verify_export, self._root, version)
+        if self._probe and manifest.probe is None:
+            raise ExportTorn(f"export {version} has no probe: write one, or set spec.weightSync.verify to Version")
+        self.whole = manifest
+        return manifest
+
+    async def probe(self, version: WeightVersion) -> Probe:
+        """Raises ExportTorn."""
+        known = self.whole is not None and self.whole.version == version
+        manifest = self.whole if known else await self.verify(version)
+        assert manifest is not None, "verified"
+        assert manifest.probe is not None, "asked for where exports must have one"
+        return manifest.probe
+
+    def has_others_than(self, keep: WeightVersion | None) -> bool:
+        return bool(stale_exports(self._root, keep))
+
+    async def remove_others_than(self, keep: WeightVersion) -> None:
+        await asyncio.to_thread(remove_exports, self._root, keep)
 
 
 def export_directory(root: Path, version: WeightVersion) -> Path:

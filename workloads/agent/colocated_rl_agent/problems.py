@@ -1,0 +1,43 @@
+"""Why the pod comes no nearer to its target, for the operator's status: what failed last, or what is waited for."""
+
+from __future__ import annotations
+
+import logging
+
+from colocated_rl_agent.actions import Action, Wait
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Problem
+
+LOG = logging.getLogger(__name__)
+
+MESSAGE_CHARS = 1024
+
+
+class Problems:
+    """A failure counts until a rung is gained, a wait for as long as it lasts; a failure is told first."""
+
+    def __init__(self) -> None:
+        self._failure: Problem | None = None
+        self._waits_for: Problem | None = None
+
+    @property
+    def newest(self) -> Problem | None:
+        return self._failure or self._waits_for
+
+    def failed(self, reason: str, message: str) -> None:
+        problem = Problem(reason=reason, message=message[:MESSAGE_CHARS])
+        if problem != self._failure:
+            self._failure = problem
+            log(LOG, "problem", logging.WARNING, reason=reason, message=problem.message)
+
+    def rung_gained(self) -> None:
+        self._failure = None
+
+    def chosen(self, choice: Action | Wait) -> None:
+        """What the agent does next: a wait may have a reason that somebody should know."""
+        waits_for = None
+        if isinstance(choice, Wait) and choice.reason:
+            waits_for = Problem(reason=choice.reason, message=choice.message[:MESSAGE_CHARS])
+        if waits_for is not None and waits_for != self._waits_for:
+            log(LOG, "waiting", logging.WARNING, reason=waits_for.reason, message=waits_for.message)
+        self._waits_for = waits_for
