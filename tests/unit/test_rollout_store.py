@@ -515,6 +515,15 @@ async def test_a_week_of_steps_takes_no_more_room_than_a_day(store: Store) -> No
         assert [0, 0, 0, 1] == [reader.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in tables]
 
 
+async def test_a_volume_that_hangs_is_not_waited_for_for_ever(store: Store) -> None:
+    """The job stood still, and every part of it said that it was well."""
+    await store.flushed()
+    with held_up(store):
+        with pytest.raises(StoreFailed, match="did not take a commit within 0 s: see why it hangs"):
+            await store._writer.flushed(deadline_s=0.05)
+    store.close()
+
+
 async def test_people_see_the_newest_samples_first(store: Store) -> None:
     completed_group(store)
     store.admit(prompt(1), size=1)

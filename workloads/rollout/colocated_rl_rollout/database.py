@@ -107,13 +107,17 @@ class DatabaseWriter:
             raise self._failure
         self._queue.put(statements)
 
-    async def flushed(self) -> None:
+    async def flushed(self, *, deadline_s: float) -> None:
         """Returns when everything queued so far is committed. Raises StoreFailed."""
         if self._failure is not None:
             raise self._failure
         committed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.put(committed)
-        await committed
+        try:
+            async with asyncio.timeout(deadline_s):
+                await committed
+        except TimeoutError as error:
+            raise _late(deadline_s) from error
 
     def flush(self, *, deadline_s: float) -> None:
         """As `flushed`, blocking the thread. For the rare caller that can't await."""
@@ -123,7 +127,7 @@ class DatabaseWriter:
         if self._failure is not None:
             raise self._failure
         if not in_time:
-            raise StoreFailed(f"the store's volume did not take a commit within {deadline_s:.0f} s")
+            raise _late(deadline_s)
 
     def close(self, *, deadline_s: float) -> bool:
         """Commit what is queued and close the file. Whether that was done: past the deadline it still may be."""
@@ -180,3 +184,7 @@ class DatabaseWriter:
                 future.set_result(None)
             else:
                 future.set_exception(self._failure)
+
+
+def _late(deadline_s: float) -> StoreFailed:
+    return StoreFailed(f"the store's volume did not take a commit within {deadline_s:.0f} s: see why it hangs")

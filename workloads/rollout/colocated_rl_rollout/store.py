@@ -48,6 +48,7 @@ from colocated_rl_rollout.samples import (
 
 LOG = logging.getLogger(__name__)
 
+COMMIT_DEADLINE_S = 60.0
 EPOCH_DEADLINE_S = 10.0
 CLOSE_DEADLINE_S = 10.0
 SPARE_BYTES = 64 * 1024 * 1024  # of the volume, for what is accepted already; and twice the newest batch
@@ -126,7 +127,7 @@ class Store:
     # ------------------------------------------------------------------------------------------------- durability
     async def flushed(self) -> None:
         """Returns when every change so far is durable. Raises StoreFailed."""
-        await self._writer.flushed()
+        await self._writer.flushed(deadline_s=COMMIT_DEADLINE_S)
 
     def close(self) -> None:
         """Make durable what was changed, and close the file."""
