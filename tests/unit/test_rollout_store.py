@@ -518,9 +518,8 @@ async def test_a_week_of_steps_takes_no_more_room_than_a_day(store: Store) -> No
 async def test_a_volume_that_hangs_is_not_waited_for_for_ever(store: Store) -> None:
     """The job stood still, and every part of it said that it was well."""
     await store.flushed()
-    with held_up(store):
-        with pytest.raises(StoreFailed, match="did not take a commit within 0 s: see why it hangs"):
-            await store._writer.flushed(deadline_s=0.05)
+    with held_up(store), pytest.raises(StoreFailed, match="did not take a commit within 0 s: see why it hangs"):
+        await store._writer.flushed(deadline_s=0.05)
     store.close()
 
 
