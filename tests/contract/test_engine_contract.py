@@ -30,13 +30,14 @@ import fakes
 from colocated_rl_agent.drivers.base import CallRefused
 from colocated_rl_agent.drivers.sglang import SGLang, engine_command, engine_config
 from colocated_rl_agent.exports import verify_export
-from colocated_rl_agent.gate import Backend, Gate, events
+from colocated_rl_agent.gate import Backend, Gate
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.weights import Probe
 from fakes.engine_model import write_engine_export
 from fakes.pod import free_ports
+from fakes.sse import events
 from fakes.weights import write_export
 from setup.layout import CHECKOUT
 

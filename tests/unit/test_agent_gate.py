@@ -22,10 +22,11 @@ from yarl import URL
 from colocated_rl_agent import gate as gate_module
 from colocated_rl_agent.dialects import DIALECTS, DONE, Dialect, Native, Refused, join
 from colocated_rl_agent.drivers.sglang import SGLang
-from colocated_rl_agent.gate import CLOSING_S, Backend, Gate, events
+from colocated_rl_agent.gate import CLOSING_S, Backend, Gate
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES, GateState
 from colocated_rl_api.ladder import WeightVersion
 from fakes.engine import FakeEngine, Sample
+from fakes.sse import events
 from fakes.weights import write_export
 
 VERSION = WeightVersion(2, 1)
@@ -449,6 +450,60 @@ async def test_only_the_generation_routes_reach_the_engine(scene: Scene, method:
     async with scene.session.request(method, URL(scene.url + path, encoded=True), json={}) as answer:
         assert answer.status in (404, 405)
     assert [] == scene.engine.calls
+
+
+@pytest.mark.parametrize(
+    ("sampling", "interval"),
+    [({}, 16), ({"max_new_tokens": 512}, 16), ({"max_new_tokens": 32_000}, 1000), ({"stream_interval": 1}, 1)],
+)
+def test_long_requests_come_in_as_many_chunks_as_short_ones(sampling: dict[str, Any], interval: int) -> None:
+    """Chunks of 16 tokens were a gigabyte for one sample of 32,000."""
+    request = Native().request(json.dumps({"input_ids": [1], "sampling_params": sampling}).encode())
+    assert interval == json.loads(request.body)["sampling_params"]["stream_interval"]
+
+
+async def test_nothing_is_kept_for_a_lost_engine_when_there_is_no_room(scene: Scene) -> None:
+    scene.gate._held_bytes = gate_module.MAX_HELD_BYTES - 200
+    running = asyncio.create_task(scene.post(sampling_params=ENDLESS, return_logprob=True))
+    await scene.until(lambda: bool(scene.generated()) and len(scene.generated()[0].output) > 50)
+    assert scene.gate._held_bytes <= gate_module.MAX_HELD_BYTES
+    scene.engine.abort("", everything=True)
+    status, answer = await running
+    assert (200, "abort") == (status, answer["meta_info"]["finish_reason"]["type"])
+    assert len(answer["output_ids"]) > 50, "an engine that is not lost says all of it again"
+    assert gate_module.MAX_HELD_BYTES - 200 == scene.gate._held_bytes
+
+
+class Pieces:
+    """An answer of an engine that comes piece by piece. read: how many were."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces, self.read = pieces, 0
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            self.read += 1
+            yield piece
+            await asyncio.sleep(0)
+
+
+async def test_large_chunks_that_come_at_once_are_read_in_turn(scene: Scene) -> None:
+    """A switch ends all requests at once, each with all that it has generated."""
+    scene.gate._large = asyncio.Semaphore(1)
+    taken: list[int] = []
+
+    async def take(event: bytes) -> None:
+        taken.append(len(event))
+
+    half = b"x" * gate_module.LARGE_BYTES
+    answers = [Pieces(b"data: " + half, half, b"\n\ndata: [DONE]\n\n") for _ in range(5)]
+    async with scene.gate._large:
+        reading = [asyncio.create_task(scene.gate._read(answer, take)) for answer in answers]  # type: ignore[arg-type]
+        await scene.until(lambda: all(answer.read for answer in answers))
+        assert [1] * 5 == [answer.read for answer in answers], "the rest stays where it is"
+    await asyncio.gather(*reading)
+    assert [2 * len(half)] * 5 == taken
+    assert 1 == scene.gate._large._value
 
 
 async def test_requests_beyond_what_can_be_held_are_sent_away_for_now(scene: Scene) -> None:

@@ -20,7 +20,9 @@ from typing import Any, Protocol
 
 from colocated_rl_api.ladder import WeightVersion
 
-STREAM_INTERVAL = 16  # tokens between chunks where the caller names none; cumulative bytes grow with length squared
+MIN_INTERVAL = 16  # tokens between chunks
+MOST_CHUNKS = 32  # of a request: chunks are cumulative, so that bytes would grow with the square of its length
+DEFAULT_LIMIT = 128  # tokens, the engine's own
 ABORTED_WHILE_COMPILING = "Aborted by AbortReq."  # the one abort of ours that carries an error status
 ENGINE_LOST = {"type": "abort", "message": "the engine was lost"}
 DONE = b"[DONE]"
@@ -54,6 +56,9 @@ class Reply(Protocol):
 
     def take(self, event: bytes) -> bytes | None:
         """Note an event; what a caller who streams gets for it, if anything."""
+
+    def forget(self) -> None:
+        """Let go of what is held only for the case that the engine is lost."""
 
     def rest(self) -> bytes | None:
         """After the last event: what a caller who streams is still owed, because the engine broke off."""
@@ -100,18 +105,18 @@ class Native:
         if sampling.get("n", 1) != 1:
             raise Refused(400, "n must be 1: send each sample as a request of its own")
         rid = uuid.uuid4().hex
-        body = _json(
-            {
-                **asked,
-                "rid": rid,
-                "stream": True,
-                "sampling_params": {"stream_interval": STREAM_INTERVAL, **sampling},
-            }
-        )
+        spaced = {"stream_interval": _interval(sampling.get("max_new_tokens")), **sampling}
+        body = _json({**asked, "rid": rid, "stream": True, "sampling_params": spaced})
         return Request(rid, body, streams=bool(asked.get("stream")))
 
     def reply(self, request: Request, version: WeightVersion) -> Reply:
         return NativeReply(request.rid, version)
+
+
+def _interval(limit: object) -> int:
+    """Tokens between chunks, of a request with this limit: as many are lost with an engine."""
+    tokens = limit if isinstance(limit, int) else DEFAULT_LIMIT
+    return max(MIN_INTERVAL, -(-tokens // MOST_CHUNKS))
 
 
 class NativeReply:
@@ -152,6 +157,10 @@ class NativeReply:
         self._tokens = len(state["output_ids"])
         self.outcome = "aborted" if state["meta_info"]["finish_reason"]["type"] == "abort" else "finished"
         return self._last
+
+    def forget(self) -> None:
+        if not self._ended:
+            self._last = b""
 
     def rest(self) -> bytes | None:
         return None if self._ended else _json(self._state())
@@ -224,7 +233,6 @@ class OpenAIReply:
         self.size = 0
 
     def take(self, event: bytes) -> bytes | None:
-        self.size += len(event)
         try:
             chunk = _event(event)
             _raise_error(chunk)
@@ -233,7 +241,7 @@ class OpenAIReply:
                 self.tokens = int((chunk.get("usage") or {}).get("completion_tokens", self.tokens))
                 self._usage = chunk.pop("usage", None) or self._usage
                 for choice in choices:
-                    join(self._choice, choice)
+                    self._keep(choice, len(event))
         except Refused as refusal:
             self._refusal, self.outcome = refusal, "error"
             return event
@@ -242,6 +250,17 @@ class OpenAIReply:
         if choices:
             self._head |= chunk
         return event if choices or self._request.wants_usage else None
+
+    def _keep(self, choice: dict[str, Any], size: int) -> None:
+        """Of a choice that its caller gets piece by piece, how it ended."""
+        if self._request.streams:
+            choice = {"finish_reason": choice.get("finish_reason")}
+        else:
+            self.size += size
+        join(self._choice, choice)
+
+    def forget(self) -> None:
+        """Nothing: all of it is the answer."""
 
     def rest(self) -> bytes | None:
         if self._refusal is not None or self._choice.get("finish_reason") is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,7 +42,9 @@ CLOSING_S = 0.5  # to read a chunk, once the gate is closed
 WAITS_FROM_BYTES = 16 * 1024  # unsent to a caller: below it a write waits for nobody
 MAX_IN_FLIGHT = 16_384
 MAX_READING = 32  # bodies that are read at the same time
-MAX_HELD_BYTES = 256 * 1024 * 1024  # for all requests together; half of the agent's memory
+MAX_HELD_BYTES = 192 * 1024 * 1024  # for all requests together: past it nothing is kept for an engine that is lost
+MAX_LARGE = 64  # chunks above LARGE_BYTES that are read at the same time: a switch ends all requests at once
+LARGE_BYTES = 64 * 1024
 MAX_EVENT_BYTES = 64 * 1024 * 1024  # one chunk: all tokens of a sample with their log-probabilities
 MAX_ERROR_BYTES = 64 * 1024
 JSON_BODY = {"Content-Type": "application/json"}
@@ -78,6 +80,7 @@ class Gate:
         self._backend: Backend | None = None
         self._held_bytes = 0
         self._reading = asyncio.Semaphore(MAX_READING)
+        self._large = asyncio.Semaphore(MAX_LARGE)
         self._giving: set[asyncio.Timeout] = set()  # chunks that callers have yet to read
         self._settled = asyncio.Event()
         self._settled.set()
@@ -180,6 +183,8 @@ class Gate:
         async def take(event: bytes) -> None:
             before = reply.size
             given = reply.take(event)
+            if self._held_bytes + reply.size - before > MAX_HELD_BYTES:
+                reply.forget()
             self._held_bytes += reply.size - before
             if asked.streams and given is not None:
                 await caller.give(given, within_s=CALLER_S if self.is_open else CLOSING_S)
@@ -225,16 +230,28 @@ class Gate:
                     text = (await answer.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
                     ended = True
                     raise Refused(answer.status, text)
-                async for event in events(answer.content):
-                    if event == DONE:
-                        break
-                    await take(event)
+                await self._read(answer.content, take)
                 ended = True
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             log(LOG, "request lost", logging.DEBUG, rid=asked.rid, reason=repr(error), incarnation=backend.incarnation)
         finally:
             if not ended:
                 await self._abort(backend, asked.rid)
+
+    async def _read(self, content: aiohttp.StreamReader, take: Callable[[bytes], Awaitable[None]]) -> None:
+        """Events until the last one. Most of a large one stays at the engine until there is room for it here."""
+        events = Events()
+        async with contextlib.AsyncExitStack() as room:
+            has_room = False
+            async for piece in content.iter_any():
+                whole = list(events.feed(piece))
+                if has_room != (events.pending > LARGE_BYTES):
+                    has_room = not has_room
+                    await (room.enter_async_context(self._large) if has_room else room.aclose())
+                for event in whole:
+                    if event == DONE:
+                        return
+                    await take(event)
 
     async def _abort(self, backend: Backend, rid: str) -> None:
         """The caller or the connection is gone: make sure that the engine stops working on it."""
@@ -315,17 +332,28 @@ def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": message}, status=status)
 
 
-async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+class Events:
     """Data of server-sent events, whole ones only: what a broken connection cut off is not an event."""
-    buffer, seen = bytearray(), 0  # no event ends before `seen`
-    async for piece in content.iter_any():
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._seen = 0  # no event ends before it
+
+    @property
+    def pending(self) -> int:
+        """Bytes of an event that is not whole yet."""
+        return len(self._buffer)
+
+    def feed(self, piece: bytes) -> Iterator[bytes]:
+        """Events that are whole now. Raises Refused for one that is too large."""
+        buffer = self._buffer
         buffer += piece
-        while (end := buffer.find(b"\n\n", seen)) >= 0:
+        while (end := buffer.find(b"\n\n", self._seen)) >= 0:
             event = bytes(buffer[:end])
             del buffer[: end + 2]
-            seen = 0
+            self._seen = 0
             if event.startswith(b"data: "):
                 yield event[len(b"data: ") :]
-        seen = max(0, len(buffer) - 1)
+        self._seen = max(0, len(buffer) - 1)
         if len(buffer) > MAX_EVENT_BYTES:
             raise Refused(502, f"the engine sent a chunk of more than {MAX_EVENT_BYTES} bytes")

@@ -1,0 +1,17 @@
+"""Server-sent events as a client of a gate or of an engine reads them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+
+from colocated_rl_agent.gate import Events
+
+
+async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each, until the connection ends."""
+    reader = Events()
+    async for piece in content.iter_any():
+        for event in reader.feed(piece):
+            yield event
