@@ -295,7 +295,14 @@ class Evaluation(Part):
     """Mean reward on held-out prompts, beside rollout: before the first step, every few steps and after the last."""
 
     every_steps: int = Field(default=10, ge=1, le=1_000_000, description="Steps between evaluations.")
-    samples: int = Field(default=400, ge=1, le=1_000_000, description="Held-out prompts, one response each.")
+    samples: int = Field(default=400, ge=1, le=1_000_000, description="Held-out prompts.")
+    responses: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Responses to each of them. With more than one the result also has the mean of the best of each "
+        "prompt: pass@responses where rewards are 0 or 1.",
+    )
     deadline_seconds: int = Field(
         default=1800,
         ge=1,

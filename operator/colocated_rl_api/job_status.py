@@ -70,6 +70,9 @@ class EvaluationStatus(StatusPart):
     step: int = Field(description="Step of the weights.")
     mean: float = Field(description="Mean reward: the share of right answers where rewards are 0 or 1.")
     stderr: float = Field(description="Standard error of the mean.")
+    best: float | None = Field(
+        default=None, description="Mean of the best answer to each prompt; absent with one answer each."
+    )
     samples: int = Field(description="Answers.")
 
 

@@ -186,9 +186,10 @@ class EvaluationResult(Wire):
     """Mean reward of one weights version on the held-out prompts. `stderr` is the standard error of `mean`."""
 
     step: int
-    samples: int
+    samples: int  # answers
     mean: float
-    stderr: float
+    stderr: float  # over prompts: answers to one of them are not independent
+    best: float | None = None  # mean of the best answer to each prompt; None with one answer each
 
 
 class RolloutFacts(Wire):

@@ -269,7 +269,11 @@ def _evaluation(seen: Observation) -> EvaluationStatus | None:
     if result is None:
         return None
     return EvaluationStatus(
-        step=result.step, mean=round(result.mean, 6), stderr=round(result.stderr, 6), samples=result.samples
+        step=result.step,
+        mean=round(result.mean, 6),
+        stderr=round(result.stderr, 6),
+        best=_rounded(result.best, digits=6),
+        samples=result.samples,
     )
 
 

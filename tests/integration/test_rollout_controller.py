@@ -458,6 +458,20 @@ for line in sys.stdin:
 """
 
 
+async def test_an_evaluation_asks_for_as_many_responses_as_it_should(tmp_path: Path, processes: TaskProcesses) -> None:
+    spec = make_spec()
+    assert spec.evaluation
+    evaluation = spec.evaluation.model_copy(update={"responses": 3})
+    job = JobOnDisk.write(tmp_path, spec.model_copy(update={"evaluation": evaluation}))
+    async with running(job, processes) as scene:
+        await scene.target(evaluate=0)
+        await scene.open(V0)
+        facts = await scene.operator.until(lambda facts: facts.evaluated)
+        assert facts.evaluated
+        assert 24 == facts.evaluated.samples
+        assert facts.evaluated.mean == pytest.approx(facts.evaluated.best), "the fake engine answers alike"
+
+
 async def test_an_evaluation_that_nobody_can_score_has_no_result(job: JobOnDisk, tmp_path: Path) -> None:
     """It was told as 0 right answers of 8."""
     command = [sys.executable, "-c", VERIFIER_IS_LOST, str(tmp_path / "lost")]

@@ -203,9 +203,11 @@ def test_unmeasured_figures_are_absent() -> None:
 def test_figures_alone_are_not_urgent_and_phases_are() -> None:
     seen = seen_at(Rung.SERVING, Rung.SERVING)
     before = status_of(seen)
-    result = EvaluationResult(step=0, samples=4, mean=0.5, stderr=0.1)
+    result = EvaluationResult(step=0, samples=4, mean=0.5, stderr=0.1, best=0.75)
     facts = rollout_facts(sealed=1, reward_mean=0.3, evaluated=result, samples={"running": 3})
     moved = status_of(replace(seen, members=(*seen.members[:2], replace(seen.members[2], facts=facts))), before)
     assert before != moved
+    assert moved.evaluation is not None
+    assert (0.5, 0.75) == (moved.evaluation.mean, moved.evaluation.best)
     assert not is_urgent(before, moved)
     assert is_urgent(before, status_of(seen_at(Rung.SERVING, Rung.OFFLOADED, served=V1), before))

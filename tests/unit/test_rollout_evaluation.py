@@ -11,7 +11,7 @@ V = WeightVersion
 
 
 def test_an_evaluation_ends_when_every_prompt_has_an_answer() -> None:
-    board = Scoreboard(3, size=4)
+    board = Scoreboard(3, prompts=4)
     for place, reward in enumerate([1.0, 0.0, 1.0]):
         assert board.take(place, {V(3, 1)}, reward)
         assert board.result() is None
@@ -25,7 +25,7 @@ def test_an_evaluation_ends_when_every_prompt_has_an_answer() -> None:
 
 def test_rewards_that_are_no_shares_have_a_standard_error_of_their_own() -> None:
     """It was that of a binomial share whatever they were: the root of a negative number for a mean above 1."""
-    board = Scoreboard(3, size=4)
+    board = Scoreboard(3, prompts=4)
     for place, reward in enumerate([-1.0, 3.0, 3.0, 3.0]):
         board.take(place, {V(3, 1)}, reward)
     result = board.result()
@@ -34,8 +34,19 @@ def test_rewards_that_are_no_shares_have_a_standard_error_of_their_own() -> None
     assert math.isclose(math.sqrt(3.0 / 4), result.stderr)
 
 
+def test_several_answers_to_a_prompt_have_a_best_one_and_count_as_one_for_the_error() -> None:
+    board = Scoreboard(3, prompts=3, responses=2)
+    for place, reward in enumerate([1.0, 0.0, 0.0, 0.0, 1.0, 1.0]):
+        assert board.result() is None
+        board.take(place, {V(3, 1)}, reward)
+    result = board.result()
+    assert result is not None
+    assert (6, 0.5, 2 / 3) == (result.samples, result.mean, result.best)
+    assert math.isclose(math.sqrt((0.5**2 + 0.5**2) / 3 / 3), result.stderr)
+
+
 def test_answers_of_other_weights_do_not_count() -> None:
-    board = Scoreboard(3, size=1)
+    board = Scoreboard(3, prompts=1)
     assert not board.take(0, {V(2, 1)}, 1.0)
     assert not board.take(0, {V(2, 1), V(3, 1)}, 1.0)
     assert not board.take(0, {V(3, 1), V(3, 2)}, 1.0)
@@ -44,7 +55,7 @@ def test_answers_of_other_weights_do_not_count() -> None:
 
 
 def test_weights_that_were_made_again_start_the_count_again() -> None:
-    board = Scoreboard(3, size=2)
+    board = Scoreboard(3, prompts=2)
     assert board.take(0, {V(3, 1)}, 1.0)
     assert board.take(1, {V(3, 2)}, 0.0)
     assert [0] == board.missing()

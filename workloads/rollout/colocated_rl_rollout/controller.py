@@ -83,6 +83,7 @@ class Controller:
         if spec.evaluation:
             self._evaluation = Evaluation(
                 samples=spec.evaluation.samples,
+                responses=spec.evaluation.responses,
                 limit=spec.rollout.max_response_tokens,
                 temperature=spec.rollout.sampling.temperature,
                 store=store,

@@ -1,6 +1,6 @@
 """Mean reward of one weights version on the held-out prompts, beside rollout.
 
-One sampled answer to each prompt, at the job's temperature. Every answer comes from one and the same version: what
+Sampled answers to each prompt, at the job's temperature. Every answer comes from one and the same version: what
 other weights made, in part or in whole, is thrown away and asked again. Ends when all are in, or when the operator asks
 for another one. `worker` sends its requests, before those of rollout.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Collection
 
@@ -37,14 +38,16 @@ PREPARE_RETRY_S = 5.0
 
 
 class Scoreboard:
-    """Answers to `size` prompts by one weights version of `step`. Pure.
+    """Answers to `prompts` prompts, so many `responses` to each, by one weights version of `step`. Pure.
 
+    The place of an answer says its prompt: the first `responses` places are of the first.
     The newest lineage counts: weights that were made again for the same step are other weights.
     """
 
-    def __init__(self, step: int, *, size: int) -> None:
+    def __init__(self, step: int, *, prompts: int, responses: int = 1) -> None:
         self.step = step
-        self.size = size
+        self.responses = responses
+        self.size = prompts * responses
         self.version: WeightVersion | None = None
         self.rewards: dict[int, float] = {}
 
@@ -66,9 +69,16 @@ class Scoreboard:
         """Mean of the rewards with its standard error; None until all are in."""
         if len(self.rewards) < self.size:
             return None
-        mean = math.fsum(self.rewards.values()) / self.size
-        variance = math.fsum((reward - mean) ** 2 for reward in self.rewards.values()) / self.size
-        return EvaluationResult(step=self.step, samples=self.size, mean=mean, stderr=math.sqrt(variance / self.size))
+        rewards = [self.rewards[place] for place in range(self.size)]
+        answers = [rewards[start : start + self.responses] for start in range(0, self.size, self.responses)]
+        means = [statistics.fmean(each) for each in answers]
+        return EvaluationResult(
+            step=self.step,
+            samples=self.size,
+            mean=statistics.fmean(means),
+            stderr=statistics.pstdev(means) / math.sqrt(len(means)),
+            best=statistics.fmean(max(each) for each in answers) if self.responses > 1 else None,
+        )
 
 
 class Evaluation:
@@ -78,6 +88,7 @@ class Evaluation:
         self,
         *,
         samples: int,
+        responses: int,
         limit: int,
         temperature: float,
         store: Store,
@@ -87,6 +98,7 @@ class Evaluation:
         changed: Callable[[], None],
     ) -> None:
         self._samples = samples
+        self._responses = responses
         self._limit = limit
         self._temperature = temperature
         self._store = store
@@ -160,7 +172,7 @@ class Evaluation:
             task.cancel()
         self._under_way.clear()
         if self._asked is not None and self._held_out is not None:
-            self._board = Scoreboard(self._asked, size=len(self._held_out))
+            self._board = Scoreboard(self._asked, prompts=len(self._held_out), responses=self._responses)
             self._began = time.monotonic()
             self._redone = self._unscored = 0
             log(LOG, "evaluation began", step=self._asked, samples=len(self._held_out))
@@ -168,7 +180,7 @@ class Evaluation:
 
     # ------------------------------------------------------------------------------------------------- one answer
     async def _answer(self, board: Scoreboard, place: int, engine: EngineClient) -> None:
-        prompt = (self._held_out or [])[place]
+        prompt = (self._held_out or [])[place // self._responses]
         request = GenerateRequest(list(prompt.ids), self._limit, self._temperature, self._chat.end_ids)
         try:
             generated = await engine.generate(request)
@@ -218,6 +230,7 @@ class Evaluation:
             samples=result.samples,
             mean=round(result.mean, 4),
             stderr=round(result.stderr, 4),
+            best=result.best and round(result.best, 4),
             redone=self._redone,
             unscored=self._unscored,
             took_s=round(time.monotonic() - self._began, 3),
