@@ -1,0 +1,29 @@
+"""Every state of a job within larger bounds than the fast layer has time for (`tests/unit/test_plan_model.py`)."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from builders import make_job
+from colocated_rl_operator.reasons import Cause
+from fakes.explore import explore
+from fakes.model import MORTAL, Model
+
+MOST_STATES = 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("replicas", "deaths", "of"), [*((2, 1, (mortal,)) for mortal in MORTAL), (1, 2, MORTAL), (3, 0, ())]
+)
+def test_every_state_is_safe_and_leads_to_an_end(
+    replicas: int, deaths: int, of: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1})
+    explored = explore(Model(job, deaths=deaths, of=of), limit=MOST_STATES)
+    with capsys.disabled():
+        sys.stdout.write(f"\npods: {replicas}, deaths: {deaths} of {', '.join(of) or 'nobody'}, {explored.words()}\n")
+    assert 0 == explored.frontier
+    assert [] == explored.hopeless
+    assert explored.ends[Cause.ALL_STEPS_DONE] > 0

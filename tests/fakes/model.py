@@ -1,0 +1,478 @@
+"""A job as one value, and every value that can follow: the real plan, action table, journal and fence.
+
+Nothing moves by itself. `Model.successors` lists what may happen next, to anybody: a target or a report that arrives,
+an agent's next action, a collective that fails, and, as long as they last, a death; operator and rollout controller
+answer at once to what they hear, which may be long ago. What an operator knows of a pod is some report since the newest
+one that it heard, because a report arrives when it arrives; a target that was not delivered is overtaken by the next
+one. After a take-over the old leader is still about, with a plan in its hands: its targets may arrive at any time, its
+raise of the epoch may be tried.
+
+Each move is checked, against the truth and not against what anybody believes:
+
+* I1 no trainer is on a device while its engine maps memory, and nobody's memory comes back while one is
+* I2 nobody goes beyond a barrier before every pod has stood at it in the same epoch, and no target asks for it
+* I3 a batch is trained in order, while the store has it, and what the store was told is never taken back
+* I5 an epoch stands for one decision, and a target of an older one changes nothing
+* I6 nothing is released, resumed or updated on top of a call whose outcome nobody knows
+
+Time passes only when nothing else can happen: then the plan is asked again at the moment that it named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from colocated_rl_agent import actions as do
+from colocated_rl_api.ladder import BARRIERS, Rung, WeightVersion
+from colocated_rl_api.member_wire import (
+    Goal,
+    PodFacts,
+    PodTarget,
+    RolloutFacts,
+    RolloutTarget,
+    SealedBatch,
+    TrainerState,
+)
+from colocated_rl_operator.actions import CreatePod
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Job, Member, Memory, Observation, PodPhase, gpu_seat
+from colocated_rl_operator.plan import Plan, plan
+from fakes.model_pod import (
+    CALLS,
+    Broken,
+    Pod,
+    Rank,
+    Target,
+    act,
+    admit,
+    agent_restarts,
+    called_unheard,
+    check,
+    chosen,
+    facts_of,
+    must,
+    rank_view,
+    standing_of,
+    view_key,
+)
+
+MORTAL = ("agent", "connection", "engine", "operator", "pod", "trainer")
+ORDER = {rung: place for place, rung in enumerate(Rung)}
+BELOW = {rung: max((each for each in BARRIERS if each < rung), default=Rung.UNKNOWN) for rung in Rung}
+AT = {rung: max((each for each in BARRIERS if each <= rung), default=Rung.UNKNOWN) for rung in Rung}
+
+
+class Seen(NamedTuple):
+    """What a report says, as far as a plan may depend on it, and the epoch that its pod would never go back from.
+
+    Facts count under the epoch they were reported in, and an epoch stands for one version: of gate, engine and export
+    it is the rung that matters, towards the target that the pod holds.
+    """
+
+    epoch: int
+    durable: int
+    rung: Rung
+    version: WeightVersion | None
+    rank: Rank
+    stopped: bool
+
+
+class Rollout(NamedTuple):
+    """The rollout controller, which does not die here, and its store."""
+
+    goal: Goal = Goal.CLIMB
+    told_trained: int = 0
+    told_saved: int = 0
+    sealed: int = 0
+    trained: int = 0
+    dropped: int = 0  # batches up to here
+    epoch: int = 0
+    stopped: bool = False
+
+
+class Operator(NamedTuple):
+    """What is recorded in the job's status, and what the leading process has heard and sent."""
+
+    climb: Climb | None = None
+    trained_step: int = 0
+    served: WeightVersion | None = None
+    is_over: bool = False
+    raised: bool = False
+    known: tuple[Seen | None, ...] = ()
+    sent: tuple[Target | None, ...] = ()
+
+    def lost(self, index: int) -> Operator:
+        """The connection to a pod is gone."""
+        return self._replace(known=put(self.known, index, None), sent=put(self.sent, index, None))
+
+
+class State(NamedTuple):
+    pods: tuple[Pod, ...]
+    rollout: Rollout
+    operator: Operator
+    saved: int = 0  # newest durable checkpoint
+    deaths: int = 0  # that may still come
+    stale: tuple[Target | None, ...] = ()  # of a leader that is none any more, on their way
+    sleeper: Climb | None = None  # a raise that it would like to record
+    decisions: tuple[Climb, ...] = ()  # of the newest epochs in which a target was sent
+
+    def with_pod(self, index: int, pod: Pod) -> State:
+        pods = put(self.pods, index, pod)
+        oldest = min((each.epoch for each in pods if each.alive), default=0)  # nobody acts under an older one any more
+        if any(each.stood and each.stood[0][0] < oldest for each in pods):
+            pods = tuple(each._replace(stood=tuple(item for item in each.stood if item[0] >= oldest)) for each in pods)
+        return self._replace(pods=pods)
+
+
+class Model:
+    """deaths: how many may happen. of: what may die. The others are what a seeded defect leaves out."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        deaths: int,
+        of: Collection[str] = MORTAL,
+        has_journal: bool = True,
+        has_fence: bool = True,
+        has_precondition: bool = True,
+    ) -> None:
+        self.job = job
+        self.deaths = deaths
+        self.mortal = of
+        self.has_journal = has_journal
+        self.has_fence = has_fence
+        self.has_precondition = has_precondition
+        self.plans = 0  # that were made
+        self._plans: dict[object, Plan] = {}
+        self._actions: dict[object, do.Action | do.Wait] = {}
+        self._reports: dict[Seen, PodFacts] = {}  # one that says just that
+
+    def start(self) -> State:
+        """Every pod runs, and nobody knows anybody."""
+        nobody = (None,) * self.job.spec.replicas
+        pods = tuple(Pod() for _ in self.job.gpu_seats)
+        return State(pods, Rollout(), Operator(known=nobody, sent=nobody), deaths=self.deaths, stale=nobody)
+
+    def successors(self, state: State) -> list[tuple[str, State]]:
+        """What may happen, and what then is so. Raises Broken."""
+        if state.operator.is_over:
+            return []
+        found = [*self._rollout_acts(state), *self._operator_passes(state, late=False)][
+            :1
+        ]  # at once: nobody gains by waiting
+        if not found:
+            found = [*self._targets_arrive(state), *self._reports_arrive(state), *self._agents_act(state)]
+        if not found:
+            found = [*self._operator_passes(state, late=True)]
+        if state.deaths:
+            deaths = self._somebody_dies(state._replace(deaths=state.deaths - 1))
+            found += [death for death in deaths if death[0].split()[0] in self.mortal]
+        return [(what, alike(self._without_the_refused(after))) for what, after in found]
+
+    def _without_the_refused(self, state: State) -> State:
+        """Old targets that would change nothing have arrived, whenever they do."""
+        if not self.has_fence or not any(state.stale):
+            return state
+        stale = tuple(
+            old if old and pod.alive and old.epoch >= pod.durable.epoch and old != pod.target else None
+            for old, pod in zip(state.stale, state.pods, strict=True)
+        )
+        return state._replace(stale=stale)
+
+    # ----------------------------------------------------------------------------------------------------- the operator
+    def _operator_passes(self, state: State, *, late: bool) -> Iterator[tuple[str, State]]:
+        after = self._carry_out(state, self._plan(state, late=late))
+        if after != state:
+            yield "operator, late" if late else "operator", after
+
+    def _plan(self, state: State, *, late: bool) -> Plan:
+        places = tuple((pod.attempt, pod.alive) for pod in state.pods)
+        key = (state.operator._replace(sent=()), state.rollout, places, late)
+        decided = self._plans.get(key)
+        if decided is None:
+            self.plans += 1
+            seen = self.observe(state)
+            decided = plan(seen)
+            if late and decided.wake_at is not None:
+                decided = plan(replace(seen, now=decided.wake_at))
+            self._plans[key] = decided
+        return decided
+
+    def observe(self, state: State) -> Observation:
+        operator = state.operator
+        members = [
+            Member(
+                seat=gpu_seat(index),
+                attempt=pod.attempt,
+                name=f"gpu-{index}-{pod.attempt}",
+                uid=f"gpu-{index}-{pod.attempt}",
+                phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
+                created_at=-1000.0,
+                address=f"10.0.0.{index}",
+                silent_since=None if known else 0.0,
+                highest_epoch=known.durable if known else 0,
+                facts=self._reports[known] if known else None,
+            )
+            for index, (pod, known) in enumerate(zip(state.pods, operator.known, strict=True))
+        ]
+        rollout = state.rollout
+        batch = SealedBatch(step=rollout.sealed, groups=1, samples=2, loss_tokens=1) if rollout.sealed else None
+        facts = RolloutFacts(epoch=rollout.epoch, sealed=batch, trained_step=rollout.trained, stopped=rollout.stopped)
+        members.append(
+            Member(
+                ROLLOUT_SEAT, 0, "rollout-0", "rollout-0", PodPhase.RUNNING, -1000.0, address="10.0.0.9", facts=facts
+            )
+        )
+        memory = Memory(
+            epoch=operator.climb.epoch if operator.climb else 0,
+            raised=operator.raised,
+            unready_since=0.0 if None in operator.known else None,
+            attempts={member.seat: member.attempt for member in members},
+        )
+        recorded = (operator.climb, operator.trained_step, operator.served, operator.is_over, memory)
+        return Observation(0.0, self.job, tuple(members), *recorded)
+
+    def _carry_out(self, state: State, decided: Plan) -> State:
+        """Record, send, make pods, report."""
+        operator = state.operator
+        if decided.raises:
+            assert decided.climb is not None
+            must(decided.climb.epoch > (operator.climb.epoch if operator.climb else 0), "a raise that is none")
+            operator = operator._replace(climb=decided.climb, raised=True)
+        else:
+            must(decided.climb == operator.climb, "the climb changed without a new epoch")
+        state = self._send(state._replace(operator=operator), decided)
+        operator, pods = state.operator, list(state.pods)
+        for action in decided.pods:
+            if isinstance(action, CreatePod):
+                index = self.job.gpu_seats.index(action.seat)
+                must(not pods[index].alive, f"two pods in {action.seat}")
+                pods[index] = Pod(attempt=action.attempt, stood=pods[index].stood)
+            else:
+                index = replica_of(action.name)
+                pods[index] = pods[index]._replace(alive=False)
+            operator = operator.lost(index)
+        climb, standings = operator.climb, decided.standings.values()
+        slowest = min(standings, key=ORDER.__getitem__, default=Rung.UNKNOWN)
+        if climb is not None and not decided.raises and len(standings) == len(pods):
+            if slowest >= Rung.TRAINED:
+                operator = operator._replace(trained_step=max(operator.trained_step, climb.step))
+            if slowest is Rung.SERVING:
+                operator = operator._replace(served=climb.version)
+        return state._replace(pods=tuple(pods), operator=operator._replace(is_over=decided.is_over))
+
+    def _send(self, state: State, decided: Plan) -> State:
+        operator, rollout, sent = state.operator, state.rollout, list(state.operator.sent)
+        if not decided.targets:
+            return state
+        assert operator.climb is not None
+        for name, target in decided.targets.items():
+            must(target.epoch == operator.climb.epoch, "a target of an epoch that is not recorded")
+            if isinstance(target, RolloutTarget):
+                must(target.trained_step >= rollout.told_trained, "what was trained is taken back")
+                rollout = rollout._replace(
+                    goal=target.goal,
+                    told_trained=target.trained_step,
+                    told_saved=max(target.saved_step, rollout.told_saved),
+                    epoch=target.epoch,
+                )
+                continue
+            if target.goal is Goal.CLIMB:
+                must_have_stood(state.pods, target.epoch, BELOW[target.rung], f"a target asks for {target.rung}")
+            sent[replica_of(name)] = Target.of(target)
+        state = state._replace(rollout=rollout, operator=operator._replace(sent=tuple(sent)))
+        return decided_on(state, operator.climb)
+
+    # --------------------------------------------------------------------------------------------------------- channels
+    def _targets_arrive(self, state: State) -> Iterator[tuple[str, State]]:
+        for index, pod in enumerate(state.pods):
+            if not pod.alive or pod.stopped:
+                continue
+            sent, stale = state.operator.sent[index], state.stale[index]
+            if sent is not None and sent != pod.target:
+                after = admit(pod, sent, has_fence=self.has_fence)
+                if after != pod:
+                    yield f"target {index}", state.with_pod(index, after)
+            if stale is not None:
+                after = admit(pod, stale, has_fence=self.has_fence)
+                gone = state._replace(stale=put(state.stale, index, None))
+                yield f"old target {index}", gone.with_pod(index, after)
+        if state.sleeper is not None:
+            yield "old leader", decided_on(state._replace(sleeper=None), state.sleeper)
+
+    def _reports_arrive(self, state: State) -> Iterator[tuple[str, State]]:
+        operator = state.operator
+        for index, pod in enumerate(state.pods):
+            if pod.alive and (seen := self.report(pod)) != operator.known[index]:
+                yield (
+                    f"report {index}",
+                    state._replace(operator=operator._replace(known=put(operator.known, index, seen))),
+                )
+
+    def report(self, pod: Pod) -> Seen:
+        rank = pod.rank._replace(
+            state=TrainerState.STARTING if pod.rank.is_alive else TrainerState.ABSENT,
+            incarnation=None,
+            step=None if pod.target else pod.rank.step,  # a record that was lost is made from it
+            exported=None,
+            broken=None,
+        )
+        version = pod.target.version if pod.target else None
+        seen = Seen(pod.epoch, pod.durable.epoch, standing_of(pod), version, rank, pod.stopped)
+        if seen not in self._reports:
+            self._reports[seen] = facts_of(pod)
+        return seen
+
+    # ----------------------------------------------------------------------------------------------------------- agents
+    def _agents_act(self, state: State) -> Iterator[tuple[str, State]]:
+        for index, pod in enumerate(state.pods):
+            if not pod.alive or pod.stopped or isinstance(action := self._action(pod), do.Wait):
+                continue
+            check(pod, action)
+            name = f"{type(action).__name__} {index}"
+            if (after := self._effect(state, index, action)) is not None:
+                yield name, after
+            elif self._is_alone(state, index):
+                broken = rank_view(pod.rank).broke("nobody answers")
+                yield f"{name} fails", state.with_pod(index, pod._replace(rank=Rank.of(broken)))
+
+    def _action(self, pod: Pod) -> do.Action | do.Wait:
+        key = (view_key(pod), pod.target)
+        if key not in self._actions:
+            self._actions[key] = chosen(pod)
+        return self._actions[key]
+
+    def _effect(self, state: State, index: int, action: do.Action) -> State | None:
+        """None: it does not end yet, because others are not where it needs them."""
+        before, saved, rollout = state.pods[index], state.saved, state.rollout
+        match action:
+            case do.AwaitTrainers():
+                if not self._others_joined(state, index, -1):
+                    return None
+                loaded = before.rank._replace(state=TrainerState.OFFLOADED, step=saved, saved=saved)
+                pod = before._replace(rank=loaded)
+            case do.Train(step=step):
+                must(rollout.dropped < step <= rollout.sealed, f"batch {step} is not in the store")
+                must(before.rank.step == step - 1, "a batch out of order")
+                if not self._others_joined(state, index, step - 1):
+                    return None
+                pod = before._replace(rank=before.rank._replace(step=step, state=TrainerState.ONLOADED))
+            case do.Save(step=step):
+                saved = max(saved, step)
+                pod = before._replace(rank=before.rank._replace(saved=step))
+            case do.FetchShards(step=step) if not rollout.dropped < step <= rollout.sealed:
+                return None
+            case _:
+                pod = act(before, action)
+        must(
+            not pod.rank.is_on_device or pod.engine is None or pod.engine.mapped == (),
+            "engine and trainer share the device",
+        )
+        after = state._replace(saved=saved).with_pod(index, pod := pod.noted())
+        was, now = standing_of(before), standing_of(pod)
+        if pod.target is not None and pod.target.goal is Goal.CLIMB and ORDER[now] > ORDER[was]:
+            must_have_stood(state.pods, pod.epoch, AT[was], f"{type(action).__name__} led to {now}")
+        return after
+
+    def _others_joined(self, state: State, index: int, step: int) -> bool:
+        """Every other rank is in the collective after `step`, or beyond it."""
+        mine = state.pods[index].rank
+        return all(
+            pod.alive
+            and pod.rank.is_alive
+            and pod.rank.lineage == mine.lineage
+            and (-1 if pod.rank.step is None else pod.rank.step) >= step
+            for other, pod in enumerate(state.pods)
+            if other != index
+        )
+
+    def _is_alone(self, state: State, index: int) -> bool:
+        """Its group has lost a rank: a collective ends by an error or by its deadline."""
+        mine = state.pods[index].rank
+        return mine.is_alive and any(
+            not pod.alive
+            or (pod.rank.lineage is not None and (pod.rank.lineage, pod.rank.is_alive) != (mine.lineage, True))
+            for other, pod in enumerate(state.pods)
+            if other != index
+        )
+
+    # --------------------------------------------------------------------------------------------------------- the rest
+    def _rollout_acts(self, state: State) -> Iterator[tuple[str, State]]:
+        rollout = state.rollout
+        if rollout.goal is Goal.STOP:
+            after = rollout._replace(stopped=True)
+        else:
+            after = rollout._replace(trained=rollout.told_trained, dropped=rollout.told_saved)
+            if any(pod.alive and pod.gate_open for pod in state.pods):
+                after = after._replace(sealed=max(after.sealed, after.trained + 1))
+        if after != rollout:
+            yield "rollout", state._replace(rollout=after)
+
+    def _somebody_dies(self, state: State) -> Iterator[tuple[str, State]]:
+        for index, pod in enumerate(state.pods):
+            if not pod.alive or pod.stopped:
+                continue
+            unheard = state._replace(operator=state.operator.lost(index))
+            yield f"agent {index} dies", unheard.with_pod(index, agent_restarts(pod))
+            if isinstance(action := self._action(pod), CALLS):
+                left = called_unheard(pod, action, has_journal=self.has_journal)
+                yield f"agent {index} dies in {type(action).__name__}", unheard.with_pod(index, agent_restarts(left))
+            if pod.engine is not None:
+                yield f"engine {index} dies", state.with_pod(index, pod.without_engine().noted())
+            if pod.rank.is_alive:
+                yield f"trainer {index} dies", state.with_pod(index, pod.without_trainer())
+            if state.operator.known[index] is not None:
+                yield f"connection {index} breaks", unheard
+            yield f"pod {index} dies", unheard.with_pod(index, pod._replace(alive=False))
+        if state.operator.climb is not None:
+            yield "operator dies", self._next_leader(state)
+
+    def _next_leader(self, state: State) -> State:
+        """It knows what is recorded. The old one was only paused, with a plan in its hands."""
+        operator, decided, nobody = state.operator, self._plan(state, late=False), (None,) * len(state.pods)
+        stale = list(operator.sent)
+        for name, target in decided.targets.items():
+            if isinstance(target, PodTarget) and not decided.raises:
+                stale[replica_of(name)] = Target.of(target)
+        return state._replace(
+            operator=operator._replace(raised=False, known=nobody, sent=nobody),
+            stale=tuple(stale),
+            sleeper=decided.climb if decided.raises and not self.has_precondition else None,
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- plumbing
+def alike(state: State) -> State:
+    """One of the states that differ only in which pod is which: all were made at once, and none is special."""
+    if len({pod.attempt for pod in state.pods}) > 1:
+        return state
+    operator = state.operator
+    rows = sorted(zip(state.pods, operator.known, operator.sent, state.stale, strict=True), key=hash)
+    pods, known, sent, stale = zip(*rows, strict=True)
+    if pods == state.pods and known == operator.known and sent == operator.sent:
+        return state
+    return state._replace(pods=pods, operator=operator._replace(known=known, sent=sent), stale=stale)
+
+
+def must_have_stood(pods: tuple[Pod, ...], epoch: int, barrier: Rung, what: str) -> None:
+    for index, pod in enumerate(pods):
+        stood = dict(pod.stood).get(epoch, Rung.UNKNOWN)
+        if ORDER[stood] < ORDER[barrier]:
+            raise Broken(f"{what} in epoch {epoch} before gpu-{index} stood at {barrier}: it stood at {stood}")
+
+
+def decided_on(state: State, climb: Climb) -> State:
+    """A target of this epoch is about."""
+    made = {decision.epoch: decision for decision in state.decisions[-1:]}
+    must(made.setdefault(climb.epoch, climb) == climb, f"epoch {climb.epoch} stands for two decisions")
+    return state._replace(decisions=tuple(made.values()))
+
+
+def replica_of(pod_name: str) -> int:
+    return int(pod_name.split("-")[1])
+
+
+def put(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:index], item, *items[index + 1 :])

@@ -1,0 +1,451 @@
+"""A GPU pod as a value: the truth about its engine and trainer, what its agent believes and has written down.
+
+The agent's choices are the real action table's, its journal and its fence are the real ones. What a call does to an
+engine, and what an agent finds out about an engine that it did not start, stand here once more, as small tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from colocated_rl_agent import actions as do
+from colocated_rl_agent.facts import Rules, next_action
+from colocated_rl_agent.journal import EngineStarted, EpochAccepted, Intent, Outcome, Record
+from colocated_rl_agent.journal import Memory as Journal
+from colocated_rl_agent.views import TAGS, WEIGHTS, EngineView, PodView, RankView
+from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.member_wire import (
+    Endpoint,
+    EngineState,
+    Goal,
+    PodFacts,
+    PodTarget,
+    Refusal,
+    Rendezvous,
+    TagState,
+    TrainerState,
+)
+from colocated_rl_member.fence import EpochFence
+
+KILLED = -9
+NEVER = 1e12
+ENGINE = "engine"  # the incarnation of the only one that there is at a time
+RULES = Rules(settle_s=30.0, checkpoint_every=1, probe=True)
+RENDEZVOUS = Rendezvous(address="10.0.0.1", port=29500, world_size=2)
+BATCHES = Endpoint(pod="sums-rollout-0", address="10.0.0.9", port=8444)
+ON_DEVICE = (TrainerState.ONLOADED, TrainerState.TRAINING)
+UNREPEATABLE = (do.Release, do.Resume, do.Update)
+CALLS = (do.StartEngine, do.Pause, do.Flush, do.Continue, *UNREPEATABLE)
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+def must(holds: bool, what: str) -> None:
+    if not holds:
+        raise Broken(what)
+
+
+# ---------------------------------------------------------------------------------------------------------- its values
+class Engine(NamedTuple):
+    """The truth about an engine process. `says`: the version it would name, though its weights may be gone."""
+
+    says: WeightVersion
+    holds: WeightVersion | None
+    up: bool = False
+    paused: bool = False
+    mapped: tuple[str, ...] = TAGS
+    is_drained: bool = False  # flushed behind a pause since the gate last closed
+
+
+class Belief(NamedTuple):
+    """An `EngineView`, as a value that is quick to compare."""
+
+    state: EngineState
+    incarnation: str | None
+    starts_on: WeightVersion | None
+    version: WeightVersion | None
+    paused: bool
+    drained: bool
+    released: bool
+    flushed: bool
+    agrees: bool
+    tags: tuple[TagState, ...]
+    broken: str | None
+
+    @classmethod
+    def of(cls, view: EngineView) -> Belief:
+        return cls(
+            *(view.state, view.incarnation, view.starts_on, view.version, view.paused, view.drained, view.released),
+            *(view.flushed, view.agrees, tuple(view.tags.values()), "broken" if view.broken else None),
+        )
+
+
+class Rank(NamedTuple):
+    """A `RankView`, likewise. A trainer tells its agent the truth."""
+
+    state: TrainerState
+    incarnation: str | None
+    lineage: int | None
+    exit_code: int | None
+    step: int | None
+    exported: WeightVersion | None
+    saved: int | None
+    broken: str | None
+
+    @classmethod
+    def of(cls, view: RankView) -> Rank:
+        return cls(
+            *(view.state, view.incarnation, view.lineage, view.exit_code, view.step, view.exported, view.saved),
+            "broken" if view.broken else None,
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state is not TrainerState.ABSENT
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.state in ON_DEVICE
+
+
+class Target(NamedTuple):
+    """A `PodTarget`, without what is the same in all."""
+
+    epoch: int
+    goal: Goal
+    step: int
+    lineage: int
+    rung: Rung
+    is_last: bool
+
+    @classmethod
+    def of(cls, target: PodTarget) -> Target:
+        return cls(target.epoch, target.goal, target.step, target.lineage, target.rung, target.is_last)
+
+    @property
+    def version(self) -> WeightVersion:
+        return WeightVersion(self.step, self.lineage)
+
+
+NO_ENGINE = Belief.of(EngineView())
+NO_RANK = Rank.of(RankView(0))
+
+
+class Pod(NamedTuple):
+    """stood: by epoch, the highest rung at which its seat has stood under a target of it."""
+
+    attempt: int = 0
+    alive: bool = True
+    journal: int = 0
+    target: Target | None = None
+    gate_open: bool = False
+    in_flight: int = 0
+    engine: Engine | None = None
+    belief: Belief = NO_ENGINE
+    rank: Rank = NO_RANK
+    whole: WeightVersion | None = None
+    shards: int | None = None
+    stopped: bool = False
+    stood: tuple[tuple[int, Rung], ...] = ()
+
+    @property
+    def epoch(self) -> int:
+        return self.target.epoch if self.target else 0
+
+    @property
+    def durable(self) -> Journal:
+        return JOURNALS[self.journal]
+
+    def wrote(self, *records: Record) -> Pod:
+        return self._replace(journal=JOURNALS.after(self.journal, *records))
+
+    def noted(self) -> Pod:
+        """With the rung at which it stands now."""
+        if self.target is None or self.target.goal is Goal.STOP:
+            return self
+        stood = dict(self.stood)
+        stood[self.epoch] = max(standing_of(self), stood.get(self.epoch, Rung.UNKNOWN))
+        return self._replace(stood=tuple(sorted(stood.items())))
+
+    def without_engine(self) -> Pod:
+        """What its journal says of one that is gone, nobody asks any more."""
+        journal = JOURNALS.without_engine(self.journal)
+        return self._replace(engine=None, belief=NO_ENGINE, gate_open=False, in_flight=0, journal=journal)
+
+    def without_trainer(self) -> Pod:
+        return self._replace(rank=Rank.of(rank_view(self.rank).gone(KILLED)))
+
+
+class Journals:
+    """Every journal that was reached, by number: 0 is empty, and two that mean the same are one."""
+
+    def __init__(self) -> None:
+        self._all: list[Journal] = []
+        self._numbers: dict[str, int] = {}
+        self._after: dict[tuple[int, str], int] = {}
+        self._number(Journal())
+
+    def __getitem__(self, number: int) -> Journal:
+        return self._all[number]
+
+    def after(self, number: int, *records: Record) -> int:
+        for record in records:
+            key = (number, repr(record))
+            if key not in self._after:
+                self._after[key] = self._number(self._all[number].after(record))
+            number = self._after[key]
+        return number
+
+    def without_engine(self, number: int) -> int:
+        return self._number(replace(self._all[number], engine=None))
+
+    def _number(self, journal: Journal) -> int:
+        meaning = repr(journal.records())
+        if meaning not in self._numbers:
+            self._numbers[meaning] = len(self._all)
+            self._all.append(journal)
+        return self._numbers[meaning]
+
+
+JOURNALS = Journals()
+
+
+# ------------------------------------------------------------------------------------------------- as the agent sees it
+@cache
+def engine_view(belief: Belief) -> EngineView:
+    return EngineView(
+        *(belief.state, belief.incarnation, belief.starts_on, NEVER, 0.0, belief.version, belief.paused),
+        *(belief.drained, belief.released, belief.flushed, belief.agrees),
+        tags=dict(zip(TAGS, belief.tags, strict=True)),
+        broken=belief.broken,
+    )
+
+
+@cache
+def rank_view(rank: Rank) -> RankView:
+    return RankView(
+        *(0, rank.state, rank.incarnation, rank.lineage, rank.exit_code, NEVER, rank.step),
+        exported=rank.exported,
+        saved=rank.saved,
+        broken=rank.broken,
+    )
+
+
+def view_of(pod: Pod) -> PodView:
+    return _view(pod.gate_open, pod.in_flight, pod.belief, pod.rank, pod.whole, pod.shards, pod.stopped)
+
+
+@cache
+def _view(
+    gate_open: bool,
+    in_flight: int,
+    belief: Belief,
+    rank: Rank,
+    whole: WeightVersion | None,
+    shards: int | None,
+    stopped: bool,
+) -> PodView:
+    return PodView(
+        *(0.0, True, False, gate_open, in_flight, 0.0, engine_view(belief), (rank_view(rank),), whole),
+        shards=shards,
+        stopped=stopped,
+    )
+
+
+def standing_of(pod: Pod) -> Rung:
+    """Towards the target that it holds."""
+    return Rung.UNKNOWN if pod.target is None else _standing(view_key(pod), pod.target.version)
+
+
+def view_key(pod: Pod) -> tuple[object, ...]:
+    return pod[4:6] + pod[7:12]
+
+
+@cache
+def _standing(key: tuple[object, ...], version: WeightVersion) -> Rung:
+    return _view(*key).standing(version)
+
+
+def facts_of(pod: Pod) -> PodFacts:
+    return view_of(pod).facts(epoch=pod.epoch)
+
+
+@cache
+def wire_target(target: Target) -> PodTarget:
+    rendezvous, batches = (RENDEZVOUS, BATCHES) if target.goal is Goal.CLIMB else (None, None)
+    return PodTarget(**target._asdict(), rendezvous=rendezvous, batches=batches)
+
+
+def chosen(pod: Pod) -> do.Action | do.Wait:
+    """What the agent does next."""
+    return next_action(view_of(pod), wire_target(pod.target) if pod.target else None, RULES)
+
+
+# --------------------------------------------------------------------------------------------------- what may befall it
+def admit(pod: Pod, target: Target, *, has_fence: bool) -> Pod:
+    """A target arrives."""
+    epochs: list[int] = []
+    fence = EpochFence(PodTarget, highest_epoch=pod.durable.epoch if has_fence else 0, remember_epoch=epochs.append)
+    if isinstance(fence.admit(wire_target(target)), Refusal):
+        return pod
+    must(target.epoch >= pod.epoch, f"a target of epoch {target.epoch} was accepted after one of epoch {pod.epoch}")
+    whole = pod.whole if pod.whole == target.version else None  # another one is never asked for again
+    pod = pod._replace(target=target, whole=whole)
+    return pod.wrote(*(EpochAccepted(epoch=epoch) for epoch in epochs)).noted()
+
+
+def check(pod: Pod, action: do.Action) -> None:
+    """What must be so, whatever the agent believes."""
+    engine, name = pod.engine, type(action).__name__
+    match action:
+        case do.Release():
+            must(engine is not None and engine.paused and engine.is_drained, "released before it was drained")
+            must(engine is not None and engine.mapped == TAGS, "released twice")
+            must(not pod.gate_open and pod.in_flight == 0, "released with requests in flight")
+        case do.Resume(tags=tags):
+            must(engine is not None and not set(tags) & set(engine.mapped), "resumed twice")
+            must(not pod.rank.is_on_device, f"{name} while a trainer is on the device")
+        case do.Update():
+            must(engine is not None and WEIGHTS in engine.mapped, "updated without memory")
+        case do.StartEngine(version=version):
+            must(not pod.rank.is_on_device, f"{name} while a trainer is on the device")
+            must(pod.whole == version, "an engine starts on an export that nobody has verified")
+        case do.Onload() | do.Train() | do.Export():
+            must(engine is None or engine.mapped == (), f"{name} while engine memory is mapped")
+        case do.OpenGate(version=version):
+            must(engine is not None and engine.mapped == TAGS and not engine.paused, "a gate opens on half an engine")
+            must(engine is not None and engine.holds == version, "a gate opens on other weights")
+        case _:
+            pass
+
+
+def act(pod: Pod, action: do.Action) -> Pod:  # noqa: C901 - a table
+    """The action ends well, and the agent knows. Not of those for which other pods are needed."""
+    match action:
+        case do.CloseGate():
+            closed = Belief.of(engine_view(pod.belief).gate_closed())
+            return pod._replace(gate_open=False, belief=closed, engine=_since_closing(pod.engine))
+        case do.OpenGate():
+            return pod._replace(gate_open=True, in_flight=1)
+        case do.AbortAll():
+            return pod._replace(in_flight=0)
+        case do.StartEngine(version=version):
+            started = EngineView().started(ENGINE, version, start_by=NEVER)
+            pod = pod._replace(engine=Engine(version, version), belief=Belief.of(started))
+            return pod.wrote(EngineStarted(incarnation=ENGINE, version=version, admin_key=""))
+        case do.KillEngine():
+            return pod.without_engine()
+        case do.StartTrainers(lineage=lineage):
+            return pod._replace(rank=Rank.of(RankView(0).started("", lineage, start_by=NEVER)))
+        case do.StopTrainers():
+            return pod.without_trainer()
+        case do.Onload():
+            return pod._replace(rank=pod.rank._replace(state=TrainerState.ONLOADED))
+        case do.Offload():
+            return pod._replace(rank=pod.rank._replace(state=TrainerState.OFFLOADED))
+        case do.Export(version=version):
+            return pod._replace(rank=pod.rank._replace(exported=version))
+        case do.VerifyExport(version=version):
+            return pod._replace(whole=version)
+        case do.FetchShards(step=step):
+            return pod._replace(shards=step)
+        case do.EndPod():
+            return pod._replace(stopped=True)
+        case _:
+            return _called(pod, action)
+
+
+def _called(pod: Pod, action: do.Action) -> Pod:
+    assert pod.engine is not None
+    engine, view = call_of(pod.engine, engine_view(pod.belief), action)
+    pod = pod._replace(engine=engine, belief=Belief.of(view))
+    if not isinstance(action, UNREPEATABLE):
+        return pod
+    return pod.wrote(_intent(action), Outcome(incarnation=ENGINE))
+
+
+def called_unheard(pod: Pod, action: do.Action, *, has_journal: bool) -> Pod:
+    """The call takes effect, and nobody is there to hear its answer."""
+    if isinstance(action, do.StartEngine):
+        return pod._replace(engine=Engine(action.version, action.version))
+    assert pod.engine is not None
+    engine, _ = call_of(pod.engine, engine_view(pod.belief), action)
+    pod = pod._replace(engine=engine)
+    return pod.wrote(_intent(action)) if has_journal and isinstance(action, UNREPEATABLE) else pod
+
+
+def agent_restarts(pod: Pod) -> Pod:
+    """Another one looks at what is there. Its gate is closed, and what it held in memory is gone."""
+    return pod._replace(
+        target=None,
+        gate_open=False,
+        in_flight=0,
+        whole=None,
+        shards=None,
+        belief=Belief.of(recognized(pod)),
+        engine=_since_closing(pod.engine),
+        rank=pod.rank._replace(broken=None),
+    )
+
+
+def call_of(engine: Engine, view: EngineView, action: do.Action) -> tuple[Engine, EngineView]:
+    """What a call does to the engine, and what it means to an agent that hears its answer."""
+    match action:
+        case do.AwaitEngine():
+            return engine._replace(up=True), view.answered(engine.says)
+        case do.Pause():
+            return engine._replace(paused=True), view.was_paused()
+        case do.Flush():
+            return engine._replace(is_drained=engine.paused), view.was_flushed()
+        case do.Release():
+            return engine._replace(mapped=(), holds=None), view.was_released()
+        case do.Resume(tags=tags):
+            mapped = tuple(tag for tag in TAGS if tag in (*engine.mapped, *tags))
+            return engine._replace(mapped=mapped), view.was_resumed(tags)
+        case do.Update(version=version):
+            return engine._replace(says=version, holds=version), view.was_updated(version)
+        case do.Continue():
+            return engine._replace(paused=False, is_drained=False), view.was_continued()
+        case do.CheckProbe():
+            must(engine.holds == engine.says, "the probe disagrees")
+            return engine, view.agreed()
+        case _:
+            raise AssertionError(f"{action} is no call of an engine")
+
+
+def recognized(pod: Pod) -> EngineView:
+    """As `colocated_rl_agent.engine.Engine.attach`: what the journal says, and what the engine can be asked."""
+    engine, memory = pod.engine, pod.durable.engine
+    if engine is None:
+        return EngineView()
+    if memory is None:
+        return EngineView().started(ENGINE, engine.says, start_by=NEVER).broke("nobody knows it")
+    if memory.pending is not None:
+        return memory.view.broke("nobody knows the outcome", memory.pending.tags)
+    if not engine.up:
+        return EngineView().started(ENGINE, memory.version, start_by=NEVER)
+    remembered = memory.view
+    if not remembered.is_whole and not engine.paused:
+        return remembered.broke("it takes requests while memory is released")
+    if remembered.version is not None and remembered.version != engine.says:
+        return remembered.broke("it holds another version than the journal says")
+    drained = engine.paused and not remembered.is_whole
+    return replace(remembered, paused=engine.paused, drained=drained, flushed=False)
+
+
+def _since_closing(engine: Engine | None) -> Engine | None:
+    return engine and engine._replace(is_drained=False)
+
+
+def _intent(action: do.Action) -> Intent:
+    match action:
+        case do.Resume(tags=tags):
+            return Intent(incarnation=ENGINE, call="resume", tags=tags)
+        case do.Update(version=version):
+            return Intent(incarnation=ENGINE, call="update", tags=(WEIGHTS,), version=version)
+        case _:
+            return Intent(incarnation=ENGINE, call="release", tags=TAGS)

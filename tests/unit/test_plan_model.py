@@ -1,0 +1,124 @@
+"""Everything that can happen to a small job, happens: `fakes.model`, explored until no state is left.
+
+The bounds are the numbers of pods and of deaths; one step, a checkpoint after it, then the end. In every state the
+invariants hold, and from every state the job can still complete or fail with a name. Beyond the bounds there are walks
+at random, and larger bounds in the contract layer. The seeded defects show that a hole in plan, table, journal, fence
+or status write would be noticed.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+
+import pytest
+
+from builders import make_job
+from colocated_rl_agent import facts
+from colocated_rl_agent.views import EngineView
+from colocated_rl_api.ladder import Rung
+from colocated_rl_operator import plan
+from colocated_rl_operator.observation import Job, Observation
+from colocated_rl_operator.reasons import Cause
+from fakes.explore import Explored, explore
+from fakes.model import Model
+from fakes.model_pod import Broken, facts_of
+
+MOST_STATES = 2_000_000
+MOST_MOVES = 2000  # of one walk
+DEATHS_AT = 0.02  # of the moves of a walk
+
+
+def job(replicas: int) -> Job:
+    return make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1})
+
+
+def assert_all_is_well(explored: Explored) -> None:
+    assert 0 == explored.frontier
+    assert [] == explored.hopeless
+    assert explored.ends[Cause.ALL_STEPS_DONE] > 0
+
+
+@pytest.mark.parametrize(("replicas", "deaths"), [(1, 1), (2, 0)])
+def test_every_state_is_safe_and_leads_to_an_end(
+    replicas: int, deaths: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explored = explore(Model(job(replicas), deaths=deaths), limit=MOST_STATES)
+    with capsys.disabled():
+        sys.stdout.write(f"\npods: {replicas}, deaths: {deaths}, {explored.words()}\n")
+    assert_all_is_well(explored)
+
+
+@pytest.mark.parametrize(("replicas", "deaths"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize("seed", range(20))
+def test_walks_at_random_are_safe_and_end(replicas: int, deaths: int, seed: int) -> None:
+    rng = random.Random(seed)
+    model = Model(job(replicas), deaths=deaths)
+    state = model.start()
+    for _ in range(MOST_MOVES):
+        following = model.successors(state)
+        if not following:
+            break
+        lively = [move for move in following if move[1].deaths == state.deaths]
+        _, state = rng.choice(following if rng.random() < DEATHS_AT else lively or following)
+    assert state.operator.is_over
+
+
+def test_a_plan_depends_on_nothing_that_the_models_reports_leave_out() -> None:
+    """Reports that the model takes for the same get the same plan, whatever else they say."""
+    rng, compared = random.Random(1), 0
+    for _ in range(10):
+        model = Model(job(2), deaths=2)
+        state = model.start()
+        while following := model.successors(state):
+            _, state = rng.choice(following)
+            told = [model.report(pod) if pod.alive else None for pod in state.pods]
+            if tuple(told) == state.operator.known:
+                seen = model.observe(state)
+                in_full = [facts_of(pod) if pod.alive else None for pod in state.pods]
+                members = [replace(member, facts=full) for member, full in zip(seen.members, in_full, strict=False)]
+                assert plan.plan(seen) == plan.plan(replace(seen, members=(*members, seen.members[-1])))
+                compared += 1
+    assert compared > 100
+
+
+# --------------------------------------------------------------------------------------- the checks themselves can fail
+def test_a_forgotten_journal_write_is_noticed() -> None:
+    with pytest.raises(Broken, match=r"released twice|resumed twice|other weights"):
+        explore(Model(job(1), deaths=1, has_journal=False), limit=MOST_STATES)
+
+
+def test_a_target_of_an_older_epoch_that_is_let_in_is_noticed() -> None:
+    with pytest.raises(Broken, match="was accepted after one of epoch"):
+        explore(Model(job(1), deaths=1, has_fence=False), limit=MOST_STATES)
+
+
+def test_an_epoch_that_is_recorded_over_another_leaders_is_noticed() -> None:
+    with pytest.raises(Broken, match="stands for two decisions"):
+        explore(Model(job(1), deaths=1, has_precondition=False), limit=MOST_STATES)
+
+
+def test_a_dropped_barrier_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "next_barrier", lambda after: Rung.TRAINED if after < Rung.TRAINED else Rung.SERVING)
+    with pytest.raises(Broken, match="a target asks for Trained"):
+        explore(Model(job(2), deaths=0), limit=MOST_STATES)
+
+
+def test_a_release_without_a_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineView, "was_paused", lambda view: replace(view, paused=True, drained=True))
+    with pytest.raises(Broken, match="released before it was drained"):
+        explore(Model(job(1), deaths=0), limit=MOST_STATES)
+
+
+def test_an_export_that_nobody_verified_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "_may_rise", lambda pod, target: target.rung >= Rung.UPDATED)
+    with pytest.raises(Broken, match="an export that nobody has verified"):
+        explore(Model(job(1), deaths=1), limit=MOST_STATES)
+
+
+def test_a_state_without_a_way_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Observation, "trainer_died", property(lambda seen: False))
+    monkeypatch.setattr(plan, "_deadline", lambda seen: seen.now + 1)
+    explored = explore(Model(job(1), deaths=1), limit=MOST_STATES)
+    assert any("trainer 0 dies" in way for way in explored.hopeless)
