@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.logs import log
-from colocated_rl_operator.errors import ApiUnreachable, Conflict, OperatorError, StaleEpoch
+from colocated_rl_operator.errors import ApiUnreachable, Conflict, StaleEpoch
 from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Body
 
@@ -67,7 +67,7 @@ class Record:
         self._news: deque[News] = deque(maxlen=MAX_NEWS)
         self._one_call = asyncio.Lock()
         self._writing: asyncio.Task[None] | None = None
-        self._failure: OperatorError | None = None
+        self._failure: BaseException | None = None
 
     def take(self, job: Body) -> None:
         """As the server has it."""
@@ -98,23 +98,28 @@ class Record:
         self._news.extend(news)
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._catch_up(), name=f"record/{self.about.name}")
+            self._writing.add_done_callback(self._ended)
 
     async def close(self) -> None:
         """Write what is noted, briefly."""
-        if self._writing is not None:
+        if self._writing is None:
+            return
+        try:
             await asyncio.wait((self._writing,), timeout=CLOSE_S)
+        finally:
             self._writing.cancel()
 
     # ------------------------------------------------------------------------------------------------------ beside
     async def _catch_up(self) -> None:
-        try:
-            while self._noted is not None or self._news:
-                if self._noted is not None:
-                    await self._write_noted()
-                else:
-                    news = self._news.popleft()
-                    await self._events.tell(self.about, news.kind, news.reason, news.note, action=news.action)
-        except OperatorError as error:
+        while self._noted is not None or self._news:
+            if self._noted is not None:
+                await self._write_noted()
+            else:
+                news = self._news.popleft()
+                await self._events.tell(self.about, news.kind, news.reason, news.note, action=news.action)
+
+    def _ended(self, writing: asyncio.Task[None]) -> None:
+        if not writing.cancelled() and (error := writing.exception()) is not None:
             self.status, self._noted, self._failure = self._written, None, error
             self._failed()
 

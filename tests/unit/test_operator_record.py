@@ -154,12 +154,12 @@ async def test_the_newest_status_is_tried_again_until_the_server_is_back(server:
     record.check()
 
 
-@pytest.mark.parametrize("error", [Refused("a rule"), StaleEpoch("somebody else")])
+@pytest.mark.parametrize("error", [Refused("a rule"), StaleEpoch("somebody else"), TypeError("a bug")])
 async def test_what_can_not_be_written_is_the_loops_to_know(server: Server, record: Record, error: Exception) -> None:
     server.faults = [error]
     record.note(at(1))
-    await until(record)
-    assert server.failed.is_set()
+    async with asyncio.timeout(DEADLINE_S):
+        await server.failed.wait()
     assert at(0) == record.status  # so that the next report is a difference again
     with pytest.raises(type(error)):
         record.check()
