@@ -43,6 +43,21 @@ TOKEN_S = 0.001
 PROMPT = [5, 6, 7]
 
 
+ASKED: Mapping[str, Callable[[int], dict[str, Any]]] = {
+    "/generate": lambda tokens: {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True},
+        "return_logprob": True,
+    },
+    "/v1/completions": lambda tokens: {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True},
+    "/v1/chat/completions": lambda tokens: {
+        "messages": [{"role": "user", "content": "abc"}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+    },
+}
+
+
 class Child:
     """What a runner started: an engine or a trainer, as an application on a port or a socket."""
 
@@ -381,19 +396,16 @@ class SmallPod:
     def endpoint(self) -> Endpoint:
         return Endpoint(pod="p", address="127.0.0.1", port=self.agent.server.ports.data)
 
-    async def ask(self, *, tokens: int = 4000, leaves_after_s: float | None = None, stream: bool = False) -> str:
-        """One request to the gate: how it ended. Notes poison and answers without a version."""
+    async def ask(
+        self, *, tokens: int = 4000, leaves_after_s: float | None = None, stream: bool = False, path: str = "/generate"
+    ) -> str:
+        """One request to the gate: how it ended. Looks at the tokens of /generate."""
         client = DataClient(self._net.session, MemberTls.read(self.directories.tls), JOB_UID)
-        body = {
-            "input_ids": PROMPT,
-            "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True},
-            "return_logprob": True,
-            "stream": stream,
-        }
+        body = ASKED[path](tokens) | {"stream": stream}
         try:
             async with (
                 asyncio.timeout(leaves_after_s or DEADLINE_S),
-                client.request("POST", self.endpoint, "/generate", json=body) as answer,
+                client.request("POST", self.endpoint, path, json=body) as answer,
             ):
                 text = await answer.read()
                 if answer.status == 503:
@@ -408,6 +420,8 @@ class SmallPod:
             assert done == b"data: [DONE]", done
             text = last.removeprefix(b"data: ")
         said = json.loads(text)
+        if path != "/generate":
+            return str(said["choices"][0]["finish_reason"])
         self._check_tokens(said)
         return str(said["meta_info"]["finish_reason"]["type"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from colocated_rl_api.ladder import LADDER, Rung, WeightVersion, standing
 from colocated_rl_api.member_wire import Refusal
-from fakes.small_pod import SmallPod, small_pod
+from fakes.small_pod import ASKED, SmallPod, small_pod
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 ENGINE_ROUTES = (
@@ -131,6 +132,9 @@ def test_whatever_happens_nothing_is_broken_and_the_pod_serves_again(moves: list
     asyncio.run(live())
 
 
+WAYS = list(itertools.product(ASKED, (False, True), (None, 0.01)))
+
+
 @pytest.mark.parametrize("steps", [2])
 async def test_requests_at_every_instant_of_a_switch_all_end_and_the_count_balances(steps: int) -> None:
     async with small_pod() as pod:
@@ -140,16 +144,14 @@ async def test_requests_at_every_instant_of_a_switch_all_end_and_the_count_balan
         def ask_in_all_ways(route: str) -> None:
             if route != "/generate":
                 instants.append(route)
-                for stream in (False, True):
-                    for leaves_after_s in (None, 0.01):
-                        life.asked.append(asyncio.create_task(pod.ask(stream=stream, leaves_after_s=leaves_after_s)))
+                for path, stream, leaves_after_s in WAYS:
+                    asking = pod.ask(path=path, stream=stream, leaves_after_s=leaves_after_s)
+                    life.asked.append(asyncio.create_task(asking))
 
         await life.step(Rung.SERVING)
         pod.on_call = ask_in_all_ways
         for _ in range(steps):
-            for stream in (False, True):
-                for leaves_after_s in (None, 0.01):
-                    await life.ask(stream, leaves_after_s)
+            ask_in_all_ways("before the switch")
             await life.step(Rung.SERVING)
         pod.on_call = lambda route: None
         assert pod.engine is not None
@@ -250,9 +252,11 @@ async def test_figures_tell_a_life() -> None:
     async with small_pod() as pod:
         await pod.climb(V0)
         assert "length" == await pod.ask(tokens=7)
+        leaving = asyncio.create_task(pod.ask())
+        await pod.news(lambda: pod.agent._gate._held_bytes > 1000)
+        leaving.cancel()
+        await pod.news(lambda: pod.agent._gate.in_flight == 0)
         asked = [asyncio.create_task(pod.ask(stream=stream)) for stream in (False, True)]
-        left = asyncio.create_task(pod.ask(leaves_after_s=0.1))
-        assert "left" == await left
         await pod.news(lambda: pod.agent._gate.in_flight == 2)
         await pod.climb(V1)
         assert ["abort"] * 2 == await asyncio.gather(*asked)
