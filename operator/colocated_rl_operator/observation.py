@@ -98,6 +98,11 @@ class Member:
         return self.ends_at is None and self.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
 
     @property
+    def answers(self) -> bool:
+        """Connected, and an agent has found its GPU container: without it nothing is known of engine and trainers."""
+        return self.facts is not None and (not isinstance(self.facts, PodFacts) or bool(self.facts.engines))
+
+    @property
     def pod_facts(self) -> PodFacts | None:
         return self.facts if isinstance(self.facts, PodFacts) else None
 
@@ -154,9 +159,9 @@ class Observation:
 
     @cached_property
     def all_answer(self) -> bool:
-        """Every seat is filled by a member that is connected and has reported."""
+        """Every seat is filled by a member that answers."""
         return len(self.gpu_members) == self.job.spec.replicas and (
-            self.rollout_facts is not None and all(member.pod_facts for member in self.gpu_members)
+            self.rollout_facts is not None and all(member.answers for member in self.gpu_members)
         )
 
     @cached_property

@@ -294,7 +294,7 @@ def _stop_target(seen: Observation, climb: Climb, member: Member) -> PodTarget |
 # -------------------------------------------------------------------------------------------------------- for messages
 def _absent(seen: Observation) -> tuple[str, ...]:
     seats = (*seen.job.gpu_seats, ROLLOUT_SEAT)
-    return tuple(seat for seat in seats if seat not in seen.current or seen.current[seat].facts is None)
+    return tuple(seat for seat in seats if seat not in seen.current or not seen.current[seat].answers)
 
 
 def _absentees(seen: Observation) -> str:
@@ -304,7 +304,8 @@ def _absentees(seen: Observation) -> str:
 def _why_absent(member: Member | None) -> str:
     if member is None:
         return "no pod"
-    return member.trouble or f"pod {member.phase}, no connection"
+    problem = member.facts.problem if member.facts else None
+    return member.trouble or (problem.message if problem else f"pod {member.phase}, no connection")
 
 
 def _replaced(seen: Observation) -> str:

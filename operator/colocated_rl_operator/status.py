@@ -249,7 +249,7 @@ def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
 
 
 def _ready(seen: Observation) -> str:
-    return f"{sum(member.pod_facts is not None for member in seen.gpu_members)}/{seen.job.spec.replicas}"
+    return f"{sum(member.answers for member in seen.gpu_members)}/{seen.job.spec.replicas}"
 
 
 def _rollout(seen: Observation) -> RolloutStatus | None:

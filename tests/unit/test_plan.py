@@ -89,6 +89,24 @@ def test_a_silent_pod_holds_the_group_where_it_is() -> None:
     assert decided.wake_at == seen.now + SILENCE_S
 
 
+def test_a_pod_whose_gpu_container_is_down_is_waited_for() -> None:
+    """Its agent answered, so the group had the 30 s of an agent: a container that was killed for memory a few times
+    used up backoffLimit before kubelet had started it again."""
+    seen = climbing(Rung.RELEASED, Rung.RELEASED)
+    lost = Problem(reason="RunnerUnreachable", message="the GPU container's runner does not answer on its socket")
+    blind = facts_at(Rung.RELEASED, V1).model_copy(update={"engines": (), "trainers": (), "problem": lost})
+    killed = replace(seen.members[0], facts=blind)
+    seen = remember(replace(seen, members=(killed, *seen.members[1:])))
+    decided = plan(later(seen, 600))
+    assert not decided.raises
+    assert decided.wait is not None
+    assert "gpu-0 (the GPU container's runner does not answer on its socket)" == decided.wait.message
+    told = replace(killed, trouble="gpu: CrashLoopBackOff, 3 restarts, last ended with code 137 (OOMKilled)")
+    wait = plan(replace(seen, members=(told, *seen.members[1:]))).wait
+    assert wait is not None
+    assert "OOMKilled" in wait.message
+
+
 def test_targets_name_the_meeting_place_of_the_lineage_and_the_batches() -> None:
     decided = plan(climbing(Rung.RELEASED, Rung.RELEASED, Rung.RELEASED))
     for target in pod_targets(decided):
