@@ -389,11 +389,12 @@ class Model:
         )
 
     def _is_alone(self, state: State, index: int) -> bool:
-        """Its group has lost a rank: a collective ends by an error or by its deadline."""
+        """A rank of its group has gone: the collective ends by an error. One that has not come yet is waited for."""
         mine = state.pods[index].rank
-        return mine.is_alive and any(
+        return any(
             not pod.alive
-            or (pod.rank.lineage is not None and (pod.rank.lineage, pod.rank.is_alive) != (mine.lineage, True))
+            or (pod.rank.lineage == mine.lineage and not pod.rank.is_alive)
+            or (pod.rank.lineage or 0) > (mine.lineage or 0)
             for other, pod in enumerate(state.pods)
             if other != index
         )

@@ -37,7 +37,7 @@ def job(replicas: int) -> Job:
 def assert_all_is_well(explored: Explored) -> None:
     assert 0 == explored.frontier
     assert [] == explored.hopeless
-    assert explored.ends[Cause.ALL_STEPS_DONE] > 0
+    assert {Cause.ALL_STEPS_DONE} == explored.ends.keys()
 
 
 @pytest.mark.parametrize(("replicas", "deaths"), [(1, 1), (2, 0)])
@@ -63,6 +63,8 @@ def test_walks_at_random_are_safe_and_end(replicas: int, deaths: int, seed: int)
         lively = [move for move in following if move[1].deaths == state.deaths]
         _, state = rng.choice(following if rng.random() < DEATHS_AT else lively or following)
     assert state.operator.is_over
+    assert state.operator.climb is not None
+    assert Cause.ALL_STEPS_DONE is state.operator.climb.cause
 
 
 def test_a_plan_depends_on_nothing_that_the_models_reports_leave_out() -> None:
