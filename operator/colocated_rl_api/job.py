@@ -208,6 +208,12 @@ class Interruption(StrEnum):
     RETRY = "Retry"  # start over
 
 
+class AtMaxStaleness(StrEnum):
+    WAIT = "Wait"  # the batch waits for the group
+    MASK = "Mask"  # the tokens are context and not trained
+    DROP = "Drop"  # the sample is discarded and replaced
+
+
 class Filter(StrEnum):
     EQUAL_REWARDS = "EqualRewards"  # a group whose samples were all rewarded the same
     TRUNCATED = "Truncated"  # a sample that ended by the token limit
@@ -240,6 +246,13 @@ class Rollout(Part):
         le=64,
         description="Oldest weights, in steps behind the step that trains a token, that may have made it. "
         "0 trains only on the current policy.",
+    )
+    at_max_staleness: AtMaxStaleness = Field(
+        default=AtMaxStaleness.WAIT,
+        strict=False,
+        description="What happens to a group that is not finished in the last step that may train its oldest tokens: "
+        "the batch waits for it (Wait), it comes into a later one where tokens that are too old are not trained "
+        "(Mask), or samples with such tokens are discarded and replaced (Drop).",
     )
     interruption: Interruption = Field(
         default=Interruption.RESUME,

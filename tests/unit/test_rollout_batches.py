@@ -46,6 +46,16 @@ def write(directory: Path, shards: int) -> BatchRecord:
     return write_batch(directory, make_groups(), step=3, shards=shards, temperature=0.7, seed=5)
 
 
+def test_tokens_that_are_too_old_are_context_and_counted(tmp_path: Path) -> None:
+    record = write_batch(tmp_path, make_groups(), step=3, shards=1, temperature=0.7, seed=5, oldest_step=2)
+    columns = load(shard_path(tmp_path, 3, 0).read_bytes())
+    assert [7, 8, 100, 101, 102] == columns["tokens"][:5].tolist()
+    assert [0, 0, 0, 0, 1] == columns["loss_mask"][:5].tolist()
+    assert [0, 0, 0, 0, -0.25] == columns["behaviour_logp"][:5].tolist()
+    assert [-1, -1, -1, -1, 2] == columns["token_step"][:5].tolist()
+    assert (8, 2, {0: 8}) == (record.loss_tokens, record.masked_tokens, record.staleness)
+
+
 def test_columns_say_of_each_token_who_made_it_and_of_each_sample_how_its_group_did(tmp_path: Path) -> None:
     write(tmp_path, 1)
     columns = load(shard_path(tmp_path, 3, 0).read_bytes())

@@ -96,6 +96,11 @@ def test_a_batch_is_chosen_so_that_no_group_passes_its_deadline(
     assert expected == choose([Candidate(*group) for group in groups], step=1, batch_size=2)
 
 
+def test_a_job_that_does_not_wait_takes_what_is_complete() -> None:
+    groups = [Candidate(1, 1, False), Candidate(LATER, 2, True), Candidate(LATER, 3, True)]
+    assert [2, 3] == choose(groups, step=1, batch_size=2, waits=False)
+
+
 @dataclass
 class _Group:
     id: int

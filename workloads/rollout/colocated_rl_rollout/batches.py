@@ -39,6 +39,7 @@ class BatchRecord(Wire):
     resumed_samples: int = Field(description="samples that were interrupted at least once")
     segments: int = Field(description="engine attempts that brought tokens, of all samples")
     truncated: int = Field(description="samples that ended by the token limit")
+    masked_tokens: int = Field(default=0, description="tokens that are too old to be trained, and are context alone")
     sha256: tuple[str, ...] = Field(description="of each shard")
 
     @property
@@ -62,11 +63,26 @@ class _Row:
 
 
 def write_batch(
-    directory: Path, groups: Sequence[Group], *, step: int, shards: int, temperature: float, seed: int
+    directory: Path,
+    groups: Sequence[Group],
+    *,
+    step: int,
+    shards: int,
+    temperature: float,
+    seed: int,
+    oldest_step: int = 0,
 ) -> BatchRecord:
-    """Make the files of a batch durable and say what is in them. `groups` are complete, in the batch's order."""
+    """Make the files of a batch durable and say what is in them. `groups` are complete, in the batch's order.
+
+    oldest_step: tokens of weights before it are not trained.
+    """
     rows = [row for group in groups for row in _rows(group)]
-    loss_tokens = sum(len(row.sample.tokens) for row in rows)
+    spans = [span for row in rows for span in row.sample.tokens.spans]
+    ages: Counter[int] = Counter()
+    for span in spans:
+        if span.version.step >= oldest_step:
+            ages[staleness(span.version.step, at_step=step)] += span.end - span.start
+    loss_tokens = ages.total()
     digests = []
     if not directory.exists():
         directory.mkdir(parents=True)
@@ -82,14 +98,11 @@ def write_batch(
             temperature=temperature,
             seed=seed,
         )
-        body = _shard([rows[place] for place in part], header)
+        body = _shard([rows[place] for place in part], header, oldest_step)
         _write_durably(shard_path(directory, step, shard), body)
         digests.append(hashlib.sha256(body).hexdigest())
     _sync_directory(directory)
     samples = [row.sample for row in rows]
-    ages: Counter[int] = Counter()
-    for span in (span for sample in samples for span in sample.tokens.spans):
-        ages[staleness(span.version.step, at_step=step)] += span.end - span.start
     return BatchRecord(
         step=step,
         groups=len(groups),
@@ -100,6 +113,7 @@ def write_batch(
         resumed_samples=sum(sample.segments > 1 for sample in samples),
         segments=sum(sample.segments for sample in samples),
         truncated=sum(sample.finish is Finish.LENGTH for sample in samples),
+        masked_tokens=sum(span.end - span.start for span in spans) - loss_tokens,
         sha256=tuple(digests),
     )
 
@@ -156,7 +170,7 @@ def _reward(sample: Sample) -> float:
     return sample.reward
 
 
-def _shard(rows: Sequence[_Row], header: BatchHeader) -> bytes:
+def _shard(rows: Sequence[_Row], header: BatchHeader, oldest_step: int) -> bytes:
     """One file: columns of `colocated_rl_api.batch`, prompt and response of each sample one after another."""
     tokens = sum(row.length for row in rows)
     ids = np.empty(tokens, np.int32)
@@ -169,10 +183,12 @@ def _shard(rows: Sequence[_Row], header: BatchHeader) -> bytes:
         start = end - len(response)
         ids[start - len(prompt) : start] = prompt
         ids[start:end] = response.ids
-        loss_mask[start:end] = 1
-        behaviour_logp[start:end] = response.logp
         for span in response.spans:
-            token_step[start + span.start : start + span.end] = span.version.step
+            if span.version.step >= oldest_step:
+                place = slice(start + span.start, start + span.end)
+                loss_mask[place] = 1
+                behaviour_logp[place] = response.logp[span.start : span.end]
+                token_step[place] = span.version.step
     columns: dict[str, NDArray[Any]] = {
         "tokens": ids,
         "sample_end": ends,

@@ -2,7 +2,8 @@
 
 Staleness of a token at step k is k - 1 - version: 0 for the weights that the step starts from. A group's deadline is
 the last step at which its oldest token is within the limit. Sealing waits for a group rather than let it pass its
-deadline: bounded staleness, no waiting and no discarded tokens can't all hold, and waiting loses nothing.
+deadline: bounded staleness, no waiting and no discarded tokens can't all hold, and waiting loses nothing. A job may
+choose otherwise (`spec.rollout.atMaxStaleness`): then tokens that are too old are masked, or their samples discarded.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ class Candidate(NamedTuple):
     is_complete: bool
 
 
-def choose(groups: Iterable[Candidate], *, step: int, batch_size: int) -> list[int] | None:
+def choose(groups: Iterable[Candidate], *, step: int, batch_size: int, waits: bool = True) -> list[int] | None:
     """Ids of the groups of batch `step`, oldest first; None while sealing has to wait.
 
-    Most urgent first, oldest first. Waits for `batch_size` complete groups; and longer, when taking a less urgent group
-    now would leave more urgent ones than the batches up to their deadline can hold.
+    Most urgent first, oldest first. Waits for `batch_size` complete groups; and with `waits` also when taking a less
+    urgent group now would leave more urgent ones than the batches up to their deadline can hold.
     """
     ranked = sorted(groups)
     picked = [group for group in ranked if group.is_complete][:batch_size]
     if len(picked) < batch_size:
         return None
     chosen = {group.id for group in picked}
-    left = [group.deadline for group in ranked if group.id not in chosen]
+    left = [group.deadline for group in ranked if group.id not in chosen] if waits else []
     for limit in left:
         if limit >= picked[-1].deadline:
             break  # nothing less urgent was picked: waiting would not help

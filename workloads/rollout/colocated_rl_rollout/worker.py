@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from colocated_rl_api.job import ColocatedRLJobSpec, Filter, Interruption
+from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Filter, Interruption
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_rollout.batches import BatchRecord, write_batch
@@ -293,6 +293,8 @@ class Worker:
 
     def discard_stale(self) -> None:
         """Replace samples that no batch can take any more: a token of theirs is older than `maxStaleness` allows."""
+        if self._rollout.at_max_staleness is AtMaxStaleness.MASK:
+            return
         step = self._store.next_step
         late = [group for group in self._store.groups.values() if self._deadline(group) < step]
         for sample in [sample for group in late for sample in group.kept]:
@@ -310,7 +312,8 @@ class Worker:
             return
         self.discard_stale()
         candidates = [Candidate(self._deadline(group), group.id, group.is_complete) for group in groups]
-        chosen = choose(candidates, step=step, batch_size=self._rollout.batch_size)
+        waits = self._rollout.at_max_staleness is AtMaxStaleness.WAIT
+        chosen = choose(candidates, step=step, batch_size=self._rollout.batch_size, waits=waits)
         if chosen is not None:
             self._sealing = self._group.create_task(self._seal(step, [self._store.groups[number] for number in chosen]))
 
@@ -320,6 +323,7 @@ class Worker:
             await asyncio.sleep(self._full_retry_s)
         self._store.problem = None
         self._store.seal(record, groups)
+        self._metrics.discarded_tokens.labels("TooStale").inc(record.masked_tokens)
         if self._filtered < self._rollout.filtered_at_most:
             self.no_signal = None
         filtered, self._filtered = self._filtered, 0
@@ -339,6 +343,7 @@ class Worker:
                 shards=trainer_ranks(self._spec),
                 temperature=self._rollout.sampling.temperature,
                 seed=self._rollout.prompts.source.seed,
+                oldest_step=step - 1 - self._rollout.max_staleness,
             )
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -361,6 +366,7 @@ class Worker:
             resumed_samples=record.resumed_samples,
             segments=record.segments,
             truncated=record.truncated,
+            masked_tokens=record.masked_tokens,
             filtered_groups=filtered,
             took_s=round(took_s, 3),
         )
