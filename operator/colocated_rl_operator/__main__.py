@@ -94,12 +94,15 @@ async def lead(settings: Settings, access: ClusterAccess, metrics: Metrics, leas
             )
             office = handlers.Office(access, doors, wakeups)
             os.environ["POD_ID"] = settings.identity  # else kopf asks for the name of its user, and the UID has none
-            await kopf.operator(
-                standalone=True,  # the Lease elects; peering does not fence
-                clusterwide=not settings.watch_namespaces,
-                namespaces=settings.watch_namespaces,
-                memo=kopf.Memo(office=office),
-            )
+            try:
+                await kopf.operator(
+                    standalone=True,  # the Lease elects; peering does not fence
+                    clusterwide=not settings.watch_namespaces,
+                    namespaces=settings.watch_namespaces,
+                    memo=kopf.Memo(office=office),
+                )
+            finally:
+                office.close()
     logs.log(LOG, "ended as leader")
 
 

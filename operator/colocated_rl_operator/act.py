@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from colocated_rl_api import names
 from colocated_rl_api.job_status import Phase
 from colocated_rl_api.logs import log
 from colocated_rl_operator import belongings, resources
@@ -39,6 +40,7 @@ STALL_RETRY_S = 30.0
 NAME_RETRY_S = 1.0
 DELETE_GRACE_S = 30  # of pods whose job is deleted
 DELETE_TRIES, DELETE_RETRY_S = 4, 1.0
+BURY_AFTER_S = DELETE_GRACE_S + 15.0  # then a pod of a deleted job has no node that answers
 STOP_S = 5.0  # members of a deleted job have this long to end by themselves
 
 
@@ -55,6 +57,7 @@ class Doors:
     metrics: Metrics
     namespace: str  # the operator's own
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
+    bury_after_s: float = BURY_AFTER_S
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], datetime] = lambda: datetime.now(UTC).replace(microsecond=0)
 
@@ -217,6 +220,19 @@ async def _delete_each(about: About, doors: Doors) -> None:
     for outcome in await asyncio.gather(*deletions, return_exceptions=True):
         if outcome is not None:
             raise outcome
+
+
+async def bury(about: About, doors: Doors) -> None:
+    """Forget GPU pods of a deleted job that did not end. The store's pod is never forced: its volume may be in use."""
+    await asyncio.sleep(doors.bury_after_s)
+    try:
+        for pod in await doors.kube.list_pods(about.namespace, about.uid):
+            name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+            if pod["metadata"]["labels"][names.ROLE_LABEL] == names.ROLE_GPU:
+                await doors.kube.delete_pod(about.namespace, name, uid=uid, grace_s=0)
+                log(LOG, "pod forgotten", logging.WARNING, pod=name, reason="its job is deleted and it did not end")
+    except ApiError as error:
+        log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(error))
 
 
 def _all_stopped(case: Case, doors: Doors) -> bool:

@@ -17,7 +17,7 @@ import kopf
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import bind, log
-from colocated_rl_operator.act import Doors, delete_pods
+from colocated_rl_operator.act import Doors, bury, delete_pods
 from colocated_rl_operator.case import Case, Wakeups, job_of
 from colocated_rl_operator.cluster import ClusterAccess
 from colocated_rl_operator.errors import OperatorError
@@ -41,6 +41,17 @@ class Office:
     wakeups: Wakeups
     seen: dict[str, object] = field(default_factory=dict)  # of each job: what a wake-up depends on
     driven: set[str] = field(default_factory=set)  # jobs that have had their daemon in this process
+    burials: set[asyncio.Task[None]] = field(default_factory=set)  # of jobs that are gone
+
+    def see_off(self, about: About) -> None:
+        """A job is gone, and some of its pods perhaps not."""
+        burial = asyncio.create_task(bury(about, self.doors), name=f"bury/{about.name}")
+        self.burials.add(burial)
+        burial.add_done_callback(self.burials.discard)
+
+    def close(self) -> None:
+        for burial in self.burials:
+            burial.cancel()
 
 
 @kopf.on.startup()
@@ -117,6 +128,7 @@ async def let_go_of_undriven(event: Any, office: Office) -> None:
     about = _about(metadata)
     with bind(job=about.name, job_uid=about.uid):
         await _or_leave_pods(delete_pods(about, office.doors))
+        office.see_off(about)
 
 
 async def drive_job(body: Any, stopped: Any, office: Office) -> None:
@@ -141,6 +153,7 @@ async def drive_job(body: Any, stopped: Any, office: Office) -> None:
 
 async def _let_go(case: Case, body: Any, office: Office, woken: asyncio.Event) -> None:
     await _or_leave_pods(end(case, body, office.doors, woken))
+    office.see_off(case.about)
     office.doors.pods.forget(case.about.uid)
     office.doors.metrics.count_job(case.about.uid, None)
     office.wakeups.forget(case.about.uid)

@@ -80,7 +80,7 @@ class World:
     daemon: asyncio.Task[None] | None = None  # the newest
 
     @asynccontextmanager
-    async def operator(self) -> AsyncIterator[Operator]:
+    async def operator(self, **options: Any) -> AsyncIterator[Operator]:
         """One process of it; leaving the context is kill -9."""
         metrics, wakeups, pods, stopper = Metrics(CollectorRegistry()), Wakeups(), Pods(), Stopper()
         async with (
@@ -98,6 +98,7 @@ class World:
                 metrics=metrics,
                 namespace="operators",
                 confirm=_confirmed,
+                **options,
             )
             office = Office(self.api.access, doors, wakeups)
             watching = len(self.api.watchers)
@@ -110,6 +111,7 @@ class World:
                 yield Operator(office, stopper, task)
             finally:
                 task.cancel()
+                office.close()
                 del self.api.watchers[watching:]
                 await asyncio.gather(task, return_exceptions=True)
 
@@ -319,6 +321,18 @@ async def test_a_job_whose_members_are_all_dead_is_dismissed_too(world: World) -
         async with asyncio.timeout(DEADLINE_S):
             await operator.task
     assert all(pod["metadata"]["deletionTimestamp"] for pod in world.api.all("pods"))
+
+
+async def test_gpu_pods_of_a_deleted_job_do_not_wait_for_a_node_that_is_gone(world: World) -> None:
+    """Nobody looked after them any more, and their GPUs stayed taken until somebody removed the node."""
+    stay_in_rollout(world)
+    async with world.operator(bury_after_s=0.1) as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        for uid in list(world.kubelet.members):
+            world.kubelet.end(uid)  # and no kubelet says that they ended
+        operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
+        await world.until(lambda: ["sums-rollout-0"] == [pod["metadata"]["name"] for pod in world.api.all("pods")])
+    assert "deletionTimestamp" in world.api.all("pods")[0]["metadata"]
 
 
 @pytest.mark.parametrize("code", [429, 500])
