@@ -155,6 +155,7 @@ class SmallRunner:
         self.children: dict[str, Child] = {}
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._busy = asyncio.Lock()
         self._id = ""
         self.exit_code: int | None = None
 
@@ -169,10 +170,11 @@ class SmallRunner:
         if self._server is not None:
             self._server.close()
         writer, self._writer = self._writer, None
-        for child in self.children.values():
-            await child.end(-9)
         if writer is not None:
             writer.close()
+        async with self._busy:  # a child that is being started has to be there to be ended
+            for child in self.children.values():
+                await child.end(-9)
 
     async def end_child(self, name: str, code: int) -> None:
         child = self.children.get(name)
@@ -187,10 +189,11 @@ class SmallRunner:
         self._writer = writer
         children = [child.status() for child in self.children.values()]
         self._tell(event="hello", protocol=1, runner=self._id, terminating=False, children=children)
-        while line := await reader.readline():
+        while self._writer is writer and (line := await reader.readline()):
             request = json.loads(line)
             try:
-                answer = {"ok": True, **await self._carry_out(request)}
+                async with self._busy:
+                    answer = {"ok": True, **await self._carry_out(request)}
             except KeyError as error:
                 answer = {"ok": False, "error": "NoSuchChild", "message": str(error)}
             self._tell(id=request["id"], **answer)
