@@ -1,4 +1,4 @@
-"""The file of the store: its tables, and one thread that writes to it.
+"""The file of the store, and one thread that writes to it.
 
 Statements are queued in order and committed together: while one commit is on its way to the disk, everything that
 comes in waits for the next one, so a thousand samples a second cost a few commits a second. An entry of the queue is
@@ -20,29 +20,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-SCHEMA_VERSION = 1
+from colocated_rl_rollout.tables import SCHEMA, SCHEMA_VERSION
+
 BUSY_MS = 10_000
-SCHEMA = """
-CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE groups (
-    id INTEGER PRIMARY KEY, position INTEGER NOT NULL, prompt_index INTEGER NOT NULL, prompt BLOB,
-    step INTEGER, given_up TEXT
-);
-CREATE INDEX groups_by_step ON groups (step);
-CREATE TABLE samples (
-    id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups,
-    state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', attempts INTEGER NOT NULL DEFAULT 0,
-    idle_attempts INTEGER NOT NULL DEFAULT 0, finish TEXT, reward REAL
-);
-CREATE INDEX samples_by_group ON samples (group_id);
-CREATE TABLE segments (
-    sample_id INTEGER NOT NULL REFERENCES samples, attempt INTEGER NOT NULL,
-    ids BLOB NOT NULL, logp BLOB NOT NULL, spans TEXT NOT NULL, PRIMARY KEY (sample_id, attempt)
-);
-CREATE TABLE batches (step INTEGER PRIMARY KEY, record TEXT NOT NULL, kept INTEGER NOT NULL DEFAULT 1);
-CREATE TABLE evaluations (number INTEGER PRIMARY KEY, step INTEGER NOT NULL, result TEXT NOT NULL);
-CREATE TABLE retired (state TEXT, reason TEXT, count INTEGER NOT NULL, PRIMARY KEY (state, reason)) WITHOUT ROWID;
-"""
 
 Statement = tuple[str, Sequence[Sequence[Any]]]
 """SQL and the rows it is executed for."""

@@ -14,21 +14,20 @@ Refuses every move that `samples.NEXT` does not have: WrongMove is a bug, and en
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
 
 import numpy as np
 
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import EvaluationResult, Problem
+from colocated_rl_rollout import tables
 from colocated_rl_rollout.batches import BatchRecord, batch_bytes, batch_is_there, remove_all_but, remove_batch
 from colocated_rl_rollout.database import DatabaseWriter, Statement, StoreFailed, hold, open_database
 from colocated_rl_rollout.resume import join
@@ -42,7 +41,6 @@ from colocated_rl_rollout.samples import (
     Prompt,
     Sample,
     SampleState,
-    Span,
     Tokens,
 )
 
@@ -52,29 +50,6 @@ COMMIT_DEADLINE_S = 60.0
 EPOCH_DEADLINE_S = 10.0
 CLOSE_DEADLINE_S = 10.0
 SPARE_BYTES = 64 * 1024 * 1024  # of the volume, for what is accepted already; and twice the newest batch
-
-_FACT = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
-_GROUP = "INSERT INTO groups (id, position, prompt_index, prompt) VALUES (?, ?, ?, ?)"
-_SAMPLE = "INSERT INTO samples (id, group_id, state) VALUES (?, ?, ?)"
-_MOVE = "UPDATE samples SET state = ?, reason = ? WHERE id = ?"
-_ATTEMPT = "UPDATE samples SET state = ?, attempts = ?, idle_attempts = ?, finish = ? WHERE id = ?"
-_SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?)"
-_DROP_SEGMENTS = "DELETE FROM segments WHERE sample_id = ?"
-_SCORE = "UPDATE samples SET state = ?, reward = ? WHERE id = ?"
-_SEAL_GROUP = "UPDATE groups SET step = ?, prompt = NULL WHERE id = ?"
-_GIVE_UP_GROUP = "UPDATE groups SET given_up = ?, prompt = NULL WHERE id = ?"
-_COMMIT = """
-UPDATE samples SET state = 'trained' WHERE state = 'sealed' AND group_id IN (SELECT id FROM groups WHERE step <= ?)
-"""
-_DONE = "SELECT id FROM groups WHERE step <= ? OR given_up IS NOT NULL"
-_RETIRE = f"""
-INSERT INTO retired SELECT state, reason, COUNT(*) FROM samples WHERE group_id IN ({_DONE}) GROUP BY state, reason
-ON CONFLICT (state, reason) DO UPDATE SET count = count + excluded.count
-"""
-_RECENT = """
-SELECT samples.id, group_id, prompt_index, state, reason, attempts, finish, reward, step
-FROM samples JOIN groups ON groups.id = group_id
-"""
 
 
 class WrongMove(Exception):
@@ -119,7 +94,7 @@ class Store:
             raise StoreFailed(f"store {self.path} can't be read: {error}; restore the volume, or remove it") from error
         remove_all_but(self.batch_directory, self._batches.values())
         self._writer = DatabaseWriter(database)
-        self._writer.write((_FACT, [("job_uid", job_uid)]))
+        self._writer.write((tables.FACT, [("job_uid", job_uid)]))
         for sample in [sample for group in self.groups.values() for sample in group.kept]:
             if sample.state is SampleState.RUNNING:
                 self._writer.write(self._move(sample, SampleState.INTERRUPTED))
@@ -137,7 +112,7 @@ class Store:
     def remember_epoch(self, epoch: int) -> None:
         """Make an epoch durable before it is acted on; blocks until it is."""
         self.epoch = epoch
-        self._writer.write((_FACT, [("epoch", epoch)]))
+        self._writer.write((tables.FACT, [("epoch", epoch)]))
         self._writer.flush(deadline_s=EPOCH_DEADLINE_S)
 
     def has_room(self) -> bool:
@@ -166,8 +141,8 @@ class Store:
         self.cursor = prompt.position + 1
         ids = np.asarray(prompt.ids, np.int32).tobytes()
         self._writer.write(
-            (_GROUP, [(group.id, prompt.position, prompt.index, ids)]),
-            (_FACT, [("cursor", self.cursor), ("groups", group.id)]),
+            (tables.GROUP, [(group.id, prompt.position, prompt.index, ids)]),
+            (tables.FACT, [("cursor", self.cursor), ("groups", group.id)]),
             self._new_samples(group, size),
         )
         return group
@@ -186,7 +161,7 @@ class Store:
         ended = self._end_attempt(sample, SampleState.INTERRUPTED, segment if keep else NO_TOKENS, brought=brought)
         if not keep:
             sample.tokens, sample.segments = NO_TOKENS, 0
-            ended.append((_DROP_SEGMENTS, [(sample.id,)]))
+            ended.append((tables.DROP_SEGMENTS, [(sample.id,)]))
         self._writer.write(*ended)
 
     def finish(self, sample: Sample, segment: Tokens, finish: Finish) -> None:
@@ -198,20 +173,20 @@ class Store:
         """The reward is in."""
         self._check(sample, SampleState.COMPLETED)
         sample.reward = reward
-        self._writer.write((_SCORE, [(SampleState.COMPLETED, reward, sample.id)]))
+        self._writer.write((tables.SCORE, [(SampleState.COMPLETED, reward, sample.id)]))
         self._count(sample, SampleState.COMPLETED)
 
     def replace(self, sample: Sample, state: SampleState, reason: str) -> Sample:
         """End a sample as failed or discarded; a new one of the same group takes its place."""
         moved = self._move(sample, state, reason)
         sample.tokens = NO_TOKENS
-        self._writer.write(moved, (_DROP_SEGMENTS, [(sample.id,)]), self._new_samples(sample.group, 1))
+        self._writer.write(moved, (tables.DROP_SEGMENTS, [(sample.id,)]), self._new_samples(sample.group, 1))
         return sample.group.samples[-1]
 
     def leave_out(self, samples: Sequence[Sample], reason: str) -> None:
         """Filter completed samples; their group goes on with the others."""
         moved = [self._move(sample, SampleState.FILTERED, reason) for sample in samples]
-        self._writer.write(*moved, (_DROP_SEGMENTS, [(sample.id,) for sample in samples]))
+        self._writer.write(*moved, (tables.DROP_SEGMENTS, [(sample.id,) for sample in samples]))
 
     def give_up(self, group: Group, reason: str, state: SampleState = SampleState.DISCARDED) -> None:
         """Discard or filter what is left of a group; admission makes another one."""
@@ -219,7 +194,9 @@ class Store:
         moved = [self._move(sample, state, reason) for sample in dropped]
         del self.groups[group.id]
         self._writer.write(
-            *moved, (_GIVE_UP_GROUP, [(reason, group.id)]), (_DROP_SEGMENTS, [(sample.id,) for sample in dropped])
+            *moved,
+            (tables.GIVE_UP_GROUP, [(reason, group.id)]),
+            (tables.DROP_SEGMENTS, [(sample.id,) for sample in dropped]),
         )
 
     # ------------------------------------------------------------------------------------------------- batches
@@ -245,9 +222,9 @@ class Store:
         for sample in samples:
             self._check(sample, SampleState.SEALED)
         self._writer.write(
-            (_MOVE, [(SampleState.SEALED, "", sample.id) for sample in samples]),
-            (_DROP_SEGMENTS, [(sample.id,) for sample in samples]),
-            (_SEAL_GROUP, [(record.step, group.id) for group in groups]),
+            (tables.MOVE, [(SampleState.SEALED, "", sample.id) for sample in samples]),
+            (tables.DROP_SEGMENTS, [(sample.id,) for sample in samples]),
+            (tables.SEAL_GROUP, [(record.step, group.id) for group in groups]),
             (
                 "INSERT INTO batches (step, record) VALUES (?, ?)",
                 [(record.step, record.model_dump_json(by_alias=True))],
@@ -265,7 +242,7 @@ class Store:
         if step <= self.trained_step:
             return False
         self.trained_step = step
-        self._writer.write((_COMMIT, [(step,)]), (_FACT, [("trained_step", step)]))
+        self._writer.write((tables.COMMIT, [(step,)]), (tables.FACT, [("trained_step", step)]))
         for done in [sealed for sealed in self._sealed_samples if sealed <= step]:
             count = self._sealed_samples.pop(done)
             self.counts[SampleState.SEALED] -= count
@@ -279,12 +256,12 @@ class Store:
             return
         self._saved_step = saved
         self._writer.write(
-            (_RETIRE, [(saved,)]),
-            (f"DELETE FROM samples WHERE group_id IN ({_DONE})", [(saved,)]),
+            (tables.RETIRE, [(saved,)]),
+            (f"DELETE FROM samples WHERE group_id IN ({tables.DONE})", [(saved,)]),
             ("DELETE FROM groups WHERE step <= ? OR given_up IS NOT NULL", [(saved,)]),
             ("UPDATE batches SET kept = 0 WHERE step <= ?", [(saved,)]),
             ("DELETE FROM batches WHERE kept = 0 AND step < (SELECT MAX(step) FROM batches)", [()]),
-            (_FACT, [("saved_step", saved)]),
+            (tables.FACT, [("saved_step", saved)]),
         )
         for step in [step for step in self._batches if step <= saved]:
             del self._batches[step]
@@ -296,7 +273,7 @@ class Store:
         database = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
         try:
             database.row_factory = sqlite3.Row
-            rows = database.execute(f"{_RECENT} {where} ORDER BY samples.id DESC LIMIT ?", [*values, limit])
+            rows = database.execute(f"{tables.RECENT} {where} ORDER BY samples.id DESC LIMIT ?", [*values, limit])
             return [dict(row) for row in rows]
         finally:
             database.close()
@@ -319,7 +296,7 @@ class Store:
         group.unfinished += count
         self.counts[SampleState.ADMITTED] += count
         self.waiting.update((sample.id, sample) for sample in added)
-        return _SAMPLE, [(sample.id, group.id, SampleState.ADMITTED) for sample in added]
+        return tables.SAMPLE, [(sample.id, group.id, SampleState.ADMITTED) for sample in added]
 
     def _end_attempt(self, sample: Sample, state: SampleState, segment: Tokens, *, brought: bool) -> list[Statement]:
         self._check(sample, state)
@@ -330,17 +307,17 @@ class Store:
         if len(segment):
             sample.tokens = join(sample.tokens, segment)
             sample.segments += 1
-            statements.append((_SEGMENT, [(sample.id, sample.attempts, *_packed(segment))]))
+            statements.append((tables.SEGMENT, [(sample.id, sample.attempts, *tables.packed(segment))]))
         row = (state, sample.attempts, sample.idle_attempts, sample.finish, sample.id)
         self._count(sample, state)
-        return [*statements, (_ATTEMPT, [row])]
+        return [*statements, (tables.ATTEMPT, [row])]
 
     def _move(self, sample: Sample, state: SampleState, reason: str = "") -> Statement:
         self._check(sample, state)
         self._count(sample, state)
         if reason:
             self.reasons[state, reason] += 1
-        return _MOVE, [(state, reason, sample.id)]
+        return tables.MOVE, [(state, reason, sample.id)]
 
     def _check(self, sample: Sample, state: SampleState) -> None:
         if state not in NEXT[sample.state]:
@@ -386,7 +363,7 @@ class Store:
             "SELECT id, group_id, state, attempts, idle_attempts, finish, reward FROM samples"
             f" WHERE group_id IN (SELECT id {alive}) ORDER BY id"
         ):
-            sample = _sample(row, self.groups[row[1]])
+            sample = tables.sample_of(row, self.groups[row[1]])
             sample.group.samples.append(sample)
             sample.group.unfinished += sample.state in LIVE
             samples[sample.id] = sample
@@ -396,7 +373,7 @@ class Store:
             "SELECT sample_id, ids, logp, spans FROM segments ORDER BY sample_id, attempt"
         ):
             sample = samples[sample_id]
-            sample.tokens = join(sample.tokens, _unpacked(ids, logp, spans))
+            sample.tokens = join(sample.tokens, tables.unpacked(ids, logp, spans))
             sample.segments += 1
         self._sealed_samples = dict(
             database.execute(
@@ -413,30 +390,3 @@ class Store:
                 log(LOG, "batch lost", logging.ERROR, step=self.sealed.step, reason=reason)
         for (result,) in database.execute("SELECT result FROM evaluations ORDER BY number DESC LIMIT 1"):
             self.evaluated = EvaluationResult.model_validate_json(result)
-
-
-def _sample(row: Sequence[Any], group: Group) -> Sample:
-    number, _, state, attempts, idle_attempts, finish, reward = row
-    return Sample(
-        number,
-        group,
-        SampleState(state),
-        attempts=attempts,
-        idle_attempts=idle_attempts,
-        finish=Finish(finish) if finish else None,
-        reward=reward,
-    )
-
-
-def _packed(tokens: Tokens) -> tuple[bytes, bytes, str]:
-    spans = [[str(span.version), span.start, span.end] for span in tokens.spans]
-    return tokens.ids.tobytes(), tokens.logp.tobytes(), json.dumps(spans, separators=(",", ":"))
-
-
-def _unpacked(ids: bytes, logp: bytes, spans: str) -> Tokens:
-    listed: Iterable[tuple[str, int, int]] = json.loads(spans)
-    return Tokens(
-        np.frombuffer(ids, np.int32),
-        np.frombuffer(logp, np.float32),
-        tuple(Span(WeightVersion.parse(version), start, end) for version, start, end in listed),
-    )
