@@ -506,6 +506,17 @@ async def test_large_chunks_that_come_at_once_are_read_in_turn(scene: Scene) -> 
     assert 1 == scene.gate._large._value
 
 
+async def test_connections_to_the_engine_are_used_again(scene: Scene) -> None:
+    runner = scene.engine_server.runner
+    assert runner is not None
+    assert runner.server is not None
+    seen: set[object] = set()
+    for stream in (False, True) * 5:
+        await (scene.stream(sampling_params=SHORT) if stream else scene.post(sampling_params=SHORT))
+        seen.update(runner.server.connections)
+    assert 1 == len(seen)
+
+
 async def test_requests_beyond_what_can_be_held_are_sent_away_for_now(scene: Scene) -> None:
     scene.gate._held_bytes = gate_module.MAX_HELD_BYTES
     status, answer = await scene.post(sampling_params=SHORT)

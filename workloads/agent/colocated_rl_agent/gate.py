@@ -239,7 +239,9 @@ class Gate:
                 await self._abort(backend, asked.rid)
 
     async def _read(self, content: aiohttp.StreamReader, take: Callable[[bytes], Awaitable[None]]) -> None:
-        """Events until the last one. Most of a large one stays at the engine until there is room for it here."""
+        """Events, to the end of the answer, so that its connection can be used again. Most of a large one stays at the
+        engine until there is room for it here.
+        """
         events = Events()
         async with contextlib.AsyncExitStack() as room:
             has_room = False
@@ -249,9 +251,8 @@ class Gate:
                     has_room = not has_room
                     await (room.enter_async_context(self._large) if has_room else room.aclose())
                 for event in whole:
-                    if event == DONE:
-                        return
-                    await take(event)
+                    if event != DONE:
+                        await take(event)
 
     async def _abort(self, backend: Backend, rid: str) -> None:
         """The caller or the connection is gone: make sure that the engine stops working on it."""
