@@ -368,14 +368,18 @@ async def test_h56_engine_that_a_probe_made_unready_is_repaired(net: Network) ->
         assert (200, "1-1") == await served_version(it)
 
 
-async def test_goal_stop_ends_children_and_runner_with_code_0(net: Network) -> None:
+async def test_goal_stop_ends_children_and_runner_with_code_0_and_nothing_to_warn_of(net: Network) -> None:
     async with pod(net, make_job()) as it:
         group = Group([it])
         await group.climb(V0)
+        await group.climb(V1)
         await group.stop()
         await it.until(lambda facts: facts.stopped, "stopped")
         async with asyncio.timeout(DEADLINE_S):
             assert 0 == await it.runner.wait()
+        await it.restart_agent(signal.SIGTERM)
+        said = [json.loads(line) for line in it.log.read_text().splitlines() if line.startswith("{")]
+        assert [] == [line for line in said if line.get("level") not in ("info", None)]
 
 
 async def test_terminated_container_hands_back_what_is_in_flight_before_it_ends(net: Network) -> None:

@@ -375,7 +375,8 @@ class Agent:
                 log(LOG, "container terminating", children_end_in_s=wait_s)
                 self._terminating = True
             case RunnerLost(reason=reason):
-                log(LOG, "runner lost", logging.WARNING, reason=reason)
+                level = logging.INFO if self._stopped or self._terminating else logging.WARNING
+                log(LOG, "runner lost", level, reason=reason)
                 self._detach()
         self._wake_up()
 

@@ -39,5 +39,5 @@ class Problems:
         if isinstance(choice, Wait) and choice.reason:
             waits_for = Problem(reason=choice.reason, message=choice.message[:MESSAGE_CHARS])
         if waits_for is not None and waits_for != self._waits_for:
-            log(LOG, "waiting", logging.WARNING, reason=waits_for.reason, message=waits_for.message)
+            log(LOG, "waiting", reason=waits_for.reason, message=waits_for.message)
         self._waits_for = waits_for
