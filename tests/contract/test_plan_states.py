@@ -16,7 +16,12 @@ MOST_STATES = 2_000_000
 
 @pytest.mark.parametrize(
     ("replicas", "deaths", "of"),
-    [*((2, 1, (mortal,)) for mortal in MORTAL), (1, 2, MORTAL), (3, 0, ())],
+    [
+        *((2, 1, (mortal,)) for mortal in MORTAL),
+        *((2, 2, (mortal,)) for mortal in ("connection", "engine")),
+        (1, 2, MORTAL),
+        (3, 0, ()),
+    ],
     ids=lambda value: "any" if value == MORTAL else "-".join(value) or "nobody" if isinstance(value, tuple) else None,
 )
 def test_every_state_is_safe_and_leads_to_an_end(
