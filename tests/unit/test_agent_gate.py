@@ -190,6 +190,8 @@ async def test_h38_request_that_its_caller_left_is_aborted_at_the_engine(scene: 
     await scene.until(lambda: not scene.engine.samples)
     await scene.until(lambda: scene.gate.in_flight == 0)
     assert "client_gone" == scene.ended[0][0]
+    (rid,) = [body["rid"] for route, body in scene.engine.calls if route == "/generate"]
+    assert ("/abort_request", {"rid": rid, "abort_all": False}) in scene.engine.calls, "not left to what it notices"
 
 
 async def test_h58_broken_stream_hands_back_what_was_read(scene: Scene) -> None:
