@@ -372,7 +372,8 @@ class Model:
         )
         after = state._replace(saved=saved).with_pod(index, pod := pod.noted())
         was, now = standing_of(before), standing_of(pod)
-        if pod.target is not None and pod.target.goal is Goal.CLIMB and ORDER[now] > ORDER[was]:
+        is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB
+        if is_climb and ORDER[now] > ORDER[was] and not isinstance(action, do.KillEngine):  # a loss is no going on
             must_have_stood(state.pods, pod.epoch, AT[was], f"{type(action).__name__} led to {now}")
         return after
 
