@@ -25,7 +25,7 @@ class BadSetting(OperatorError):
 
 
 class JobInvalid(OperatorError):
-    """The spec breaks a rule that the API server could not see."""
+    """The spec breaks a rule that the API server could not see, or the record is in words of a newer operator."""
 
 
 class ApiError(OperatorError):

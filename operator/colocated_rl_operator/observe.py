@@ -30,7 +30,7 @@ _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely 
 
 
 def observe(case: Case, job: Job, *, pods: Pods, members: Members, now: float) -> Observation:
-    """now: monotonic."""
+    """now: monotonic. Raises JobInvalid when the record is of an operator that knows more than this one."""
     status, job_uid = case.status, case.about.uid
     is_over = status.completion_time is not None
     seated = [(pod, place) for pod in pods.of(job_uid) if (place := _place(job, pod))]
@@ -98,6 +98,8 @@ def _complaint(error: Any) -> str:
 def _climb(status: ColocatedRLJobStatus) -> Climb | None:
     if status.epoch is None or status.target_step is None or status.lineage is None or status.cause is None:
         return None
+    if status.cause not in set(Cause):
+        raise JobInvalid(f"status.cause is {status.cause}, which this operator does not know: run the newer one again")
     return Climb(
         epoch=status.epoch,
         step=status.target_step,

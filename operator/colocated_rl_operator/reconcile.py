@@ -37,11 +37,10 @@ async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | No
     case.record.check()
     await look(case, doors.kube, doors.pods, now=doors.clock())
     try:
-        job = read_job(body)
+        seen = observe(case, read_job(body), pods=doors.pods, members=doors.members, now=doors.clock())
     except JobInvalid as error:
         refuse(case, body, str(error), doors)
         return None
-    seen = observe(case, job, pods=doors.pods, members=doors.members, now=doors.clock())
     with doors.metrics.plan_s.time():
         decided = plan(seen)
     case.is_waiting = decided.wait is not None

@@ -404,6 +404,20 @@ async def test_a_spec_that_only_the_models_refuse_is_named_in_a_condition(world:
     assert not world.api.all("pods")
 
 
+async def test_an_older_operator_touches_nothing_that_it_does_not_understand(world: World) -> None:
+    """After a roll-back its loop ended by an error, again and again, and said so in its log alone."""
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+    epoch, pods = world.status["epoch"], world.api.all("pods")
+    world.api.set_status(JOB_PATH, {**world.status, "cause": "Resumed"})
+    async with world.operator():
+        await world.until(lambda: condition(world, "Stalled")[0] == "True")
+    message = next(item["message"] for item in world.status["conditions"] if item["type"] == "Stalled")
+    assert "status.cause is Resumed, which this operator does not know" in message
+    assert (epoch, "Resumed", pods) == (world.status["epoch"], world.status["cause"], world.api.all("pods"))
+
+
 async def test_a_change_of_the_spec_in_between_does_not_lose_the_epoch(world: World) -> None:
     stay_in_rollout(world)
     async with world.operator():
