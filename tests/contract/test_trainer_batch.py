@@ -37,7 +37,7 @@ def test_samples_are_found_in_the_columns(tmp_path: Path) -> None:
     assert [2, 1, 3, 1] == shard.loss_tokens.tolist()
     assert [1.0, -1.0, 0.0, 0.0] == pytest.approx(shard.advantage.tolist(), abs=1e-3)
     assert [True, True, False, False] == shard.teaching().tolist()
-    assert {7: GroupShare(3, True), 9: GroupShare(4, False)} == shard.groups()
+    assert {7: GroupShare(3, True, 2), 9: GroupShare(4, False, 2)} == shard.groups()
 
 
 def test_rank_without_samples_has_an_empty_shard(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_rank_without_samples_has_an_empty_shard(tmp_path: Path) -> None:
 
     assert 0 == shard.samples
     assert {} == shard.groups()
-    assert [] == micro_batches(shard, Minibatch(frozenset({7}), 3, True), tokens=100)
+    assert [] == micro_batches(shard, Minibatch(frozenset({7}), 3, True, 1), tokens=100)
 
 
 def change(name: str, values: Values, kind: str | None = None) -> Callable[[Columns], None]:
@@ -103,7 +103,10 @@ def test_file_that_is_no_shard_is_refused(tmp_path: Path, content: bytes | None)
 
 
 GROUPS = st.dictionaries(
-    st.integers(0, 1000), st.builds(GroupShare, st.integers(0, 50), st.booleans()), min_size=0, max_size=40
+    st.integers(0, 1000),
+    st.builds(GroupShare, st.integers(0, 50), st.booleans(), st.integers(0, 8)),
+    min_size=0,
+    max_size=40,
 )
 
 
@@ -114,10 +117,12 @@ def test_minibatches_depend_on_the_batch_and_not_on_its_split(
     ranks: list[dict[int, GroupShare]] = [{}, {}, {}]
     for group, whole in groups.items():  # each group in two parts, on ranks by chance
         cut = chance.randint(0, whole.loss_tokens)
-        for tokens in (cut, whole.loss_tokens - cut):
+        there = chance.randint(0, whole.samples)
+        for tokens, samples in ((cut, there), (whole.loss_tokens - cut, whole.samples - there)):
             rank = chance.choice(ranks)
-            known = rank.get(group, GroupShare(0, False))
-            rank[group] = GroupShare(known.loss_tokens + tokens, known.teaches or whole.teaches)
+            known = rank.get(group, GroupShare(0, False, 0))
+            teaches = known.teaches or whole.teaches
+            rank[group] = GroupShare(known.loss_tokens + tokens, teaches, known.samples + samples)
 
     assert deal_minibatches([groups], count=count, seed=seed) == deal_minibatches(ranks, count=count, seed=seed)
 
@@ -133,11 +138,12 @@ def test_minibatches_share_groups_evenly_and_lose_none(groups: dict[int, GroupSh
         assert max(sizes) - min(sizes) <= 1
     for minibatch in minibatches:
         assert sum(groups[group].loss_tokens for group in minibatch.groups) == minibatch.loss_tokens
+        assert sum(groups[group].samples for group in minibatch.groups) == minibatch.samples
         assert any(groups[group].teaches for group in minibatch.groups) == minibatch.teaches
 
 
 def test_minibatches_are_dealt_anew_each_step() -> None:
-    groups = {group: GroupShare(1, True) for group in range(20)}
+    groups = {group: GroupShare(1, True, 1) for group in range(20)}
 
     assert 1 < len({deal_minibatches([groups], count=2, seed=seed)[0].groups for seed in range(5)})
 
@@ -153,7 +159,7 @@ def test_micro_batches_hold_each_trained_token_once_with_its_context(tmp_path: P
         samples.append(Sample(prompt, response, [-1.0] * length, float(number % 3 == 0), group=number % 4))
     shard = read(write_shards(tmp_path, samples, step=3, split=1)[0])
 
-    batches = micro_batches(shard, Minibatch(frozenset({0, 1, 3}), 1, True), tokens=tokens)
+    batches = micro_batches(shard, Minibatch(frozenset({0, 1, 3}), 1, True, 1), tokens=tokens)
 
     seen: list[int] = []
     for batch in batches:
@@ -180,6 +186,6 @@ def test_only_the_positions_that_predict_a_trained_token_are_kept(tmp_path: Path
     long_prompt = replace(SAMPLES[0], prompt=[1] * 50)
     shard = read(write_shards(tmp_path, [long_prompt, SAMPLES[1]], step=3, split=1)[0])
 
-    (batch,) = micro_batches(shard, Minibatch(frozenset({7}), 3, True), tokens=1000)
+    (batch,) = micro_batches(shard, Minibatch(frozenset({7}), 3, True, 1), tokens=1000)
 
     assert [2, 49, 50] == batch.positions.tolist()

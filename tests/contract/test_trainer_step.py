@@ -42,8 +42,14 @@ def plain_step(
     optimizer: torch.optim.Optimizer,
     samples: Sequence[Sample],
     minibatches: Sequence[frozenset[int]],
-) -> None:
-    """GRPO as one would write it on a blackboard: sample by sample, no padding, nothing skipped."""
+    *,
+    advantages: str = "Spread",
+    average: str = "Tokens",
+) -> float:
+    """GRPO as one would write it on a blackboard: sample by sample, no padding, nothing skipped.
+
+    The mean norm of its gradients, which the optimizer's own scaling would hide.
+    """
 
     def logp(sample: Sample) -> torch.Tensor:
         ids = torch.tensor([[*sample.prompt, *sample.response]])
@@ -54,34 +60,52 @@ def plain_step(
     with torch.no_grad():
         proximal = [logp(sample) for sample in samples]
     rewards = {group: [s.reward for s in samples if s.group == group] for group in {s.group for s in samples}}
+    norms = []
     for groups in minibatches:
         loss = torch.zeros((), dtype=torch.float64)
-        tokens = 0
+        divisor = 0
         for sample, old in zip(samples, proximal, strict=True):
             if sample.group not in groups:
                 continue
             group = torch.tensor(rewards[sample.group], dtype=torch.float64)
-            advantage = (sample.reward - group.mean()) / (group.std(correction=0) + 1e-4)
+            advantage = sample.reward - group.mean()
+            if advantages == "Spread":
+                advantage = advantage / (group.std(correction=0) + 1e-4)
             ratio = (logp(sample) - old).exp()
             importance = (old - torch.tensor(sample.logp, dtype=torch.float64)).exp().clamp(max=2.0)
-            loss -= (torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) * importance).sum()
-            tokens += len(sample.response)
-        (loss / tokens).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            of_tokens = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) * importance
+            match average:
+                case "Tokens":
+                    loss -= of_tokens.sum()
+                    divisor += len(of_tokens)
+                case "Sequences":
+                    loss -= of_tokens.mean()
+                    divisor += 1
+                case _:
+                    loss -= of_tokens.sum() / 1024  # maxResponseTokens, its default
+                    divisor += 1
+        (loss / divisor).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
+    return sum(norms) / len(norms)
 
 
-def test_step_is_that_of_the_plain_implementation(model: Path, tmp_path: Path) -> None:
-    trainer = OneRank(tmp_path, model, learningRate=1e-2, minibatches=2, microBatchTokens=60, weightDecay=0.1)
+@pytest.mark.parametrize("advantages", ["Spread", "Mean"])
+@pytest.mark.parametrize("average", ["Tokens", "Sequences", "Limit"])
+def test_step_is_that_of_the_plain_implementation(model: Path, tmp_path: Path, advantages: str, average: str) -> None:
+    options = {"minibatches": 2, "microBatchTokens": 60, "advantage": advantages, "average": average}
+    trainer = OneRank(tmp_path, model, learningRate=1e-2, weightDecay=0.1, **options)
     plain, begin = load_model(model), trainer.weights
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     for step in (1, 2, 3):
         samples = make_samples(step)
-        trainer.train(samples)
+        metrics = trainer.train(samples)
         shard = Shard.read(write_shards(tmp_path, samples, step=step, split=1)[0], step=step, shard=0, shards=1)
         dealt = deal_minibatches([shard.groups()], count=2, seed=step)
-        plain_step(plain, optimizer, samples, [minibatch.groups for minibatch in dealt])
+        groups = [minibatch.groups for minibatch in dealt]
+        norm = plain_step(plain, optimizer, samples, groups, advantages=advantages, average=average)
+        assert norm == pytest.approx(metrics["gradient_norm"], rel=1e-4)
 
     expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     assert_moved_alike(expected, trainer.weights, begin=begin)

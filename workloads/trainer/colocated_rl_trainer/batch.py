@@ -7,6 +7,7 @@ the normalizers. Samples that teach nothing (advantage 0) count in the normalize
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +66,8 @@ class Shard:
     loss_tokens: Tensor  # int64 [n]
 
     @classmethod
-    def read(cls, path: Path, *, step: int, shard: int, shards: int) -> Shard:
-        """Raises BadShard, which says what is wrong with the file."""
+    def read(cls, path: Path, *, step: int, shard: int, shards: int, in_spreads: bool = True) -> Shard:
+        """in_spreads: of the group, are advantages. Raises BadShard, which says what is wrong with the file."""
         try:
             with safe_open(path, framework="pt") as file:
                 header = BatchHeader.model_validate_json((file.metadata() or {}).get(HEADER_KEY, ""))
@@ -92,7 +93,9 @@ class Shard:
             token_step=column["token_step"],
             reward=column["reward"],
             group=column["group"],
-            advantage=group_advantage(column["reward"], column["group_mean"], column["group_std"]),
+            advantage=group_advantage(
+                column["reward"], column["group_mean"], column["group_std"], in_spreads=in_spreads
+            ),
             start=start,
             end=end,
             loss_tokens=before[end] - before[start],
@@ -120,8 +123,10 @@ class Shard:
         for group, tokens, teaches in zip(
             self.group.tolist(), self.loss_tokens.tolist(), teaching.tolist(), strict=True
         ):
-            known = shares.get(group, GroupShare(0, False))
-            shares[group] = GroupShare(known.loss_tokens + tokens, known.teaches or teaches)
+            known = shares.get(group, GroupShare(0, False, 0))
+            shares[group] = GroupShare(
+                known.loss_tokens + tokens, known.teaches or teaches, known.samples + (tokens > 0)
+            )
         return shares
 
     def teaching(self) -> Tensor:
@@ -129,11 +134,13 @@ class Shard:
         return (self.advantage != 0) & (self.loss_tokens > 0)
 
 
-def read_together(path: Path, group: Group, *, step: int) -> tuple[Shard, list[dict[int, GroupShare]]]:
+def read_together(
+    path: Path, group: Group, *, step: int, in_spreads: bool = True
+) -> tuple[Shard, list[dict[int, GroupShare]]]:
     """This rank's shard, and every rank's part of each group. Raises Refused on every rank or on none."""
     shard, fault = None, None
     try:
-        shard = Shard.read(path, step=step, shard=group.rank, shards=group.size)
+        shard = Shard.read(path, step=step, shard=group.rank, shards=group.size, in_spreads=in_spreads)
     except BadShard as error:
         fault = error
     heard = group.gather((str(fault) if fault else None, shard.groups() if shard else {}))
@@ -181,15 +188,17 @@ def _fault(column: Mapping[str, Tensor]) -> str | None:
 class GroupShare:
     loss_tokens: int
     teaches: bool
+    samples: int  # that have a token to be trained
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Groups of one optimizer call. `loss_tokens`: of all ranks, the normalizer."""
+    """Groups of one optimizer call. `loss_tokens` and `samples` are of all ranks: what a mean divides by."""
 
     groups: frozenset[int]
     loss_tokens: int
     teaches: bool
+    samples: int
 
 
 def deal_minibatches(shares: Sequence[Mapping[int, GroupShare]], *, count: int, seed: int) -> list[Minibatch]:
@@ -197,11 +206,13 @@ def deal_minibatches(shares: Sequence[Mapping[int, GroupShare]], *, count: int, 
 
     shares: of each rank. Pure and the same on every rank; the order of ranks and how groups are split don't matter.
     """
-    tokens: dict[int, int] = {}
+    tokens: Counter[int] = Counter()
+    samples: Counter[int] = Counter()
     teaches: dict[int, bool] = {}
     for share in shares:
         for group, part in share.items():
-            tokens[group] = tokens.get(group, 0) + part.loss_tokens
+            tokens[group] += part.loss_tokens
+            samples[group] += part.samples
             teaches[group] = teaches.get(group, False) or part.teaches
     order = sorted(tokens)
     random.Random(seed).shuffle(order)
@@ -212,6 +223,7 @@ def deal_minibatches(shares: Sequence[Mapping[int, GroupShare]], *, count: int, 
             groups=frozenset(hand),
             loss_tokens=sum(tokens[group] for group in hand),
             teaches=any(teaches[group] for group in hand),
+            samples=sum(samples[group] for group in hand),
         )
         for hand in hands
     ]

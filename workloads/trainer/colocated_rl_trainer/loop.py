@@ -43,7 +43,7 @@ class DeviceFull(Exception):
 class _Work:
     """This rank's part of a minibatch: none is possible, its peers wait for it all the same."""
 
-    loss_tokens: int  # of all ranks
+    divisor: int  # of the loss: tokens or samples of all ranks
     micro_batches: list[MicroBatch]
 
 
@@ -53,7 +53,9 @@ class ReferenceTrainer:
     def __init__(self, settings: RankSettings, config: TrainerConfig) -> None:
         self._settings = settings
         self._config = config
-        self._progress_s = settings.read_job().spec.switch.trainer_progress_seconds
+        spec = settings.read_job().spec
+        self._progress_s = spec.switch.trainer_progress_seconds
+        self._limit = spec.rollout.max_response_tokens
         self._device = torch.device(settings.device)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage)
@@ -112,11 +114,12 @@ class ReferenceTrainer:
                         proximal_logp.to(logp.device),
                         shard.advantage[micro.sample].to(logp.device),
                         importance.to(logp.device),
+                        self._weight(shard, micro).to(logp.device),
                         clip_low=config.clip_low,
                         clip_high=config.clip_high,
                     )
-                    (loss.total / minibatch.loss_tokens).backward()
-                    tally.add_tokens(loss, entropy, importance, normalizer=minibatch.loss_tokens)
+                    (loss.total / minibatch.divisor).backward()
+                    tally.add_tokens(loss, entropy, importance, normalizer=minibatch.divisor)
                 gradient_norm = self._sum_and_clip_gradients(step)
                 mark_dirty()
                 state.update(learning_rate=learning_rate, betas=config.betas, weight_decay=config.weight_decay)
@@ -141,13 +144,26 @@ class ReferenceTrainer:
     def _read_batch(self, step: int, path: Path) -> tuple[Shard, list[_Work]]:
         """This rank's shard and what to do with it, agreed with the others. Raises Refused on every rank or on none."""
         config = self._config
-        shard, shares = read_together(path, self._group, step=step)
+        shard, shares = read_together(path, self._group, step=step, in_spreads=config.advantage == "Spread")
         minibatches = deal_minibatches(shares, count=config.minibatches, seed=config.seed * 1_000_003 + step)
         return shard, [
-            _Work(minibatch.loss_tokens, micro_batches(shard, minibatch, tokens=config.micro_batch_tokens))
+            _Work(
+                minibatch.loss_tokens if config.average == "Tokens" else minibatch.samples,
+                micro_batches(shard, minibatch, tokens=config.micro_batch_tokens),
+            )
             for minibatch in minibatches
             if minibatch.teaches
         ]
+
+    def _weight(self, shard: Shard, micro: MicroBatch) -> Tensor:
+        """Of each trained token in the sum over tokens."""
+        match self._config.average:
+            case "Tokens":
+                return torch.ones(len(micro.sample))
+            case "Sequences":
+                return 1 / shard.loss_tokens[micro.sample].float()
+            case "Limit":
+                return torch.full((len(micro.sample),), 1 / self._limit)
 
     def _logp(self, shard: Shard, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each trained token of a micro-batch, in the order of `micro.tokens`."""

@@ -23,19 +23,22 @@ class LengthMismatch(ValueError):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Sums over tokens; the caller divides by the loss tokens of all ranks, so that no result depends on the split."""
+    """Sums over tokens; the caller divides by what all ranks have, so that no result depends on the split."""
 
     total: Tensor  # scalar, carries the gradient
     clipped_tokens: Tensor  # scalar: tokens whose gradient the clip took away
 
 
-def group_advantage(reward: Tensor, group_mean: Tensor, group_std: Tensor) -> Tensor:
-    """How much better a sample is than its group, in spreads of the group: [samples] each. Source: GRPO (DeepSeekMath).
+def group_advantage(reward: Tensor, group_mean: Tensor, group_std: Tensor, *, in_spreads: bool = True) -> Tensor:
+    """How much better a sample is than its group, in spreads of the group or as it is: [samples] each.
 
     Exactly 0 where all rewards of the group are equal: such a sample teaches nothing and need not be computed.
+    Sources: GRPO (DeepSeekMath); without the spread Liu et al. 2025 (Dr. GRPO).
     """
     _same_length(reward, group_mean, group_std)
-    advantage = (reward - group_mean) / (group_std + ADVANTAGE_EPSILON)
+    advantage = reward - group_mean
+    if in_spreads:
+        advantage = advantage / (group_std + ADVANTAGE_EPSILON)
     return torch.where(group_std > SAME_REWARD, advantage, torch.zeros_like(advantage))
 
 
@@ -55,6 +58,7 @@ def policy_loss(
     proximal_logp: Tensor,
     advantage: Tensor,
     importance: Tensor,
+    weight: Tensor | None = None,
     *,
     clip_low: float,
     clip_high: float,
@@ -62,6 +66,7 @@ def policy_loss(
     """Clipped surrogate of PPO with own bounds below and above, times the importance ratio; summed over tokens.
 
     All [tokens]; only `policy_logp` is differentiated. The ratio is clipped to [1 - clip_low, 1 + clip_high].
+    weight: of each token in the sum; 1 when absent.
     Raises LengthMismatch. Sources: Schulman et al. 2017 (PPO); Yu et al. 2025 (DAPO) for the two bounds.
     """
     _same_length(policy_logp, proximal_logp, advantage, importance)
@@ -69,6 +74,9 @@ def policy_loss(
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     free, clipped = ratio * advantage, clipped_ratio * advantage
     surrogate = torch.minimum(free, clipped) * importance.detach()
+    if weight is not None:
+        _same_length(surrogate, weight)
+        surrogate = surrogate * weight
     return PolicyLoss(total=-surrogate.sum(), clipped_tokens=(clipped < free).sum())
 
 

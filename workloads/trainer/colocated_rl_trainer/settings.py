@@ -94,6 +94,15 @@ class TrainerConfig(BaseModel):
     clip_high: float = Field(default=0.28, gt=0, description="And above 1 + clipHigh.")
     importance_cap: float = Field(default=2.0, gt=1, description="Bound of the ratio to the behaviour policy.")
     bypass: bool = Field(default=False, description="Clip against the behaviour log-probabilities, recompute none.")
+    advantage: Literal["Spread", "Mean"] = Field(
+        default="Spread",
+        description="Reward minus the mean of its group, in spreads of the group (GRPO) or as it is (Dr. GRPO).",
+    )
+    average: Literal["Tokens", "Sequences", "Limit"] = Field(
+        default="Tokens",
+        description="The loss is the mean over tokens (DAPO), over samples of their tokens' means (GRPO), or over "
+        "samples of their tokens' sums divided by maxResponseTokens (Dr. GRPO).",
+    )
     micro_batch_tokens: int = Field(default=16_384, ge=1, description="Tokens of one forward pass, padding included.")
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of the division into minibatches.")
     threads: int | None = Field(default=None, ge=1, description="Of torch on the CPU; its own choice when absent.")
