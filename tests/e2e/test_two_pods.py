@@ -335,10 +335,19 @@ def slowed(job: RunningJob, pod: str, *, seconds: float) -> Iterator[None]:
         slowing.result()
 
 
+def stopped_off_device(job: RunningJob, pod: str) -> bool:
+    """Whether the signal came before its turn. In an export, say, it would keep the group from the next training."""
+    assert job.signal(pod, names.GPU_CONTAINER, command_contains=TRAINER, signal="SIGSTOP") > 0
+    if job.member(pod)["facts"]["trainers"][0]["state"] == "Offloaded":
+        return True
+    job.signal(pod, names.GPU_CONTAINER, command_contains=TRAINER, signal="SIGCONT")
+    return False
+
+
 @contextmanager
 def trainer_held(job: RunningJob, pod: str) -> Iterator[None]:
     """One pod's trainer stands still, so the group stays at Released with a trainer on the devices."""
-    assert job.signal(pod, names.GPU_CONTAINER, command_contains=TRAINER, signal="SIGSTOP") > 0
+    wait_for("its trainer to be stopped before its turn", lambda: stopped_off_device(job, pod), deadline_s=STEPS_S)
     try:
         other = next(name for name in job.gpu_pods if name != pod)
         wait_for(

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import assert_never
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from colocated_rl_agent import actions as do
@@ -483,6 +483,7 @@ class World:
 
 
 @settings(max_examples=150, deadline=None)
+@example({15: Chance.AGENT_RESTARTS, 19: Chance.TRAINER_DIES, 29: Chance.TRAINER_DIES}, 1)
 @given(st.dictionaries(st.integers(0, 70), st.sampled_from(Chance), max_size=8), st.integers(1, 3))
 def test_pod_keeps_every_promise_and_arrives_whatever_fails_on_the_way(chances: dict[int, Chance], steps: int) -> None:
     """chances: what happens at which action; all others go well."""

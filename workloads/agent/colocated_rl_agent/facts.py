@@ -120,7 +120,7 @@ def _lower(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
         return Wait()
     if not engine.is_whole or engine.released:
         return KillEngine("it is neither whole nor released, and nothing is released twice behind one closed gate")
-    if not engine.drained:
+    if not (engine.drained and engine.flushed):  # drained perhaps before its memory came back, by an earlier agent
         return Flush()
     if rung < Rung.RELEASED:
         return Wait()
