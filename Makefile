@@ -41,7 +41,7 @@ demo: setup ## a ColocatedRLJob on a local Kubernetes cluster: real API server, 
 
 .PHONY: test
 test: ## everything below in one go: checks and fast tests first, while the rest is still being made
-	@$(SETUP) --then dev fast-layer --then all contract-layer --then all e2e-layer
+	@$(SETUP) --then dev fast-layer --then images contract-layer --then all cluster-layer --then all e2e-layer
 
 # --- parts of them
 
@@ -59,7 +59,7 @@ test-fast: ## lint, types, unit and property tests: no cluster, no engine
 
 .PHONY: test-contract
 test-contract: ## against the real engine, the real API server, real processes
-	@$(SETUP) --only dev --only cluster --only images --then all contract-layer
+	@$(SETUP) --only dev --only cluster --only images --then images contract-layer --then all cluster-layer
 
 .PHONY: e2e
 e2e: ## whole jobs on the local cluster; on any other with `make e2e KUBECONFIG=...`
@@ -128,9 +128,13 @@ unit-layer:
 	@pytest tests/unit
 
 .PHONY: contract-layer
-contract-layer: vet-layer
+contract-layer:
+	@pytest -m 'not cluster' tests/contract tests/integration
+
+.PHONY: cluster-layer
+cluster-layer: vet-layer
 	@$(GO) test ./...
-	@pytest tests/contract tests/integration
+	@pytest -m cluster tests/contract tests/integration
 
 .PHONY: e2e-layer
 e2e-layer:

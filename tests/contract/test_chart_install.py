@@ -13,6 +13,8 @@ from contract.api_server import ApiServer, Document, Kubectl
 from colocated_rl_api import names
 from setup.layout import CHECKOUT
 
+pytestmark = pytest.mark.cluster
+
 CHART = CHECKOUT.root / "charts/colocated-rl"
 NAMESPACE = "chart-install"
 TEAM = "chart-team"

@@ -15,6 +15,8 @@ from colocated_rl_operator import authority
 from colocated_rl_operator.settings import Settings
 from setup.layout import CHECKOUT
 
+pytestmark = pytest.mark.cluster
+
 CHART = CHECKOUT.root / "charts/colocated-rl"
 CI = sorted((CHART / "ci").glob("*-values.yaml"))
 NAMESPACE = "rl-system"

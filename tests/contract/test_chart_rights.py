@@ -19,6 +19,8 @@ from colocated_rl_api import names
 from colocated_rl_operator.cluster import ClusterAccess
 from colocated_rl_operator.kube import Kube
 
+pytestmark = pytest.mark.cluster
+
 JOBS = "jobs"
 
 

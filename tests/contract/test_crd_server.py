@@ -13,6 +13,8 @@ from colocated_rl_api import names
 from colocated_rl_operator import crd
 from setup.layout import CHECKOUT
 
+pytestmark = pytest.mark.cluster
+
 NAME = f"{names.PLURAL}.{names.GROUP}"
 JOBS = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
 SEEN_AT = "2026-01-01T00:00:00Z"

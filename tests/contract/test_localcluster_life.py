@@ -17,6 +17,8 @@ import pytest
 from cluster import Cluster, binary
 from traces import family, listens, living, traces, wait_until
 
+pytestmark = pytest.mark.cluster
+
 READY_S = 200.0
 GONE_S = 30.0
 

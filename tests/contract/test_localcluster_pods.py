@@ -23,6 +23,8 @@ import pytest
 from cluster import Cluster, CommandFailed
 from traces import family, living
 
+pytestmark = pytest.mark.cluster
+
 MANIFESTS = Path(__file__).parent / "localcluster_pods.yaml"
 START_S = 60.0  # for a pod, on a machine that is busy with all the others
 

@@ -19,6 +19,8 @@ import yaml
 from cluster import Cluster, binary
 from traces import family, listens, living, traces, wait_until
 
+pytestmark = pytest.mark.cluster
+
 USER = 61_234  # nobody's so far
 SUBORDINATE = f"0 {USER} 1\n1 1000000 65536\n"
 PODS = Path(__file__).parent / "localcluster_pods.yaml"

@@ -25,6 +25,8 @@ from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec
 from colocated_rl_operator.crd import Schema, structural_schema
 from setup.layout import CHECKOUT
 
+pytestmark = pytest.mark.cluster
+
 CORPUS = CHECKOUT.root / "tests/scenarios/manifests"
 EXAMPLES = CHECKOUT.root / "crds/examples"
 JOBS = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}"

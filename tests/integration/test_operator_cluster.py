@@ -36,6 +36,8 @@ from fakes.group import Group
 from fakes.member import FakeKubelet
 from setup.layout import CHECKOUT
 
+pytestmark = pytest.mark.cluster
+
 Body = dict[str, Any]
 NAMESPACE, OPERATORS = "default", "operators"
 JOBS = f"/apis/{names.API_VERSION}/namespaces/{NAMESPACE}/{names.PLURAL}"
