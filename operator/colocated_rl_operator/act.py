@@ -195,7 +195,6 @@ async def dismiss(case: Case, decided: Plan, doors: Doors, woken: asyncio.Event)
                 await woken.wait()
     await delete_pods(case.about, doors)
     log(LOG, "job dismissed")
-    # the last act: its echo makes kopf look at the object again and drop the finalizer, else it waits out its back-off
     await case.record.commit(leaving(before=case.status, at=doors.wall()))
 
 

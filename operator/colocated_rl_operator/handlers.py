@@ -28,8 +28,8 @@ from colocated_rl_operator.record import Record
 LOG = logging.getLogger(__name__)
 
 OURS = {names.MANAGED_BY_LABEL: names.MANAGED_BY}
-DISMISS_S = 15  # for a daemon to end by itself, on deletion and on exit; then it is cancelled
-CANCEL_S = 5
+DISMISS_S = 15.0  # for a daemon to end by itself, on deletion and on exit; then it is cancelled
+CANCEL_S = 5.0
 
 
 @dataclass
@@ -68,6 +68,9 @@ async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.watching.server_timeout = 300
     settings.watching.client_timeout = 310
     settings.networking.request_timeout = 20
+    # kopf waits for the daemon where it handles the deletion, and drops the finalizer there: a back-off of the daemon's
+    # would be waited out whole whenever the daemon's last write is handled before the daemon has ended
+    settings.background.instant_exit_timeout = DISMISS_S
     settings.process.ultimate_exiting_timeout = DISMISS_S + CANCEL_S + 5
     logging.getLogger("kopf").setLevel(logging.WARNING)  # a line for each watch event otherwise
 
@@ -77,9 +80,7 @@ async def login(memo: Any, **_: Any) -> kopf.ConnectionInfo:
     return connection(memo.office.access)
 
 
-@kopf.daemon(
-    names.GROUP, names.VERSION, names.PLURAL, cancellation_backoff=DISMISS_S, cancellation_timeout=CANCEL_S, backoff=1
-)
+@kopf.daemon(names.GROUP, names.VERSION, names.PLURAL, cancellation_timeout=CANCEL_S, backoff=1)
 async def drive(body: kopf.Body, stopped: Any, memo: Any, **_: Any) -> None:
     await drive_job(body, stopped, memo.office)
 
