@@ -16,9 +16,11 @@ from statistics import mean, median
 from typing import Any
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import LADDER, Rung
+from colocated_rl_api.ladder import TIME_SLICED, Rung
 
 Line = Mapping[str, Any]
+
+UP_TO_CLOSED = (Rung.UNKNOWN, *TIME_SLICED.rungs[: TIME_SLICED.place(Rung.CLOSED)])
 
 
 class Holder(StrEnum):
@@ -173,7 +175,7 @@ def rung_times(figures: Figures) -> list[RungTime]:
         if span.holder in (Holder.SWITCH, Holder.TRAINER) and span.towards is not None:
             by_rung[span.towards].append(span)
     times = []
-    for rung in LADDER:
+    for rung in TIME_SLICED.rungs:
         if spans := by_rung.get(rung):
             took = [span.end - span.start for span in spans]
             times.append(RungTime(rung, spans[0].holder, mean(took), median(took), max(took), len(took)))
@@ -258,7 +260,7 @@ def _spans_of(pod: str, rises: Sequence[Line]) -> list[Span]:
         has_served |= rung is Rung.SERVING
         holder = _holder(rung, towards) if has_served else Holder.START
         start, end = line["ts"], following["ts"]
-        if rung is Rung.SERVING and towards > Rung.CLOSED:  # nothing was in flight: the gate closed on the way
+        if rung is Rung.SERVING and towards not in UP_TO_CLOSED:  # nothing was in flight: the gate closed on the way
             closed = max(start, end - following["took_s"])
             spans.append(Span(pod, start, closed, holder, Rung.CLOSED, following["step"]))
             start, holder = closed, _holder(Rung.CLOSED, towards)
@@ -267,6 +269,6 @@ def _spans_of(pod: str, rises: Sequence[Line]) -> list[Span]:
 
 
 def _holder(rung: Rung, towards: Rung | None) -> Holder:
-    if (towards is not None and towards <= Rung.CLOSED) or rung in (Rung.SEALED, Rung.SERVING, Rung.UNKNOWN):
+    if towards in UP_TO_CLOSED or rung in (Rung.SEALED, Rung.SERVING, Rung.UNKNOWN):
         return Holder.ROLLOUT
-    return Holder.TRAINER if Rung.RELEASED <= rung < Rung.OFFLOADED else Holder.SWITCH
+    return Holder.TRAINER if rung in (Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED) else Holder.SWITCH

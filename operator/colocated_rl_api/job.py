@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic.alias_generators import to_camel
 
 from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_api.ladder import LADDERS, Ladder, Placement
 from colocated_rl_api.parts import Options, Part, Quantity, Resources, Rule, Volume, rules, should_match
 
 JOB_NAME_MAX = 40  # longest derived name: NAME-gpu-REPLICA-ATTEMPT, at most 63 characters
@@ -276,6 +277,14 @@ class Rollout(Part):
     )
     sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
     resources: Resources = Field(default_factory=Resources, description="Resources of the rollout controller.")
+
+    @property
+    def placement(self) -> Placement:
+        return Placement.TIME_SLICED
+
+    @property
+    def ladder(self) -> Ladder:
+        return LADDERS[self.placement]
 
     @property
     def concurrency(self) -> int:

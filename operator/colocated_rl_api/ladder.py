@@ -1,18 +1,20 @@
-"""The ladder: the fixed order in which a pod's GPUs change hands, and where a pod stands on it.
+"""The ladders: the fixed orders in which a pod's weights change hands, and where a pod stands on one of them.
 
-One table, read by the planner, the agents, the documentation and the tests. A rung is a named set of facts; a pod
-stands at the highest rung whose facts all hold, seen from the weights version that the group is climbing to. Barriers
-are rungs that every member must reach before any goes on.
+Placement decides which ladder a job climbs; each is one value here, read by the planner, the agents, the documentation
+and the tests. A rung is a named set of facts; a pod stands at the highest rung whose facts all hold, seen from the
+weights version that the group is climbing to. Barriers are rungs that every member must reach before any goes on.
 
-Nothing here stores a position: `standing` derives it from facts, so a restart of either side costs nothing.
+Nothing here stores a position: `Ladder.standing` derives it from facts, so a restart of either side costs nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Never, NoReturn
 
 if TYPE_CHECKING:
     from colocated_rl_api.member_wire import EngineFacts, PodFacts
@@ -41,7 +43,7 @@ class WeightVersion(NamedTuple):
 
 
 class Rung(StrEnum):
-    """What must be true of a member to stand here; the table of DESIGN, in order."""
+    """What must be true of a member to stand here. Which of them there are, and in which order, a `Ladder` says."""
 
     UNKNOWN = "Unknown"  # no facts, or facts that can't be: below all others
     SEALED = "Sealed"  # the rollout controller has the batch; the pod still serves older weights
@@ -57,47 +59,68 @@ class Rung(StrEnum):
     RESTORED = "Restored"  # all of the engine's memory is mapped again
     SERVING = "Serving"  # gate open on the version
 
-    def __lt__(self, other: str) -> bool:  # the order of the ladder, not of the alphabet
-        return _ORDER[self] < _ORDER[Rung(other)]
+    def __lt__(self, other: Never) -> NoReturn:  # type: ignore[override]
+        raise TypeError("rungs are in no order, least of all that of the alphabet: ask the job's Ladder")
 
-    def __le__(self, other: str) -> bool:
-        return _ORDER[self] <= _ORDER[Rung(other)]
-
-    def __gt__(self, other: str) -> bool:
-        return _ORDER[self] > _ORDER[Rung(other)]
-
-    def __ge__(self, other: str) -> bool:
-        return _ORDER[self] >= _ORDER[Rung(other)]
+    __le__ = __gt__ = __ge__ = __lt__  # type: ignore[assignment]
 
 
-_ORDER = {rung: place for place, rung in enumerate(Rung)}
+class Placement(StrEnum):
+    """How engines and trainer share the devices; `status.placement`."""
 
-LADDER: tuple[Rung, ...] = tuple(rung for rung in Rung if rung is not Rung.UNKNOWN)
-BARRIERS: frozenset[Rung] = frozenset(
-    {Rung.SEALED, Rung.PAUSED, Rung.DRAINED, Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED, Rung.SERVING}
-)
+    TIME_SLICED = "TimeSliced"  # they take turns
 
 
-def next_barrier(after: Rung) -> Rung:
-    """The barrier that a group may aim for when its slowest member stands at `after`.
+@dataclass(frozen=True, eq=False)
+class Ladder:
+    """One order of rungs. Of a rung that is not on it nothing can be said: every method raises KeyError."""
 
-    The group may stand one barrier beyond its slowest member. At the top it stays there.
-    """
-    return next((rung for rung in LADDER if rung > after and rung in BARRIERS), Rung.SERVING)
+    placement: Placement
+    rungs: tuple[Rung, ...]
+    barriers: frozenset[Rung]
+    training: frozenset[Rung]  # a group whose slowest pod stands here waits for its trainers
+    finished_at: Rung  # from here on a step is done for the store: nothing new begins on older weights
+    stands: Callable[[PodFacts, WeightVersion], Rung]  # of a pod whose facts are known
+
+    def place(self, rung: Rung) -> int:
+        """For comparing; UNKNOWN is below all."""
+        return self._places[rung]
+
+    def reaches(self, rung: Rung, wanted: Rung) -> bool:
+        """Whether who stands at `rung` stands at `wanted` or higher."""
+        return self._places[rung] >= self._places[wanted]
+
+    def next_barrier(self, after: Rung) -> Rung:
+        """The barrier that a group may aim for when its slowest member stands at `after`.
+
+        The group may stand one barrier beyond its slowest member. At the top it stays there.
+        """
+        above = self.rungs[self._places[after] :]
+        return next((rung for rung in above if rung in self.barriers), Rung.SERVING)
+
+    def slowest(self, standings: Iterable[Rung]) -> Rung:
+        """The lowest rung of a group; UNKNOWN for an empty one."""
+        return min(standings, key=self.place, default=Rung.UNKNOWN)
+
+    def standing(self, pod: PodFacts | None, at: WeightVersion) -> Rung:
+        """Where a GPU pod stands on the way to serving version `at`; UNKNOWN without facts.
+
+        A pod stands at its lowest engine's rung. An engine whose process is gone satisfies everything below Updated: it
+        maps no memory and has nothing in flight (the gate is closed whenever an engine is missing).
+        """
+        return self.stands(pod, at) if pod is not None and pod.engines and pod.trainers else Rung.UNKNOWN
+
+    @cached_property
+    def _places(self) -> Mapping[Rung, int]:
+        return {rung: place for place, rung in enumerate((Rung.UNKNOWN, *self.rungs))}
 
 
-def standing(pod: PodFacts | None, at: WeightVersion) -> Rung:
-    """Where a GPU pod stands on the way to serving version `at`; UNKNOWN without facts.
-
-    A pod stands at its lowest engine's rung. An engine whose process is gone satisfies everything below Updated: it
-    maps no memory and has nothing in flight (the gate is closed whenever an engine is missing).
-    """
-    if pod is None or not pod.engines or not pod.trainers:
-        return Rung.UNKNOWN
+# -------------------------------------------------------------------------------------------------------- time-sliced
+def _stands_time_sliced(pod: PodFacts, at: WeightVersion) -> Rung:
     if all(_is_updated(engine, at) for engine in pod.engines):
         if not all(engine.is_mapped for engine in pod.engines):
             return Rung.UPDATED
-        return Rung.SERVING if pod.gate.open and not _any_paused(pod.engines) else Rung.RESTORED
+        return Rung.SERVING if _serves(pod) else Rung.RESTORED
     if pod.gate.open:
         return Rung.SEALED
     if not pod.gate.settled:
@@ -112,30 +135,9 @@ def standing(pod: PodFacts | None, at: WeightVersion) -> Rung:
         return Rung.OFFLOADED if _is_offloaded(pod, at) else Rung.DRAINED
     if not _is_trained(pod, at):
         return Rung.RELEASED
-    if not all(rank.exported == at for rank in pod.trainers):
+    if not _is_exported(pod, at):
         return Rung.TRAINED
     return Rung.OFFLOADED if _is_offloaded(pod, at) else Rung.EXPORTED
-
-
-def slowest(standings: Iterable[Rung]) -> Rung:
-    """The lowest rung of a group; UNKNOWN for an empty one."""
-    return min(standings, key=_ORDER.__getitem__, default=Rung.UNKNOWN)
-
-
-def _is_updated(engine: EngineFacts, at: WeightVersion) -> bool:
-    return engine.is_ready and engine.version == at and engine.weights_mapped
-
-
-def _any_paused(engines: Sequence[EngineFacts]) -> bool:
-    return any(engine.is_paused for engine in engines)
-
-
-def _is_trained(pod: PodFacts, at: WeightVersion) -> bool:
-    return all(rank.is_alive and rank.lineage == at.lineage and rank.step == at.step for rank in pod.trainers)
-
-
-def _is_offloaded(pod: PodFacts, at: WeightVersion) -> bool:
-    return _is_trained(pod, at) and all(rank.exported == at and rank.is_offloaded for rank in pod.trainers)
 
 
 def _starts_on(pod: PodFacts, at: WeightVersion) -> bool:
@@ -143,3 +145,50 @@ def _starts_on(pod: PodFacts, at: WeightVersion) -> bool:
         engine.is_absent or engine.is_paused or (not engine.is_ready and engine.starts_on == at)
         for engine in pod.engines
     )
+
+
+# ---------------------------------------------------------------------------------------------------- facts of a pod
+def _is_updated(engine: EngineFacts, at: WeightVersion) -> bool:
+    return engine.is_ready and engine.version == at and engine.weights_mapped
+
+
+def _serves(pod: PodFacts) -> bool:
+    return pod.gate.open and not any(engine.is_paused for engine in pod.engines)
+
+
+def _is_trained(pod: PodFacts, at: WeightVersion) -> bool:
+    return all(rank.is_alive and rank.lineage == at.lineage and rank.step == at.step for rank in pod.trainers)
+
+
+def _is_exported(pod: PodFacts, at: WeightVersion) -> bool:
+    return _is_trained(pod, at) and all(rank.exported == at for rank in pod.trainers)
+
+
+def _is_offloaded(pod: PodFacts, at: WeightVersion) -> bool:
+    return _is_exported(pod, at) and all(rank.is_offloaded for rank in pod.trainers)
+
+
+TIME_SLICED = Ladder(
+    Placement.TIME_SLICED,
+    rungs=(
+        Rung.SEALED,
+        Rung.CLOSED,
+        Rung.SETTLED,
+        Rung.PAUSED,
+        Rung.DRAINED,
+        Rung.RELEASED,
+        Rung.TRAINED,
+        Rung.EXPORTED,
+        Rung.OFFLOADED,
+        Rung.UPDATED,
+        Rung.RESTORED,
+        Rung.SERVING,
+    ),
+    barriers=frozenset(
+        {Rung.SEALED, Rung.PAUSED, Rung.DRAINED, Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED, Rung.SERVING}
+    ),
+    training=frozenset({Rung.RELEASED}),
+    finished_at=Rung.TRAINED,
+    stands=_stands_time_sliced,
+)
+LADDERS: Mapping[Placement, Ladder] = {ladder.placement: ladder for ladder in (TIME_SLICED,)}

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_api.ladder import LADDER, Rung, WeightVersion, slowest, standing
+from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import PodFacts, RolloutFacts, TrainerFacts, Version
 from colocated_rl_operator.reasons import Cause
 
@@ -42,6 +42,10 @@ class Job:
     @property
     def gpu_seats(self) -> tuple[str, ...]:
         return tuple(gpu_seat(replica) for replica in range(self.spec.replicas))
+
+    @property
+    def ladder(self) -> Ladder:
+        return self.spec.rollout.ladder
 
     @property
     def ranks_per_pod(self) -> int:
@@ -181,7 +185,9 @@ class Observation:
         if climb is None:
             return {member.name: Rung.UNKNOWN for member in self.gpu_members}
         return {
-            member.name: standing(facts, climb.version) if facts and facts.epoch == climb.epoch else Rung.UNKNOWN
+            member.name: self.job.ladder.standing(
+                facts if facts and facts.epoch == climb.epoch else None, climb.version
+            )
             for member in self.gpu_members
             for facts in (member.pod_facts,)
         }
@@ -191,7 +197,12 @@ class Observation:
         """Of the whole group: an empty seat is unknown."""
         if len(self.gpu_members) != self.job.spec.replicas:
             return Rung.UNKNOWN
-        return slowest(self.standings.values())
+        return self.job.ladder.slowest(self.standings.values())
+
+    @property
+    def is_finished(self) -> bool:
+        """The climb's step is done, as far as the store is concerned."""
+        return self.job.ladder.reaches(self.slowest, self.job.ladder.finished_at)
 
     @property
     def highest_epoch(self) -> int:
@@ -219,23 +230,23 @@ class Observation:
 
 def remember(seen: Observation) -> Observation:
     """The observation with its memory brought up to its `now`."""
-    memory, now = seen.memory, seen.now
+    memory, now, ladder = seen.memory, seen.now, seen.job.ladder
     epoch = seen.climb.epoch if seen.climb else 0
     if epoch != memory.epoch:
         memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, highest={}, progress_at=now)
     before = memory.highest
     highest = {
-        member.uid: max(seen.standings[member.name], before.get(member.uid, Rung.UNKNOWN))
+        member.uid: max(seen.standings[member.name], before.get(member.uid, Rung.UNKNOWN), key=ladder.place)
         for member in seen.gpu_members
     }
     progress = _progress(seen, highest)
     if progress != memory.progress:
         memory = replace(memory, progress=progress, progress_at=now)
-    stood = [rung for rung in LADDER if rung <= seen.slowest or rung in memory.reached]
+    stood = [rung for rung in ladder.rungs if ladder.reaches(seen.slowest, rung) or rung in memory.reached]
     reached = {rung: memory.reached.get(rung, now) for rung in stood}
     is_switch = seen.climb is not None and seen.climb.cause is Cause.NEXT_STEP
     if is_switch and Rung.SERVING in reached and Rung.SERVING not in memory.reached:
-        memory = replace(memory, last_switch_s=_switch_s(memory.epoch_at, reached))
+        memory = replace(memory, last_switch_s=_switch_s(ladder, memory.epoch_at, reached))
     attempts = dict(memory.attempts)
     for member in seen.members:
         attempts[member.seat] = max(member.attempt, attempts.get(member.seat, 0))
@@ -244,9 +255,10 @@ def remember(seen: Observation) -> Observation:
     return replace(seen, memory=memory)
 
 
-def _switch_s(epoch_at: float, reached: dict[Rung, float]) -> float:
-    """From the raise of the epoch to every gate open, without the time in which the trainers had the GPUs."""
-    return (reached[Rung.RELEASED] - epoch_at) + (reached[Rung.SERVING] - reached[Rung.TRAINED])
+def _switch_s(ladder: Ladder, epoch_at: float, reached: dict[Rung, float]) -> float:
+    """From the raise of the epoch to every gate open, without the time in which the group waited for its trainers."""
+    training_s = sum(reached[ladder.next_barrier(rung)] - reached[rung] for rung in ladder.training)
+    return reached[Rung.SERVING] - epoch_at - training_s
 
 
 def _progress(seen: Observation, highest: dict[str, Rung]) -> int:

@@ -65,7 +65,7 @@ def _log_rungs(seen: Observation, before: Memory) -> None:
     if climb is None or not fresh:
         return
     took_s = round(seen.now - max(known.values(), default=seen.memory.epoch_at), 6)
-    version, rung = str(climb.version), max(fresh)
+    version, rung = str(climb.version), max(fresh, key=seen.job.ladder.place)
     log(LOG, "rung reached", epoch=climb.epoch, step=climb.step, version=version, rung=rung, took_s=took_s)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from colocated_rl_api import names
 from colocated_rl_api.job import Switch
-from colocated_rl_api.ladder import Rung, next_barrier
+from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import Endpoint, Goal, PodTarget, Rendezvous, RolloutTarget
 from colocated_rl_operator.actions import DeletePod, PodAction, Wait
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Member, Observation
@@ -89,7 +89,7 @@ def _decide(seen: Observation) -> Decision | None:
             return _restart(seen, now, Cause.POD_REPLACED, f"{_replaced(seen)}: the trainers start together again")
         if seen.slowest is not Rung.UNKNOWN and (decision := _decide_for_whole_group(seen, now)):
             return decision
-        if seen.slowest < Rung.SERVING and seen.now >= _deadline(seen):
+        if seen.slowest is not Rung.SERVING and seen.now >= _deadline(seen):
             where = f"{_laggards(seen)} stayed at {seen.slowest} for {seen.now - seen.memory.progress_at:.0f} s"
             return _restart(seen, now, Cause.RUNG_DEADLINE, f"{where}: the trainers start again")
     if _is_contested(seen):
@@ -100,6 +100,7 @@ def _decide(seen: Observation) -> Decision | None:
 def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | None:
     """Every member reported under this epoch."""
     spec, serving = seen.job.spec, seen.slowest is Rung.SERVING
+    updated = seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)
     if serving and now.step < spec.steps and _has_next_batch(seen, now) and _is_evaluated(seen, now):
         following = replace(now, step=now.step + 1)
         if seen.trainer_died:
@@ -108,7 +109,7 @@ def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | None:
     is_last = serving and now.step >= spec.steps
     if is_last and seen.saved_step >= now.step and _is_evaluated(seen, now):
         return _raise(seen, now, Cause.ALL_STEPS_DONE, f"all {spec.steps} steps are done")
-    if seen.trainer_died and (seen.slowest < Rung.UPDATED or (is_last and seen.saved_step < now.step)):
+    if seen.trainer_died and (not updated or (is_last and seen.saved_step < now.step)):
         return _restart(seen, now, Cause.TRAINER_DIED, "a trainer died: all start again from the newest checkpoint")
     if is_last and seen.saved_step < now.step and seen.now >= _deadline(seen):
         message = "the last checkpoint is not durable in time: the trainers start again"
@@ -187,7 +188,7 @@ def patience_s(barrier: Rung, switch: Switch) -> float:
 
 
 def _deadline(seen: Observation) -> float:
-    return seen.memory.progress_at + patience_s(next_barrier(seen.slowest), seen.job.spec.switch)
+    return seen.memory.progress_at + patience_s(seen.job.ladder.next_barrier(seen.slowest), seen.job.spec.switch)
 
 
 # ------------------------------------------------------------------------------------------------------------ climbing
@@ -213,6 +214,7 @@ def _climb(seen: Observation) -> Plan:
 def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
     targets: dict[str, PodTarget | RolloutTarget] = {}
     climb, rollout, first = seen.climb, seen.rollout_member, seen.current.get(seen.job.gpu_seats[0])
+    ladder = seen.job.ladder
     if climb is None:
         return targets
     if rollout is not None and rollout.facts is not None:
@@ -224,7 +226,7 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
         goal=Goal.CLIMB,
         step=climb.step,
         lineage=climb.lineage,
-        rung=next_barrier(Rung.UNKNOWN),
+        rung=ladder.next_barrier(Rung.UNKNOWN),
         rendezvous=Rendezvous(
             address=first.address,
             port=names.RENDEZVOUS_PORT + climb.lineage % names.RENDEZVOUS_PORTS,
@@ -233,7 +235,7 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
         batches=Endpoint(pod=rollout.name, address=rollout.address, port=names.DATA_PORT),
         is_last=climb.step >= seen.job.spec.steps,
     )
-    granted = common.model_copy(update={"rung": next_barrier(seen.slowest)})
+    granted = common.model_copy(update={"rung": ladder.next_barrier(seen.slowest)})
     for member in seen.gpu_members:
         if member.pod_facts is None:
             continue
@@ -246,7 +248,7 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
 
 def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
     is_served = seen.slowest is Rung.SERVING or seen.served == climb.version
-    finished = climb.step if seen.slowest >= Rung.TRAINED else climb.step - 1
+    finished = climb.step if seen.is_finished else climb.step - 1
     return RolloutTarget(
         epoch=climb.epoch,
         goal=Goal.CLIMB,
@@ -286,9 +288,8 @@ def _stop(seen: Observation, *, since: float) -> Plan:
 def _stop_target(seen: Observation, climb: Climb, member: Member) -> PodTarget | RolloutTarget:
     if member.seat == ROLLOUT_SEAT:
         return _rollout_target(seen, climb).model_copy(update={"goal": Goal.STOP, "evaluate": None})
-    return PodTarget(
-        epoch=climb.epoch, goal=Goal.STOP, step=climb.step, lineage=climb.lineage, rung=next_barrier(Rung.UNKNOWN)
-    )
+    lowest = seen.job.ladder.next_barrier(Rung.UNKNOWN)
+    return PodTarget(epoch=climb.epoch, goal=Goal.STOP, step=climb.step, lineage=climb.lineage, rung=lowest)
 
 
 # -------------------------------------------------------------------------------------------------------- for messages

@@ -24,7 +24,7 @@ from colocated_rl_api.job_status import (
     PodOutOfLine,
     RolloutStatus,
 )
-from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_operator.observation import Observation
 from colocated_rl_operator.plan import Plan
@@ -47,12 +47,13 @@ def report(
     seen: Observation, plan: Plan, *, before: ColocatedRLJobStatus, at: datetime, stall: Stall | None = None
 ) -> ColocatedRLJobStatus:
     """The status to write. before: the one written last. at: wall clock, for people. stall: an object was refused."""
-    climb = plan.climb
+    climb, ladder = plan.climb, seen.job.ladder
     slowest = Rung.UNKNOWN if plan.raises else seen.slowest  # a new epoch has no answers yet
     served = climb.version if climb and slowest is Rung.SERVING else seen.served
     answering = seen.all_answer or is_blink(seen, before)
-    phase = _phase(plan, slowest, served, before, answering=answering)
-    step = max(seen.trained_step, climb.step) if climb and slowest >= Rung.TRAINED else before.step
+    phase = _phase(ladder, plan, slowest, served, before, answering=answering)
+    is_finished = ladder.reaches(slowest, ladder.finished_at)
+    step = max(seen.trained_step, climb.step) if climb and is_finished else before.step
     return ColocatedRLJobStatus(
         observed_generation=seen.job.generation,
         phase=phase,
@@ -123,7 +124,13 @@ def _key(status: ColocatedRLJobStatus) -> object:
 
 # --------------------------------------------------------------------------------------------------------------- words
 def _phase(
-    plan: Plan, slowest: Rung, served: WeightVersion | None, before: ColocatedRLJobStatus, *, answering: bool
+    ladder: Ladder,
+    plan: Plan,
+    slowest: Rung,
+    served: WeightVersion | None,
+    before: ColocatedRLJobStatus,
+    *,
+    answering: bool,
 ) -> Phase:
     climb = plan.climb
     if climb is None:
@@ -143,7 +150,7 @@ def _phase(
         return Phase.STARTING
     if served.lineage != climb.lineage or served == climb.version:
         return Phase.RECOVERING
-    return Phase.TRAINING if slowest is Rung.RELEASED else Phase.SWITCHING
+    return Phase.TRAINING if slowest in ladder.training else Phase.SWITCHING
 
 
 def _holder(phase: Phase) -> Holder:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import Rung
+from colocated_rl_api.ladder import TIME_SLICED, Rung
 
 POLL_S = 1.0  # each look starts a kubectl
 T = TypeVar("T")
@@ -169,7 +169,7 @@ class RunningJob:
 
 def reached(lines: list[Line], pod: str, rung: Rung) -> float:
     """When a pod first stood at a rung or above, among these lines."""
-    times = [line.ts for line in lines if line.pod == pod and Rung(line.fields["rung"]) >= rung]
+    times = [line.ts for line in lines if line.pod == pod and TIME_SLICED.reaches(Rung(line.fields["rung"]), rung)]
     if not times:
         raise AssertionError(f"{pod} never reached {rung}: {[(line.pod, line.fields['rung']) for line in lines]}")
     return min(times)

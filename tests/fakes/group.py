@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from builders import absent_engine, absent_trainer, make_member, released_engine, rollout_facts
-from colocated_rl_api.ladder import BARRIERS, Rung, WeightVersion, standing
+from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineFacts,
     EngineState,
@@ -125,7 +125,7 @@ class Group:
     """The truth about every pod of a job, and what each may do next."""
 
     def __init__(self, job: Job) -> None:
-        self.job = job
+        self.job, self.ladder = job, job.ladder
         self.incarnations = count(1)
         self.pods: list[GpuPod] = []
         self.rollouts: list[RolloutPod] = []
@@ -160,14 +160,14 @@ class Group:
         """The next safe action towards the target; False if there is none."""
         if not pod.alive or pod.target is None or pod.stopped:
             return False
-        before = standing(pod.facts, pod.target.version)
+        before = self.ladder.standing(pod.facts, pod.target.version)
         if not self._move(pod, pod.target, before):
             return False
         if pod.target.goal is Goal.CLIMB:
-            after = standing(pod.facts, pod.target.version)
-            if after > before:  # an engine that starts on the export is Updated and Restored at once
-                left = max((barrier for barrier in BARRIERS if barrier <= before), default=Rung.UNKNOWN)
-                self.must_have_stood(pod.target.epoch, left, f"{pod.seat} went on to {after}")
+            after = self.ladder.standing(pod.facts, pod.target.version)
+            if not self.ladder.reaches(before, after):
+                # an engine that starts on the export is Updated and Restored at once
+                self.must_have_stood(pod.target.epoch, before, f"{pod.seat} went on to {after}")
             self._note(pod)
         uses = pod.trainer.state in (TrainerState.ONLOADED, TrainerState.TRAINING)
         must(not uses or _maps_nothing(pod.engine), f"{pod.seat}: trainer and engine are both on the device")
@@ -178,14 +178,14 @@ class Group:
             pod.gate, pod.engine, pod.trainer = GateFacts(open=False, settled=True), GONE, NO_TRAINER
             pod.stopped = True
             return True
-        if rung >= target.rung:
+        if self.ladder.reaches(rung, target.rung):
             return rung is Rung.SERVING and self._save(pod, target.step)
         holds_it = pod.engine.version == target.version and pod.engine.weights_mapped
-        if target.rung >= Rung.CLOSED and not holds_it and self._go_down(pod, target):
+        if self.ladder.reaches(target.rung, Rung.CLOSED) and not holds_it and self._go_down(pod, target):
             return True
-        if target.rung >= Rung.TRAINED and _maps_nothing(pod.engine) and not _is_done(pod, target):
+        if self.ladder.reaches(target.rung, Rung.TRAINED) and _maps_nothing(pod.engine) and not _is_done(pod, target):
             return self._train(pod, target)
-        if target.rung >= Rung.UPDATED and _is_done(pod, target):
+        if self.ladder.reaches(target.rung, Rung.UPDATED) and _is_done(pod, target):
             return self._go_up(pod, target)
         return False
 
@@ -199,11 +199,11 @@ class Group:
             pod.engine = GONE
         elif engine.is_absent or engine.state is EngineState.STARTING:
             return False
-        elif target.rung >= Rung.PAUSED and not engine.paused:
+        elif self.ladder.reaches(target.rung, Rung.PAUSED) and not engine.paused:
             pod.engine = engine.model_copy(update={"paused": True})
-        elif target.rung >= Rung.DRAINED and not engine.drained:
+        elif self.ladder.reaches(target.rung, Rung.DRAINED) and not engine.drained:
             pod.engine = engine.model_copy(update={"drained": True})
-        elif target.rung >= Rung.RELEASED and not engine.is_released and not _is_done(pod, target):
+        elif self.ladder.reaches(target.rung, Rung.RELEASED) and not engine.is_released and not _is_done(pod, target):
             pod.engine = released_engine().model_copy(update={"incarnation": engine.incarnation})
         else:
             return False
@@ -236,7 +236,7 @@ class Group:
             if not trained or trained[-1] < step:
                 must(not trained or step == trained[-1] + 1, f"{target.lineage} trained {trained}, then {step}")
                 trained.append(step)
-        elif target.rung >= Rung.EXPORTED:
+        elif self.ladder.reaches(target.rung, Rung.EXPORTED):
             pod.trainer = rank.model_copy(update={"exported": target.version})
         else:
             return False
@@ -271,7 +271,7 @@ class Group:
         elif engine.version != version:
             update = {"weights": TagState.MAPPED, "version": version}
             pod.engine = engine.model_copy(update=update)
-        elif target.rung < Rung.SERVING:
+        elif target.rung is not Rung.SERVING:
             return False
         elif not engine.is_mapped:
             mapped = TagState.MAPPED
@@ -350,13 +350,16 @@ class Group:
         if pod.target is None or pod.target.goal is Goal.STOP:
             return
         stood = self.stood.setdefault(pod.target.epoch, {})
-        rung = standing(pod.facts, pod.target.version)
-        stood[pod.seat] = max(rung, stood.get(pod.seat, Rung.UNKNOWN))
+        rung = self.ladder.standing(pod.facts, pod.target.version)
+        stood[pod.seat] = max(rung, stood.get(pod.seat, Rung.UNKNOWN), key=self.ladder.place)
 
-    def must_have_stood(self, epoch: int, barrier: Rung, what: str) -> None:
-        stood = self.stood.get(epoch, {})
-        for seat in self.job.gpu_seats:
-            must(stood.get(seat, Rung.UNKNOWN) >= barrier, f"{what} in epoch {epoch} before {seat} stood at {barrier}")
+    def must_have_stood(self, epoch: int, rung: Rung, what: str) -> None:
+        """Every pod, at the last barrier up to `rung`."""
+        ladder, stood = self.ladder, self.stood.get(epoch, {})
+        passed = [each for each in ladder.rungs[: ladder.place(rung)] if each in ladder.barriers]
+        for seat in self.job.gpu_seats if passed else ():
+            has = ladder.reaches(stood.get(seat, Rung.UNKNOWN), passed[-1])
+            must(has, f"{what} in epoch {epoch} before {seat} stood at {passed[-1]}")
 
 
 class Simulation(Group):
@@ -399,7 +402,7 @@ class Simulation(Group):
             else:
                 self._delete(action.uid)
         if self.climb is not None and not decided.raises:
-            if seen.slowest >= Rung.TRAINED:
+            if seen.is_finished:
                 self.trained_step = max(self.trained_step, self.climb.step)
             if seen.slowest is Rung.SERVING:
                 self.served = self.climb.version
@@ -443,7 +446,7 @@ class Simulation(Group):
                     self.sent += 1
             return
         if target.goal is Goal.CLIMB:
-            below = max((rung for rung in BARRIERS if rung < target.rung), default=Rung.UNKNOWN)
+            below = (Rung.UNKNOWN, *self.ladder.rungs)[self.ladder.place(target.rung) - 1]
             self.must_have_stood(target.epoch, below, f"target {target.rung}")
         for pod in self.pods:
             if pod.alive and name == f"{pod.seat}-{pod.attempt}" and pod.sent != target:

@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from colocated_rl_agent import actions as do
-from colocated_rl_api.ladder import BARRIERS, Rung, WeightVersion
+from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     Goal,
     PodFacts,
@@ -58,9 +58,6 @@ from fakes.model_pod import (
 )
 
 MORTAL = ("agent", "connection", "engine", "operator", "pod", "trainer")
-ORDER = {rung: place for place, rung in enumerate(Rung)}
-BELOW = {rung: max((each for each in BARRIERS if each < rung), default=Rung.UNKNOWN) for rung in Rung}
-AT = {rung: max((each for each in BARRIERS if each <= rung), default=Rung.UNKNOWN) for rung in Rung}
 
 
 class Seen(NamedTuple):
@@ -152,7 +149,7 @@ class Model:
     def start(self) -> State:
         """Every pod runs, and nobody knows anybody."""
         nobody = (None,) * self.job.spec.replicas
-        pods = tuple(Pod() for _ in self.job.gpu_seats)
+        pods = tuple(Pod(ladder=self.job.ladder) for _ in self.job.gpu_seats)
         return State(pods, Rollout(), Operator(known=nobody, sent=nobody), deaths=self.deaths, stale=nobody)
 
     def successors(self, state: State) -> list[tuple[str, State]]:
@@ -249,15 +246,15 @@ class Model:
             if isinstance(action, CreatePod):
                 index = self.job.gpu_seats.index(action.seat)
                 must(not pods[index].alive, f"two pods in {action.seat}")
-                pods[index] = Pod(attempt=action.attempt, stood=pods[index].stood)
+                pods[index] = Pod(attempt=action.attempt, stood=pods[index].stood, ladder=self.job.ladder)
             else:
                 index = replica_of(action.name)
                 pods[index] = pods[index]._replace(alive=False)
             operator = operator.lost(index)
-        climb, standings = operator.climb, decided.standings.values()
-        slowest = min(standings, key=ORDER.__getitem__, default=Rung.UNKNOWN)
+        climb, standings, ladder = operator.climb, decided.standings.values(), self.job.ladder
+        slowest = min(standings, key=ladder.place, default=Rung.UNKNOWN)
         if climb is not None and not decided.raises and len(standings) == len(pods):
-            if slowest >= Rung.TRAINED:
+            if ladder.reaches(slowest, ladder.finished_at):
                 operator = operator._replace(trained_step=max(operator.trained_step, climb.step))
             if slowest is Rung.SERVING:
                 operator = operator._replace(served=climb.version)
@@ -280,7 +277,8 @@ class Model:
                 )
                 continue
             if target.goal is Goal.CLIMB:
-                must_have_stood(state.pods, target.epoch, BELOW[target.rung], f"a target asks for {target.rung}")
+                before = [each for each in barriers_to(self.job.ladder, target.rung) if each is not target.rung]
+                must_have_stood(state.pods, target.epoch, before, f"a target asks for {target.rung}")
             sent[replica_of(name)] = Target.of(target)
         state = state._replace(rollout=rollout, operator=operator._replace(sent=tuple(sent)))
         return decided_on(state, operator.climb)
@@ -373,8 +371,10 @@ class Model:
         after = state._replace(saved=saved).with_pod(index, pod := pod.noted())
         was, now = standing_of(before), standing_of(pod)
         is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB
-        if is_climb and ORDER[now] > ORDER[was] and not isinstance(action, do.KillEngine):  # a loss is no going on
-            must_have_stood(state.pods, pod.epoch, AT[was], f"{type(action).__name__} led to {now}")
+        is_rise = not pod.ladder.reaches(was, now) and not isinstance(action, do.KillEngine)  # a loss is no going on
+        if is_climb and is_rise:
+            passed = barriers_to(pod.ladder, was)
+            must_have_stood(state.pods, pod.epoch, passed, f"{type(action).__name__} led to {now}")
         return after
 
     def _others_joined(self, state: State, index: int, step: int) -> bool:
@@ -458,11 +458,17 @@ def alike(state: State) -> State:
     return state._replace(pods=pods, operator=operator._replace(known=known, sent=sent), stale=stale)
 
 
-def must_have_stood(pods: tuple[Pod, ...], epoch: int, barrier: Rung, what: str) -> None:
+def barriers_to(ladder: Ladder, rung: Rung) -> list[Rung]:
+    """Those up to `rung`, in order, itself included if it is one."""
+    return [each for each in ladder.rungs[: ladder.place(rung)] if each in ladder.barriers]
+
+
+def must_have_stood(pods: tuple[Pod, ...], epoch: int, barriers: list[Rung], what: str) -> None:
+    """Every pod at each of them, or higher."""
     for index, pod in enumerate(pods):
         stood = dict(pod.stood).get(epoch, Rung.UNKNOWN)
-        if ORDER[stood] < ORDER[barrier]:
-            raise Broken(f"{what} in epoch {epoch} before gpu-{index} stood at {barrier}: it stood at {stood}")
+        if barriers and not pod.ladder.reaches(stood, barriers[-1]):
+            raise Broken(f"{what} in epoch {epoch} before gpu-{index} stood at {barriers[-1]}: it stood at {stood}")
 
 
 def decided_on(state: State, climb: Climb) -> State:

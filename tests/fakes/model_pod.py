@@ -15,7 +15,7 @@ from colocated_rl_agent.facts import Rules, next_action
 from colocated_rl_agent.journal import EngineStarted, EpochAccepted, Intent, Outcome, Record
 from colocated_rl_agent.journal import Memory as Journal
 from colocated_rl_agent.views import TAGS, WEIGHTS, EngineView, PodView, RankView
-from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.ladder import LADDERS, TIME_SLICED, Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     Endpoint,
     EngineState,
@@ -32,7 +32,7 @@ from colocated_rl_member.fence import EpochFence
 KILLED = -9
 NEVER = 1e12
 ENGINE = "engine"  # the incarnation of the only one that there is at a time
-RULES = Rules(settle_s=30.0, checkpoint_every=1, probe=True)
+RULES = {ladder: Rules(ladder, settle_s=30.0, checkpoint_every=1, probe=True) for ladder in LADDERS.values()}
 RENDEZVOUS = Rendezvous(address="10.0.0.1", port=29500, world_size=2)
 BATCHES = Endpoint(pod="sums-rollout-0", address="10.0.0.9", port=8444)
 ON_DEVICE = (TrainerState.ONLOADED, TrainerState.TRAINING)
@@ -151,6 +151,7 @@ class Pod(NamedTuple):
     shards: int | None = None
     stopped: bool = False
     stood: tuple[tuple[int, Rung], ...] = ()
+    ladder: Ladder = TIME_SLICED
 
     @property
     def epoch(self) -> int:
@@ -168,7 +169,7 @@ class Pod(NamedTuple):
         if self.target is None or self.target.goal is Goal.STOP:
             return self
         stood = dict(self.stood)
-        stood[self.epoch] = max(standing_of(self), stood.get(self.epoch, Rung.UNKNOWN))
+        stood[self.epoch] = max(standing_of(self), stood.get(self.epoch, Rung.UNKNOWN), key=self.ladder.place)
         return self._replace(stood=tuple(sorted(stood.items())))
 
     def without_engine(self) -> Pod:
@@ -258,7 +259,7 @@ def _view(
 
 def standing_of(pod: Pod) -> Rung:
     """Towards the target that it holds."""
-    return Rung.UNKNOWN if pod.target is None else _standing(view_key(pod), pod.target.version)
+    return Rung.UNKNOWN if pod.target is None else _standing(pod.ladder, view_key(pod), pod.target.version)
 
 
 def view_key(pod: Pod) -> tuple[object, ...]:
@@ -266,8 +267,8 @@ def view_key(pod: Pod) -> tuple[object, ...]:
 
 
 @cache
-def _standing(key: tuple[object, ...], version: WeightVersion) -> Rung:
-    return _view(*key).standing(version)
+def _standing(ladder: Ladder, key: tuple[object, ...], version: WeightVersion) -> Rung:
+    return ladder.standing(_view(*key).facts(), version)
 
 
 def facts_of(pod: Pod) -> PodFacts:
@@ -282,7 +283,7 @@ def wire_target(target: Target) -> PodTarget:
 
 def chosen(pod: Pod) -> do.Action | do.Wait:
     """What the agent does next."""
-    return next_action(view_of(pod), wire_target(pod.target) if pod.target else None, RULES)
+    return next_action(view_of(pod), wire_target(pod.target) if pod.target else None, RULES[pod.ladder])
 
 
 # --------------------------------------------------------------------------------------------------- what may befall it

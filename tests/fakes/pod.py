@@ -29,7 +29,7 @@ from colocated_rl_agent.settings import Directories
 from colocated_rl_api import names
 from colocated_rl_api.batch import DIGEST_HEADER
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_api.ladder import Rung, WeightVersion, next_barrier, slowest, standing
+from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     Endpoint,
     Goal,
@@ -129,6 +129,7 @@ class Pod:
 
     def __init__(self, net: Network, job: JobFile, *, replica: int = 0, device: Device | None = None) -> None:
         self.net, self.job, self.replica, self.device = net, job, replica, device
+        self.ladder = job.spec.rollout.ladder
         self.root = net.root / f"p{replica}"
         self.directories = Directories.below(self.root)
         self.control, self.data, self.metrics, self.pages, self.engine = free_ports(5)
@@ -290,7 +291,7 @@ class Pod:
 
     def standings(self, version: WeightVersion, *, epoch: int) -> list[Rung]:
         """Rungs in the order in which they were reported in an epoch, without repetitions."""
-        rungs = [standing(facts, version) for facts in self.facts if facts.epoch == epoch]
+        rungs = [self.ladder.standing(facts, version) for facts in self.facts if facts.epoch == epoch]
         return [rung for rung, before in zip(rungs, [None, *rungs], strict=False) if rung != before]
 
     # ----------------------------------------------------------------------------------------------------- its insides
@@ -347,6 +348,7 @@ class Group:
 
     def __init__(self, pods: Sequence[Pod]) -> None:
         self.pods = pods
+        self.ladder = pods[0].ladder
         self.epoch = 0
 
     def target(self, version: WeightVersion, rung: Rung, *, epoch: int | None = None) -> PodTarget:
@@ -369,10 +371,10 @@ class Group:
         sent: Rung | None = None
         async with asyncio.timeout(2 * DEADLINE_S):
             while True:
-                low = slowest(standing(each.now, version) for each in self.pods)
-                if low >= to:
+                low = self.slowest(version)
+                if self.ladder.reaches(low, to):
                     return
-                rung = min(next_barrier(low), to)
+                rung = min(self.ladder.next_barrier(low), to, key=self.ladder.place)
                 if rung != sent:
                     for each in self.pods:
                         await each.send(self.target(version, rung))
@@ -380,7 +382,10 @@ class Group:
                 await self.news(functools.partial(self.moved, version, low))
 
     def moved(self, version: WeightVersion, before: Rung) -> bool:
-        return slowest(standing(each.now, version) for each in self.pods) != before
+        return self.slowest(version) != before
+
+    def slowest(self, version: WeightVersion) -> Rung:
+        return self.ladder.slowest(self.ladder.standing(each.now, version) for each in self.pods)
 
     async def news(self, is_so: Callable[[], bool]) -> None:
         try:

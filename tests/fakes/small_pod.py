@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.settings import Directories, Settings
-from colocated_rl_api.ladder import Rung, WeightVersion, next_barrier, standing
+from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import Endpoint, Goal, JobFile, PodFacts, PodTarget, Refusal, Rendezvous, TrainerState
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import Ports
@@ -235,6 +235,7 @@ class SmallPod:
         self.broken: list[str] = []
         self.on_call: Callable[[str], None] = lambda route: None
         self.epoch = 0
+        self.ladder = job.spec.rollout.ladder
         self.engine_fails_at_start = 0  # so many times
         self._net = net
         self._ending: set[asyncio.Task[None]] = set()
@@ -370,17 +371,17 @@ class SmallPod:
         """Up barrier by barrier, as the plan would; trainers that died get a new lineage. What was reached."""
         self.epoch += 1
         async with asyncio.timeout(DEADLINE_S):
-            while (low := standing(self.facts, version)) < to:
-                if low < Rung.SERVING and self._lost_trainer(version):
+            while not self.ladder.reaches(low := self.ladder.standing(self.facts, version), to):
+                if self._lost_trainer(version):
                     version = WeightVersion(version.step, version.lineage + 1)
                     self.epoch += 1
                     continue
-                self.send(self.target(version, min(next_barrier(low), to)))
+                self.send(self.target(version, min(self.ladder.next_barrier(low), to, key=self.ladder.place)))
                 await self.news(partial(self._moved, version, low))
         return version
 
     def _moved(self, at: WeightVersion, before: Rung) -> bool:
-        return standing(self.facts, at) != before or self._lost_trainer(at)
+        return self.ladder.standing(self.facts, at) != before or self._lost_trainer(at)
 
     def _lost_trainer(self, at: WeightVersion) -> bool:
         return any(rank.state is TrainerState.ABSENT and rank.lineage == at.lineage for rank in self.facts.trainers)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_rl_api.ladder import LADDER, Rung, WeightVersion, standing
+from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
 from colocated_rl_api.member_wire import EngineState, PodFacts, TagState, TrainerState
 from fakes.device import GIB, TOTAL_BYTES, Device
 from fakes.pod import DEADLINE_S, Group, Network, Pod, make_job, network, pod
@@ -27,7 +27,7 @@ async def net(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Network
 
 
 def is_serving(version: WeightVersion) -> Callable[[PodFacts], bool]:
-    return lambda facts: standing(facts, version) is Rung.SERVING
+    return lambda facts: TIME_SLICED.standing(facts, version) is Rung.SERVING
 
 
 async def test_new_pod_climbs_to_serving_trains_a_step_and_serves_it(net: Network) -> None:
@@ -40,7 +40,7 @@ async def test_new_pod_climbs_to_serving_trains_a_step_and_serves_it(net: Networ
         await group.climb(V1)
         assert (200, "1-1") == await served_version(it)
         rungs = it.standings(V1, epoch=group.epoch)
-        assert sorted(rungs, key=LADDER.index) == [rung for rung in LADDER if rung in rungs]
+        assert rungs == [rung for rung in TIME_SLICED.rungs if rung in rungs]
         assert it.now is not None
         assert first.engines[0].incarnation == it.now.engines[0].incarnation, "the engine goes through a switch"
         assert ["/v1/batches/1?shard=0"] == net.served
@@ -229,7 +229,7 @@ async def test_h24_h52_engine_that_disagrees_with_the_probe_never_serves(net: Ne
         facts = await it.until(lambda facts: facts.problem is not None, "problem")
         assert facts.problem is not None
         assert "nats" in facts.problem.message
-        assert not any(facts.gate.open for facts in it.facts if standing(facts, V1) > Rung.SEALED)
+        assert not any(facts.gate.open for facts in it.facts if TIME_SLICED.standing(facts, V1) is not Rung.SEALED)
 
 
 async def test_torn_export_never_reaches_an_engine(net: Network) -> None:

@@ -257,8 +257,9 @@ async def test_a_killed_operator_is_taken_over_in_the_middle_of_a_switch(world: 
 
 def _stood(world: World, rung: Rung, *, step: int) -> list[bool]:
     """Whether each pod has reached `rung` in the climb to `step`."""
+    ladder, stood = world.group.ladder, world.group.stood
     return [
-        pod.target is not None and pod.target.step == step and world.group.stood[pod.target.epoch][pod.seat] >= rung
+        pod.target is not None and pod.target.step == step and ladder.reaches(stood[pod.target.epoch][pod.seat], rung)
         for pod in world.group.pods
     ]
 

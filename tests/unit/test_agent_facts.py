@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from colocated_rl_agent import actions as do
 from colocated_rl_agent.facts import Rules, next_action
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS, EngineView, PodView, RankView
-from colocated_rl_api.ladder import Rung, WeightVersion, next_barrier, standing
+from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
 from colocated_rl_api.member_wire import Endpoint, EngineState, Goal, PodTarget, Rendezvous, TagState, TrainerState
 
 V0, V1, V2, V3 = (WeightVersion(step, 1) for step in range(4))
-RULES = Rules(settle_s=30.0, checkpoint_every=2, probe=True)
+RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2, probe=True)
 NOW = 100.0
 
 
@@ -274,12 +274,12 @@ class World:
     def target(self) -> PodTarget:
         """A trainer that died calls for a new lineage, unless the pod serves; else one barrier up."""
         at = self.epoch_version
-        rung = standing(self.view.facts(), at)
+        rung = TIME_SLICED.standing(self.view.facts(), at)
         rank = self.view.ranks[0]
-        if rung < Rung.SERVING and rank.lineage == at.lineage and not rank.is_alive:
+        if rung is not Rung.SERVING and rank.lineage == at.lineage and not rank.is_alive:
             self.epoch_version = at = WeightVersion(at.step, at.lineage + 1)
-            rung = standing(self.view.facts(), at)
-        return make_target(at, next_barrier(rung))
+            rung = TIME_SLICED.standing(self.view.facts(), at)
+        return make_target(at, TIME_SLICED.next_barrier(rung))
 
     # --------------------------------------------------------------------------------------------------- what happens
     def advance(self, chance: Chance) -> None:
@@ -490,7 +490,7 @@ def test_pod_keeps_every_promise_and_arrives_whatever_fails_on_the_way(chances: 
     world, action = World(NEW_POD), 0
     for step in range(steps + 1):
         world.epoch_version = WeightVersion(step, world.epoch_version.lineage)
-        while world.view.standing(world.epoch_version) is not Rung.SERVING:
+        while TIME_SLICED.standing(world.view.facts(), world.epoch_version) is not Rung.SERVING:
             world.advance(chances.get(action, Chance.GOES_WELL))
             action += 1
             assert action < 600, f"stuck below Serving: {world.last_wait}, {world.view}"

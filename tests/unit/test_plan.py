@@ -19,7 +19,7 @@ from builders import (
     rollout_facts,
     trainer,
 )
-from colocated_rl_api.ladder import LADDER, Rung, WeightVersion, next_barrier, standing
+from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
 from colocated_rl_api.member_wire import EngineState, EvaluationResult, Goal, PodTarget, Problem, RolloutTarget
 from colocated_rl_operator.actions import CreatePod, DeletePod
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Observation, PodPhase, remember
@@ -53,19 +53,19 @@ def later(seen: Observation, seconds: float) -> Observation:
 
 
 # ------------------------------------------------------------------------------------------------------------ building
-@pytest.mark.parametrize("rung", LADDER)
+@pytest.mark.parametrize("rung", TIME_SLICED.rungs)
 def test_builders_stand_where_they_say(rung: Rung) -> None:
-    assert rung is standing(facts_at(rung, V1), V1)
+    assert rung is TIME_SLICED.standing(facts_at(rung, V1), V1)
 
 
 # ------------------------------------------------------------------------------------------------------------- barriers
-@pytest.mark.parametrize("slow", LADDER)
-@pytest.mark.parametrize("fast", LADDER)
+@pytest.mark.parametrize("slow", TIME_SLICED.rungs)
+@pytest.mark.parametrize("fast", TIME_SLICED.rungs)
 def test_the_group_may_stand_one_barrier_beyond_its_slowest_member(slow: Rung, fast: Rung) -> None:
-    if fast < slow:
+    if not TIME_SLICED.reaches(fast, slow):
         return
     decided = plan(climbing(slow, fast))
-    assert {next_barrier(slow)} == {target.rung for target in pod_targets(decided)}
+    assert {TIME_SLICED.next_barrier(slow)} == {target.rung for target in pod_targets(decided)}
     assert not decided.raises
 
 
@@ -248,10 +248,10 @@ def test_backoff_limit_ends_the_job() -> None:
     assert {Goal.STOP} == {target.goal for target in decided.targets.values()}
 
 
-@pytest.mark.parametrize("rung", [rung for rung in LADDER if rung is not Rung.SERVING])
+@pytest.mark.parametrize("rung", [rung for rung in TIME_SLICED.rungs if rung is not Rung.SERVING])
 def test_every_rung_has_a_deadline(rung: Rung) -> None:
     seen = climbing(rung, rung)
-    patience = patience_s(next_barrier(rung), seen.job.spec.switch)
+    patience = patience_s(TIME_SLICED.next_barrier(rung), seen.job.spec.switch)
     assert not plan(later(seen, patience - 1)).raises
     assert plan(seen).wake_at == seen.now + patience
     climb = plan(later(seen, patience)).climb
@@ -262,7 +262,7 @@ def test_every_rung_has_a_deadline(rung: Rung) -> None:
 def test_an_engine_that_starts_again_and_again_is_no_progress() -> None:
     """Each new incarnation moved the deadline, so a job whose engine can't start stood at Offloaded for ever."""
     seen = climbing(Rung.OFFLOADED, Rung.OFFLOADED)
-    patience = patience_s(next_barrier(Rung.OFFLOADED), seen.job.spec.switch)
+    patience = patience_s(TIME_SLICED.next_barrier(Rung.OFFLOADED), seen.job.spec.switch)
     problem = Problem(reason="EngineDied", message="engine-0 ended with code 1: no such model")
     for crash in range(1, 11):
         facts = facts_at(Rung.OFFLOADED, V1)

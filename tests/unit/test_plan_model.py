@@ -17,7 +17,7 @@ import pytest
 from builders import make_job
 from colocated_rl_agent import facts
 from colocated_rl_agent.views import EngineView
-from colocated_rl_api.ladder import Rung
+from colocated_rl_api.ladder import Ladder, Rung
 from colocated_rl_operator import plan
 from colocated_rl_operator.observation import Job, Observation
 from colocated_rl_operator.reasons import Cause
@@ -101,8 +101,13 @@ def test_an_epoch_that_is_recorded_over_another_leaders_is_noticed() -> None:
         explore(Model(job(1), deaths=1, has_precondition=False), limit=MOST_STATES)
 
 
+def straight_to_training(ladder: Ladder, after: Rung) -> Rung:
+    """As `Ladder.next_barrier`, without those below Trained."""
+    return Rung.SERVING if ladder.reaches(after, Rung.TRAINED) else Rung.TRAINED
+
+
 def test_a_dropped_barrier_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "next_barrier", lambda after: Rung.TRAINED if after < Rung.TRAINED else Rung.SERVING)
+    monkeypatch.setattr(Ladder, "next_barrier", straight_to_training)
     with pytest.raises(Broken, match="a target asks for Trained"):
         explore(Model(job(2), deaths=0), limit=MOST_STATES)
 
@@ -114,7 +119,7 @@ def test_a_release_without_a_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_export_that_nobody_verified_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "_may_rise", lambda pod, target: target.rung >= Rung.UPDATED)
+    monkeypatch.setattr(facts, "_may_rise", lambda pod, target, rules: rules.asks_for(target, Rung.UPDATED))
     with pytest.raises(Broken, match="an export that nobody has verified"):
         explore(Model(job(1), deaths=1), limit=MOST_STATES)
 

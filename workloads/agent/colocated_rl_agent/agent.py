@@ -120,7 +120,8 @@ class Agent:
         self._terminating = False
         self._stopped = False
         self._closed_at = time.monotonic()
-        self._climb = Climb(self._reached)
+        self._ladder = settings.rules.ladder
+        self._climb = Climb(self._ladder, self._reached)
 
     async def run(self) -> None:
         """Until `end`. Raises what a part of the agent raises: the process ends, and its container starts again."""
@@ -184,7 +185,7 @@ class Agent:
         """Do what can be done now; when to look again if nothing happens before."""
         view, target = self._view(), self.server.target
         if target is not None and self._runner_known:
-            self._climb.stands(view.standing(target.version), epoch=target.epoch, now=view.now)
+            self._climb.stands(self._ladder.standing(view.facts(), target.version), epoch=target.epoch, now=view.now)
         chosen = next_action(view, target, self._settings.rules)
         self._problems.chosen(chosen)
         match chosen:

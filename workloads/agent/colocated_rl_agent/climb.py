@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from colocated_rl_api.ladder import Rung
+from colocated_rl_api.ladder import Ladder, Rung
 
 
 class Climb:
     """reached: called with (rung, seconds since the rung before) for each rung that is gained."""
 
-    def __init__(self, reached: Callable[[Rung, float], None]) -> None:
+    def __init__(self, ladder: Ladder, reached: Callable[[Rung, float], None]) -> None:
+        self._ladder = ladder
         self._reached = reached
         self._epoch: int | None = None
         self._since = 0.0
@@ -22,7 +23,7 @@ class Climb:
         if epoch != self._epoch:
             self._epoch, self._since = epoch, now
             self.rung, self.took_s = rung, {}
-        if rung > self.rung:
+        if not self._ladder.reaches(self.rung, rung):
             self.took_s[rung] = took_s = round(now - self._since, 4)
             self._reached(rung, took_s)
         if rung != self.rung:

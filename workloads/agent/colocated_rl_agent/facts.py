@@ -48,7 +48,7 @@ from colocated_rl_agent.actions import (
     Wait,
 )
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, WEIGHTS, PodView
-from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import EngineState, Goal, PodTarget, TagState, TrainerState
 
 TERMINATED = 143  # exit code of a container that was told to end: 128 + SIGTERM
@@ -58,9 +58,17 @@ TERMINATED = 143  # exit code of a container that was told to end: 128 + SIGTERM
 class Rules:
     """What the job says about a switch, as far as the table depends on it."""
 
+    ladder: Ladder
     settle_s: float
     checkpoint_every: int
     probe: bool
+
+    def asks_for(self, target: PodTarget, rung: Rung) -> bool:
+        """Whether the target lies at `rung` or above it."""
+        return self.ladder.reaches(target.rung, rung)
+
+    def standing(self, pod: PodView, target: PodTarget) -> Rung:
+        return self.ladder.standing(pod.facts(), target.version)
 
     def checkpoint_is_due(self, step: int) -> bool:
         return step > 0 and step % self.checkpoint_every == 0
@@ -80,7 +88,7 @@ def next_action(pod: PodView, target: PodTarget | None, rules: Rules) -> Action 
         return Wait()
     if target.goal is Goal.STOP:
         return _end(pod, rules, code=0)
-    if pod.standing(target.version) >= target.rung:
+    if rules.ladder.reaches(rules.standing(pod, target), target.rung):
         return _rest(pod, target, rules)
     if not pod.engine.holds(target.version):
         if (action := _lower(pod, target, rules)) is not None:
@@ -103,36 +111,36 @@ def _replace(pod: PodView) -> Action | Wait | None:
 
 def _lower(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
     """Sealed to Released. None once no engine maps memory, or when the engine is on its way up already."""
-    engine, rung = pod.engine, target.rung
+    engine = pod.engine
     if pod.gate_open:
         return CloseGate()
     if pod.in_flight > 0:
         return _settle(pod, rules)
-    if engine.is_absent or engine.is_released or _may_rise(pod, target):
+    if engine.is_absent or engine.is_released or _may_rise(pod, target, rules):
         return None
     if engine.state is EngineState.STARTING:
         return KillEngine(f"it starts on {engine.starts_on}, and {target.version} can't be served yet")
-    if rung < Rung.PAUSED:
+    if not rules.asks_for(target, Rung.PAUSED):
         return Wait()
     if not engine.paused:
         return Pause()
-    if rung < Rung.DRAINED:
+    if not rules.asks_for(target, Rung.DRAINED):
         return Wait()
     if not engine.is_whole or engine.released:
         return KillEngine("it is neither whole nor released, and nothing is released twice behind one closed gate")
     if not (engine.drained and engine.flushed):  # drained perhaps before its memory came back, by an earlier agent
         return Flush()
-    if rung < Rung.RELEASED:
+    if not rules.asks_for(target, Rung.RELEASED):
         return Wait()
     return Release()
 
 
 def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
     """Released to Offloaded; no engine maps memory here. None when the trainers are off the device again."""
-    ranks, rung, at = pod.ranks, target.rung, target.version
-    if _may_rise(pod, target):
+    ranks, at = pod.ranks, target.version
+    if _may_rise(pod, target, rules):
         return None
-    if rung < Rung.TRAINED:
+    if not rules.asks_for(target, Rung.TRAINED):
         return Wait()
     if target.rendezvous is None or target.batches is None:
         return Wait(
@@ -145,13 +153,13 @@ def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
         return Wait(reason="TrainerAhead", message=f"trainers stand at step {step}, step {at.step} is wanted")
     if step < at.step:
         return _step(pod, step, rules)
-    if rung < Rung.EXPORTED:
+    if not rules.asks_for(target, Rung.EXPORTED):
         return Wait()
     if any(rank.exported != at for rank in ranks):
         return Onload() if _any_offloaded(pod) else Export(at)
     if pod.whole != at:
         return VerifyExport(at)
-    if rung < Rung.OFFLOADED:
+    if not rules.asks_for(target, Rung.OFFLOADED):
         return Wait()
     return Offload()
 
@@ -185,8 +193,8 @@ def _step(pod: PodView, done: int, rules: Rules) -> Action | Wait:
 
 def _raise(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     """Offloaded to Serving."""
-    engine, rung, at = pod.engine, target.rung, target.version
-    if rung < Rung.UPDATED:
+    engine, at = pod.engine, target.version
+    if not rules.asks_for(target, Rung.UPDATED):
         return Wait()
     if not all(rank.is_off_device for rank in pod.ranks):
         return Offload()
@@ -198,7 +206,7 @@ def _raise(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
         return Resume((WEIGHTS,))
     if engine.version != at:
         return Update(at)
-    if rung < Rung.RESTORED:
+    if not rules.asks_for(target, Rung.RESTORED):
         return Wait()
     if not engine.is_whole:
         return Resume((KV_CACHE, CUDA_GRAPH))
@@ -208,12 +216,12 @@ def _raise(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
         return Continue()
     if rules.probe and not engine.agrees:
         return CheckProbe(at)
-    return OpenGate(at) if rung >= Rung.SERVING else Wait()
+    return OpenGate(at) if rules.asks_for(target, Rung.SERVING) else Wait()
 
 
 def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     """The pod stands where it should. What can be done beside rollout is done now."""
-    if pod.standing(target.version) < Rung.SERVING:
+    if rules.standing(pod, target) is not Rung.SERVING:
         return Wait()
     can_save = all(rank.state is TrainerState.OFFLOADED and rank.step == target.step for rank in pod.ranks)
     is_due = target.is_last or rules.checkpoint_is_due(target.step)
@@ -246,7 +254,7 @@ def _settle(pod: PodView, rules: Rules) -> Action | Wait:
     return AbortAll(until)
 
 
-def _may_rise(pod: PodView, target: PodTarget) -> bool:
+def _may_rise(pod: PodView, target: PodTarget, rules: Rules) -> bool:
     """Whether the devices are the engine's, and the weights for it are there."""
     at: WeightVersion = target.version
     offloaded = all(
@@ -263,7 +271,7 @@ def _may_rise(pod: PodView, target: PodTarget) -> bool:
         or (engine.state is EngineState.STARTING and engine.starts_on == at)
         or (engine.version is None and engine.paused and engine.drained)
     )
-    return offloaded and pod.whole == at and clean and target.rung >= Rung.UPDATED
+    return offloaded and pod.whole == at and clean and rules.asks_for(target, Rung.UPDATED)
 
 
 def _any_offloaded(pod: PodView) -> bool:

@@ -88,6 +88,7 @@ class Settings:
     def rules(self) -> Rules:
         spec = self.job.spec
         return Rules(
+            ladder=spec.rollout.ladder,
             settle_s=spec.switch.settle_seconds,
             checkpoint_every=spec.checkpoint.every_steps,
             probe=spec.weight_sync.verify is Verify.PROBE,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from colocated_rl_api.ladder import Rung, WeightVersion, standing
+from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     DeviceFacts,
     EngineFacts,
@@ -193,9 +193,6 @@ class PodView:
     shards: int | None = None  # step whose shards are there for every rank
     fetch_after: float = 0.0  # back-off after a failed fetch
     stopped: bool = False
-
-    def standing(self, at: WeightVersion) -> Rung:
-        return standing(self.facts(), at)
 
     def facts(
         self,
