@@ -421,6 +421,11 @@ class ColocatedRLJobSpec(Part):
     steps: int = Field(
         ge=1, le=1_000_000, description="Training steps; the job is complete after the last. May change."
     )
+    suspend: bool = Field(
+        default=False,
+        description="True ends the job's pods, so that its devices are free, and keeps its volumes; false makes them "
+        "again, and the job goes on where it stood. A job that is made with true has no pods at first. May change.",
+    )
     replicas: int = Field(
         default=1, ge=1, le=1024, description="GPU pods, each with engine and trainer on its devices."
     )

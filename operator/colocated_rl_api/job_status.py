@@ -19,6 +19,8 @@ class Phase(StrEnum):
     SWITCHING = "Switching"  # GPUs change hands
     TRAINING = "Training"
     RECOVERING = "Recovering"  # climbing again after a loss
+    SUSPENDING = "Suspending"  # pods on their way out
+    SUSPENDED = "Suspended"  # no pods, until spec.suspend is false
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -114,7 +116,9 @@ class ColocatedRLJobStatus(StatusPart):
     last_switch_seconds: float | None = Field(
         default=None, description="Last switch, from the first gate closed to all gates open, training excluded."
     )
-    start_time: datetime | None = Field(default=None, description="When the job was first acted on.")
+    start_time: datetime | None = Field(
+        default=None, description="When the job was first acted on, or resumed; absent while it is suspended."
+    )
     completion_time: datetime | None = Field(default=None, description="When it completed or failed.")
     conditions: list[Condition] = Field(
         default_factory=list,

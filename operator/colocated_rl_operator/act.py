@@ -136,12 +136,15 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
     """
     done: list[asyncio.Task[bool]] = []
     try:
-        if case.objects_of != seen.job.generation or any(isinstance(action, CreatePod) for action in decided.pods):
+        is_stale = case.objects_of != seen.job.generation and not seen.rests
+        if is_stale or any(isinstance(action, CreatePod) for action in decided.pods):
             await _apply_objects(seen.job, doors)
             case.objects_of = seen.job.generation
         limit = asyncio.Semaphore(AT_ONCE)
         async with asyncio.TaskGroup() as group:
             done = [group.create_task(_change_pod(case, seen.job, each, limit, doors)) for each in decided.pods]
+        if any(isinstance(action, DeletePod) for action in decided.pods):
+            await list_again(case, doors.kube, doors.pods)
     except* Refused as errors:
         message = str(_first(errors))
         if case.stall is None or case.stall.message != message:
@@ -176,11 +179,11 @@ async def _change_pod(
                     await list_again(case, doors.kube, doors.pods)  # ours perhaps, and the watch has not said so yet
                     return name in {pod["metadata"]["name"] for pod in doors.pods.of(job.uid)}
                 log(LOG, "pod created", pod=name)
-            case DeletePod(name, uid, grace_s, why):
+            case DeletePod(name, uid, grace_s, why, is_fault):
                 await doors.kube.delete_pod(job.namespace, name, uid=uid, grace_s=grace_s)
-                await list_again(case, doors.kube, doors.pods)
-                log(LOG, "pod deleted", logging.WARNING, pod=name, reason=why)
-                case.record.note(None, News("Warning", Reason.POD_DELETED, why, action="DeletePod"))
+                log(LOG, "pod deleted", logging.WARNING if is_fault else logging.INFO, pod=name, reason=why)
+                if is_fault:
+                    case.record.note(None, News("Warning", Reason.POD_DELETED, why, action="DeletePod"))
     return True
 
 

@@ -17,12 +17,16 @@ class CreatePod:
 
 @dataclass(frozen=True)
 class DeletePod:
-    """Of that UID alone. grace_s: None for the pod's own, 0 to forget a pod whose node does not answer."""
+    """Of that UID alone. grace_s: None for the pod's own, 0 to forget a pod whose node does not answer.
+
+    is_fault: people are told of it, by an event.
+    """
 
     name: str
     uid: str
     grace_s: int | None
     why: str
+    is_fault: bool = True
 
 
 PodAction = CreatePod | DeletePod

@@ -60,13 +60,18 @@ class Climb:
     epoch: int
     step: int
     lineage: int
-    group: str  # hash of the UIDs of the pods whose trainers form the lineage
+    group: str  # hash of the UIDs of the pods whose trainers form the lineage; "": nobody's yet
     cause: Cause
     restarts: int = 0
 
     @property
     def version(self) -> WeightVersion:
         return WeightVersion(self.step, self.lineage)
+
+
+def rests(job: Job, climb: Climb | None) -> bool:
+    """No pod is wanted: the job is suspended, or will be when its pods are gone."""
+    return job.spec.suspend if climb is None else climb.cause is Cause.SUSPENDED
 
 
 class PodPhase(StrEnum):
@@ -129,6 +134,7 @@ class Memory:
     unready_since: float | None = None  # not all members answer since; None: they do
     last_switch_s: float | None = None  # None: no whole switch seen yet
     attempts: dict[str, int] = field(default_factory=dict)  # highest attempt seen, by seat
+    stopped: frozenset[str] = frozenset()  # UIDs of members that said that they had stopped
 
 
 @dataclass(frozen=True)
@@ -205,6 +211,10 @@ class Observation:
         return self.job.ladder.reaches(self.slowest, self.job.ladder.finished_at)
 
     @property
+    def rests(self) -> bool:
+        return rests(self.job, self.climb)
+
+    @property
     def highest_epoch(self) -> int:
         """Of the record and of every member."""
         return max([self.climb.epoch if self.climb else 0, *(member.highest_epoch for member in self.members)])
@@ -250,8 +260,15 @@ def remember(seen: Observation) -> Observation:
     attempts = dict(memory.attempts)
     for member in seen.members:
         attempts[member.seat] = max(member.attempt, attempts.get(member.seat, 0))
-    unready_since = None if seen.all_answer else (now if memory.unready_since is None else memory.unready_since)
-    memory = replace(memory, reached=reached, highest=highest, attempts=attempts, unready_since=unready_since)
+    is_awaited = not (seen.all_answer or seen.rests)
+    unready_since = (now if memory.unready_since is None else memory.unready_since) if is_awaited else None
+    stopped = frozenset(
+        member.uid
+        for member in seen.members
+        if member.uid in memory.stopped or (member.facts is not None and member.facts.stopped)
+    )
+    memory = replace(memory, reached=reached, highest=highest, attempts=attempts, stopped=stopped)
+    memory = replace(memory, unready_since=unready_since)
     return replace(seen, memory=memory)
 
 

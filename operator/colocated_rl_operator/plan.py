@@ -18,12 +18,12 @@ from colocated_rl_api.job import Switch
 from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import Endpoint, Goal, PodTarget, Rendezvous, RolloutTarget
 from colocated_rl_operator.actions import DeletePod, PodAction, Wait
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Member, Observation
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Member, Observation, PodPhase
 from colocated_rl_operator.reasons import Cause, Waiting
-from colocated_rl_operator.roster import muster
+from colocated_rl_operator.roster import clear, muster
 
 MARGIN_S = 30.0  # beyond the members' own deadlines: they act first, and report
-STOP_DEADLINE_S = 60.0  # members that have not stopped by then lose their pod
+STOP_DEADLINE_S = 60.0  # members that have not stopped this long after they were told lose their pod
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,18 @@ def plan(seen: Observation) -> Plan:
 
 def stop(seen: Observation) -> Plan:
     """Everybody ends, in the epoch as it is: the job is being deleted."""
-    return _stop(seen, since=seen.now) if seen.climb else Plan(climb=None)
+    if seen.climb is None:
+        return Plan(climb=None)
+    targets = {each.name: _stop_target(seen, seen.climb, each) for each in seen.current.values() if each.facts}
+    return Plan(climb=seen.climb, standings=seen.standings, targets=targets)
 
 
 def _follow(seen: Observation, *, raises: bool, message: str) -> Plan:
     """What follows from the climb as it is."""
-    if seen.climb is None or seen.climb.cause.goal is Goal.CLIMB:
-        found = _climb(seen)
+    if seen.climb is not None and seen.climb.cause.goal is Goal.STOP:
+        found = _stop(seen, seen.climb, since=seen.now if raises else seen.memory.epoch_at)
     else:
-        found = _stop(seen, since=seen.now if raises else seen.memory.epoch_at)
+        found = _leave(seen) if seen.rests else _climb(seen)
     return replace(found, raises=raises, message=message)
 
 
@@ -77,7 +80,13 @@ def _decide(seen: Observation) -> Decision | None:
     """A new climb, or None to go on with the present one."""
     now = seen.climb
     if now is not None and now.cause.goal is Goal.STOP:
+        if now.cause is Cause.SUSPENDED and not seen.members:
+            message = "the job goes on: its pods are made again"
+            return None if seen.job.spec.suspend else _raise(seen, replace(now, group=""), Cause.RESUMED, message)
         return _raise(seen, now, now.cause, "the end is told again") if _is_contested(seen) else None
+    if seen.job.spec.suspend:
+        message = "members stop, then their pods go; volumes stay"
+        return None if now is None else _raise(seen, now, Cause.SUSPENDED, message)
     deadline_s, since = seen.job.spec.pods_ready_deadline_seconds, seen.memory.unready_since
     if since is not None and seen.now >= since + deadline_s:
         message = f"not every member answered within {deadline_s} s: {_absentees(seen)}"
@@ -85,6 +94,9 @@ def _decide(seen: Observation) -> Decision | None:
     if now is None:
         return _first(seen) if seen.all_answer else None
     if seen.all_answer:
+        if not now.group:
+            climb = replace(now, lineage=now.lineage + 1, group=seen.group or "")
+            return _raise(seen, climb, Cause.RESUMED, "every member answers again: the trainers start")
         if seen.group != now.group:
             return _restart(seen, now, Cause.POD_REPLACED, f"{_replaced(seen)}: the trainers start together again")
         if seen.slowest is not Rung.UNKNOWN and (decision := _decide_for_whole_group(seen, now)):
@@ -215,8 +227,8 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
     targets: dict[str, PodTarget | RolloutTarget] = {}
     climb, rollout, first = seen.climb, seen.rollout_member, seen.current.get(seen.job.gpu_seats[0])
     ladder = seen.job.ladder
-    if climb is None:
-        return targets
+    if climb is None or not climb.group:
+        return targets  # first there is a group
     if rollout is not None and rollout.facts is not None:
         targets[rollout.name] = _rollout_target(seen, climb)
     if first is None or first.address is None or rollout is None or rollout.address is None:
@@ -265,24 +277,50 @@ def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
 
 
 # ------------------------------------------------------------------------------------------------------------ stopping
-def _stop(seen: Observation, *, since: float) -> Plan:
-    """Everybody ends; pods stay for their logs. Who does not end in time loses its pod, so that no GPU stays taken."""
-    assert seen.climb is not None
-    running = [member for member in seen.current.values() if not (member.facts and member.facts.stopped)]
-    late = seen.now >= since + STOP_DEADLINE_S
+def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
+    """Everybody ends, GPU pods first: the rollout controller is there to keep what they hand back.
+
+    Who does not end in time, or has not begun, loses its pod, so that no GPU stays taken. Pods that ended stay for
+    their logs, unless the job is suspended.
+    """
+    running = [member for member in seen.current.values() if not _has_stopped(seen, member)]
+    if not running:
+        return _leave(seen) if seen.rests else Plan(climb=climb, standings=seen.standings, is_over=True)
+    gpus = [member for member in running if member.seat != ROLLOUT_SEAT]
+    told, until = (gpus, since + STOP_DEADLINE_S) if gpus else (running, since + 2 * STOP_DEADLINE_S)
+    stops = {member.name: _stop_target(seen, climb, member) for member in told if member.facts}
+    goes_on = {
+        member.name: _rollout_target(seen, climb).model_copy(update={"evaluate": None})
+        for member in running
+        if member not in told and member.facts
+    }
+    late = seen.now >= until
     return Plan(
-        climb=seen.climb,
+        climb=climb,
         standings=seen.standings,
-        targets={member.name: _stop_target(seen, seen.climb, member) for member in running if member.facts},
-        pods=tuple(
-            DeletePod(member.name, member.uid, None, f"pod {member.name} did not stop within {STOP_DEADLINE_S:.0f} s")
-            for member in running
-            if late
-        ),
-        wait=Wait(Waiting.STOPPING, tuple(member.name for member in running)) if running else None,
-        is_over=not running,
-        wake_at=None if late or not running else since + STOP_DEADLINE_S,
+        targets=stops | goes_on,
+        pods=tuple(_end(member) for member in told if late or member.phase is PodPhase.PENDING),
+        wait=Wait(Waiting.STOPPING, tuple(member.name for member in running)),
+        wake_at=None if late else until,
     )
+
+
+def _has_stopped(seen: Observation, member: Member) -> bool:
+    """It said so, perhaps before its connection ended."""
+    return member.uid in seen.memory.stopped or (member.facts is not None and member.facts.stopped)
+
+
+def _end(member: Member) -> DeletePod:
+    if member.phase is PodPhase.PENDING:
+        return DeletePod(member.name, member.uid, None, f"pod {member.name} never ran, and need not", is_fault=False)
+    return DeletePod(member.name, member.uid, None, f"pod {member.name} did not stop within {STOP_DEADLINE_S:.0f} s")
+
+
+def _leave(seen: Observation) -> Plan:
+    """Nobody runs any more, or has been told anything yet: the pods go, and the job rests."""
+    pods, wake_at = clear(seen)
+    wait = Wait(Waiting.STOPPING, tuple(member.name for member in seen.members)) if seen.members else None
+    return Plan(climb=seen.climb, standings=seen.standings, pods=pods, wait=wait, wake_at=wake_at)
 
 
 def _stop_target(seen: Observation, climb: Climb, member: Member) -> PodTarget | RolloutTarget:

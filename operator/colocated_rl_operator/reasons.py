@@ -8,7 +8,7 @@ from colocated_rl_api.member_wire import Goal
 
 
 class Cause(StrEnum):
-    """Why the epoch was raised; `status.cause`. The last ones end the job."""
+    """Why the epoch was raised; `status.cause`."""
 
     FIRST_START = "FirstStart"
     NEXT_STEP = "NextStep"
@@ -19,6 +19,8 @@ class Cause(StrEnum):
     ALL_STEPS_DONE = "AllStepsDone"
     BACKOFF_LIMIT = "BackoffLimitExceeded"
     PODS_NOT_READY = "PodsReadyDeadlineExceeded"
+    SUSPENDED = "Suspended"  # members stop, then pods go, until spec.suspend is false
+    RESUMED = "Resumed"
 
     @property
     def is_failure(self) -> bool:
@@ -32,7 +34,8 @@ class Cause(StrEnum):
 
     @property
     def goal(self) -> Goal:
-        return Goal.STOP if self is Cause.ALL_STEPS_DONE or self.is_failure else Goal.CLIMB
+        stops = self in (Cause.ALL_STEPS_DONE, Cause.SUSPENDED) or self.is_failure
+        return Goal.STOP if stops else Goal.CLIMB
 
 
 class Waiting(StrEnum):
@@ -47,6 +50,7 @@ class ConditionType(StrEnum):
     RECONCILING = "Reconciling"  # kstatus: on the way there
     STALLED = "Stalled"  # kstatus: a person must do something
     PODS_READY = "PodsReady"
+    SUSPENDED = "Suspended"  # no pod of the job is there, and none is made
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -59,6 +63,8 @@ class Reason(StrEnum):
     PODS_STARTING = "PodsStarting"
     MEMBERS_ANSWER = "MembersAnswer"
     JOB_ENDED = "JobEnded"
+    SUSPENDING = "Suspending"  # pods are on their way out
+    NOT_SUSPENDED = "NotSuspended"
     STEPS_REMAIN = "StepsRemain"
     COMPLETED = "Completed"
     NOT_FAILED = "NotFailed"

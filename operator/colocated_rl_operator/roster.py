@@ -39,6 +39,18 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
     return tuple(actions), min(wake, default=None)
 
 
+def clear(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
+    """Actions that leave no pod, and when to look again."""
+    actions: list[PodAction] = []
+    wake: list[float] = []
+    for pod in seen.members:
+        if pod.ends_at is None:
+            why = f"pod {pod.name} goes: its job is suspended"
+            actions.append(DeletePod(pod.name, pod.uid, grace_s=None, why=why, is_fault=False))
+        _bury(pod, seen.now, actions, wake)
+    return tuple(actions), min(wake, default=None)
+
+
 def _bury(pod: Member, now: float, actions: list[PodAction], wake: list[float]) -> None:
     """Force a GPU pod that does not end within its grace."""
     if pod.ends_at is None or pod.seat == ROLLOUT_SEAT:

@@ -24,9 +24,9 @@ from colocated_rl_api.job_status import (
     PodOutOfLine,
     RolloutStatus,
 )
-from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
+from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import Problem
-from colocated_rl_operator.observation import Observation
+from colocated_rl_operator.observation import Observation, rests
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, ConditionType, Reason
 
@@ -48,10 +48,13 @@ def report(
 ) -> ColocatedRLJobStatus:
     """The status to write. before: the one written last. at: wall clock, for people. stall: an object was refused."""
     climb, ladder = plan.climb, seen.job.ladder
+    is_resting = rests(seen.job, climb)
     slowest = Rung.UNKNOWN if plan.raises else seen.slowest  # a new epoch has no answers yet
     served = climb.version if climb and slowest is Rung.SERVING else seen.served
+    if is_resting:
+        served = None
     answering = seen.all_answer or is_blink(seen, before)
-    phase = _phase(ladder, plan, slowest, served, before, answering=answering)
+    phase = _phase(seen, plan, slowest, served, before, answering=answering)
     is_finished = ladder.reaches(slowest, ladder.finished_at)
     step = max(seen.trained_step, climb.step) if climb and is_finished else before.step
     return ColocatedRLJobStatus(
@@ -66,14 +69,14 @@ def report(
         group=climb.group if climb else None,
         restarts=climb.restarts if climb else None,
         gpu_holder=_holder(phase),
-        rung=slowest.value if climb and not plan.is_over else None,
+        rung=slowest.value if climb and not plan.is_over and not is_resting else None,
         ready=before.ready if answering and not seen.all_answer else _ready(seen),
         pods_by_rung=dict(Counter(rung.value for rung in plan.standings.values())),
         out_of_line=_out_of_line(seen, plan),
         rollout=_rollout(seen) or before.rollout,
         evaluation=_evaluation(seen) or before.evaluation,
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
-        start_time=before.start_time or at,
+        start_time=None if is_resting else before.start_time or at,
         completion_time=before.completion_time or (at if plan.is_over else None),
         conditions=_conditions(seen, plan, phase, before.conditions, at, stall, answering=answering),
     )
@@ -124,7 +127,7 @@ def _key(status: ColocatedRLJobStatus) -> object:
 
 # --------------------------------------------------------------------------------------------------------------- words
 def _phase(
-    ladder: Ladder,
+    seen: Observation,
     plan: Plan,
     slowest: Rung,
     served: WeightVersion | None,
@@ -133,12 +136,16 @@ def _phase(
     answering: bool,
 ) -> Phase:
     climb = plan.climb
+    if rests(seen.job, climb):
+        return Phase.SUSPENDING if seen.members else Phase.SUSPENDED
     if climb is None:
         return Phase.PENDING
     if climb.cause.is_failure:
         return Phase.FAILED
     if climb.cause is Cause.ALL_STEPS_DONE:
         return Phase.COMPLETE if plan.is_over else (before.phase or Phase.ROLLOUT)
+    if not climb.group:
+        return Phase.PENDING  # resumed, and not everybody is back
     if not answering:
         return Phase.RECOVERING
     if slowest is Rung.SERVING:
@@ -150,7 +157,7 @@ def _phase(
         return Phase.STARTING
     if served.lineage != climb.lineage or served == climb.version:
         return Phase.RECOVERING
-    return Phase.TRAINING if slowest in ladder.training else Phase.SWITCHING
+    return Phase.TRAINING if slowest in seen.job.ladder.training else Phase.SWITCHING
 
 
 def _holder(phase: Phase) -> Holder:
@@ -159,9 +166,9 @@ def _holder(phase: Phase) -> Holder:
             return Holder.ROLLOUT
         case Phase.TRAINING:
             return Holder.TRAINER
-        case Phase.PENDING | Phase.COMPLETE | Phase.FAILED:
+        case Phase.PENDING | Phase.SUSPENDED | Phase.COMPLETE | Phase.FAILED:
             return Holder.NOBODY
-        case Phase.STARTING | Phase.SWITCHING | Phase.RECOVERING:
+        case Phase.STARTING | Phase.SWITCHING | Phase.RECOVERING | Phase.SUSPENDING:
             return Holder.SWITCHING
 
 
@@ -212,17 +219,27 @@ def _conditions(
         stalled = (False, str(Reason.NOT_STALLED), "")
     done = f"all {seen.job.spec.steps} steps are done" if is_complete else ""
     failure = plan.message if is_failed else ""
-    answer = (Reason.MEMBERS_ANSWER, "") if answering else (Reason.PODS_STARTING, waiting)
-    if plan.is_over:
-        answer = (Reason.JOB_ENDED, "")
+    is_suspended = phase is Phase.SUSPENDED
+    if phase in (Phase.SUSPENDING, Phase.SUSPENDED):
+        suspended, pods_ready = ready[1], (False, ready[1], "")
+    else:
+        suspended, pods_ready = str(Reason.NOT_SUSPENDED), _pods_ready(plan, waiting, answering=answering)
+    kept = "its pods are gone, its volumes are kept: it goes on when spec.suspend is false" if is_suspended else ""
     return [
         stamp(ConditionType.READY, ready[0], ready[1], failure or waiting),
-        stamp(ConditionType.RECONCILING, not ready[0] and not is_failed, ready[1], waiting),
+        stamp(ConditionType.RECONCILING, not ready[0] and not (is_failed or is_suspended), ready[1], waiting),
         stamp(ConditionType.STALLED, *stalled),
-        stamp(ConditionType.PODS_READY, answering and not plan.is_over, *answer),
+        stamp(ConditionType.PODS_READY, *pods_ready),
+        stamp(ConditionType.SUSPENDED, is_suspended, suspended, kept),
         stamp(ConditionType.COMPLETE, is_complete, Reason.COMPLETED if is_complete else Reason.STEPS_REMAIN, done),
         stamp(ConditionType.FAILED, is_failed, str(cause) if is_failed else Reason.NOT_FAILED, failure),
     ]
+
+
+def _pods_ready(plan: Plan, waiting: str, *, answering: bool) -> tuple[bool, str, str]:
+    if plan.is_over:
+        return False, Reason.JOB_ENDED, ""
+    return (True, Reason.MEMBERS_ANSWER, "") if answering else (False, Reason.PODS_STARTING, waiting)
 
 
 def _readiness(phase: Phase, cause: Cause | None) -> tuple[bool, str]:
@@ -235,6 +252,10 @@ def _readiness(phase: Phase, cause: Cause | None) -> tuple[bool, str]:
             return False, Reason.PODS_STARTING
         case Phase.STARTING:
             return False, Reason.CLIMBING
+        case Phase.SUSPENDING:
+            return False, Reason.SUSPENDING
+        case Phase.SUSPENDED:
+            return False, Cause.SUSPENDED
         case Phase.RECOVERING | Phase.FAILED:
             return False, str(cause) if cause else Reason.CLIMBING
 

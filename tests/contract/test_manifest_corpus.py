@@ -100,7 +100,7 @@ def path_of(location: tuple[int | str, ...]) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------ immutability
 FULL = yaml.safe_load((EXAMPLES / "full.yaml").read_text())
-MAY_CHANGE = {"steps": 7, "backoffLimit": 7, "podsReadyDeadlineSeconds": 7}
+MAY_CHANGE = {"steps": 7, "suspend": True, "backoffLimit": 7, "podsReadyDeadlineSeconds": 7}
 MAY_NOT_CHANGE = {
     "replicas": 7,
     "model.path": "other",

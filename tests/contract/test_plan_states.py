@@ -15,22 +15,25 @@ MOST_STATES = 2_000_000
 
 
 @pytest.mark.parametrize(
-    ("replicas", "deaths", "of"),
+    ("replicas", "deaths", "of", "suspensions"),
     [
-        *((2, 1, (mortal,)) for mortal in MORTAL),
-        *((2, 2, (mortal,)) for mortal in ("connection", "engine")),
-        (1, 2, MORTAL),
-        (3, 0, ()),
+        *((2, 1, (mortal,), 0) for mortal in MORTAL),
+        *((2, 2, (mortal,), 0) for mortal in ("connection", "engine")),
+        (1, 2, MORTAL, 0),
+        (3, 0, (), 0),
+        (1, 1, MORTAL, 1),
+        (2, 0, (), 1),
     ],
     ids=lambda value: "any" if value == MORTAL else "-".join(value) or "nobody" if isinstance(value, tuple) else None,
 )
 def test_every_state_is_safe_and_leads_to_an_end(
-    replicas: int, deaths: int, of: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    replicas: int, deaths: int, of: tuple[str, ...], suspensions: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1})
-    explored = explore(Model(job, deaths=deaths, of=of), limit=MOST_STATES)
+    explored = explore(Model(job, deaths=deaths, of=of, suspensions=suspensions), limit=MOST_STATES)
+    bounds = f"pods: {replicas}, deaths: {deaths} of {', '.join(of) or 'nobody'}, suspensions: {suspensions}"
     with capsys.disabled():
-        sys.stdout.write(f"\npods: {replicas}, deaths: {deaths} of {', '.join(of) or 'nobody'}, {explored.words()}\n")
+        sys.stdout.write(f"\n{bounds}, {explored.words()}\n")
     assert 0 == explored.frontier
     assert [] == explored.hopeless
     assert {Cause.ALL_STEPS_DONE} == explored.ends.keys(), "a death costs one restart, and there are more"

@@ -459,6 +459,12 @@ class Simulation(Group):
             if pod.uid == uid:
                 pod.alive = False
                 pod.disconnect()
+        self.pods = [pod for pod in self.pods if pod.uid != uid]
+        self.rollouts = [pod for pod in self.rollouts if pod.uid != uid]
+
+    def suspend(self, is_asked: bool) -> None:
+        """A person writes spec.suspend."""
+        self.job = replace(self.job, spec=self.job.spec.model_copy(update={"suspend": is_asked}))
 
     # --------------------------------------------------------------------------------------------------- deliveries
     def deliver(self, pod: GpuPod) -> bool:

@@ -8,7 +8,6 @@ it, and reports the pod's phase and address.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -35,6 +34,7 @@ class FakeMember:
         self.pod = pod
         self.holds: Callable[[PodTarget | RolloutTarget], bool] = lambda target: False
         self.seen: list[PodTarget | RolloutTarget] = []
+        self.listens = False
         self._moved = asyncio.Event()
         is_gpu = isinstance(pod, GpuPod)
         hello = Hello(
@@ -83,7 +83,8 @@ class FakeMember:
     async def live(self, changed: Callable[[], None]) -> None:
         """Act until stopped or cancelled. changed: called after each move, for members that wait for one another."""
         async with self.server:
-            while not self.pod.stopped:
+            self.listens = True
+            while self.pod.alive and not self.pod.stopped:
                 self._moved.clear()
                 if self._move():
                     self.server.publish()
@@ -149,8 +150,8 @@ class FakeKubelet:
         life, member = self._lives.pop(uid, None), self.members.pop(uid, None)
         if member is not None:
             member.pod.alive = False
-        if life is not None and not (member and member.pod.stopped):
-            life.cancel()
+        if life is not None and (member is None or (member.listens and not member.pod.stopped)):
+            life.cancel()  # not while it begins to listen: asyncio would lose its socket
 
     def end_all(self) -> None:
         for uid in list(self._lives):
@@ -163,12 +164,18 @@ class FakeKubelet:
         if seat == names.ROLE_GPU:
             seat = f"{seat}-{labels[names.REPLICA_LABEL]}"
         simulated = self.group.add(seat, int(labels[names.ATTEMPT_LABEL]), metadata["uid"])
-        host = f"{self._net}.{next(self._hosts)}"
+        try:
+            await self._live(pod, simulated)
+        except asyncio.CancelledError:
+            simulated.alive = False
+
+    async def _live(self, pod: Body, simulated: GpuPod | RolloutPod) -> None:
+        metadata, seat, host = pod["metadata"], simulated.seat, f"{self._net}.{next(self._hosts)}"
         member = FakeMember(
             self.group,
             simulated,
             name=metadata["name"],
-            job_uid=labels[names.JOB_UID_LABEL],
+            job_uid=metadata["labels"][names.JOB_UID_LABEL],
             host=host,
             tls=await self._tls(pod),
             control=names.CONTROL_PORT,
@@ -176,8 +183,8 @@ class FakeKubelet:
         member.holds = lambda target: seat in self.holds and self.holds[seat](target)
         self.members[metadata["uid"]] = member
         await self._set_status(pod, {"phase": "Running", "podIP": host})
-        with contextlib.suppress(asyncio.CancelledError):
-            await member.live(self.poke_all)
+        await member.live(self.poke_all)
+        if simulated.stopped:
             await self._set_status(pod, {"phase": "Succeeded", "podIP": host})
 
     def hold(self, seat: str, under: Callable[[PodTarget | RolloutTarget], bool]) -> None:

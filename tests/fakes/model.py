@@ -1,11 +1,11 @@
 """A job as one value, and every value that can follow: the real plan, action table, journal and fence.
 
 Nothing moves by itself. `Model.successors` lists what may happen next, to anybody: a target or a report that arrives,
-an agent's next action, a collective that fails, and, as long as they last, a death; operator and rollout controller
-answer at once to what they hear, which may be long ago. What an operator knows of a pod is some report since the newest
-one that it heard, because a report arrives when it arrives; a target that was not delivered is overtaken by the next
-one. After a take-over the old leader is still about, with a plan in its hands: its targets may arrive at any time, its
-raise of the epoch may be tried.
+an agent's next action, a collective that fails, and, as long as they last, a death or a suspension; operator and
+rollout controller answer at once to what they hear, which may be long ago. What an operator knows of a pod is some
+report since the newest one that it heard, because a report arrives when it arrives; a target that was not delivered is
+overtaken by the next one. After a take-over the old leader is still about, with a plan in its hands: its targets may
+arrive at any time, its raise of the epoch may be tried.
 
 Each move is checked, against the truth and not against what anybody believes:
 
@@ -35,8 +35,18 @@ from colocated_rl_api.member_wire import (
     SealedBatch,
     TrainerState,
 )
-from colocated_rl_operator.actions import CreatePod
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Job, Member, Memory, Observation, PodPhase, gpu_seat
+from colocated_rl_operator.actions import CreatePod, PodAction
+from colocated_rl_operator.observation import (
+    ROLLOUT_SEAT,
+    Climb,
+    Job,
+    Member,
+    Memory,
+    Observation,
+    PodPhase,
+    gpu_seat,
+    rests,
+)
 from colocated_rl_operator.plan import Plan, plan
 from fakes.model_pod import (
     CALLS,
@@ -86,6 +96,8 @@ class Rollout(NamedTuple):
     dropped: int = 0  # batches up to here
     epoch: int = 0
     stopped: bool = False
+    attempt: int = 0
+    there: bool = True  # its pod
 
 
 class Operator(NamedTuple):
@@ -113,6 +125,8 @@ class State(NamedTuple):
     stale: tuple[Target | None, ...] = ()  # of a leader that is none any more, on their way
     sleeper: Climb | None = None  # a raise that it would like to record
     decisions: tuple[Climb, ...] = ()  # of the newest epochs in which a target was sent
+    suspend: bool = False  # spec.suspend
+    suspensions: int = 0  # that may still come
 
     def with_pod(self, index: int, pod: Pod) -> State:
         pods = put(self.pods, index, pod)
@@ -123,7 +137,7 @@ class State(NamedTuple):
 
 
 class Model:
-    """deaths: how many may happen. of: what may die. The others are what a seeded defect leaves out."""
+    """deaths, suspensions: how many may happen. of: what may die. The others are what a seeded defect leaves out."""
 
     def __init__(
         self,
@@ -131,6 +145,7 @@ class Model:
         *,
         deaths: int,
         of: Collection[str] = MORTAL,
+        suspensions: int = 0,
         has_journal: bool = True,
         has_fence: bool = True,
         has_precondition: bool = True,
@@ -138,6 +153,8 @@ class Model:
         self.job = job
         self.deaths = deaths
         self.mortal = of
+        self.suspensions = suspensions
+        self._suspended_job = replace(job, spec=job.spec.model_copy(update={"suspend": True}))
         self.has_journal = has_journal
         self.has_fence = has_fence
         self.has_precondition = has_precondition
@@ -150,7 +167,14 @@ class Model:
         """Every pod runs, and nobody knows anybody."""
         nobody = (None,) * self.job.spec.replicas
         pods = tuple(Pod(ladder=self.job.ladder) for _ in self.job.gpu_seats)
-        return State(pods, Rollout(), Operator(known=nobody, sent=nobody), deaths=self.deaths, stale=nobody)
+        return State(
+            pods,
+            Rollout(),
+            Operator(known=nobody, sent=nobody),
+            deaths=self.deaths,
+            stale=nobody,
+            suspensions=self.suspensions,
+        )
 
     def successors(self, state: State) -> list[tuple[str, State]]:
         """What may happen, and what then is so. Raises Broken."""
@@ -166,6 +190,10 @@ class Model:
         if state.deaths:
             deaths = self._somebody_dies(state._replace(deaths=state.deaths - 1))
             found += [death for death in deaths if death[0].split()[0] in self.mortal]
+        if state.suspend:
+            found.append(("resumed", state._replace(suspend=False)))
+        elif state.suspensions:
+            found.append(("suspended", state._replace(suspend=True, suspensions=state.suspensions - 1)))
         return [(what, alike(self._without_the_refused(after))) for what, after in found]
 
     def _without_the_refused(self, state: State) -> State:
@@ -185,8 +213,8 @@ class Model:
             yield "operator, late" if late else "operator", after
 
     def _plan(self, state: State, *, late: bool) -> Plan:
-        places = tuple((pod.attempt, pod.alive) for pod in state.pods)
-        key = (state.operator._replace(sent=()), state.rollout, places, late)
+        places = tuple((pod.attempt, pod.alive, pod.there) for pod in state.pods)
+        key = (state.operator._replace(sent=()), state.rollout, places, late, state.suspend)
         decided = self._plans.get(key)
         if decided is None:
             self.plans += 1
@@ -213,23 +241,26 @@ class Model:
                 facts=self._reports[known] if known else None,
             )
             for index, (pod, known) in enumerate(zip(state.pods, operator.known, strict=True))
+            if pod.there
         ]
         rollout = state.rollout
         batch = SealedBatch(step=rollout.sealed, groups=1, samples=2, loss_tokens=1) if rollout.sealed else None
         facts = RolloutFacts(epoch=rollout.epoch, sealed=batch, trained_step=rollout.trained, stopped=rollout.stopped)
-        members.append(
-            Member(
-                ROLLOUT_SEAT, 0, "rollout-0", "rollout-0", PodPhase.RUNNING, -1000.0, address="10.0.0.9", facts=facts
-            )
-        )
+        if rollout.there:
+            name = f"rollout-{rollout.attempt}"
+            running = (PodPhase.RUNNING, -1000.0)
+            members.append(Member(ROLLOUT_SEAT, rollout.attempt, name, name, *running, address="10.0.0.9", facts=facts))
+        job = self._suspended_job if state.suspend else self.job
+        is_awaited = (None in operator.known or not rollout.there) and not rests(job, operator.climb)
         memory = Memory(
             epoch=operator.climb.epoch if operator.climb else 0,
             raised=operator.raised,
-            unready_since=0.0 if None in operator.known else None,
-            attempts={member.seat: member.attempt for member in members},
+            unready_since=0.0 if is_awaited else None,
+            attempts={gpu_seat(index): pod.attempt for index, pod in enumerate(state.pods)}
+            | {ROLLOUT_SEAT: rollout.attempt},
         )
         recorded = (operator.climb, operator.trained_step, operator.served, operator.is_over, memory)
-        return Observation(0.0, self.job, tuple(members), *recorded)
+        return Observation(0.0, job, tuple(members), *recorded)
 
     def _carry_out(self, state: State, decided: Plan) -> State:
         """Record, send, make pods, report."""
@@ -241,16 +272,21 @@ class Model:
         else:
             must(decided.climb == operator.climb, "the climb changed without a new epoch")
         state = self._send(state._replace(operator=operator), decided)
-        operator, pods = state.operator, list(state.pods)
+        operator, pods, rollout = state.operator, list(state.pods), state.rollout
         for action in decided.pods:
+            seat = action.seat if isinstance(action, CreatePod) else action.name.rpartition("-")[0]
+            if seat == ROLLOUT_SEAT:
+                rollout = with_pod_or_without(rollout, action)
+                continue
+            index = self.job.gpu_seats.index(seat)
             if isinstance(action, CreatePod):
-                index = self.job.gpu_seats.index(action.seat)
                 must(not pods[index].alive, f"two pods in {action.seat}")
                 pods[index] = Pod(attempt=action.attempt, stood=pods[index].stood, ladder=self.job.ladder)
             else:
-                index = replica_of(action.name)
-                pods[index] = pods[index]._replace(alive=False)
+                pods[index] = pods[index]._replace(alive=False, there=False)
             operator = operator.lost(index)
+        if rests(self.job, operator.climb):
+            operator = operator._replace(served=None)
         climb, standings, ladder = operator.climb, decided.standings.values(), self.job.ladder
         slowest = min(standings, key=ladder.place, default=Rung.UNKNOWN)
         if climb is not None and not decided.raises and len(standings) == len(pods):
@@ -258,7 +294,8 @@ class Model:
                 operator = operator._replace(trained_step=max(operator.trained_step, climb.step))
             if slowest is Rung.SERVING:
                 operator = operator._replace(served=climb.version)
-        return state._replace(pods=tuple(pods), operator=operator._replace(is_over=decided.is_over))
+        operator = operator._replace(is_over=decided.is_over)
+        return state._replace(pods=tuple(pods), operator=operator, rollout=rollout)
 
     def _send(self, state: State, decided: Plan) -> State:
         operator, rollout, sent = state.operator, state.rollout, list(state.operator.sent)
@@ -403,6 +440,8 @@ class Model:
     # --------------------------------------------------------------------------------------------------------- the rest
     def _rollout_acts(self, state: State) -> Iterator[tuple[str, State]]:
         rollout = state.rollout
+        if not rollout.there:
+            return
         if rollout.goal is Goal.STOP:
             after = rollout._replace(stopped=True)
         else:
@@ -476,6 +515,14 @@ def decided_on(state: State, climb: Climb) -> State:
     made = {decision.epoch: decision for decision in state.decisions[-1:]}
     must(made.setdefault(climb.epoch, climb) == climb, f"epoch {climb.epoch} stands for two decisions")
     return state._replace(decisions=tuple(made.values()))
+
+
+def with_pod_or_without(rollout: Rollout, action: PodAction) -> Rollout:
+    """What is in the store stays."""
+    if isinstance(action, CreatePod):
+        must(not rollout.there, "two pods of the store")
+        return rollout._replace(goal=Goal.CLIMB, stopped=False, attempt=action.attempt, there=True)
+    return rollout._replace(stopped=True, there=False)
 
 
 def replica_of(pod_name: str) -> int:

@@ -152,6 +152,7 @@ class Pod(NamedTuple):
     stopped: bool = False
     stood: tuple[tuple[int, Rung], ...] = ()
     ladder: Ladder = TIME_SLICED
+    there: bool = True  # False: the object is deleted
 
     @property
     def epoch(self) -> int:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from contract.api_server import Kubectl
 
 from builders import make_job, make_manifest
 from colocated_rl_api import names
@@ -302,9 +303,24 @@ async def test_a_job_completes_under_the_real_operator(world: World) -> None:
     assert not operator.said("pass not finished, trying again")
 
 
+AsyncKubectl = Callable[..., Coroutine[None, None, str]]
+
+
+@pytest.fixture
+def kubectl(world: World) -> AsyncKubectl:
+    """The command itself, beside the members of this process."""
+    run = Kubectl(CHECKOUT.localcluster, world.kubeconfig)
+    return lambda *words: asyncio.to_thread(run, *words)
+
+
 def stay_in_rollout(world: World) -> None:
     """No batch is sealed."""
     world.kubelet.hold("rollout", under=lambda target: target.goal is Goal.CLIMB)
+
+
+async def claims_of(world: World, uid: str) -> list[Body]:
+    claims = await world.api.all(f"/api/v1/namespaces/{NAMESPACE}/persistentvolumeclaims")
+    return [claim for claim in claims if claim["metadata"]["labels"].get(names.JOB_UID_LABEL) == uid]
 
 
 def _is_ours(event: Body) -> bool:
@@ -368,8 +384,7 @@ async def test_a_deleted_job_leaves_retained_volumes_alone_and_nothing_else_of_i
         await world.until(lambda: not world.job)
         await world.until(lambda: not world.kubelet.members)
         assert all(pod.stopped for pod in world.group.pods)
-    claims = await world.api.all(f"/api/v1/namespaces/{NAMESPACE}/persistentvolumeclaims")
-    ours = [claim for claim in claims if claim["metadata"]["labels"].get(names.JOB_UID_LABEL) == uid]
+    ours = await claims_of(world, uid)
     assert {f"sums-store-{uid[:8]}", f"sums-checkpoints-{uid[:8]}"} == {claim["metadata"]["name"] for claim in ours}
     assert all("ownerReferences" not in claim["metadata"] for claim in ours)
 
@@ -393,6 +408,27 @@ async def test_a_job_that_was_deleted_while_no_operator_ran_is_let_go_by_the_nex
     async with world.operator():
         await world.until(lambda: not world.job)
         await world.until(lambda: not world.kubelet.members)
+
+
+async def test_a_job_is_suspended_and_resumed_by_kubectl(world: World, kubectl: AsyncKubectl) -> None:
+    """As a queue does it, and as people wait for it."""
+    stay_in_rollout(world)
+    job = f"{names.SHORT_NAME}/sums"
+    async with world.operator():
+        await kubectl("wait", "--for=condition=Ready", job, "--timeout=30s")
+        started = world.status["startTime"]
+        await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": true}}')
+        await kubectl("wait", "--for=condition=Suspended", job, "--timeout=30s")
+        assert not await world.api.all(PODS)
+        assert all(pod.stopped for pod in world.group.pods)
+        assert 2 == len(await claims_of(world, world.job["metadata"]["uid"]))
+        await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
+        world.kubelet.let_go("rollout")
+        await kubectl("wait", "--for=condition=Complete", job, "--timeout=30s")
+        await world.until(lambda: world.is_complete)
+    assert (2, 0) == (world.status["lineage"], world.status["restarts"])
+    assert started <= world.status["startTime"]
+    assert "False" == world.condition("Suspended")["status"]
 
 
 async def test_an_evicted_pod_is_replaced_while_the_other_goes_on(world: World) -> None:

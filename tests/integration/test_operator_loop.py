@@ -365,6 +365,72 @@ async def test_a_job_with_a_broken_spec_is_dismissed_too(world: World) -> None:
     assert all(pod["metadata"].get("deletionTimestamp") for pod in world.api.all("pods"))
 
 
+# ------------------------------------------------------------------------------------------------- suspend and resume
+def change(world: World, **spec: Any) -> None:
+    """A person edits the spec."""
+    body = world.api.objects[JOB_PATH]
+    world.api.put(JOB_PATH, {**body, "spec": {**body["spec"], **spec}})
+
+
+async def test_a_suspended_job_has_no_pods_and_goes_on_where_it_was_under_the_next_operator(world: World) -> None:
+    def is_half_way(target: Any) -> bool:
+        return isinstance(target, PodTarget) and target.goal is Goal.CLIMB and target.step == 2
+
+    world.kubelet.hold("gpu-1", under=is_half_way)
+    async with world.operator():
+        await world.until(lambda: any(_stood(world, Rung.PAUSED, step=2)))
+        change(world, suspend=True)
+        await world.until(lambda: world.status.get("phase") == "Suspended")
+    assert ("True", "Suspended") == condition(world, "Suspended")
+    assert [] == world.api.all("pods")
+    assert all(pod.stopped for pod in world.group.everybody)
+    assert 2 == len(world.api.all("persistentvolumeclaims"))
+    assert "startTime" not in world.status
+    epoch, events = world.status["epoch"], [event["type"] for event in world.api.all("events")]
+    assert {"Normal"} == set(events), "nothing went wrong"
+    world.kubelet.let_go("gpu-1")
+    async with world.operator() as operator:
+        await world.until(lambda: operator.office.wakeups.of(world.body["metadata"]["uid"]))
+        change(world, suspend=False)
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert epoch < world.status["epoch"]
+    assert {1: [1], 2: [1, 2, 3]} == world.group.trained_in
+    assert (2, 0, "False") == (world.status["lineage"], world.status["restarts"], condition(world, "Suspended")[0])
+    assert "startTime" in world.status
+
+
+async def test_a_job_that_is_made_suspended_has_no_pods_until_it_is_resumed(world: World) -> None:
+    change(world, suspend=True)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Suspended")
+        assert [] == [line for line in world.api.requests if line.startswith("POST") and line.endswith("/pods")]
+        change(world, suspend=False)
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert (1, 0) == (world.status["lineage"], world.status["restarts"])
+
+
+async def test_a_job_is_suspended_while_its_pods_are_still_coming(world: World) -> None:
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.api.all("pods"))
+        change(world, suspend=True)
+        await world.until(lambda: world.status.get("phase") == "Suspended")
+        assert [] == world.api.all("pods")
+        change(world, suspend=False)
+        world.kubelet.let_go("rollout")
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert 0 == world.status["restarts"]
+
+
+async def test_a_suspended_job_can_be_deleted(world: World) -> None:
+    change(world, suspend=True)
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("phase") == "Suspended")
+        operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
+        async with asyncio.timeout(DEADLINE_S):
+            await operator.task
+
+
 # ------------------------------------------------------------------------------------------------------- the API server
 async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_tried_again(world: World) -> None:
     world.api.refuse_next(403)
@@ -411,20 +477,19 @@ async def test_an_older_operator_touches_nothing_that_it_does_not_understand(wor
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
     epoch, pods = world.status["epoch"], world.api.all("pods")
-    world.api.set_status(JOB_PATH, {**world.status, "cause": "Resumed"})
+    world.api.set_status(JOB_PATH, {**world.status, "cause": "Moved"})
     async with world.operator():
         await world.until(lambda: condition(world, "Stalled")[0] == "True")
     message = next(item["message"] for item in world.status["conditions"] if item["type"] == "Stalled")
-    assert "status.cause is Resumed, which this operator does not know" in message
-    assert (epoch, "Resumed", pods) == (world.status["epoch"], world.status["cause"], world.api.all("pods"))
+    assert "status.cause is Moved, which this operator does not know" in message
+    assert (epoch, "Moved", pods) == (world.status["epoch"], world.status["cause"], world.api.all("pods"))
 
 
 async def test_a_change_of_the_spec_in_between_does_not_lose_the_epoch(world: World) -> None:
     stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
-        body = world.api.objects[JOB_PATH]
-        world.api.put(JOB_PATH, {**body, "spec": {**body["spec"], "steps": 4}})
+        change(world, steps=4)
         world.kubelet.let_go("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert 4 == world.status["step"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -125,6 +126,47 @@ def test_the_words_of_a_failure_stay_after_the_pass_that_found_them() -> None:
     first = report(seen, replace(decided, message="a trainer died"), before=BLANK, at=CREATED)
     second = report(seen, decided, before=first, at=CREATED)
     assert ["a trainer died"] == [item.message for item in second.conditions if item.type == "Failed"]
+
+
+# ----------------------------------------------------------------------------------------------------------- suspension
+def suspending(**changes: Any) -> Observation:
+    climb = make_climb(1, epoch=2, cause=Cause.SUSPENDED)
+    seen = seen_at(Rung.SERVING, Rung.SERVING, climb=climb, served=V1)
+    return replace(seen, job=make_job(suspend=True), **changes)
+
+
+def test_a_suspended_job_says_so_when_its_pods_are_gone() -> None:
+    status = status_of(suspending())
+    assert (Phase.SUSPENDING, Holder.SWITCHING, None) == (status.phase, status.gpu_holder, status.start_time)
+    found = conditions(status)
+    assert {"Reconciling"} == {kind for kind, (is_true, _) in found.items() if is_true}
+    assert (False, Reason.SUSPENDING) == found["Suspended"]
+    rest = status_of(suspending(members=()), status)
+    assert (Phase.SUSPENDED, Holder.NOBODY, "0/2") == (rest.phase, rest.gpu_holder, rest.ready)
+    assert (None, None, None) == (rest.start_time, rest.weight_version, rest.rung)
+    found = conditions(rest)
+    assert {"Suspended"} == {kind for kind, (is_true, _) in found.items() if is_true}
+    assert (False, Cause.SUSPENDED) == found["Ready"]
+
+
+def test_a_job_that_is_made_suspended_says_so_at_once_and_has_not_started() -> None:
+    seen = Observation(now=0.0, job=make_job(suspend=True), members=())
+    status = status_of(seen)
+    assert (Phase.SUSPENDED, None) == (status.phase, status.start_time)
+    assert (True, Cause.SUSPENDED) == conditions(status)["Suspended"]
+
+
+def test_a_resumed_job_starts_again_by_the_clock_and_in_words() -> None:
+    rest = status_of(suspending(members=()))
+    climb = replace(make_climb(1, epoch=3, cause=Cause.RESUMED), group="")
+    seen = replace(suspending(members=()), job=make_job(), climb=climb, served=None)
+    later = CREATED + timedelta(hours=1)
+    status = report(seen, plan(seen), before=rest, at=later)
+    assert (Phase.PENDING, later) == (status.phase, status.start_time)
+    assert (False, Reason.NOT_SUSPENDED) == conditions(status)["Suspended"]
+    climbing = seen_at(Rung.RELEASED, Rung.RELEASED, climb=make_climb(1, 2, cause=Cause.RESUMED), served=None)
+    status = report(climbing, plan(climbing), before=status, at=later + timedelta(hours=1))
+    assert (Phase.STARTING, later) == (status.phase, status.start_time)
 
 
 # ----------------------------------------------------------------------------------------------------------- conditions

@@ -22,7 +22,7 @@ from builders import (
 from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
 from colocated_rl_api.member_wire import EngineState, EvaluationResult, Goal, PodTarget, Problem, RolloutTarget
 from colocated_rl_operator.actions import CreatePod, DeletePod
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Observation, PodPhase, remember
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Memory, Observation, PodPhase, remember
 from colocated_rl_operator.plan import STOP_DEADLINE_S, Plan, patience_s, plan
 from colocated_rl_operator.reasons import Cause
 from colocated_rl_operator.roster import FORCE_AFTER_S, MAX_DELAY_S, RESTARTS_S, SILENCE_S
@@ -245,7 +245,7 @@ def test_backoff_limit_ends_the_job() -> None:
     decided = plan(dead(climbing(Rung.RELEASED, Rung.RELEASED, climb=climb, job=make_job(backoffLimit=2)), 0))
     assert decided.climb is not None
     assert Cause.BACKOFF_LIMIT is decided.climb.cause
-    assert {Goal.STOP} == {target.goal for target in decided.targets.values()}
+    assert {Goal.STOP} == {target.goal for target in pod_targets(decided)}
 
 
 @pytest.mark.parametrize("rung", [rung for rung in TIME_SLICED.rungs if rung is not Rung.SERVING])
@@ -316,7 +316,7 @@ def test_the_job_is_done_after_the_last_step_once_its_checkpoint_is_durable() ->
     decided = plan(last(saved=1))
     assert decided.climb is not None
     assert Cause.ALL_STEPS_DONE is decided.climb.cause
-    assert {Goal.STOP} == {target.goal for target in decided.targets.values()}
+    assert {Goal.STOP} == {target.goal for target in pod_targets(decided)}
 
 
 def test_a_trainer_that_dies_before_the_last_checkpoint_starts_again() -> None:
@@ -335,26 +335,174 @@ def ending(**options: Any) -> Observation:
 def test_the_end_waits_for_every_member_and_makes_no_pod() -> None:
     seen = ending()
     assert not plan(seen).is_over
-    stopped = tuple(
-        replace(member, facts=member.facts.model_copy(update={"stopped": True}) if member.facts else None)
-        for member in seen.members
-    )
-    assert plan(replace(seen, members=stopped)).is_over
+    assert plan(stopped(seen, 0, 1, 2)).is_over
     assert plan(replace(seen, members=())).is_over
     assert () == plan(replace(seen, members=())).pods
 
 
+def stopped(seen: Observation, *indices: int) -> Observation:
+    """These members have said that they stopped."""
+    members = [
+        replace(member, facts=member.facts.model_copy(update={"stopped": True}))
+        if member.facts and index in indices
+        else member
+        for index, member in enumerate(seen.members)
+    ]
+    return remember(replace(seen, members=tuple(members)))
+
+
+def goals(decided: Plan) -> dict[str, Goal]:
+    return {name.removeprefix("sums-"): target.goal for name, target in decided.targets.items()}
+
+
+def deleted(decided: Plan) -> set[str]:
+    return {action.name.removeprefix("sums-") for action in decided.pods if isinstance(action, DeletePod)}
+
+
+def test_gpu_pods_stop_before_the_rollout_controller_that_keeps_what_they_hand_back() -> None:
+    """All were told at once, and tokens that a gate handed back found nobody."""
+    seen = ending()
+    assert {"gpu-0-0": Goal.STOP, "gpu-1-0": Goal.STOP, "rollout-0": Goal.CLIMB} == goals(plan(seen))
+    assert {"gpu-1-0": Goal.STOP, "rollout-0": Goal.CLIMB} == goals(plan(stopped(seen, 0)))
+    assert {"rollout-0": Goal.STOP} == goals(plan(stopped(seen, 0, 1)))
+
+
+def test_a_member_that_has_stopped_is_not_waited_for_when_its_connection_goes_before_its_pod() -> None:
+    assert {"rollout-0": Goal.STOP} == goals(plan(without(without(stopped(ending(), 0, 1), 0), 1)))
+
+
+def test_a_pod_that_never_ran_is_not_waited_for() -> None:
+    assert {"gpu-1-0"} == deleted(plan(without(ending(), 1, phase=PodPhase.PENDING)))
+
+
 def test_members_that_do_not_stop_lose_their_pod() -> None:
     seen = ending()
-    decided = plan(later(seen, STOP_DEADLINE_S))
-    assert {member.name for member in seen.members} == {
-        action.name for action in decided.pods if isinstance(action, DeletePod)
-    }
+    assert {"gpu-0-0", "gpu-1-0"} == deleted(plan(later(seen, STOP_DEADLINE_S)))
+    assert set() == deleted(plan(later(stopped(seen, 0, 1), STOP_DEADLINE_S)))
+    assert {"rollout-0"} == deleted(plan(later(stopped(seen, 0, 1), 2 * STOP_DEADLINE_S)))
 
 
 def test_a_finished_job_is_left_alone() -> None:
     seen = replace(ending(), is_over=True)
     assert Plan(climb=seen.climb, is_over=True) == plan(seen)
+
+
+# ----------------------------------------------------------------------------------------------------------- suspension
+def suspended(seen: Observation, *, is_asked: bool = True) -> Observation:
+    return remember(replace(seen, job=make_job(suspend=is_asked)))
+
+
+def suspending(*, is_asked: bool = True) -> Observation:
+    """A group that was at step 1 in lineage 1, told to stop in epoch 2."""
+    climb = make_climb(1, epoch=2, cause=Cause.SUSPENDED)
+    return suspended(climbing(Rung.SERVING, Rung.SERVING, climb=climb), is_asked=is_asked)
+
+
+def resumed(**changes: Any) -> Observation:
+    """Its pods are gone, and suspend is false again."""
+    return remember(replace(suspending(is_asked=False), members=(), **changes))
+
+
+def test_a_job_that_is_made_suspended_makes_no_pod_and_no_deadline_of_its_pods_runs() -> None:
+    seen = remember(Observation(now=0.0, job=make_job(suspend=True), members=()))
+    assert Plan(climb=None) == plan(later(seen, 1_000_000))
+    released = remember(replace(later(seen, 1_000_000), job=make_job()))
+    assert 3 == len(plan(released).pods)
+    assert not plan(released).raises
+
+
+@pytest.mark.parametrize("rung", TIME_SLICED.rungs)
+def test_a_job_is_suspended_from_wherever_it_stands(rung: Rung) -> None:
+    decided = plan(suspended(climbing(rung, rung)))
+    assert decided.raises
+    assert decided.climb is not None
+    assert (2, 1, 1, 0, Cause.SUSPENDED) == (
+        *(decided.climb.epoch, decided.climb.step, decided.climb.lineage, decided.climb.restarts),
+        decided.climb.cause,
+    )
+    assert {Goal.STOP} == {target.goal for target in pod_targets(decided)}
+    assert set() == deleted(decided)
+
+
+def test_pods_of_a_suspended_job_go_when_every_member_has_stopped() -> None:
+    seen = suspending()
+    assert set() == deleted(plan(stopped(seen, 0, 1)))
+    decided = plan(stopped(seen, 0, 1, 2))
+    assert {"gpu-0-0", "gpu-1-0", "rollout-0"} == deleted(decided)
+    assert not any(action.is_fault for action in decided.pods if isinstance(action, DeletePod))
+    assert not decided.is_over
+    gone = plan(remember(replace(seen, members=())))
+    assert ((), {}, None, None, False) == (gone.pods, gone.targets, gone.wait, gone.wake_at, gone.raises)
+
+
+def test_pods_without_a_climb_go_at_once_when_the_job_is_suspended() -> None:
+    seen = make_observation(make_job(suspend=True), [None, None], climb=None, rollout=None)
+    assert {"gpu-0-0", "gpu-1-0", "rollout-0"} == deleted(plan(seen))
+
+
+def test_a_suspended_pod_on_a_node_that_is_gone_is_forgotten() -> None:
+    seen = without(suspending(), 0, ends_at=160.0)
+    seen = remember(replace(seen, members=seen.members[:1]))
+    assert seen.now + 60 + FORCE_AFTER_S == plan(seen).wake_at
+    assert [0] == [a.grace_s for a in plan(later(seen, 60 + FORCE_AFTER_S)).pods if isinstance(a, DeletePod)]
+
+
+def test_a_suspension_that_has_begun_ends_before_the_job_goes_on() -> None:
+    seen = suspending(is_asked=False)
+    assert {Goal.STOP} == {target.goal for target in pod_targets(plan(seen))}
+    assert {"gpu-0-0", "gpu-1-0", "rollout-0"} == deleted(plan(stopped(seen, 0, 1, 2)))
+
+
+def test_a_resumed_job_makes_its_pods_and_its_trainers_start_together_in_a_new_lineage() -> None:
+    decided = plan(resumed())
+    assert decided.climb is not None
+    assert (3, 1, 1, "", Cause.RESUMED) == (
+        *(decided.climb.epoch, decided.climb.step, decided.climb.lineage, decided.climb.group, decided.climb.cause),
+    )
+    waiting = resumed(climb=decided.climb)
+    assert {CreatePod("gpu-0", 1), CreatePod("gpu-1", 1), CreatePod(ROLLOUT_SEAT, 1)} == set(plan(waiting).pods)
+    members = [make_member(f"gpu-{index}", 1, facts=BLANK) for index in range(2)]
+    partly = remember(replace(waiting, members=tuple(members)))
+    assert ({}, False) == (plan(partly).targets, plan(partly).raises), "nobody starts before everybody is there"
+    answering = make_member(ROLLOUT_SEAT, 1, facts=rollout_facts(sealed=1, trained=1))
+    decided = plan(remember(replace(partly, members=(*members, answering))))
+    assert decided.climb is not None
+    assert (4, 1, 2, 0, Cause.RESUMED) == (
+        *(decided.climb.epoch, decided.climb.step, decided.climb.lineage, decided.climb.restarts),
+        decided.climb.cause,
+    )
+    assert decided.climb.group
+
+
+def test_members_of_a_resumed_job_have_the_whole_deadline_to_answer() -> None:
+    long_ago = later(suspending(), 1_000_000)
+    seen = remember(replace(long_ago, job=make_job(podsReadyDeadlineSeconds=60), members=()))
+    decided = plan(seen)
+    assert decided.climb is not None
+    seen = remember(replace(seen, climb=decided.climb))
+    assert not plan(later(seen, 59)).raises
+    climb = plan(later(seen, 60)).climb
+    assert climb is not None
+    assert Cause.PODS_NOT_READY is climb.cause
+
+
+def test_an_operator_that_finds_a_suspended_job_raises_no_epoch_until_it_is_resumed() -> None:
+    assert not plan(replace(suspending(), members=(), memory=Memory())).raises
+    climb = plan(resumed(memory=Memory())).climb
+    assert climb is not None
+    assert (3, Cause.RESUMED) == (climb.epoch, climb.cause)
+
+
+def test_an_operator_that_finds_a_resumed_job_without_its_pods_goes_on_with_it() -> None:
+    climb = replace(make_climb(1, epoch=3, cause=Cause.RESUMED), group="")
+    decided = plan(resumed(climb=climb, memory=Memory()))
+    assert decided.climb is not None
+    assert (4, "", Cause.TAKEOVER) == (decided.climb.epoch, decided.climb.group, decided.climb.cause)
+    assert {} == decided.targets
+
+
+def test_a_job_that_is_ending_is_not_suspended() -> None:
+    assert not plan(suspended(ending())).raises
 
 
 # ----------------------------------------------------------------------------------------------------------- the roster

@@ -40,13 +40,13 @@ def assert_all_is_well(explored: Explored) -> None:
     assert {Cause.ALL_STEPS_DONE} == explored.ends.keys()
 
 
-@pytest.mark.parametrize(("replicas", "deaths"), [(1, 1), (2, 0)])
+@pytest.mark.parametrize(("replicas", "deaths", "suspensions"), [(1, 1, 0), (2, 0, 0), (1, 0, 1)])
 def test_every_state_is_safe_and_leads_to_an_end(
-    replicas: int, deaths: int, capsys: pytest.CaptureFixture[str]
+    replicas: int, deaths: int, suspensions: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    explored = explore(Model(job(replicas), deaths=deaths), limit=MOST_STATES)
+    explored = explore(Model(job(replicas), deaths=deaths, suspensions=suspensions), limit=MOST_STATES)
     with capsys.disabled():
-        sys.stdout.write(f"\npods: {replicas}, deaths: {deaths}, {explored.words()}\n")
+        sys.stdout.write(f"\npods: {replicas}, deaths: {deaths}, suspensions: {suspensions}, {explored.words()}\n")
     assert_all_is_well(explored)
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from builders import make_job
 from colocated_rl_api.ladder import TIME_SLICED, Ladder, Rung
 from colocated_rl_operator import observation
+from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause
 from fakes.group import Broken, Simulation, must
 
@@ -36,6 +37,8 @@ def fault(group: Simulation, rng: random.Random) -> str:
     faults: dict[str, Callable[[], object]] = {
         "operator": group.operator_restarts,
         "operator between record and send": lambda: group.operator_pass(dies_after_record=True),
+        "suspension": lambda: group.suspend(True),
+        "resumption": lambda: group.suspend(False),
     }
     if pod is not None:
         faults |= {
@@ -70,25 +73,32 @@ def move(group: Simulation, rng: random.Random) -> None:
 
 def settle(group: Simulation) -> int:
     """Everybody moves in turn until the end; returns the rounds it took. Time passes only when nothing else moves."""
+    group.suspend(False)
     for rounds in range(MOVES_TO_THE_END):
         if group.outcome is not None:
             return rounds
-        before = (group.sent, group.climb, len(group.pods), len(group.rollouts))
-        decided = group.operator_pass()
-        busy = before != (group.sent, group.climb, len(group.pods), len(group.rollouts))
-        for pod in list(group.pods):
-            busy |= group.deliver(pod)
-            busy |= group.agent_moves(pod)
-            busy |= group.report(pod)
-        for rollout in list(group.rollouts):
-            busy |= group.rollout_moves(rollout)
-            busy |= group.report(rollout)
+        decided, busy = everybody_moves(group)
         if not busy:
             must(
                 decided.wake_at is not None or group.outcome is not None, "nobody moves, and the plan waits for nothing"
             )
             group.now = decided.wake_at or group.now
     raise AssertionError(f"no end in {MOVES_TO_THE_END} rounds: {group.climb}, {group.pods}")
+
+
+def everybody_moves(group: Simulation) -> tuple[Plan, bool]:
+    """Once, in turn. Whether anything changed."""
+    before = (group.sent, group.climb, len(group.pods), len(group.rollouts))
+    decided = group.operator_pass()
+    busy = before != (group.sent, group.climb, len(group.pods), len(group.rollouts))
+    for pod in list(group.pods):
+        busy |= group.deliver(pod)
+        busy |= group.agent_moves(pod)
+        busy |= group.report(pod)
+    for rollout in list(group.rollouts):
+        busy |= group.rollout_moves(rollout)
+        busy |= group.report(rollout)
+    return decided, busy
 
 
 def walk(seed: int, *, replicas: int, faults: int, moves: int = 300) -> Simulation:
@@ -130,18 +140,32 @@ def test_an_undisturbed_job_raises_one_epoch_for_each_step_and_sends_each_barrie
 def test_one_fault_at_any_time_is_healed(kind: str, round_of_fault: int) -> None:
     group = make_group()
     for _ in range(round_of_fault):
-        group.operator_pass()
-        for pod in list(group.pods):
-            group.deliver(pod)
-            group.agent_moves(pod)
-            group.report(pod)
-        for rollout in list(group.rollouts):
-            group.rollout_moves(rollout)
-            group.report(rollout)
+        everybody_moves(group)
     if group.pods:
         getattr(group, kind)(group.pods[0])
     settle(group)
     assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+@pytest.mark.parametrize("round_of_suspension", range(0, 56, 4))
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_suspension_at_any_time_frees_every_pod_and_costs_no_restart(
+    round_of_suspension: int, restarts: bool
+) -> None:
+    group = make_group()
+    for _ in range(round_of_suspension):
+        everybody_moves(group)
+    group.suspend(True)
+    busy = True
+    while busy:
+        if restarts:
+            group.operator_restarts()
+        _, busy = everybody_moves(group)
+    assert [] == group.everybody
+    settle(group)
+    assert str(Cause.ALL_STEPS_DONE) == group.outcome
+    assert group.climb is not None
+    assert 0 == group.climb.restarts
 
 
 def test_two_leaders_cannot_both_move_the_group() -> None:
