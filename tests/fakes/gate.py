@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -50,10 +51,12 @@ class _Attempt:
     left: deque[int] = field(default_factory=deque)
     limit: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
     reason: dict[str, Any] | None = None
 
     def step(self) -> None:
         self.ids.append(self.left.popleft())
+        self.news.set()
 
     @property
     def natural_end(self) -> dict[str, Any] | None:
@@ -193,6 +196,8 @@ class FakeGate:
                 self._end(attempt, {"type": "abort", "message": "Abort in waiting queue"})
             else:
                 self._advance(attempt)
+            if body["stream"]:
+                return await self._tell_all(request, attempt, version)
             await attempt.ended.wait()
         finally:
             self._attempts.discard(attempt)
@@ -200,6 +205,20 @@ class FakeGate:
         if fault is Fault.GARBLED:
             answer["meta_info"]["output_token_logprobs"].pop()
         return web.json_response(answer)
+
+    async def _tell_all(self, request: web.Request, attempt: _Attempt, version: WeightVersion) -> web.StreamResponse:
+        """Events, each with all tokens so far."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            attempt.news.clear()
+            ended = attempt.ended.is_set()
+            answer = self._answer(attempt, version)
+            await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
+            if ended:
+                await response.write(b"data: [DONE]\n\n")
+                return response
+            await attempt.news.wait()
 
     # ------------------------------------------------------------------------------------------------- the engine
     def _begin(self, body: dict[str, Any]) -> _Attempt:
@@ -219,6 +238,7 @@ class FakeGate:
         if not attempt.ended.is_set():
             attempt.reason = reason
             attempt.ended.set()
+            attempt.news.set()
 
     def _answer(self, attempt: _Attempt, version: WeightVersion) -> dict[str, Any]:
         ids = attempt.ids

@@ -28,6 +28,7 @@ from colocated_rl_api.member_wire import (
 )
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.rewards import TaskProcesses
 from fakes.authority import Authority
 
 JOB_UID = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
@@ -230,3 +231,21 @@ class JobOnDisk:
             headers={"Authorization": self.tls.authorization},
         ) as response:
             return response.status, await response.read(), response.headers.get("X-Content-SHA256")
+
+
+class Scripted(Answers):
+    """What the fake engine answers to a conversation, given as text without its special tokens."""
+
+    def __init__(self, model: Path, answer: Callable[[str], str]) -> None:
+        super().__init__(model)
+        self._answer = answer
+
+    def text(self, question: str) -> str:
+        return self._answer(question)
+
+
+class SilentProcesses(TaskProcesses):
+    """Task processes that never start: the controller has no prompts of its own."""
+
+    def __init__(self, spec: ColocatedRLJobSpec, directory: Path) -> None:
+        super().__init__(spec.rollout.prompts, count=1, cache=directory, directory=directory)

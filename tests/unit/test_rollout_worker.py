@@ -20,10 +20,12 @@ from colocated_rl_rollout.engine_client import EngineClient
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
+from colocated_rl_rollout.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST
 from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.samples import NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens
 from colocated_rl_rollout.store import SPARE_BYTES, Store
-from colocated_rl_rollout.worker import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST, Worker
+from colocated_rl_rollout.turns import Turns
+from colocated_rl_rollout.worker import Worker
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
 
 
@@ -60,6 +62,7 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     free = [1 << 40]
     store = Store(tmp_path / "state", job_uid=JOB_UID, free_bytes=lambda _: free[0])
     processes = TaskProcesses(job.spec.rollout.prompts, count=1, cache=tmp_path, directory=tmp_path)
+    metrics = Metrics(CollectorRegistry())
     async with aiohttp.ClientSession() as session:
         yield Scene(
             Worker(
@@ -72,7 +75,8 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
                 chat=job.chat,
                 processes=processes,
                 evaluation=None,
-                metrics=Metrics(CollectorRegistry()),
+                turns=Turns(job.chat, metrics, keeps=True, changed=lambda: None, at_most=9, parked_at_most_s=9),
+                metrics=metrics,
                 changed=lambda: None,
                 full_retry_s=0.01,
             ),

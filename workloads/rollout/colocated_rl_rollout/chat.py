@@ -7,7 +7,7 @@ with the settings that transformers uses, without its import time and its torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+RENDERING_ERRORS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""What a template may raise about a conversation: it calls methods of whatever a client sends."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -25,10 +29,14 @@ class ModelUnusable(Exception):
     """The model's directory lacks what rollout needs. The user mends the model; trying again does not help."""
 
 
+class Unrenderable(Exception):
+    """The template does not take this conversation. Another one may be fine."""
+
+
 class Chat:
     """Tokenizer and chat template of one model. Raises ModelUnusable.
 
-    end_ids: tokens that end a response.
+    template: its text. end_ids: tokens that end a response. vocabulary: ids are below it.
     """
 
     def __init__(self, model: Path) -> None:
@@ -42,7 +50,9 @@ class Chat:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
-        self._render = _renderer(_template_text(model, config))
+        self.template = _template_text(model, config)
+        self._render = _renderer(self.template)
+        self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.end_ids = frozenset(self._end_ids(model))
         if not self.end_ids:
             raise ModelUnusable(
@@ -56,16 +66,39 @@ class Chat:
         """
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         try:
-            text = self._render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
-            )
-        except TemplateError as error:
+            return self.encode(self.rendered(messages))
+        except Unrenderable as error:
             raise ModelUnusable(f"the model's chat template can't be rendered: {error}") from error
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as text, up to where the policy speaks. options: of the template. Raises Unrenderable."""
+        given = {**(options or {}), **self._special, "messages": messages, "tools": tools, "documents": None}
+        try:
+            return self._render(**given, add_generation_prompt=True)
+        except RENDERING_ERRORS as error:
+            raise Unrenderable(f"{type(error).__name__}: {error}"[:500]) from error
+
+    def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
+        """special: with what the tokenizer puts before a text of its own accord. Raises Unrenderable."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise Unrenderable(f"half a character in the text: {error.reason}") from error
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of a whole response, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        """One token by itself, special ones too; part of a character shows as the replacement character."""
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def _end_ids(self, model: Path) -> list[int]:
         found: list[int] = []

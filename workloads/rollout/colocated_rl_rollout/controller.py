@@ -16,6 +16,7 @@ import aiohttp
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from colocated_rl_api import names
+from colocated_rl_api.job import Interruption
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Goal, Hello, Problem, RolloutFacts, RolloutTarget, SealedBatch
 from colocated_rl_member.data import DataClient
@@ -24,12 +25,14 @@ from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.evaluation import Evaluation
+from colocated_rl_rollout.gateway import Gateway
 from colocated_rl_rollout.metrics import Metrics, StoreGauges, TokenRate
-from colocated_rl_rollout.pages import batch_application, pages
+from colocated_rl_rollout.pages import data_routes, pages
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.settings import Settings
 from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.turns import Turns
 from colocated_rl_rollout.worker import Worker
 
 LOG = logging.getLogger(__name__)
@@ -92,6 +95,23 @@ class Controller:
                 processes=self._processes,
                 changed=self._wake,
             )
+        turns = Turns(
+            chat,
+            self._metrics,
+            keeps=spec.rollout.interruption is Interruption.RESUME,
+            changed=self._wake,
+            at_most=settings.gateway_turns,
+            parked_at_most_s=settings.gateway_parked_s,
+        )
+        gateway = Gateway(
+            model=job.name,
+            chat=chat,
+            turns=turns,
+            metrics=self._metrics,
+            limit=spec.rollout.max_response_tokens,
+            temperature=spec.rollout.sampling.temperature,
+            created=int(job.created.timestamp()),
+        )
         self._worker = Worker(
             spec,
             store=store,
@@ -100,6 +120,7 @@ class Controller:
             chat=chat,
             processes=self._processes,
             evaluation=self._evaluation,
+            turns=turns,
             metrics=self._metrics,
             changed=self._dirty.set,
         )
@@ -119,8 +140,8 @@ class Controller:
             facts=lambda: self._facts,
             accept=self._accept,
             remember_epoch=store.remember_epoch,
-            data=batch_application(store, tls),
-            pages=pages(store, lambda: self._facts),
+            data=data_routes(store, tls, gateway),
+            pages=[*pages(store, lambda: self._facts), *gateway.routes()],
             ports=settings.ports,
             registry=registry,
         )

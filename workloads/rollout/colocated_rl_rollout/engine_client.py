@@ -13,7 +13,7 @@ import json
 import logging
 import random
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.resume import Ending, read_answer
-from colocated_rl_rollout.samples import Tokens
+from colocated_rl_rollout.samples import NO_TOKENS, Tokens
 
 LOG = logging.getLogger(__name__)
 
@@ -75,15 +75,22 @@ class RequestRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One engine attempt: prompt with everything generated so far, and how many tokens may be added."""
+    """One engine attempt: prompt with everything generated so far, and how many tokens may be added.
+
+    seed: the same in each attempt of a response: an engine that honours it makes noise of seed and position.
+    """
 
     input_ids: list[int]
     max_new_tokens: int
     temperature: float
     end_ids: Collection[int]
+    stops: Sequence[str] = ()
+    seed: int | None = None
 
-    def body(self) -> bytes:
+    def body(self, *, stream: bool = False) -> bytes:
         """As the engine's /generate takes it. Everything its log-probabilities don't describe is off, explicitly."""
+        own: dict[str, Any] = {"stop": list(self.stops)} if self.stops else {}
+        own |= {} if self.seed is None else {"sampling_seed": self.seed}
         return json.dumps(
             {
                 "input_ids": self.input_ids,
@@ -98,9 +105,10 @@ class GenerateRequest:
                     "frequency_penalty": 0.0,
                     "presence_penalty": 0.0,
                     "stop_token_ids": sorted(self.end_ids),
+                    **own,
                 },
                 "return_logprob": True,
-                "stream": False,
+                "stream": stream,
             },
             separators=(",", ":"),
         ).encode()
@@ -112,6 +120,9 @@ class Generated:
 
     tokens: Tokens
     ending: Ending
+
+
+NOTHING = Generated(NO_TOKENS, Ending.INTERRUPTED)
 
 
 def gate_connector() -> aiohttp.TCPConnector:
@@ -227,25 +238,38 @@ class EngineClient:
             attempt.reschedule(self._given_up_at)
 
     # ------------------------------------------------------------------------------------------------- one attempt
-    async def generate(self, request: GenerateRequest) -> Generated:
-        """One engine attempt. Raises GateRefused and RequestRejected."""
+    async def generate(self, request: GenerateRequest, grew: Callable[[Tokens], None] | None = None) -> Generated:
+        """One engine attempt. Raises GateRefused and RequestRejected.
+
+        grew: called with the attempt's tokens so far each time there are more. What it was called with is never taken
+        back: an attempt that breaks afterwards is an interrupted one.
+        """
+        read = (
+            _Answer(self.name, self._max_answer_bytes)
+            if grew is None
+            else _Stream(self.name, self._max_answer_bytes, grew)
+        )
         try:
             async with asyncio.timeout_at(self._given_up_at) as attempt:
                 self._under_way.add(attempt)
                 try:
-                    generated = await self._post(request.body())
+                    generated = await self._post(request.body(stream=grew is not None), read)
                 finally:
                     self._under_way.discard(attempt)
         except (GateRefused, RequestRejected) as refusal:
             if type(refusal) is not GateClosed:
                 self._rest()
-            raise
+            if not len(read.so_far.tokens):
+                raise
+            generated = read.so_far
         except (aiohttp.ClientError, OSError) as error:
-            if type(error) is TimeoutError:  # ours; those of the connection are named
-                late = f"request to {self.name} given up: its gate is silent, or closed for too long"
-                raise AttemptLost(late) from error
-            self._set(None, f"a request broke: {type(error).__name__}")
-            raise AttemptLost(f"request to {self.name} broke: {error!r}") from error
+            late = type(error) is TimeoutError  # ours; those of the connection are named
+            if not late:
+                self._set(None, f"a request broke: {type(error).__name__}")
+            if not len(read.so_far.tokens):
+                what = "given up: its gate is silent, or closed for too long" if late else f"broke: {error!r}"
+                raise AttemptLost(f"request to {self.name} {what}") from error
+            generated = read.so_far
         self._count(len(generated.tokens))
         if len(generated.tokens):
             self._failures = 0
@@ -262,37 +286,107 @@ class EngineClient:
             self._rests_until = loop.time() + pause_s
             loop.call_later(pause_s, self._changed)
 
-    async def _post(self, body: bytes) -> Generated:
+    async def _post(self, body: bytes, read: _Answer) -> Generated:
         headers = {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with self._client.request(
             "POST", self.endpoint, "/generate", data=body, headers=headers, timeout=timeout
         ) as response:
             if response.status != 200:
-                raise self._refusal(
-                    response.status, (await response.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
+                raise _refusal(
+                    self.name, response.status, (await response.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
                 )
-            answer = bytearray()
             async for piece in response.content.iter_any():
-                answer += piece
-                if len(answer) > self._max_answer_bytes:
-                    raise AnswerGarbled(f"{self.name} answered with more than {self._max_answer_bytes} bytes")
-        try:
-            return Generated(*read_answer(json.loads(answer)))
-        except ValueError as error:
-            raise AnswerGarbled(f"answer of {self.name}: {error}") from error
+                read.feed(piece)
+        return read.end()
 
-    def _refusal(self, status: int, text: str) -> Exception:
-        """What a status means (H8): a switch, trouble that may pass, or a request that no engine will take."""
-        if status == 503 and _error_in(text) == "closed":
-            return GateClosed(f"gate of {self.name} is closed")
-        if status == 400 and "Aborted by AbortReq." in text:  # while its grammar compiled: a switch like any other
-            return AttemptLost(f"{self.name}: aborted before it began")
-        if status in (401, 403, 408, 425, 429):  # the gate's own, not the engine's
-            return GateBusy(f"{self.name} answered {status}: {text[:300]}")
-        if 400 <= status < 500:
-            return RequestRejected(f"{self.name} answered {status}: {text[:300]}")
-        return AttemptLost(f"{self.name} answered {status}: {text[:300]}")
+
+class _Answer:
+    """The body of an answer, piece by piece. so_far: tokens that were told to somebody, and are never taken back."""
+
+    def __init__(self, name: str, max_bytes: int) -> None:
+        self._name = name
+        self._max_bytes = max_bytes
+        self._bytes = bytearray()
+        self.so_far = NOTHING
+
+    def feed(self, piece: bytes) -> None:
+        """Raises GateRefused and RequestRejected."""
+        self._bytes += piece
+        if len(self._bytes) > self._max_bytes:
+            raise AnswerGarbled(f"{self._name} answered with more than {self._max_bytes} bytes")
+
+    def end(self) -> Generated:
+        """What there is after the last piece. Raises GateRefused."""
+        return self._read(self._parse(self._bytes))
+
+    def _parse(self, text: bytes | bytearray) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise AnswerGarbled(f"answer of {self._name} is not JSON: {error}") from error
+
+    def _read(self, said: Any) -> Generated:
+        try:
+            return Generated(*read_answer(said))
+        except ValueError as error:
+            raise AnswerGarbled(f"answer of {self._name}: {error}") from error
+
+
+class _Stream(_Answer):
+    """An answer in events, each of which has all tokens so far."""
+
+    def __init__(self, name: str, max_bytes: int, grew: Callable[[Tokens], None]) -> None:
+        super().__init__(name, max_bytes)
+        self._grew = grew
+
+    def feed(self, piece: bytes) -> None:
+        super().feed(piece)
+        *events, self._bytes = self._bytes.split(b"\n\n")
+        for event in map(bytes, events):
+            if event.startswith(b"data: ") and event != b"data: [DONE]":
+                self._take(event.removeprefix(b"data: "))
+
+    def end(self) -> Generated:
+        return self.so_far
+
+    def _take(self, event: bytes) -> None:
+        said = self._parse(event)
+        if failure := _failure_in(said):
+            raise _refusal(self._name, *failure)
+        generated = self._read(said)
+        if len(generated.tokens) < len(self.so_far.tokens):
+            raise AnswerGarbled(f"{self._name} took back tokens that it had said")
+        grown = len(generated.tokens) > len(self.so_far.tokens)
+        self.so_far = generated
+        if grown:
+            self._grew(generated.tokens)
+
+
+def _refusal(name: str, status: int, text: str) -> Exception:
+    """What a status means (H8): a switch, trouble that may pass, or a request that no engine will take."""
+    if status == 503 and _error_in(text) == "closed":
+        return GateClosed(f"gate of {name} is closed")
+    if status == 400 and "Aborted by AbortReq." in text:  # while its grammar compiled: a switch like any other
+        return AttemptLost(f"{name}: aborted before it began")
+    if status in (401, 403, 408, 425, 429):  # the gate's own, not the engine's
+        return GateBusy(f"{name} answered {status}: {text[:300]}")
+    if 400 <= status < 500:
+        return RequestRejected(f"{name} answered {status}: {text[:300]}")
+    return AttemptLost(f"{name} answered {status}: {text[:300]}")
+
+
+def _failure_in(said: Any) -> tuple[int, str] | None:
+    """Status and text of an event that is an error, or an abort that is one (H8)."""
+    match said:
+        case {"error": {"code": int(code), "message": str(text)}}:
+            return code, text
+        case {"error": error} if error is not None:
+            return 500, str(error)
+        case {"meta_info": {"finish_reason": {"type": "abort", "status_code": int(status)} as reason}}:
+            return status, str(reason.get("message"))
+        case _:
+            return None
 
 
 def _told(state: GateState | None) -> tuple[bool, WeightVersion | None] | None:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -20,7 +20,7 @@ RATE_WINDOW_S = 30.0
 
 
 class Metrics:
-    """Counters that the worker adds to."""
+    """Figures that worker and gateway add to."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.tokens = Counter("colocate_rollout_tokens", "Tokens generated", registry=registry)
@@ -40,6 +40,23 @@ class Metrics:
             "colocate_rollout_response_tokens",
             "Length of finished responses",
             buckets=[2**power for power in range(3, 18)],
+            registry=registry,
+        )
+        self.turns = Counter(
+            "colocate_gateway_turns", "Completions for clients by how they ended", ["ending"], registry=registry
+        )
+        self.parked_turns = Gauge(
+            "colocate_gateway_parked", "Completions for clients that wait for an engine", registry=registry
+        )
+        self.resumed_turns = Counter(
+            "colocate_gateway_resumed",
+            "Attempts that went on with a client's interrupted completion",
+            registry=registry,
+        )
+        self.refused_requests = Counter(
+            "colocate_gateway_refused",
+            "Requests of clients that were answered with an error",
+            ["status"],
             registry=registry,
         )
 

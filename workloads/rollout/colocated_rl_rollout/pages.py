@@ -1,4 +1,8 @@
-"""HTTP routes of the rollout controller: batches for the trainers' agents, and pages for people."""
+"""HTTP routes of the rollout controller: batches for the trainers' agents, and pages for people.
+
+The gateway's are on both ports: behind TLS and the data token for the job's other pods, and on the pod's loopback for
+what runs beside the controller, and for people who forward that port.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from colocated_rl_api.member_wire import RolloutFacts
 from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.batches import shard_path
+from colocated_rl_rollout.gateway import Gateway
 from colocated_rl_rollout.samples import SampleState
 from colocated_rl_rollout.store import Store
 
@@ -19,8 +24,8 @@ MAX_REQUEST_BYTES = 64 * 1024
 SAMPLES_AT_MOST = 1000
 
 
-def batch_application(store: Store, tls: MemberTls) -> web.Application:
-    """The data port: `GET /v1/batches/STEP?shard=RANK`, any number of times, always the same bytes."""
+def data_routes(store: Store, tls: MemberTls, gateway: Gateway) -> web.Application:
+    """The data port: the gateway, and `GET /v1/batches/STEP?shard=RANK`, any number of times, always the same bytes."""
 
     async def serve_shard(request: web.Request) -> web.StreamResponse:
         step, shard = int(request.match_info["step"]), _number(request, "shard")
@@ -36,7 +41,7 @@ def batch_application(store: Store, tls: MemberTls) -> web.Application:
         return web.FileResponse(path, headers=headers)
 
     application = data_application(tls, max_request_bytes=MAX_REQUEST_BYTES)
-    application.add_routes([web.get(r"/v1/batches/{step:\d{1,9}}", serve_shard)])
+    application.add_routes([web.get(r"/v1/batches/{step:\d{1,9}}", serve_shard), *gateway.routes()])
     return application
 
 

@@ -1,13 +1,14 @@
-"""How segments become one response. Pure.
+"""How segments become one response. Pure, and the same for a sample of rollout and for a client's turn.
 
-Owns what is read from an engine's answer, and when a response is at its end. Refuses an answer whose ids,
-log-probabilities and versions do not describe the same tokens: padding would train on wrong tokens (H27), so the
-segment is dropped and its sample goes on from what it had.
+Owns what is read from an engine's answer, when a response is at its end, and when no further attempt is made. Refuses
+an answer whose ids, log-probabilities and versions do not describe the same tokens: padding would train on wrong tokens
+(H27), so the segment is dropped and its sample goes on from what it had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -15,6 +16,9 @@ import numpy as np
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_rollout.samples import NO_TOKENS, Finish, Span, Tokens
+
+ATTEMPTS_AT_MOST = 64  # of one response: each prefills again what is there (H34)
+IDLE_ATTEMPTS_AT_MOST = 16  # in a row that brought no token (H6)
 
 
 class GarbledAnswer(ValueError):
@@ -113,3 +117,35 @@ def finish_of(tokens: Tokens, ending: Ending, *, limit: int, end_ids: Collection
 def remaining(tokens: Tokens, *, limit: int) -> int:
     """Tokens that the next attempt may add, so that the limit holds over all attempts. Tokens."""
     return limit - len(tokens)
+
+
+def exhausted(*, attempts: int, idle_attempts: int) -> tuple[str, str] | None:
+    """Reason and message, when a response that is not at its end gets no further attempt."""
+    if idle_attempts >= IDLE_ATTEMPTS_AT_MOST:
+        return "NoProgress", f"{idle_attempts} attempts brought no token"
+    if attempts >= ATTEMPTS_AT_MOST:
+        return "TooManyAttempts", f"not ended after {attempts} attempts"
+    return None
+
+
+def cut(tokens: Tokens, length: int) -> Tokens:
+    """The first `length` tokens."""
+    if length >= len(tokens):
+        return tokens
+    spans = tuple(Span(span.version, span.start, min(span.end, length)) for span in tokens.spans if span.start < length)
+    return Tokens(tokens.ids[:length], tokens.logp[:length], spans)
+
+
+def stopped_at(ids: Sequence[int], stops: Sequence[str], text_of: Callable[[Sequence[int]], str]) -> int | None:
+    """Tokens up to the end of the first stop string, if there is one.
+
+    An engine looks for stop strings in what it made itself: one that lies across two attempts it does not see.
+    """
+
+    def is_stopped(length: int) -> bool:
+        text = text_of(ids[:length])
+        return any(stop in text for stop in stops)
+
+    if not stops or not is_stopped(len(ids)):
+        return None
+    return bisect_left(range(len(ids)), True, key=is_stopped)

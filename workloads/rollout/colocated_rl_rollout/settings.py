@@ -22,6 +22,8 @@ PROGRESS_S = 2.0
 MIB = 1024 * 1024
 LEAST_TASK_MEMORY_BYTES = 1024 * MIB  # libraries of the tasks take a third of it
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+GATEWAY_TURNS = 4096
+GATEWAY_PARKED_S = 3600.0  # the engines may be off for a whole training step
 DRAIN_S = 15.0  # of the pod's grace period: responses that end by then are kept
 
 
@@ -43,6 +45,8 @@ class Settings:
     task_memory_bytes: int | None  # of each; None: no bound
     drain_s: float
     progress_s: float
+    gateway_turns: int
+    gateway_parked_s: float
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
@@ -67,6 +71,15 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
     parser.add_argument("--drain-seconds", type=float, default=DRAIN_S, help="after SIGTERM, for responses to end")
     parser.add_argument("--progress-seconds", type=float, default=PROGRESS_S, help="between reports of progress")
     parser.add_argument(
+        "--gateway-turns", type=int, default=GATEWAY_TURNS, help="completions for clients at a time, waiting or not"
+    )
+    parser.add_argument(
+        "--gateway-parked-seconds",
+        type=float,
+        default=GATEWAY_PARKED_S,
+        help="that one of them waits for an engine at a stretch",
+    )
+    parser.add_argument(
         "--task-memory-mib", type=int, help="of each; its share of half of the container's limit when absent"
     )
     given = parser.parse_args(arguments)
@@ -86,6 +99,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         else task_memory_bytes(_container_memory_bytes(), processes=given.task_processes),
         drain_s=given.drain_seconds,
         progress_s=given.progress_seconds,
+        gateway_turns=given.gateway_turns,
+        gateway_parked_s=given.gateway_parked_seconds,
     )
 
 

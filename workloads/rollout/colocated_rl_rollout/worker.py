@@ -35,16 +35,15 @@ from colocated_rl_rollout.evaluation import Evaluation
 from colocated_rl_rollout.filters import judge
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
-from colocated_rl_rollout.resume import finish_of, join, remaining
+from colocated_rl_rollout.resume import exhausted, finish_of, join, remaining
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
 from colocated_rl_rollout.samples import NO_TOKENS, WAITING, Finish, Group, Sample, SampleState
 from colocated_rl_rollout.staleness import Candidate, choose, deadline, room
 from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.turns import Turns
 
 LOG = logging.getLogger(__name__)
 
-ATTEMPTS_AT_MOST = 64  # of one sample: each prefills again what is there (H34)
-IDLE_ATTEMPTS_AT_MOST = 16  # in a row that brought no token (H6)
 FULL_RETRY_S = 10.0  # while the store's volume is full
 REPLACED_AT_MOST = 2  # times the group's size; then the whole group is given up
 
@@ -62,6 +61,7 @@ class Worker:
         chat: Chat,
         processes: TaskProcesses,
         evaluation: Evaluation | None,
+        turns: Turns,
         metrics: Metrics,
         changed: Callable[[], None],
         full_retry_s: float = FULL_RETRY_S,
@@ -75,6 +75,7 @@ class Worker:
         self._chat = chat
         self._processes = processes
         self._evaluation = evaluation
+        self._turns = turns
         self._metrics = metrics
         self._changed = changed
         self._wake = asyncio.Event()
@@ -99,7 +100,7 @@ class Worker:
             for sample in [sample for kept in self._store.groups.values() for sample in kept.kept]:
                 if sample.state is SampleState.SCORING:
                     self._own(sample, group.create_task(self._score(sample), name=f"score/{sample.id}"))
-            while not self._draining or self._tasks or self._sealing:
+            while not self._draining or self._tasks or self._sealing or self._turns.running:
                 self._wake.clear()
                 if not self._draining:
                     self._admit()
@@ -115,6 +116,7 @@ class Worker:
     def drain(self) -> None:
         """Begin nothing more."""
         self._draining = True
+        self._turns.end()
         self.wake()
 
     def _own(self, sample: Sample, task: asyncio.Task[None]) -> None:
@@ -151,15 +153,18 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------- attempts
     def _send(self) -> None:
-        """Send what waits to open gates: evaluation first; then the most urgent, interrupted before new, oldest."""
+        """Send what waits to open gates: evaluation first, then clients' turns; then the most urgent samples,
+        interrupted before new, oldest first.
+        """
         if not self._engines.open:
             return
-        demand = self._store.counts[SampleState.RUNNING] + len(self._store.waiting)
+        demand = self._store.counts[SampleState.RUNNING] + len(self._store.waiting) + self._turns.demand
         share = self._engines.share(demand + (self._evaluation.demand if self._evaluation else 0))
         if self._evaluation:
             self._evaluation.send(self._engines, self._group, at_most=share)
         if self._engines.pick(at_most=share) is None:
             return  # before putting in order what may be tens of thousands, at each answer
+        self._turns.send(self._engines, self._group, at_most=share)
         for sample in self._in_order():
             engine = self._engines.pick(preferred=sample.engine, at_most=share)
             if engine is None:
@@ -226,10 +231,8 @@ class Worker:
         self._limit_attempts(sample)
 
     def _limit_attempts(self, sample: Sample) -> None:
-        if sample.idle_attempts >= IDLE_ATTEMPTS_AT_MOST:
-            self._replace(sample, SampleState.FAILED, "NoProgress", f"{sample.idle_attempts} attempts brought no token")
-        elif sample.attempts >= ATTEMPTS_AT_MOST:
-            self._replace(sample, SampleState.FAILED, "TooManyAttempts", f"not ended after {sample.attempts} attempts")
+        if end := exhausted(attempts=sample.attempts, idle_attempts=sample.idle_attempts):
+            self._replace(sample, SampleState.FAILED, *end)
 
     async def _score(self, sample: Sample) -> None:
         """A response that did not end by itself is worth nothing; the task's verifier says what the others are."""

@@ -1,0 +1,621 @@
+"""The gateway with OpenAI's own client, over gates that a test steers: no switch is seen, whenever it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam, ChatCompletionToolParam
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_api import names
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_rollout.controller import Controller
+from colocated_rl_rollout.gateway import MAX_REQUEST_BYTES
+from colocated_rl_rollout.openai_requests import ONLY
+from colocated_rl_rollout.settings import read_settings
+from fakes.clients import openai_client
+from fakes.gate import FakeGate, Fault, logp_of
+from fakes.rollout import (
+    DEADLINE_S,
+    JOB_UID,
+    TOKEN,
+    JobOnDisk,
+    OperatorEnd,
+    Scripted,
+    SilentProcesses,
+    make_spec,
+    until,
+)
+
+V0, V1, V2 = WeightVersion(0, 1), WeightVersion(1, 1), WeightVersion(2, 1)
+QUESTION: ChatCompletionMessageParam = {"role": "user", "content": "Where is it?"}
+ANSWER = "In the north, where «ünïcode» is."
+
+TOOLS: list[ChatCompletionToolParam] = [
+    {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"what": {}}}}}
+]
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }} Write <tool_call>{}</tool_call>.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass
+class Scene:
+    """A running controller without prompts of its own, one gate, and clients."""
+
+    job: JobOnDisk
+    gate: FakeGate
+    operator: OperatorEnd
+    controller: Controller
+    registry: CollectorRegistry
+    client: openai.AsyncOpenAI  # on the pod's loopback
+
+    async def ask(self, *messages: ChatCompletionMessageParam, **options: Any) -> ChatCompletion:
+        completion = await self.client.chat.completions.create(model="job", messages=messages or [QUESTION], **options)
+        assert isinstance(completion, ChatCompletion)
+        return completion
+
+    async def generating(self, count: int = 1) -> None:
+        await until(lambda: self.gate.in_flight == count)
+
+    async def switch(self, version: WeightVersion, *, pace: int | None = None) -> None:
+        await self.gate.close()
+        await until(lambda: self.gate.in_flight == 0)
+        await self.gate.open(version, pace=pace)
+
+    def figure(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"colocate_gateway_{name}", labels) or 0.0
+
+
+@asynccontextmanager
+async def running(
+    directory: Path,
+    answer: Callable[[str], str] = lambda question: ANSWER,
+    *,
+    template: str | None = None,
+    arguments: Sequence[str] = (),
+    **rollout: Any,
+) -> AsyncIterator[Scene]:
+    job = JobOnDisk.write(directory, make_spec(**rollout))
+    if template:
+        (directory / "model" / "chat_template.jinja").write_text(template)
+    registry = CollectorRegistry()
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        gate = FakeGate("job-gpu-0-0", job.tls, Scripted(directory / "model", answer))
+        await stack.enter_async_context(gate.listening())
+        settings = read_settings([*job.arguments, *arguments], job.environment)
+        controller = Controller(settings, session, SilentProcesses(job.spec, directory), registry)
+        serving = asyncio.create_task(controller.run())
+        try:
+            await until(lambda: controller.member.ports.control or serving.done())
+            operator = await stack.enter_async_context(job.operator(controller.member.ports.control))
+            await operator.send(1, (gate.endpoint,))
+            client = await stack.enter_async_context(openai_client(controller.member.ports.pages))
+            yield Scene(job, gate, operator, controller, registry, client)
+        finally:
+            controller.drain()
+            async with asyncio.timeout(DEADLINE_S):
+                await serving
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    async with running(tmp_path) as made:
+        yield made
+
+
+def text_of(completion: ChatCompletion) -> str | None:
+    return completion.choices[0].message.content
+
+
+def extra(answer: Any) -> dict[str, Any]:
+    """What an answer says beyond OpenAI's API."""
+    found: dict[str, Any] = answer.model_extra["colocated_rl"]
+    return found
+
+
+async def test_a_chat_is_answered_and_counted(scene: Scene) -> None:
+    await scene.gate.open(V0)
+    completion = await scene.ask(logprobs=True)
+    (choice,) = completion.choices
+    assert (ANSWER, "stop") == (choice.message.content, choice.finish_reason)
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == len(ANSWER.encode()) + 1
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    tokens = choice.logprobs.content
+    assert completion.usage.completion_tokens == len(tokens)
+    assert ANSWER.encode() == b"".join(
+        bytes(token.bytes) if token.bytes else ANSWER.encode()[place : place + 1]
+        for place, token in enumerate(tokens[:-1])
+    )
+    (request,) = scene.gate.requests
+    assert [logp_of(V0, token) for token in scene.job.chat.encode(ANSWER)] == pytest.approx(
+        [token.logprob for token in tokens[:-1]]
+    )
+    assert (48, 1.0) == (request["sampling_params"]["max_new_tokens"], request["sampling_params"]["temperature"])
+    assert list(scene.job.chat.prompt_ids("Where is it?")) == request["input_ids"]
+    assert 1 == scene.figure("turns_total", ending="stop")
+
+
+async def test_a_switch_at_every_instant_is_not_seen(tmp_path: Path) -> None:
+    """However many tokens are there when the gate closes, none and all but one included, and twice in one answer."""
+    async with running(tmp_path) as scene:
+        size = len(ANSWER.encode()) + 1
+        for pace in range(1, size):
+            await scene.gate.open(V0, pace=pace)
+            asked = asyncio.create_task(scene.ask(logprobs=True))
+            await scene.generating()
+            await scene.switch(V1, pace=1)
+            if pace + 2 < size:
+                await scene.generating()
+            await scene.switch(V2)
+            completion = await asked
+            assert ANSWER == text_of(completion)
+            assert completion.choices[0].logprobs is not None
+            content = completion.choices[0].logprobs.content or []
+            assert size == len(content)
+            spans = [(span["version"], span["start"], span["end"]) for span in extra(completion)["weight_versions"]]
+            assert size == spans[-1][2]
+            ids = [*scene.job.chat.encode(ANSWER), 2]
+            expected = [
+                logp_of(WeightVersion.parse(version), token)
+                for version, start, end in spans
+                for token in ids[start:end]
+            ]
+            assert expected == pytest.approx([token.logprob for token in content])
+            assert not extra(completion)["interrupted"]
+        assert scene.figure("resumed_total") > size
+
+
+async def test_a_text_is_completed_too(scene: Scene) -> None:
+    await scene.gate.open(V0)
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    completion = await scene.client.completions.create(model="job", prompt=prompt, logprobs=0, max_tokens=8)
+    (choice,) = completion.choices
+    assert (ANSWER[:8], "length") == (choice.text, choice.finish_reason)
+    assert choice.logprobs is not None
+    assert [*ANSWER[:8]] == choice.logprobs.tokens
+    assert [*range(8)] == choice.logprobs.text_offset
+    assert [logp_of(V0, token) for token in scene.job.chat.encode(ANSWER[:8])] == pytest.approx(
+        choice.logprobs.token_logprobs
+    )
+    ids = list(scene.job.chat.encode(prompt))
+    again = await scene.client.completions.create(model="job", prompt=ids, extra_body={"return_token_ids": True})
+    assert (ANSWER, ids) == (again.choices[0].text, (again.model_extra or {})["prompt_token_ids"])
+    assert [*scene.job.chat.encode(ANSWER), 2] == (again.choices[0].model_extra or {})["token_ids"]
+
+
+async def test_the_model_is_listed_under_the_jobs_name(scene: Scene) -> None:
+    assert ["job"] == [model.id async for model in scene.client.models.list()]
+    assert "job" == (await scene.client.models.retrieve("job")).id
+    with pytest.raises(openai.NotFoundError, match="this job's model is job"):
+        await scene.client.models.retrieve("gpt")
+
+
+# ---------------------------------------------------------------------------------------------------- streams
+async def test_a_stream_says_what_an_answer_at_once_says_whenever_a_switch_comes(tmp_path: Path) -> None:
+    """In the middle of a character too: nothing that was told is ever taken back."""
+    async with running(tmp_path) as scene:
+        await scene.gate.open(V0)
+        whole = await scene.ask(logprobs=True)
+        assert whole.choices[0].logprobs is not None
+        expected = [token.token for token in whole.choices[0].logprobs.content or []]
+        for pace in (1, 16, 17, 18, 30):
+            await scene.switch(V0, pace=pace)
+            chunks: list[ChatCompletionChunk] = []
+            reading = asyncio.create_task(read_into(chunks, scene, logprobs=True))
+            await told(chunks)
+            await scene.switch(V1)
+            await reading
+            assert ANSWER == "".join(pieces(chunks))
+            assert "assistant" == chunks[0].choices[0].delta.role
+            tokens = [
+                token.token
+                for chunk in chunks
+                for choice in chunk.choices
+                if choice.logprobs
+                for token in choice.logprobs.content or []
+            ]
+            assert expected == tokens
+            assert "stop" == chunks[-2].choices[0].finish_reason
+            assert [V0, V1] == [WeightVersion.parse(span["version"]) for span in extra(chunks[-2])["weight_versions"]]
+            assert whole.usage == chunks[-1].usage
+
+
+async def read_into(chunks: list[ChatCompletionChunk], scene: Scene, **options: Any) -> None:
+    stream = await scene.client.chat.completions.create(
+        model="job", messages=[QUESTION], stream=True, stream_options={"include_usage": True}, **options
+    )
+    async for chunk in stream:
+        chunks.append(chunk)  # noqa: PERF401 - read while it comes
+
+
+async def told(chunks: list[ChatCompletionChunk]) -> None:
+    """Some of the text."""
+    await until(lambda: "".join(pieces(chunks)))
+
+
+async def ending(
+    scene: Scene, *, streams: bool, **options: Any
+) -> tuple[str | None, ChatCompletion | ChatCompletionChunk]:
+    """Text of a completion, and what says how it ended."""
+    if not streams:
+        completion = await scene.ask(**options)
+        return text_of(completion), completion
+    chunks: list[ChatCompletionChunk] = []
+    await read_into(chunks, scene, **options)
+    return "".join(pieces(chunks)), chunks[-2]
+
+
+def pieces(chunks: list[ChatCompletionChunk]) -> list[str]:
+    return [choice.delta.content for chunk in chunks for choice in chunk.choices if choice.delta.content]
+
+
+async def test_what_was_streamed_from_a_lost_engine_is_kept(scene: Scene) -> None:
+    await scene.gate.open(V0, pace=5)
+    chunks: list[ChatCompletionChunk] = []
+    reading = asyncio.create_task(read_into(chunks, scene))
+    await told(chunks)
+    await scene.gate.crash_agent()
+    await scene.gate.start()
+    await scene.gate.open(V1)
+    await reading
+    assert ANSWER == "".join(pieces(chunks))
+    assert [V0, V1] == [WeightVersion.parse(span["version"]) for span in extra(chunks[-2])["weight_versions"]]
+
+
+async def test_a_text_is_streamed_too(scene: Scene) -> None:
+    await scene.gate.open(V0)
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    stream = await scene.client.completions.create(model="job", prompt=prompt, stream=True, logprobs=0)
+    chunks = [chunk async for chunk in stream]
+    assert ANSWER == "".join(chunk.choices[0].text for chunk in chunks)
+    assert "stop" == chunks[-1].choices[0].finish_reason
+
+
+# ---------------------------------------------------------------------------------------------------- waiting
+async def test_a_request_waits_while_no_engine_is_open_and_so_many_at_most(tmp_path: Path) -> None:
+    async with running(tmp_path, arguments=("--gateway-turns", "2")) as scene:
+        asked = [asyncio.create_task(scene.ask()) for _ in range(2)]
+        await until(lambda: scene.figure("parked") == 2)
+        with pytest.raises(openai.RateLimitError, match="2 requests are held, 2 of them until") as refused:
+            await scene.ask()
+        assert "10" == refused.value.response.headers["Retry-After"]
+        assert ("too_many_requests", "rate_limit_error") == (refused.value.code, refused.value.type)
+        assert 1 == scene.figure("refused_total", status="429")
+        await scene.gate.open(V0)
+        assert [ANSWER, ANSWER] == [text_of(await each) for each in asked]
+        assert 0 == scene.figure("parked")
+        assert ANSWER == text_of(await scene.ask())
+
+
+async def test_a_request_that_waits_too_long_is_told_so(tmp_path: Path) -> None:
+    async with running(tmp_path, arguments=("--gateway-parked-seconds", "0.05")) as scene:
+        with pytest.raises(openai.APIStatusError, match="no engine took it within 0 s: they are with the") as late:
+            await scene.client.with_options(max_retries=2).chat.completions.create(model="job", messages=[QUESTION])
+        assert (504, "no_engine") == (late.value.status_code, late.value.code)
+        with pytest.raises(openai.APIStatusError, match="no engine took it") as late:
+            await read_into([], scene)
+        assert 504 == late.value.status_code
+        assert 2 == scene.figure("turns_total", ending="no_engine"), "trying again at once would wait as long again"
+        await scene.gate.open(V0, pace=3)
+        chunks: list[ChatCompletionChunk] = []
+        reading = asyncio.create_task(read_into(chunks, scene))
+        await told(chunks)
+        await scene.gate.close()
+        with pytest.raises(openai.APIError, match="no engine took it"):
+            await reading  # as an event: a stream that has begun has no status any more
+
+
+async def test_a_stream_that_waits_shows_that_somebody_is_there(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colocated_rl_rollout.gateway.SILENCE_S", 0.01)
+    async with scene.client.chat.completions.with_streaming_response.create(
+        model="job", messages=[QUESTION], stream=True
+    ) as response:
+        lines = response.iter_lines()
+        assert ": waiting for an engine" == await anext(lines)
+        await scene.gate.open(V0)
+        assert "data: [DONE]" in [line async for line in lines]
+
+
+async def test_a_client_that_leaves_takes_its_work_with_it(scene: Scene) -> None:
+    """H38: while it is parked, while it is generated, and in the middle of a stream."""
+    asked = asyncio.create_task(scene.ask())
+    await until(lambda: scene.figure("parked") == 1)
+    asked.cancel()
+    await until(lambda: scene.figure("parked") == 0)
+    await scene.gate.open(V0, pace=3)
+    asked = asyncio.create_task(scene.ask())
+    await scene.generating()
+    asked.cancel()
+    await scene.generating(0)
+    chunks: list[ChatCompletionChunk] = []
+    reading = asyncio.create_task(read_into(chunks, scene))
+    await told(chunks)
+    reading.cancel()
+    await scene.generating(0)
+    await until(lambda: scene.figure("turns_total", ending="client_gone") == 3)
+    await scene.gate.release()
+    assert ANSWER == text_of(await scene.ask()), "nobody else was disturbed"
+
+
+async def test_the_end_of_the_controller_is_said(tmp_path: Path) -> None:
+    async with running(tmp_path) as scene:
+        asked = asyncio.create_task(scene.ask())
+        await until(lambda: scene.figure("parked") == 1)
+        scene.controller.drain()
+        with pytest.raises(openai.APIStatusError, match="the rollout controller ends") as ended:
+            await asked
+        assert (503, "10") == (ended.value.status_code, ended.value.response.headers["Retry-After"])
+
+
+async def test_a_request_that_an_engine_brings_nothing_for_goes_to_it_again(scene: Scene) -> None:
+    scene.gate.faults.extend([Fault.EMPTY, Fault.ERROR_500, Fault.GARBLED, Fault.BUSY])
+    await scene.gate.open(V0)
+    assert ANSWER == text_of(await scene.ask())
+    scene.gate.faults.append(Fault.REJECTED)
+    with pytest.raises(openai.BadRequestError, match="longer than the context") as refused:
+        await scene.ask()
+    assert "context_length_exceeded" == refused.value.code
+
+
+# ---------------------------------------------------------------------------------------------------- without resume
+async def test_who_does_not_want_to_be_resumed_gets_what_there_is(scene: Scene) -> None:
+    """F27: and it is marked, with the version that made it."""
+    for streams in (False, True):
+        await scene.gate.open(V1, pace=5)
+        asked = asyncio.create_task(ending(scene, streams=streams, extra_body={"resume": False}))
+        await scene.generating()
+        await scene.gate.close()
+        text, last = await asked
+        assert (ANSWER[:6], "abort") == (text, last.choices[0].finish_reason)
+        spans = [{"version": str(V1), "start": 0, "end": 6}]
+        assert {"interrupted": True, "segments": 1, "weight_versions": spans} == extra(last)
+
+
+async def test_a_job_that_starts_over_does_so_for_clients_too(tmp_path: Path) -> None:
+    async with running(tmp_path, interruption="Retry") as scene:
+        await scene.gate.open(V0, pace=5)
+        chunks: list[ChatCompletionChunk] = []
+        asked = asyncio.create_task(scene.ask()), asyncio.create_task(read_into(chunks, scene))
+        await scene.generating(2)
+        await scene.switch(V1)
+        await asyncio.gather(*asked)
+        assert ANSWER == text_of(asked[0].result()) == "".join(pieces(chunks))
+        assert [V1] == [WeightVersion.parse(span["version"]) for span in extra(asked[0].result())["weight_versions"]]
+
+
+# ---------------------------------------------------------------------------------------------------- what is asked
+async def test_the_callers_parameters_are_never_changed(scene: Scene) -> None:
+    """F21: and the budget holds over all attempts."""
+    await scene.gate.open(V0, pace=4)
+    asked = asyncio.create_task(
+        scene.ask(temperature=0.25, max_completion_tokens=20, seed=7, stop=["nowhere", "never"])
+    )
+    for version in (V1, V2):
+        await scene.generating()
+        await scene.switch(version, pace=4)
+    await scene.generating()
+    await scene.gate.release()
+    completion = await asked
+    assert (ANSWER.encode()[:20].decode(), "length") == (text_of(completion), completion.choices[0].finish_reason)
+    sampling = [request["sampling_params"] for request in scene.gate.requests]
+    assert [20, 15, 10] == [each.pop("max_new_tokens") for each in sampling]
+    assert sampling[0] == sampling[1] == sampling[2]
+    own = {"temperature": 0.25, "sampling_seed": 7, "stop": ["nowhere", "never"], "top_p": 1, "top_k": -1}
+    assert own == {name: sampling[0][name] for name in own}
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens", None])
+@pytest.mark.parametrize("length", [92, 136, 2048])
+async def test_verl_budget_holds_over_any_number_of_resumes(tmp_path: Path, key: str | None, length: int) -> None:
+    """As published: prompts of so many tokens, either key of the limit, or none: then the job's."""
+    async with running(tmp_path, lambda question: "and so on " * 99, maxResponseTokens=40) as scene:
+        await scene.gate.open(V0, pace=3)
+        limit = 33 if key else 40
+        content = "x" * (length - len(scene.job.chat.prompt_ids("")))
+        asked = asyncio.create_task(scene.ask({"role": "user", "content": content}, **({key: limit} if key else {})))
+        for step in range(1, 8):
+            await scene.generating()
+            await scene.switch(WeightVersion(step, 1), pace=3)
+        await scene.generating()
+        await scene.gate.release()
+        completion = await asked
+        assert completion.usage is not None
+        assert (length, limit) == (completion.usage.prompt_tokens, completion.usage.completion_tokens)
+        assert ("length", 8) == (completion.choices[0].finish_reason, extra(completion)["segments"])
+
+
+async def test_a_stop_string_is_found_also_where_a_switch_cut_it(scene: Scene) -> None:
+    """The engine sees its own part of it only, and goes on: what it makes after the end is no part of the answer."""
+    for pace in (4, 5, 6, 7, 8, 9, 10, 11, 12):  # "In the north" is cut at each of its last characters
+        for streams in (False, True):
+            await scene.gate.open(V0, pace=pace)
+            asked = asyncio.create_task(ending(scene, streams=streams, stop="north"))
+            await scene.generating()
+            await scene.switch(V1)
+            text, last = await asked
+            assert ("In the ", "stop") == (text, last.choices[0].finish_reason)
+            assert len("In the north") == extra(last)["weight_versions"][-1]["end"]
+
+
+@pytest.mark.parametrize(
+    ("param", "options"),
+    [
+        ("n", {"n": 2}),
+        ("top_p", {"top_p": 0.9}),
+        ("presence_penalty", {"presence_penalty": 1.0}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 5}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("max_tokens", {"max_tokens": 49}),
+        ("max_completion_tokens", {"max_completion_tokens": 0}),
+        ("temperature", {"temperature": 3}),
+        ("stop", {"stop": [""]}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("guided_json", {"extra_body": {"guided_json": {}}}),
+        ("messages.0.content", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}),
+        ("messages", {"messages": []}),
+    ],
+)
+async def test_what_can_not_be_done_faithfully_is_refused(scene: Scene, param: str, options: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await scene.client.chat.completions.create(**{"model": "job", "messages": [QUESTION], **options})
+    assert refused.value.type == "invalid_request_error"
+    assert (refused.value.param or "").startswith(param)
+    assert param.split(".")[0] in refused.value.message
+
+
+async def test_what_asks_for_nothing_is_taken(scene: Scene) -> None:
+    await scene.gate.open(V0)
+    nothing: dict[str, Any] = {
+        "n": 1, "top_p": 1.0, "frequency_penalty": 0, "response_format": {"type": "text"}, "logit_bias": {},
+        "user": "somebody", "metadata": {"a": "b"}, "store": False, "seed": None, "tools": [],
+        "extra_body": {"top_k": -1, "repetition_penalty": 1.0},
+    }  # fmt: skip
+    assert ANSWER == text_of(await scene.ask(**nothing))
+    parts: ChatCompletionMessageParam = {"role": "user", "content": [{"type": "text", "text": "Where is it?"}]}
+    assert ANSWER == text_of(await scene.ask(parts))
+    assert scene.gate.requests[0] == scene.gate.requests[1]
+
+
+async def test_another_model_is_not_found(scene: Scene) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt': this job's is job") as refused:
+        await scene.client.chat.completions.create(model="gpt", messages=[QUESTION])
+    assert ("model", "model_not_found") == (refused.value.param, refused.value.code)
+
+
+# ---------------------------------------------------------------------------------------------------- tools
+async def test_tool_calls_are_read_as_the_models_template_has_them_written(tmp_path: Path) -> None:
+    async with running(tmp_path, answer_with_tool, template=TOOLS_TEMPLATE, maxResponseTokens=200) as scene:
+        for pace in (1, 12, 40, 80):
+            await scene.gate.open(V0, pace=pace)
+            chunks: list[ChatCompletionChunk] = []
+            asked = (
+                asyncio.create_task(scene.ask(tools=TOOLS)),
+                asyncio.create_task(read_into(chunks, scene, tools=TOOLS)),
+            )
+            await scene.generating(2)
+            await scene.switch(V1)
+            await asyncio.gather(*asked)
+            (choice,) = asked[0].result().choices
+            assert ("Let me look.\n", "tool_calls") == (choice.message.content, choice.finish_reason)
+            (call,) = choice.message.tool_calls or []
+            assert call.type == "function"
+            assert ("find", {"what": "it <b>"}) == (call.function.name, json.loads(call.function.arguments))
+            assert "Let me look.\n" == "".join(pieces(chunks))
+            streamed = [
+                (part.function.name, json.loads(part.function.arguments or ""))
+                for chunk in chunks
+                for each in chunk.choices
+                for part in each.delta.tool_calls or []
+                if part.function
+            ]
+            assert [("find", {"what": "it <b>"})] == streamed
+            assert "tool_calls" == chunks[-2].choices[0].finish_reason
+            answered = await scene.ask(
+                QUESTION,
+                {
+                    "role": "assistant",
+                    "content": choice.message.content,
+                    "tool_calls": [
+                        {
+                            "id": call.id,
+                            "type": "function",
+                            "function": {"name": "find", "arguments": call.function.arguments},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": call.id, "content": "north"},
+                tools=TOOLS,
+            )
+            assert "It is north." == text_of(answered)
+            await scene.gate.close()
+
+
+def answer_with_tool(question: str) -> str:
+    if "north" in question:
+        return "It is north."
+    return 'Let me look.\n<tool_call>\n{"name": "find", "arguments": {"what": "it <b>"}}\n</tool_call>'
+
+
+# ---------------------------------------------------------------------------------------------------- where it listens
+async def test_other_pods_of_the_job_reach_it_with_the_data_token_over_tls(scene: Scene) -> None:
+    """As the documentation says: the certificate is checked against the job's name, whatever the address."""
+    await scene.gate.open(V0)
+
+    async def name_the_job(request: httpx.Request) -> None:
+        request.extensions["sni_hostname"] = names.member_server_name(JOB_UID)
+
+    http = httpx.AsyncClient(
+        verify=scene.job.tls.client_context(), trust_env=False, event_hooks={"request": [name_the_job]}
+    )
+    url = f"https://127.0.0.1:{scene.controller.member.ports.data}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0, http_client=http) as client:
+        completion = await client.chat.completions.create(model="job", messages=[QUESTION])
+        assert ANSWER == text_of(completion)
+        with pytest.raises(openai.AuthenticationError, match="data token"):
+            await client.with_options(api_key="x" * 32).chat.completions.create(model="job", messages=[QUESTION])
+
+
+async def test_a_body_is_bounded_and_json(scene: Scene) -> None:
+    with pytest.raises(openai.APIStatusError, match="larger than") as refused:
+        await scene.ask({"role": "user", "content": "x" * MAX_REQUEST_BYTES})
+    assert 413 == refused.value.status_code
+    url = f"http://127.0.0.1:{scene.controller.member.ports.pages}/v1/chat/completions"
+    async with httpx.AsyncClient(trust_env=False) as http:
+        said = await http.post(url, content="model=job", headers={"Content-Type": "text/plain"})
+        assert (415, "invalid_request_error") == (said.status_code, said.json()["error"]["type"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_no_body_is_an_error_of_ours(scene: Scene, seed: int) -> None:
+    """Bodies that were damaged anywhere: answered, or refused in OpenAI's shape, and nothing is left behind."""
+    await scene.gate.open(V0)
+    chance = random.Random(seed)
+    good: dict[str, Any] = {
+        "model": "job",
+        "messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": []}, QUESTION],
+        "prompt": "<|im_start|>assistant\n",
+        "stop": ["x"],
+        "stream": False,
+    }
+    values: list[Any] = [None, 0, -1, 1e308, "", "\ud800", [], {}, [{}], [[]], True, "auto", {"role": "user"}]
+
+    def damaged(value: Any) -> Any:
+        if chance.random() < 0.1:
+            return chance.choice(values)
+        if isinstance(value, dict):
+            return {name: damaged(inner) for name, inner in value.items() if chance.random() > 0.05}
+        return [damaged(inner) for inner in value] if isinstance(value, list) else value
+
+    url = f"http://127.0.0.1:{scene.controller.member.ports.pages}/v1/"
+    async with httpx.AsyncClient(trust_env=False) as http:
+        for _ in range(100):
+            path, other = chance.choice([("chat/completions", "prompt"), ("completions", "messages")])
+            body = {**good, chance.choice(sorted(ONLY)): chance.choice(values)}
+            del body[other]
+            text = bytearray(json.dumps(damaged(body)).encode())
+            for _ in range(chance.choice([0, 0, 0, 1, 3])):
+                text[chance.randrange(len(text))] = chance.randrange(256)
+            said = await http.post(url + path, content=bytes(text), headers={"Content-Type": "application/json"})
+            assert said.status_code in (200, 400, 404), said.text
+            if said.status_code != 200:
+                assert {"message", "type", "param", "code"} == set(said.json()["error"])
+    assert (0, 0) == (scene.figure("parked"), scene.gate.in_flight)

@@ -1,0 +1,215 @@
+"""The gateway over an agent's own gate and an engine with SGLang's habits: what verl's tests publish of auto-resume."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from aiohttp import web
+from openai.types import Completion
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_agent.gate import Backend, Gate
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_member.data import data_application
+from colocated_rl_rollout.controller import Controller
+from colocated_rl_rollout.settings import read_settings
+from fakes.clients import openai_client
+from fakes.engine import FakeEngine, Sample
+from fakes.rollout import DEADLINE_S, JobOnDisk, SilentProcesses, make_spec, until
+from fakes.weights import logprob, write_export
+
+GENERATIONS = 16
+LIMIT = 200
+
+
+class HeldEngine(FakeEngine):
+    """hold: tokens that each request gets before it waits for an abort; None: all of them."""
+
+    hold: int | None = None
+
+    async def make_token(self, sample: Sample) -> None:
+        while self.hold is not None and len(sample.output) >= self.hold and not sample.abort_asked:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.001)
+        await super().make_token(sample)
+
+
+@dataclass
+class Pod:
+    """An agent's gate with its engine. Weights of a step are the number `step / 8`."""
+
+    engine: HeldEngine
+    gate: Gate
+    url: str
+    endpoint: Endpoint
+
+    def open(self, step: int) -> None:
+        version = WeightVersion(step, 1)
+        self.engine.version = self.engine.shown_version = str(version)
+        self.engine.weight = step / 8
+
+        async def abort(rid: str) -> None:
+            self.engine.abort(rid, everything=False)
+
+        self.gate.open(Backend(self.url, f"a{step}", version, abort))
+
+    async def close(self) -> None:
+        """As a switch does: refuse, abort, wait until nothing is in flight."""
+        self.gate.close()
+        self.engine.abort("", everything=True)
+        async with asyncio.timeout(DEADLINE_S):
+            await self.gate.settled()
+        assert await self.engine.idle(DEADLINE_S)
+
+
+@dataclass
+class Scene:
+    pods: list[Pod]
+    client: openai.AsyncOpenAI
+
+    async def generate(self, number: int, **options: Any) -> Completion:
+        return await self.client.completions.create(
+            model="job", prompt=[5, 6, 7 + number], logprobs=0, extra_body={"return_token_ids": True, **options}
+        )
+
+    def open(self, step: int, *, hold: int | None = None) -> None:
+        for pod in self.pods:
+            pod.engine.hold = hold
+            pod.open(step)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(pod.close() for pod in self.pods))
+
+    async def made(self, tokens: int) -> None:
+        """Each generation is under way, and has so many tokens more."""
+
+        def samples() -> list[Sample]:
+            return [sample for pod in self.pods for sample in pod.engine.running]
+
+        await until(lambda: len(samples()) == GENERATIONS and all(len(each.output) >= tokens for each in samples()))
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    job = JobOnDisk.write(tmp_path, make_spec(maxResponseTokens=LIMIT))
+    write_export(tmp_path / "export", version="0-1", weight=0.0)
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        pods = [await pod_of(stack, job, session, number) for number in range(2)]
+        settings = read_settings(job.arguments, job.environment)
+        controller = Controller(settings, session, SilentProcesses(job.spec, tmp_path), CollectorRegistry())
+        serving = asyncio.create_task(controller.run())
+        await until(lambda: controller.member.ports.control or serving.done())
+        operator = await stack.enter_async_context(job.operator(controller.member.ports.control))
+        await operator.send(1, [pod.endpoint for pod in pods])
+        client = await stack.enter_async_context(openai_client(controller.member.ports.pages))
+        yield Scene(pods, client)
+        controller.drain()
+        async with asyncio.timeout(DEADLINE_S):
+            await serving
+
+
+async def pod_of(stack: AsyncExitStack, job: JobOnDisk, session: aiohttp.ClientSession, number: int) -> Pod:
+    engine = HeldEngine(job.directory / "export", "0-1", admin_key="", memory_saver=False, token_s=0.002)
+    gate = Gate(session)
+    application = data_application(job.tls, max_request_bytes=2**20)
+    application.add_routes(gate.routes())
+    url = f"http://127.0.0.1:{await listen(stack, engine.app())}"
+    port = await listen(stack, application, job)
+    return Pod(engine, gate, url, Endpoint(pod=f"job-gpu-{number}-0", address="127.0.0.1", port=port))
+
+
+async def listen(stack: AsyncExitStack, app: web.Application, tls: JobOnDisk | None = None) -> int:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05, handler_cancellation=True)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls.tls.data_context() if tls else None).start()
+    port: int = runner.addresses[0][1]
+    return port
+
+
+def steps_of(completion: Completion) -> list[tuple[int, int, int]]:
+    """Step, first and last token of each span."""
+    said: dict[str, Any] = (completion.model_extra or {})["colocated_rl"]
+    return [(WeightVersion.parse(span["version"]).step, span["start"], span["end"]) for span in said["weight_versions"]]
+
+
+def check(completion: Completion) -> None:
+    """Each token has the log-probability that the weights of its version give it."""
+    (choice,) = completion.choices
+    ids: list[int] = (choice.model_extra or {})["token_ids"]
+    prompt: list[int] = (completion.model_extra or {})["prompt_token_ids"]
+    spans = steps_of(completion)
+    assert [0, *(end for _, _, end in spans)] == [*(start for _, start, _ in spans), len(ids)]
+    pairs = list(itertools.pairwise([prompt[-1], *ids]))
+    expected = [logprob(step / 8, *pairs[place]) for step, start, end in spans for place in range(start, end)]
+    assert choice.logprobs is not None
+    assert expected == pytest.approx(choice.logprobs.token_logprobs)
+
+
+async def test_verl_without_resume_every_output_is_an_abort_of_the_step_before(scene: Scene) -> None:
+    """As published: steps 1 to 3, 16 generations each."""
+    for step in (1, 2, 3):
+        scene.open(step - 1, hold=2)
+        asked = [asyncio.create_task(scene.generate(number, resume=False)) for number in range(GENERATIONS)]
+        await scene.made(2)
+        await scene.close()
+        completions = await asyncio.gather(*asked)
+        assert {"abort"} == {each.choices[0].finish_reason for each in completions}
+        assert {step - 1} == {version for each in completions for version, _, _ in steps_of(each)}
+        for each in completions:
+            check(each)
+
+
+async def test_verl_with_resume_every_output_is_whole_over_three_updates(scene: Scene) -> None:
+    """As published: 16 generations once, updates 4, 5 and 6 within them."""
+    scene.open(3, hold=2)
+    asked = [asyncio.create_task(scene.generate(number)) for number in range(GENERATIONS)]
+    for step in (4, 5, 6):
+        await scene.made(2)
+        await scene.close()
+        scene.open(step, hold=None if step == 6 else 2)
+    completions = await asyncio.gather(*asked)
+    for each in completions:
+        check(each)
+        assert "stop" == each.choices[0].finish_reason
+        versions = [version for version, _, _ in steps_of(each)]
+        assert (3, sorted(versions)) == (versions[0], versions)
+        assert versions[-1] > versions[0]
+
+
+async def test_verl_update_without_an_interruption_in_it_changes_nothing(scene: Scene) -> None:
+    scene.open(0)
+    before = await scene.generate(1)
+    await scene.close()
+    scene.open(1)
+    after = await scene.generate(1)
+    assert [[0], [1]] == [[version for version, _, _ in steps_of(each)] for each in (before, after)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_switches_and_lost_engines_at_any_instant_are_not_seen(scene: Scene, seed: int) -> None:
+    chance = random.Random(seed)
+    scene.open(0)
+    asked = [asyncio.create_task(scene.generate(number)) for number in range(GENERATIONS)]
+    for step in range(1, 8):
+        await asyncio.wait(asked, timeout=chance.random() / 50)
+        pod = chance.choice(scene.pods)
+        if chance.random() < 0.5:
+            pod.engine.faults["/generate"] = chance.choice(["cut", "torn"])
+        await pod.close() if chance.random() < 0.3 else await scene.close()
+        scene.open(step)
+    for each in await asyncio.gather(*asked):
+        check(each)
+        assert "stop" == each.choices[0].finish_reason
+        assert [version for version, _, _ in steps_of(each)] == sorted(version for version, _, _ in steps_of(each))

@@ -1,0 +1,182 @@
+"""What the gateway takes and says: whatever comes in, it is taken as it is or refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.openai_replies import Pieces, Reply, settled, visible
+from colocated_rl_rollout.openai_requests import (
+    ONLY,
+    WITHOUT_EFFECT,
+    Asked,
+    ChatBody,
+    Form,
+    RequestRefused,
+    TextBody,
+    asked,
+    prompt_of,
+    read_body,
+    read_chat,
+    text_prompt_of,
+)
+from colocated_rl_rollout.resume import cut, stopped_at
+from colocated_rl_rollout.samples import Finish, Span, Tokens
+from colocated_rl_rollout.tool_calls import read_calls, reads_calls_of
+from fakes.rollout import write_model
+
+TEXT = st.text('ab <>{"é\ud800', max_size=8)
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+CALL = '<tool_call>\n{"name": "find", "arguments": {"what": "it"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    model = write_model(tmp_path_factory.mktemp("model"))
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text("{{ tools | tojson if tools }}{# <tool_call> #}" + template)
+    return Chat(model)
+
+
+def tokens_of(chat: Chat, text: str) -> Tokens:
+    ids = np.array(chat.encode(text), np.int32)
+    return Tokens(ids, -np.ones(len(ids), np.float32), (Span(WeightVersion(0, 1), 0, len(ids)),))
+
+
+def answer_to(kind: type[ChatBody] | type[TextBody], text: bytes, chat: Chat) -> Asked | RequestRefused:
+    try:
+        body, _ = read_body(kind, text, model="m")
+        prompt = prompt_of(read_chat(body, chat), chat) if isinstance(body, ChatBody) else text_prompt_of(body, chat)
+        return asked(body, prompt, limit=100, temperature=1.0)
+    except RequestRefused as refused:
+        return refused
+
+
+def parameters() -> list[str]:
+    return sorted({*ChatBody.model_fields, *TextBody.model_fields, *ONLY, *WITHOUT_EFFECT})
+
+
+@given(fields=st.dictionaries(st.sampled_from(parameters()), JSON, max_size=6), whole=st.booleans())
+def test_whatever_is_asked_is_taken_or_refused(chat: Chat, fields: dict[str, Any], whole: bool) -> None:
+    """Nothing else than a refusal leaves a request, and what is taken is within its bounds."""
+    base = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
+    kinds: list[tuple[type[ChatBody] | type[TextBody], str]] = [(ChatBody, "prompt"), (TextBody, "messages")]
+    for kind, other in kinds:
+        said = {name: value for name, value in ({**base, **fields} if whole else fields).items() if name != other}
+        taken = answer_to(kind, json.dumps(said).encode(), chat)
+        if isinstance(taken, RequestRefused):
+            assert taken.status in (400, 404)
+            assert {"message", "type", "param", "code"} == set(taken.body()["error"])
+        else:
+            assert 1 <= taken.limit <= 100
+            assert 0 <= taken.temperature <= 2
+            assert all(0 <= token < chat.vocabulary for token in taken.prompt)
+
+
+@given(body=st.binary(max_size=64))
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestRefused):
+        read_body(ChatBody, body, model="m")
+
+
+@given(message=st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "tool_call_id", "x"]), JSON))
+def test_a_message_of_any_shape_is_rendered_or_refused(chat: Chat, message: dict[str, Any]) -> None:
+    said = {"model": "m", "messages": [{"role": "user", "content": "", **message}]}
+    taken = answer_to(ChatBody, json.dumps(said).encode(), chat)
+    assert 400 == taken.status if isinstance(taken, RequestRefused) else taken.prompt
+
+
+def test_deep_and_broken_text_is_refused(chat: Chat) -> None:
+    with pytest.raises(RequestRefused, match="not JSON"):
+        read_body(ChatBody, b"[" * 100_000, model="m")
+    half = {"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}
+    body, _ = read_body(ChatBody, json.dumps(half).encode(), model="m")
+    with pytest.raises(RequestRefused, match="half a character"):
+        prompt_of(read_chat(body, chat), chat)
+
+
+@pytest.mark.parametrize(
+    ("text", "around", "names"),
+    [
+        (f"Look. {CALL}", "Look. ", ["find"]),
+        (f"{CALL}\n{CALL}", "", ["find", "find"]),
+        (CALL.removesuffix("</tool_call>"), None, []),
+        ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', None, []),
+        (f"{CALL}<tool_call>{{broken}}</tool_call>", None, []),
+        ("no call", None, []),
+    ],
+)
+def test_tool_calls_are_whole_or_text(text: str, around: str | None, names: list[str]) -> None:
+    assert (text if around is None else around, names) == (
+        read_calls(text)[0],
+        [call.name for call in read_calls(text)[1]],
+    )
+
+
+def test_calls_are_read_of_templates_that_teach_the_form() -> None:
+    assert reads_calls_of("{{ tools }} between <tool_call> tags")
+    assert not reads_calls_of("{{ messages }}")
+    assert not reads_calls_of("{{ tools }} <tool_call><function=name>")
+    assert not reads_calls_of("{{ tools }} [TOOL_CALLS]")
+
+
+@given(st.text("abé", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))
+def test_what_is_told_of_a_growing_text_is_never_taken_back(text: str, stops: list[str]) -> None:
+    ends = [size for size in range(len(text) + 1) if any(stop in text[:size] for stop in stops)]
+    text = text[: ends[0]] if ends else text
+    told = ""
+    for size in range(len(text) + 1):
+        now = settled(text[:size], stops)
+        assert now.startswith(told)
+        assert visible(text, stops).startswith(now)
+        told = now
+
+
+@given(
+    text=st.text("ab<é\U0001f600", max_size=12),
+    stops=st.lists(st.sampled_from(["ab", "b<", "é"]), max_size=2, unique=True),
+    ends=st.lists(st.integers(0, 40), max_size=6),
+    calls=st.booleans(),
+)
+def test_pieces_add_up_to_the_whole(chat: Chat, text: str, stops: list[str], ends: list[int], calls: bool) -> None:
+    """Wherever the tokens are cut, in the middle of a character too."""
+    tokens = tokens_of(chat, text + CALL if calls else text)
+    stop = stopped_at(tokens.ids.tolist(), stops, chat.text)
+    tokens = tokens if stop is None else cut(tokens, stop)
+    reply = Reply(
+        Form(chat=True, streams=True, logprobs=True, tools=True),
+        Asked((1,), 100, 1.0, tuple(stops)),
+        model="m",
+        created=0,
+        id="x",
+    )
+    pieces = Pieces(reply, chat)
+    chunks = [chunk for end in sorted(ends) for chunk in pieces.more(cut(tokens, end))]
+    chunks += pieces.rest(tokens, Finish.STOP, segments=1)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    whole = reply.whole(chat, tokens, Finish.STOP, segments=1)["choices"][0]
+    streamed = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert (whole["message"]["content"] or "").strip() == streamed.strip()
+    told = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
+    assert whole["logprobs"]["content"] == told
+    assert whole["finish_reason"] == choices[-1]["finish_reason"]
+    called = [call["function"] for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    assert [call["function"] for call in whole["message"].get("tool_calls", [])] == called
+
+
+@given(st.text("abc", max_size=20), st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=3))
+def test_a_stop_string_ends_where_it_is_first_whole(chat: Chat, text: str, stops: list[str]) -> None:
+    ids = list(chat.encode(text))
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    assert (min(ends) if ends else None) == stopped_at(ids, stops, chat.text)

@@ -1,0 +1,190 @@
+"""What clients of the gateway are told, in the shapes of OpenAI's API. Pure.
+
+`whole` is an answer at once; `Pieces` is the same in events of a stream. An answer also says what OpenAI's does not:
+`colocated_rl` has the weights versions of its tokens, how many segments it was joined from, and whether it was
+interrupted and not resumed, which `finish_reason` says as "abort".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.openai_requests import Asked, Form
+from colocated_rl_rollout.samples import Finish, Tokens
+from colocated_rl_rollout.tool_calls import BEGIN, ToolCall, read_calls
+
+EXTENSION = "colocated_rl"
+CUT_OFF = "\ufffd"  # how the first bytes of a character decode
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How one completion is told. id: that nobody else has. created: seconds since 1970."""
+
+    form: Form
+    asked: Asked
+    model: str
+    created: int
+    id: str
+
+    # ------------------------------------------------------------------------------------------------- at once
+    def whole(self, chat: Chat, tokens: Tokens, finish: Finish | None, *, segments: int) -> dict[str, Any]:
+        text, calls = self.read(chat, tokens, finish)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": _reason(finish, calls)}
+        if self.form.chat:
+            choice["message"] = message_of(text, self.called(calls))
+        else:
+            choice["text"] = text
+        choice["logprobs"] = self.logprobs(chat, tokens, 0, 0) if self.form.logprobs else None
+        if self.form.token_ids:
+            choice["token_ids"] = tokens.ids.tolist()
+        return {
+            **self.head("chat.completion" if self.form.chat else "text_completion"),
+            "choices": [choice],
+            "usage": self.usage(tokens),
+            **({"prompt_token_ids": list(self.asked.prompt)} if self.form.token_ids else {}),
+            EXTENSION: extension(tokens, finish, segments),
+        }
+
+    def read(self, chat: Chat, tokens: Tokens, finish: Finish | None) -> tuple[str, list[ToolCall]]:
+        """Text without what stopped it, and tool calls."""
+        text = visible(chat.text(tokens.ids.tolist()), self.asked.stops)
+        return read_calls(text) if self.form.tools and finish is Finish.STOP else (text, [])
+
+    def called(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": f"call_{self.id}_{place}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for place, call in enumerate(calls)
+        ]
+
+    def usage(self, tokens: Tokens) -> dict[str, int]:
+        prompt, response = len(self.asked.prompt), len(tokens)
+        return {"prompt_tokens": prompt, "completion_tokens": response, "total_tokens": prompt + response}
+
+    def head(self, kind: str) -> dict[str, Any]:
+        prefix = "chatcmpl" if self.form.chat else "cmpl"
+        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+    def logprobs(self, chat: Chat, tokens: Tokens, first: int, offset: int) -> dict[str, Any]:
+        """Of the tokens from `first` on; offset: of their text."""
+        ids, logp = tokens.ids.tolist()[first:], tokens.logp.tolist()[first:]
+        texts = [chat.token_text(token) for token in ids]
+        if self.form.chat:
+            content = [
+                {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
+                for text, value in zip(texts, logp, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        offsets = [offset + sum(len(text) for text in texts[:place]) for place in range(len(texts))]
+        return {"tokens": texts, "token_logprobs": logp, "top_logprobs": None, "text_offset": offsets}
+
+
+class Pieces:
+    """A reply in events, as its tokens come: text that a later token could still change is held back."""
+
+    def __init__(self, reply: Reply, chat: Chat) -> None:
+        self._reply = reply
+        self._chat = chat
+        form, asked = reply.form, reply.asked
+        self._marks = (*asked.stops, *((BEGIN,) if form.tools else ()))
+        self._text = ""  # that was told
+        self._told = 0  # tokens
+        self._begun = False
+
+    def more(self, tokens: Tokens) -> Iterator[dict[str, Any]]:
+        """Events for what has come since the last ones."""
+        whole = self._chat.text(tokens.ids.tolist())
+        text = settled(whole, self._marks)
+        if len(text) > len(self._text) and visible(whole, self._reply.asked.stops) == whole:
+            yield from self._event(text, tokens)
+
+    def rest(self, tokens: Tokens, finish: Finish | None, *, segments: int) -> Iterator[dict[str, Any]]:
+        """Events for the rest, and what closes the stream."""
+        text, calls = self._reply.read(self._chat, tokens, finish)
+        if len(text) > len(self._text) or len(tokens) > self._told or not self._begun:
+            yield from self._event(text, tokens)
+        if calls:
+            called = [{"index": place, **call} for place, call in enumerate(self._reply.called(calls))]
+            yield self._chunk({"delta": {"tool_calls": called}})
+        closing = self._chunk(self._empty(), finish_reason=_reason(finish, calls))
+        yield closing | {EXTENSION: extension(tokens, finish, segments)}
+        if self._reply.form.usage:
+            yield {**self._chunk({}), "choices": [], "usage": self._reply.usage(tokens)}
+
+    def _event(self, text: str, tokens: Tokens) -> Iterator[dict[str, Any]]:
+        form = self._reply.form
+        if form.chat and not self._begun:
+            yield self._chunk({"delta": {"role": "assistant", "content": ""}})
+        new = text[len(self._text) :]
+        choice: dict[str, Any] = {"delta": {"content": new}} if form.chat else {"text": new}
+        if form.logprobs:
+            choice["logprobs"] = self._reply.logprobs(self._chat, tokens, self._told, len(self._text))
+        if form.token_ids:
+            choice["token_ids"] = tokens.ids.tolist()[self._told :]
+        event = self._chunk(choice)
+        if form.token_ids and not self._begun:
+            event["prompt_token_ids"] = list(self._reply.asked.prompt)
+        self._text, self._told, self._begun = text, len(tokens), True
+        yield event
+
+    def _empty(self) -> dict[str, Any]:
+        return {"delta": {}} if self._reply.form.chat else {"text": ""}
+
+    def _chunk(self, choice: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._reply.form.chat else "text_completion"
+        return {
+            **self._reply.head(kind),
+            "choices": [{"index": 0, "logprobs": None, **choice, "finish_reason": finish_reason}],
+        }
+
+
+def message_of(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": (text or None) if calls else text}
+    return message | ({"tool_calls": list(calls)} if calls else {})
+
+
+def extension(tokens: Tokens, finish: Finish | None, segments: int) -> dict[str, Any]:
+    """What OpenAI's answers don't say."""
+    return {
+        "interrupted": finish is None,
+        "segments": segments,
+        "weight_versions": [
+            {"version": str(span.version), "start": span.start, "end": span.end} for span in tokens.spans
+        ],
+    }
+
+
+def visible(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def settled(text: str, marks: Sequence[str]) -> str:
+    """The part of a growing text that is told whatever comes: before a mark, or what may become one."""
+    text = text.rstrip(CUT_OFF)
+    before = visible(text, marks)
+    held = 0 if len(before) < len(text) else max((_overlap(text, mark) for mark in marks), default=0)
+    return before[: len(before) - held]
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Characters at the end of the text that are the beginning of the mark."""
+    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def _reason(finish: Finish | None, calls: Sequence[ToolCall]) -> str:
+    if finish is None:
+        return "abort"
+    return "tool_calls" if calls else finish.value
+
+
+def _bytes(text: str) -> list[int] | None:
+    """None of a part of a character: its text does not have them."""
+    return None if CUT_OFF in text else list(text.encode())

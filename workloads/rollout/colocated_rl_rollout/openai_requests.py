@@ -1,0 +1,309 @@
+"""What clients of the gateway may ask, in the words of OpenAI's API. Pure.
+
+A parameter is taken, or it asks for nothing, or the request is refused: none is changed, and none is ignored that would
+change a completion. Refused is what can't be continued faithfully over a switch, and sampling that log-probabilities
+don't describe. Extensions: `resume: false` (an interrupted completion is returned as it is), `return_token_ids`,
+`chat_template_kwargs`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from colocated_rl_rollout.chat import Chat, Unrenderable
+from colocated_rl_rollout.tool_calls import FORM, arguments_of, reads_calls_of
+
+MESSAGES_AT_MOST = 4096
+TOKENS_AT_MOST = 2**31 - 1
+SEVERAL = "each completion is a request of its own: send several requests"
+SAMPLING = "log-probabilities would not describe how the tokens were drawn"
+GRAMMAR = "constrained decoding can't be continued faithfully over a switch"
+ABSENT = "it is not offered here"
+ONLY: dict[str, tuple[Sequence[Any], str]] = {
+    "n": ([1], SEVERAL),
+    "best_of": ([1], SEVERAL),
+    "top_p": ([1], SAMPLING),
+    "top_k": ([-1], SAMPLING),
+    "min_p": ([0], SAMPLING),
+    "frequency_penalty": ([0], SAMPLING),
+    "presence_penalty": ([0], SAMPLING),
+    "repetition_penalty": ([1], SAMPLING),
+    "logit_bias": ([{}], SAMPLING),
+    "response_format": ([{"type": "text"}], GRAMMAR),
+    "tool_choice": (["auto", "none"], GRAMMAR),
+    "parallel_tool_calls": ([True], GRAMMAR),
+    "top_logprobs": ([0], "log-probabilities are of the tokens that were drawn alone"),
+    "echo": ([False], ABSENT),
+    "suffix": ([""], ABSENT),
+    "modalities": ([["text"]], ABSENT),
+    "service_tier": (["auto", "default"], ABSENT),
+    **{name: ([], ABSENT) for name in ("audio", "prediction", "reasoning_effort", "verbosity", "web_search_options")},
+    **{name: ([], "use tools") for name in ("functions", "function_call")},
+}
+"""Parameters of which only these values, and null, are taken, because they ask for nothing; and why no others."""
+WITHOUT_EFFECT = {
+    "user", "metadata", "store", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+}  # fmt: skip
+"""About the caller, and not the completion."""
+
+
+class RequestRefused(Exception):
+    """A request that is answered with an error, in the shape of OpenAI's API. retry_s: when to come again."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_s = retry_s
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A completion that a client wants. Never changed: each attempt is made from it."""
+
+    prompt: tuple[int, ...]
+    limit: int
+    temperature: float
+    stops: tuple[str, ...] = ()
+    seed: int | None = None
+    resume: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a client wants to be told. tools: calls are looked for. usage: in a closing event of a stream."""
+
+    chat: bool
+    streams: bool = False
+    usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    tools: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat's prompt is rendered from. options: of the template."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _OpenPart(BaseModel):
+    """Members that are not named here are the template's."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _StreamOptions(_Part):
+    include_usage: bool | None = None
+
+
+class _Text(_Part):
+    type: Literal["text"]
+    text: str
+
+
+class _Function(_OpenPart):
+    name: str = Field(min_length=1, max_length=256)
+
+
+class _Tool(_OpenPart):
+    type: Literal["function"]
+    function: _Function
+
+
+class _Called(_OpenPart):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class _ToolCall(_OpenPart):
+    function: _Called
+
+
+class _Message(_OpenPart):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Text] | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Body(_Part):
+    model: str
+    max_tokens: int | None = Field(default=None, ge=1, le=TOKENS_AT_MOST)
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    resume: bool | None = None
+    return_token_ids: bool | None = None
+    logprobs: object = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class ChatBody(Body):
+    messages: list[_Message] = Field(min_length=1, max_length=MESSAGES_AT_MOST)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=TOKENS_AT_MOST)
+    logprobs: bool | None = None
+    tools: list[_Tool] | None = Field(default=None, max_length=1024)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TextBody(Body):
+    prompt: str | list[int]
+    logprobs: int | None = Field(default=None, ge=0, le=0)
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def read_body(kind: type[BodyT], text: bytes, *, model: str) -> tuple[BodyT, Form]:
+    """A request, and how it wants to be told. Raises RequestRefused."""
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(400, f"the body is not JSON: {error}"[:300]) from error
+    if not isinstance(said, dict):
+        raise RequestRefused(400, "the body is not a JSON object")
+    may_call = said.get("tool_choice") != "none"
+    for name, (taken, why) in ONLY.items():
+        value = said.pop(name, None)
+        if value is not None and value not in taken:
+            raise RequestRefused(400, f"{name} can't be {_short(value)}: {why}", param=name, code="unsupported_value")
+    try:
+        body = kind.model_validate({name: value for name, value in said.items() if name not in WITHOUT_EFFECT})
+    except pydantic.ValidationError as error:
+        raise _refused(error) from error
+    if body.model != model:
+        message = f"there is no model {_short(body.model)}: this job's is {model}"
+        raise RequestRefused(404, message, param="model", code="model_not_found")
+    return body, _form_of(body, may_call=may_call)
+
+
+def _form_of(body: Body, *, may_call: bool) -> Form:
+    return Form(
+        chat=isinstance(body, ChatBody),
+        streams=bool(body.stream),
+        usage=bool(body.stream_options and body.stream_options.include_usage),
+        logprobs=body.logprobs is not None and body.logprobs is not False,
+        token_ids=bool(body.return_token_ids),
+        tools=isinstance(body, ChatBody) and bool(body.tools) and may_call,
+    )
+
+
+def read_chat(body: ChatBody, chat: Chat) -> Conversation:
+    """What the prompt is rendered from. Raises RequestRefused."""
+    if body.tools and not reads_calls_of(chat.template):
+        message = f"the model's chat template takes no tools, or has them called in another form than {FORM}"
+        raise RequestRefused(400, message, param="tools", code="unsupported_value")
+    return Conversation(
+        tuple(as_rendered(message.model_dump()) for message in body.messages),
+        tuple(tool.model_dump() for tool in body.tools) if body.tools else None,
+        body.chat_template_kwargs or {},
+    )
+
+
+def prompt_of(conversation: Conversation, chat: Chat) -> tuple[int, ...]:
+    """Raises RequestRefused."""
+    try:
+        text = chat.rendered(conversation.messages, tools=conversation.tools, options=conversation.options)
+        return _not_empty(chat.encode(text), "messages")
+    except Unrenderable as error:
+        raise RequestRefused(400, f"the model's chat template refuses this: {error}", param="messages") from error
+
+
+def text_prompt_of(body: TextBody, chat: Chat) -> tuple[int, ...]:
+    """Raises RequestRefused."""
+    if isinstance(body.prompt, list):
+        if any(not 0 <= token < chat.vocabulary for token in body.prompt):
+            raise RequestRefused(400, f"prompt has ids outside of 0 to {chat.vocabulary - 1}", param="prompt")
+        return _not_empty(tuple(body.prompt), "prompt")
+    try:
+        return _not_empty(chat.encode(body.prompt, special=True), "prompt")
+    except Unrenderable as error:
+        raise RequestRefused(400, f"the prompt can't be read: {error}", param="prompt") from error
+
+
+def asked(body: Body, prompt: tuple[int, ...], *, limit: int, temperature: float) -> Asked:
+    """limit, temperature: the job's, which count where the client says nothing. Raises RequestRefused."""
+    name, wanted = "max_tokens", body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        name, wanted = "max_completion_tokens", body.max_completion_tokens
+    if wanted is not None and wanted > limit:
+        message = f"{name} is {wanted}, and the job's maxResponseTokens {limit}: ask for at most that"
+        raise RequestRefused(400, message, param=name, code="invalid_value")
+    return Asked(
+        prompt,
+        limit if wanted is None else wanted,
+        temperature if body.temperature is None else body.temperature,
+        body.stops,
+        body.seed,
+        body.resume is not False,
+    )
+
+
+def as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates want it: text in one piece, no null, arguments of calls as objects."""
+    said = {name: value for name, value in message.items() if value is not None}
+    content = said.get("content", "")
+    said["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if said["role"] == "developer":
+        said["role"] = "system"
+    if calls := said.pop("tool_calls", None):
+        said["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments_of(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return said
+
+
+def _not_empty(ids: tuple[int, ...], param: str) -> tuple[int, ...]:
+    if not ids:
+        raise RequestRefused(400, f"{param} has no token", param=param)
+    return ids
+
+
+def _refused(error: pydantic.ValidationError) -> RequestRefused:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(str(part) for part in first["loc"])[:200]
+    if first["type"] == "extra_forbidden":
+        message = f"{place} is not a parameter that is known here"
+        return RequestRefused(400, message, param=place, code="unknown_parameter")
+    return RequestRefused(400, f"{place}: {first['msg'][:500]}", param=place)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
