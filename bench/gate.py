@@ -23,12 +23,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import aiohttp
 import uvloop
-from aiohttp import web
 
+from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.gate import Backend, Gate
-from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
 from colocated_rl_api.ladder import WeightVersion
 
 PLAIN_S, PLAIN_BYTES = 0.05, 4096
@@ -117,14 +115,8 @@ async def serve_upstream(port: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the gate
 async def serve_gate(port: int, upstream: int) -> None:
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-        gate = Gate(session)
-        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
-        app.add_routes(gate.routes())
-        served = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await served.setup()
-        await web.TCPSite(served, "127.0.0.1", port, backlog=4096).start()
+    gate = Gate()
+    async with DataPort(gate.serve).listening("127.0.0.1", port):
         gate.open(Backend(f"http://127.0.0.1:{upstream}", "i", WeightVersion(0, 1), nobody_aborts))
         await asyncio.Event().wait()
 
@@ -253,7 +245,7 @@ def main(arguments: Sequence[str]) -> int:
         if given.serve == "upstream":
             uvloop.run(serve_upstream(*given.ports))
         else:
-            asyncio.run(serve_gate(*given.ports))  # as an agent runs
+            uvloop.run(serve_gate(*given.ports))  # as an agent runs
         return 0
     us = (sys.executable, "-m", "bench.gate", "--serve")
     upstream, gate, router = free_port(), free_port(), free_port()

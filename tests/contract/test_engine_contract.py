@@ -23,10 +23,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 import fakes
+from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.drivers.base import CallRefused
 from colocated_rl_agent.drivers.sglang import SGLang, engine_command, engine_config
 from colocated_rl_agent.exports import verify_export
@@ -331,12 +330,10 @@ async def test_bad_request_in_a_stream_is_an_error_with_its_code(engine: Engine)
 @pytest.fixture
 async def gate(engine: Engine) -> AsyncIterator[str]:
     """The URL of an open gate in front of the engine."""
-    it = Gate(engine.session)
-    app = web.Application()
-    app.add_routes(it.routes())
-    async with TestServer(app, handler_cancellation=True) as served:
+    it = Gate()
+    async with DataPort(it.serve).listening("127.0.0.1", 0) as port:
         it.open(Backend(engine.url, "incarnation", OLD, engine.abort))
-        yield str(served.make_url("")).rstrip("/")
+        yield f"http://127.0.0.1:{port}"
         it.close()
         assert 0 == it.in_flight
 

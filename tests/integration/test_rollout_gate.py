@@ -14,10 +14,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.gate import MAX_IN_FLIGHT, Backend, Gate
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
-from colocated_rl_member.data import DataClient, data_application
+from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.engine_client import (
     AnswerGarbled,
     AttemptLost,
@@ -49,12 +50,11 @@ class Scene:
         await until(lambda: self.client.is_open)
 
 
-async def listen(stack: AsyncExitStack, app: web.Application, tls: JobOnDisk | None = None) -> int:
+async def listen(stack: AsyncExitStack, app: web.Application) -> int:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05, handler_cancellation=True)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    context = tls.tls.data_context() if tls else None
-    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     port: int = runner.addresses[0][1]
     return port
 
@@ -71,10 +71,9 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
         async def abort(rid: str) -> None:
             engine.abort(rid, everything=False)
 
-        gate = Gate(session)
-        application = data_application(job.tls, max_request_bytes=2**20)
-        application.add_routes(gate.routes())
-        endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=await listen(stack, application, job))
+        gate = Gate()
+        data = DataPort(gate.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context())
+        endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=await stack.enter_async_context(data))
         client = EngineClient(endpoint, DataClient(session, job.tls, JOB_UID), settle_s=5, changed=lambda: None)
         watching = asyncio.create_task(client.watch())
         yield Scene(engine, gate, Backend(url, "a", VERSION, abort), client)

@@ -6,23 +6,27 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
-from aiohttp import web
 from aiohttp.test_utils import BaseTestServer, TestServer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from yarl import URL
 
 from colocated_rl_agent import gate as gate_module
+from colocated_rl_agent.call import Call
+from colocated_rl_agent.data_port import Connection, DataPort
 from colocated_rl_agent.dialects import DIALECTS, DONE, Dialect, Native, Refused, join
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.gate import CLOSING_S, Backend, Gate
+from colocated_rl_agent.running import LARGE_BYTES, Running
+from colocated_rl_agent.turns import Turns
+from colocated_rl_agent.upstream import UpstreamConnection
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES, GateState
 from colocated_rl_api.ladder import WeightVersion
 from fakes.engine import FakeEngine, Sample
@@ -108,12 +112,10 @@ async def served_gate(directory: Path) -> AsyncIterator[Scene]:
         url = str(engine_server.make_url("")).rstrip("/")
         driver = SGLang(session, url=url, admin_key="key", call_s=5.0)
         ended: list[tuple[str, int]] = []
-        gate = Gate(session, count=lambda outcome, tokens: ended.append((outcome, tokens)))
-        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
-        app.add_routes(gate.routes())
-        async with TestServer(app, handler_cancellation=True) as gate_server:
+        gate = Gate(count=lambda outcome, tokens: ended.append((outcome, tokens)))
+        async with DataPort(gate.serve).listening("127.0.0.1", 0) as port:
             backend = Backend(url, "e1", VERSION, driver.abort)
-            it = Scene(engine, gate, backend, session, engine_server, str(gate_server.make_url("")).rstrip("/"), ended)
+            it = Scene(engine, gate, backend, session, engine_server, f"http://127.0.0.1:{port}", ended)
             gate.open(backend)
             yield it
             gate.close()
@@ -395,28 +397,13 @@ async def test_caller_that_does_not_read_its_stream_holds_up_no_switch(scene: Sc
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
     writer.write(f"POST /generate HTTP/1.1\r\nHost: g\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
     await reader.readline()
-    await scene.until(lambda: bool(scene.gate._giving))  # its buffers are full
+    await scene.until(lambda: any(running.call.is_stalled for running in scene.gate._running))  # its buffers are full
     scene.gate.close()
     async with asyncio.timeout(CLOSING_S + 2):
         await scene.gate.settled()
     assert "client_gone" == scene.ended[0][0]
     await scene.until(lambda: not scene.engine.samples)
     writer.transport.abort()
-
-
-async def test_gate_closes_also_in_the_instant_in_which_a_callers_time_is_up(scene: Scene) -> None:
-    async def give() -> None:
-        async with asyncio.timeout(0.01) as chunk:
-            try:
-                await asyncio.sleep(DEADLINE_S)
-            except asyncio.CancelledError:
-                scene.gate._giving.add(chunk)
-                scene.gate.close()
-                raise
-
-    with pytest.raises(TimeoutError):
-        await give()
-    assert not scene.gate.is_open
 
 
 async def test_body_that_is_still_coming_does_not_hold_up_a_switch(scene: Scene) -> None:
@@ -476,36 +463,37 @@ async def test_nothing_is_kept_for_a_lost_engine_when_there_is_no_room(scene: Sc
     assert gate_module.MAX_HELD_BYTES - 200 == scene.gate._held_bytes
 
 
-class Pieces:
-    """An answer of an engine that comes piece by piece. read: how many were."""
+class Reads:
+    """A connection to an engine that is read, or not. The only double of one: it says what it was told."""
 
-    def __init__(self, *pieces: bytes) -> None:
-        self.pieces, self.read = pieces, 0
+    def __init__(self) -> None:
+        self.is_read = True
 
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        for piece in self.pieces:
-            self.read += 1
-            yield piece
-            await asyncio.sleep(0)
+    def pause(self) -> None:
+        self.is_read = False
+
+    def resume(self) -> None:
+        self.is_read = True
 
 
 async def test_large_chunks_that_come_at_once_are_read_in_turn(scene: Scene) -> None:
     """A switch ends all requests at once, each with all that it has generated."""
-    scene.gate._large = asyncio.Semaphore(1)
-    taken: list[int] = []
-
-    async def take(event: bytes) -> None:
-        taken.append(len(event))
-
-    half = b"x" * gate_module.LARGE_BYTES
-    answers = [Pieces(b"data: " + half, half, b"\n\ndata: [DONE]\n\n") for _ in range(5)]
-    async with scene.gate._large:
-        reading = [asyncio.create_task(scene.gate._read(answer, take)) for answer in answers]  # type: ignore[arg-type]
-        await scene.until(lambda: all(answer.read for answer in answers))
-        assert [1] * 5 == [answer.read for answer in answers], "the rest stays where it is"
-    await asyncio.gather(*reading)
-    assert [2 * len(half)] * 5 == taken
-    assert 1 == scene.gate._large._value
+    turns = Turns(1)
+    request = Native().request(json.dumps(PROMPTS["/generate"]).encode())
+    half = b"x" * LARGE_BYTES
+    with ExitStack() as stack:
+        answers = []
+        for _ in range(5):
+            call = Call(Connection(DataPort(scene.gate.serve)))
+            answer = Running(call, request, Native().reply(request, VERSION), scene.gate._hold), Reads()
+            stack.enter_context(answer[0].on(cast("UpstreamConnection", answer[1]), turns))
+            answers.append(answer)
+            answer[0].take(200, b"data: " + half + half)
+        assert [True, False, False, False, False] == [reads.is_read for _, reads in answers], "the rest stays there"
+        for place, (running, _) in enumerate(answers):
+            assert place + 1 == sum(reads.is_read for _, reads in answers)
+            running.take(200, b"\n\ndata: [DONE]\n\n")
+    assert 0 == turns.taken
 
 
 async def test_connections_to_the_engine_are_used_again(scene: Scene) -> None:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import aiohttp
+import uvloop
 from prometheus_client import REGISTRY
 
 from colocated_rl_agent import runner
@@ -60,7 +61,7 @@ def main() -> int:
             case arguments:
                 settings = read_settings(arguments, os.environ)
         logs.configure(role=names.ROLE_GPU, job=settings.job.name, job_uid=settings.job.uid, pod=settings.pod)
-        asyncio.run(serve(settings))
+        uvloop.run(serve(settings))
     except (SettingsError, ValueError, OSError) as error:
         logs.log(LOG, "agent failed", logging.ERROR, reason=str(error))
         return 1

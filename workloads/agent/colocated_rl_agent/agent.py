@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from colocated_rl_agent import actions as do
 from colocated_rl_agent.batches import Shards, ShardUnavailable
 from colocated_rl_agent.climb import Climb
+from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.devices import Devices, require_room
 from colocated_rl_agent.engine import Engine
 from colocated_rl_agent.exports import Exports, ExportTorn
@@ -41,11 +42,10 @@ from colocated_rl_agent.settings import Settings
 from colocated_rl_agent.trainers import Trainers
 from colocated_rl_agent.views import ENGINE_NAME, PodView
 from colocated_rl_api import names
-from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Hello, PodFacts, PodTarget
-from colocated_rl_member.data import DataClient, data_application
+from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import MemberServer
 from colocated_rl_member.tls import MemberTls
 
@@ -64,7 +64,7 @@ class Agent:
         self._metrics = Metrics(registry)
         self._problems = Problems()
         self._runner = RunnerLink(settings.runner_socket, self._on_runner)
-        self._gate = Gate(session, changed=self._wake_up, count=self._metrics.request_ended)
+        self._gate = Gate(changed=self._wake_up, count=self._metrics.request_ended)
         self._metrics.show_in_flight(lambda: self._gate.in_flight)
         self._devices = Devices(self._runner, gpus=settings.gpus)
         self._engine = Engine(
@@ -90,8 +90,6 @@ class Agent:
         client = DataClient(session, tls, settings.job.uid)
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
         self._exports = Exports(places.weights, probe=settings.rules.probe)
-        data = data_application(tls, max_request_bytes=MAX_REQUEST_BYTES)
-        data.add_routes(self._gate.routes())
         self.server = MemberServer(
             hello=Hello(
                 pod=settings.pod,
@@ -107,7 +105,7 @@ class Agent:
             facts=self._facts,
             accept=self._accept,
             remember_epoch=self._journal.epoch_accepted,
-            data=data,
+            data=DataPort(self._gate.serve, admits=tls.admits),
             ports=settings.ports,
             registry=registry,
         )

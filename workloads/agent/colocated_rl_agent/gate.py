@@ -10,7 +10,11 @@ nothing of ours (H1-H3, H13, H37).
   engine: what was generated survives an abort and a crash (H58).
 * A caller that leaves, or that does not read what it asked for, gets its request aborted at the engine (H38): one
   caller must never hold up a switch. Once the gate is closed it has CLOSING_S.
+* Events pass from the engine's connection to the caller's as they come in, without a task in between; a caller that
+  does not read stops the engine's connection.
 * Bounded: bodies, what is held for all requests together, and the time that a caller may take to send or to read.
+
+HTTP itself is `data_port`'s on the caller's side and `upstream`'s on the engine's.
 """
 
 from __future__ import annotations
@@ -18,40 +22,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 
-import aiohttp
-from aiohttp import web
-
-from colocated_rl_agent.dialects import DIALECTS, DONE, Dialect, Refused, Reply, Request
+from colocated_rl_agent.call import Call, Malformed
+from colocated_rl_agent.data_port import CALLER_S
+from colocated_rl_agent.dialects import DIALECTS, Dialect, Refused, Reply
 from colocated_rl_agent.drivers.base import DriverError
+from colocated_rl_agent.running import Running
+from colocated_rl_agent.turns import Turns
+from colocated_rl_agent.upstream import Upstream
 from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
 
 LOG = logging.getLogger(__name__)
 
-SILENCE_S = 600.0  # between two chunks: a request may queue in a busy engine
-CONNECT_S = 5.0
-TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
 ABORT_S = 5.0
-CALLER_S = 20.0  # for a caller to send its body, or to read a chunk
 CLOSING_S = 0.5  # to read a chunk, once the gate is closed
-WAITS_FROM_BYTES = 16 * 1024  # unsent to a caller: below it a write waits for nobody
 MAX_IN_FLIGHT = 16_384
 MAX_READING = 32  # bodies that are read at the same time
 MAX_HELD_BYTES = 192 * 1024 * 1024  # for all requests together: past it nothing is kept for an engine that is lost
-MAX_LARGE = 64  # chunks above LARGE_BYTES that are read at the same time: a switch ends all requests at once
-LARGE_BYTES = 64 * 1024
-MAX_EVENT_BYTES = 64 * 1024 * 1024  # one chunk: all tokens of a sample with their log-probabilities
-MAX_ERROR_BYTES = 64 * 1024
-JSON_BODY = {"Content-Type": "application/json"}
-
-
-class CallerGone(Exception):
-    """The caller of a stream has left, or does not read it."""
+MAX_LARGE = 64  # large chunks that are read at the same time: a switch ends all requests at once
+STATE = "/v1/gate"
+BY_PATH = {dialect.path: dialect for dialect in DIALECTS}
 
 
 @dataclass(frozen=True)
@@ -69,19 +63,18 @@ class Gate:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
         *,
         changed: Callable[[], None] = lambda: None,
         count: Callable[[str, int], None] = lambda outcome, tokens: None,
     ) -> None:
-        self._session = session
         self._changed = changed
         self._count = count
         self._backend: Backend | None = None
+        self._upstream: Upstream | None = None
         self._held_bytes = 0
         self._reading = asyncio.Semaphore(MAX_READING)
-        self._large = asyncio.Semaphore(MAX_LARGE)
-        self._giving: set[asyncio.Timeout] = set()  # chunks that callers have yet to read
+        self._large = Turns(MAX_LARGE)
+        self._running: set[Running] = set()
         self._settled = asyncio.Event()
         self._settled.set()
         self._news = asyncio.Event()
@@ -105,16 +98,16 @@ class Gate:
         )
 
     def open(self, backend: Backend) -> None:
-        self._backend = backend
+        self._leave_upstream()
+        self._backend, self._upstream = backend, Upstream(backend.url)
         self._tell()
 
     def close(self) -> None:
         """Effective when it returns: whoever comes from now on is refused."""
         self._backend = None
-        closing_by = asyncio.get_running_loop().time() + CLOSING_S
-        for chunk in self._giving:
-            if not chunk.expired() and (chunk.when() or closing_by) >= closing_by:
-                chunk.reschedule(closing_by)
+        self._leave_upstream()
+        for running in self._running:
+            running.call.wait_for_caller(CLOSING_S)
         self._tell()
 
     def enter_epoch(self, epoch: int) -> None:
@@ -125,10 +118,17 @@ class Gate:
         """Until nothing is in flight."""
         await self._settled.wait()
 
-    def routes(self) -> list[web.RouteDef]:
-        """For an application that has asked for the data token."""
-        forwarded = [web.post(dialect.path, partial(self._serve, dialect)) for dialect in DIALECTS]
-        return [*forwarded, web.get("/v1/gate", self._serve_state)]
+    async def serve(self, call: Call) -> None:
+        """Answers whatever comes to the data port."""
+        dialect = BY_PATH.get(call.path)
+        if dialect is None and call.path != STATE:
+            call.refuse(404, f"{call.path!r} is not served here")
+        elif call.method != (allowed := "GET" if dialect is None else "POST"):
+            call.refuse(405, f"{call.path} takes {allowed}", more=f"Allow: {allowed}\r\n")
+        elif dialect is None:
+            await self._serve_state(call)
+        else:
+            await self._serve(dialect, call)
 
     # --------------------------------------------------------------------------------------------------- the state
     def _tell(self) -> None:
@@ -136,123 +136,111 @@ class Gate:
         self._news = asyncio.Event()
         self._changed()
 
-    async def _serve_state(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
+    def _leave_upstream(self) -> None:
+        if self._upstream is not None:
+            self._upstream.close()
+            self._upstream = None
+
+    async def _serve_state(self, call: Call) -> None:
+        """Until its caller leaves, or does not read for two lines."""
+        call.wait_for_caller(2 * GATE_LINE_S)
         while True:
             news = self._news
-            async with asyncio.timeout(2 * GATE_LINE_S):
-                await response.write(self.state.model_dump_json(by_alias=True).encode() + b"\n")
+            if not call.is_stalled:
+                line = self.state.model_dump_json(by_alias=True).encode() + b"\n"
+                call.give(line, "application/x-ndjson")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GATE_LINE_S):
                     await news.wait()
 
     # --------------------------------------------------------------------------------------------------- requests
-    async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+    async def _serve(self, dialect: Dialect, call: Call) -> None:
         if not self.is_open:
-            return self._refuse()
+            self._refuse(call)
+            return
+        try:
+            asked = dialect.request(await self._body(call))
+        except (Malformed, Refused) as refusal:
+            call.refuse(refusal.status, str(refusal))
+            return
+        backend, upstream = self._backend, self._upstream
+        if backend is None or upstream is None:  # it closed while the body was being read
+            self._refuse(call)
+            return
+        if self.in_flight >= MAX_IN_FLIGHT or self._held_bytes >= MAX_HELD_BYTES:
+            call.refuse(429, f"{self.in_flight} requests in flight hold {self._held_bytes} bytes: send it later")
+            return
+        running = Running(call, asked, dialect.reply(asked, backend.version), self._hold)
+        try:
+            await self._exchange(backend, upstream, dialect.path, running)
+            running.finish()
+        except Refused as refusal:
+            call.refuse(refusal.status, str(refusal))
+
+    async def _body(self, call: Call) -> bytes:
+        if call.is_whole:
+            return await call.read()
         try:
             async with asyncio.timeout(CALLER_S), self._reading:
-                asked = dialect.request(await request.read())
-        except TimeoutError:
-            return _error(408, f"the body did not come within {CALLER_S:.0f} s")
-        except Refused as refusal:
-            return _error(refusal.status, str(refusal))
-        backend = self._backend
-        if backend is None:  # it closed while the body was being read
-            return self._refuse()
-        if self.in_flight >= MAX_IN_FLIGHT or self._held_bytes >= MAX_HELD_BYTES:
-            return _error(429, f"{self.in_flight} requests in flight hold {self._held_bytes} bytes: send it later")
-        caller = Caller(request, self._giving, streams=asked.streams)
-        reply = dialect.reply(asked, backend.version)
-        try:
-            await self._exchange(backend, dialect.path, asked, reply, caller)
-            if not asked.streams:
-                return await caller.give_whole(web.Response(body=reply.answer(), content_type="application/json"))
-            return await caller.give_rest(reply.rest(), DONE)
-        except Refused as refusal:
-            return await caller.give_whole(_error(refusal.status, str(refusal)))
-        except CallerGone:
-            return caller.response
+                return await call.read()
+        except TimeoutError as error:
+            call.keep_alive = False
+            raise Refused(408, f"the body did not come within {CALLER_S:.0f} s") from error
 
-    async def _exchange(self, backend: Backend, path: str, asked: Request, reply: Reply, caller: Caller) -> None:
-        """From letting a request in to its end at the engine. Raises Refused, CallerGone."""
+    async def _exchange(self, backend: Backend, upstream: Upstream, path: str, running: Running) -> None:
+        """From letting a request in to its end at the engine. Raises Refused."""
         outcome = "client_gone"
-        self._let_in(len(asked.body))
-
-        async def take(event: bytes) -> None:
-            before = reply.size
-            given = reply.take(event)
-            if self._held_bytes + reply.size - before > MAX_HELD_BYTES:
-                reply.forget()
-            self._held_bytes += reply.size - before
-            if asked.streams and given is not None:
-                await caller.give(given, within_s=CALLER_S if self.is_open else CLOSING_S)
-
+        self._let_in(running)
         try:
-            await self._forward(backend, path, asked, take)
-            outcome = reply.outcome
+            await self._forward(backend, upstream, path, running)
+            outcome = running.reply.outcome
         except Refused:
             outcome = "error"
             raise
         finally:
-            self._let_out(len(asked.body) + reply.size)
-            self._count(outcome, reply.tokens)
+            self._let_out(running)
+            self._count(outcome, running.reply.tokens)
 
-    def _let_in(self, held_bytes: int) -> None:
+    def _let_in(self, running: Running) -> None:
         self.in_flight += 1
-        self._held_bytes += held_bytes
+        self._held_bytes += len(running.asked.body)
+        self._running.add(running)
         self._settled.clear()
 
-    def _let_out(self, held_bytes: int) -> None:
+    def _let_out(self, running: Running) -> None:
         self.in_flight -= 1
-        self._held_bytes -= held_bytes
+        self._held_bytes -= len(running.asked.body) + running.reply.size
+        self._running.discard(running)
         if self.in_flight == 0:
             self._settled.set()
             if self._backend is None:
                 self._changed()
 
-    def _refuse(self) -> web.Response:
-        return web.Response(
-            status=503, text=Closed(epoch=self.epoch).model_dump_json(by_alias=True), content_type="application/json"
-        )
+    def _hold(self, reply: Reply, before: int) -> None:
+        """What a reply has grown by."""
+        if self._held_bytes + reply.size - before > MAX_HELD_BYTES:
+            reply.forget()
+        self._held_bytes += reply.size - before
 
-    async def _forward(
-        self, backend: Backend, path: str, asked: Request, take: Callable[[bytes], Awaitable[None]]
-    ) -> None:
-        """Until the engine has ended the request, or is lost. Raises Refused, and what `take` raises."""
+    def _refuse(self, call: Call) -> None:
+        call.answer(503, Closed(epoch=self.epoch).model_dump_json(by_alias=True).encode())
+
+    async def _forward(self, backend: Backend, upstream: Upstream, path: str, running: Running) -> None:
+        """Until the engine has ended the request, or is lost. Raises Refused."""
+        rid = running.asked.rid
         ended = False
         try:
-            async with self._session.post(
-                backend.url + path, data=asked.body, headers=JSON_BODY, timeout=TIMEOUT
-            ) as answer:
-                if answer.status != 200:
-                    text = (await answer.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
-                    ended = True
-                    raise Refused(answer.status, text)
-                await self._read(answer.content, take)
-                ended = True
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            log(LOG, "request lost", logging.DEBUG, rid=asked.rid, reason=repr(error), incarnation=backend.incarnation)
+            connection = await upstream.connect()
+            with running.on(connection, self._large):
+                status = await connection.exchange(upstream.request(path, running.asked.body), running.take)
+            ended = True
+            if status != 200:
+                raise Refused(status, bytes(running.error).decode(errors="replace"))
+        except OSError as error:
+            log(LOG, "request lost", logging.DEBUG, rid=rid, reason=repr(error), incarnation=backend.incarnation)
         finally:
             if not ended:
-                await self._abort(backend, asked.rid)
-
-    async def _read(self, content: aiohttp.StreamReader, take: Callable[[bytes], Awaitable[None]]) -> None:
-        """Events, to the end of the answer, so that its connection can be used again. Most of a large one stays at the
-        engine until there is room for it here.
-        """
-        events = Events()
-        async with contextlib.AsyncExitStack() as room:
-            has_room = False
-            async for piece in content.iter_any():
-                whole = list(events.feed(piece))
-                if has_room != (events.pending > LARGE_BYTES):
-                    has_room = not has_room
-                    await (room.enter_async_context(self._large) if has_room else room.aclose())
-                for event in whole:
-                    if event != DONE:
-                        await take(event)
+                await self._abort(backend, rid)
 
     async def _abort(self, backend: Backend, rid: str) -> None:
         """The caller or the connection is gone: make sure that the engine stops working on it."""
@@ -260,101 +248,3 @@ class Gate:
         with contextlib.suppress(TimeoutError, DriverError):  # the engine is gone, and the request with it
             async with asyncio.timeout(ABORT_S):
                 await asyncio.shield(task)
-
-
-class Caller:
-    """Who sent a request, while it is answered. giving: what callers have yet to read, for a closing gate to hurry."""
-
-    def __init__(self, request: web.Request, giving: set[asyncio.Timeout], *, streams: bool) -> None:
-        self._request = request
-        self._giving = giving
-        self.response: web.StreamResponse = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream"} if streams else None
-        )
-
-    async def give(self, event: bytes, *, within_s: float = CALLER_S) -> None:
-        """One event of a stream. Raises CallerGone."""
-        transport = self._request.transport
-        if transport is not None and transport.get_write_buffer_size() + len(event) < WAITS_FROM_BYTES:
-            await self._write(event)
-            return
-        async with self._reads(within_s):
-            await self._write(event)
-
-    async def _write(self, event: bytes) -> None:
-        try:
-            if not self.response.prepared:
-                await self.response.prepare(self._request)
-            await self.response.write(b"data: " + event + b"\n\n")
-        except OSError as error:
-            self._hang_up()
-            raise CallerGone from error
-
-    async def give_rest(self, *events: bytes | None) -> web.StreamResponse:
-        """What ends a stream. Raises CallerGone."""
-        for event in events:
-            if event is not None:
-                await self.give(event)
-        async with self._reads(CALLER_S):
-            await self.response.write_eof()
-        return self.response
-
-    async def give_whole(self, response: web.Response) -> web.StreamResponse:
-        """An answer that is not streamed; too late for it, a stream just breaks off."""
-        if self.response.prepared:
-            self._hang_up()
-            return self.response
-        self.response = response
-        with contextlib.suppress(CallerGone):
-            async with self._reads(CALLER_S):
-                await response.prepare(self._request)
-                await response.write_eof()
-        return response
-
-    @contextlib.asynccontextmanager
-    async def _reads(self, within_s: float) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(within_s) as chunk:
-                self._giving.add(chunk)
-                try:
-                    yield
-                finally:
-                    self._giving.discard(chunk)
-        except (TimeoutError, OSError) as error:
-            self._hang_up()
-            raise CallerGone from error
-
-    def _hang_up(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": message}, status=status)
-
-
-class Events:
-    """Data of server-sent events, whole ones only: what a broken connection cut off is not an event."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._seen = 0  # no event ends before it
-
-    @property
-    def pending(self) -> int:
-        """Bytes of an event that is not whole yet."""
-        return len(self._buffer)
-
-    def feed(self, piece: bytes) -> Iterator[bytes]:
-        """Events that are whole now. Raises Refused for one that is too large."""
-        buffer = self._buffer
-        buffer += piece
-        while (end := buffer.find(b"\n\n", self._seen)) >= 0:
-            event = bytes(buffer[:end])
-            del buffer[: end + 2]
-            self._seen = 0
-            if event.startswith(b"data: "):
-                yield event[len(b"data: ") :]
-        self._seen = max(0, len(buffer) - 1)
-        if len(buffer) > MAX_EVENT_BYTES:
-            raise Refused(502, f"the engine sent a chunk of more than {MAX_EVENT_BYTES} bytes")

@@ -5,9 +5,10 @@ Authority comes before anything else on a data port: a request without the token
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 from aiohttp import web
@@ -18,6 +19,13 @@ from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.tls import MemberTls
 
 DATA_IDLE_S = 900.0  # of a connection to a data port; callers keep theirs for less, or it would close under a request
+
+
+class DataPort(Protocol):
+    """A data port that serves itself, without an application; it asks for the token too."""
+
+    def listening(self, host: str, port: int, context: ssl.SSLContext) -> AbstractAsyncContextManager[int]:
+        """While it is entered; yields the port, which 0 leaves to the machine."""
 
 
 def data_application(tls: MemberTls, *, max_request_bytes: int) -> web.Application:

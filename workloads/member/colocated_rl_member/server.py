@@ -38,7 +38,7 @@ from colocated_rl_api.member_wire import (
 from colocated_rl_api.member_wire import (
     target as target_adapter,
 )
-from colocated_rl_member.data import DATA_IDLE_S
+from colocated_rl_member.data import DATA_IDLE_S, DataPort
 from colocated_rl_member.fence import EpochFence, TargetT
 from colocated_rl_member.tls import MemberTls, is_operator
 
@@ -82,7 +82,7 @@ class MemberServer(Generic[TargetT]):
     facts: the member's state now; called whenever it is to be sent or shown.
     accept: takes a target that passed the fence; must not block.
     remember_epoch: makes an epoch durable before a target of it is accepted.
-    data: application of the data port (`data_application`); None when the member has none.
+    data: application of the data port (`data_application`), or a port that serves itself; None when there is none.
     pages: further routes for people, on the pod's loopback.
     idle_s, data_idle_s: for a caller to send the head of a request.
     """
@@ -96,7 +96,7 @@ class MemberServer(Generic[TargetT]):
         facts: Callable[[], PodFacts | RolloutFacts],
         accept: Callable[[TargetT], None],
         remember_epoch: Callable[[int], None],
-        data: web.Application | None = None,
+        data: web.Application | DataPort | None = None,
         pages: Sequence[web.RouteDef] = (),
         ports: Ports | None = None,
         registry: CollectorRegistry = REGISTRY,
@@ -144,9 +144,7 @@ class MemberServer(Generic[TargetT]):
                 control=await self._listen(stack, control, asked.host, asked.control, self._tls.control_context()),
                 pages=await self._listen(stack, pages, "127.0.0.1", asked.pages),
                 metrics=await self._listen(stack, metrics, asked.host, asked.metrics),
-                data=await self._listen(stack, self._data, asked.host, asked.data, self._tls.data_context())
-                if self._data
-                else 0,
+                data=await self._listen_for_data(stack, asked.host, asked.data),
                 host=asked.host,
             )
             stack.push_async_callback(self._end_link)
@@ -161,6 +159,13 @@ class MemberServer(Generic[TargetT]):
     async def _end_link(self) -> None:
         if self._link is not None:
             await self._link.close(code=WSCloseCode.GOING_AWAY, message=b"member ends")
+
+    async def _listen_for_data(self, stack: AsyncExitStack, host: str, port: int) -> int:
+        if self._data is None:
+            return 0
+        if isinstance(self._data, web.Application):
+            return await self._listen(stack, self._data, host, port, self._tls.data_context())
+        return await stack.enter_async_context(self._data.listening(host, port, self._tls.data_context()))
 
     async def _listen(
         self, stack: AsyncExitStack, app: web.Application, host: str, port: int, context: ssl.SSLContext | None = None

@@ -1,0 +1,485 @@
+"""The HTTP of a gate, on both event loops: strict with callers, at ease with whatever an engine sends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocated_rl_agent.call import Call, Malformed
+from colocated_rl_agent.data_port import MAX_WAITING, UNREAD_BYTES, Connection, DataPort
+from colocated_rl_agent.deadline import Deadline
+from colocated_rl_agent.gate import Backend, Gate
+from colocated_rl_agent.turns import Turns
+from colocated_rl_api import names
+from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_member.tls import MemberTls
+from fakes.authority import Authority
+
+DEADLINE_S = 10.0
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+NEXT = b"GET /next HTTP/1.1\r\n\r\n"
+
+
+@dataclass
+class Echo:
+    """Says what it was asked, unless the path says otherwise. asked: paths, in order."""
+
+    asked: list[str] = field(default_factory=list)
+    cancelled: int = 0
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    connections: set[Connection] = field(default_factory=set)
+
+    async def handle(self, call: Call) -> None:
+        self.asked.append(call.path)
+        try:
+            match call.path:
+                case "/unread":
+                    call.refuse(403, "not read")
+                case "/later":
+                    await self.go.wait()
+                    call.answer(200, b"late")
+                case "/flood":
+                    while True:
+                        if not call.is_stalled:
+                            call.give(b"x" * 65536, "text/plain")
+                        await asyncio.sleep(0)
+                case "/bug":
+                    raise LookupError("a bug")
+                case _:
+                    body = await call.read()
+                    call.answer(200, f"{call.method} {call.path} {len(body)}\n".encode(), content_type="text/plain")
+        except Malformed as error:
+            call.refuse(error.status, str(error))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+@dataclass
+class Caller:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def says(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def gets(self, *, status: int) -> bytes:
+        """The body of the next answer."""
+        async with asyncio.timeout(DEADLINE_S):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            assert status == int(head.split(b" ", 2)[1]), head
+            (length,) = [int(line[16:]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length: ")]
+            return await self.reader.readexactly(length)
+
+    async def gets_all(self) -> bytes:
+        """Until the port ends the connection."""
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.reader.read()
+
+    async def ends(self) -> None:
+        with suppress(ConnectionError):
+            await self.gets_all()
+
+
+@asynccontextmanager
+async def calling(port: int) -> AsyncIterator[Caller]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield Caller(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+@asynccontextmanager
+async def echoing(**options: float) -> AsyncIterator[tuple[Echo, int]]:
+    echo = Echo()
+    data_port = DataPort(echo.handle, **options)  # type: ignore[arg-type]
+    async with data_port.listening("127.0.0.1", 0) as port:
+        echo.connections = data_port.connections
+        yield echo, port
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not is_so():  # noqa: ASYNC110 - many things make it so
+            await asyncio.sleep(0.002)
+
+
+BROKEN = [
+    b"POST /a HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
+    b"POST /a HTTP/1.1\r\nX:\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
+    b"POST /a HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
+    b"POST /a HTTP/1.1\r\nContent-Length: 3, 3\r\n\r\nabc",
+    b"POST /a HTTP/1.1\r\nContent-Length: +3\r\n\r\nabc",
+    b"POST /a HTTP/1.1\r\nContent-Length: -3\r\n\r\nabc",
+    b"POST /a HTTP/1.1\r\nContent-Length: 0x3\r\n\r\nabc",
+    b"POST /a HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\nabc",
+    b"POST /a HTTP/1.1\r\nContent-Length : 3\r\n\r\nabc",
+    b"POST /a HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /a HTTP/1.1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    b"POST /a HTTP/1.1\r\nTransfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
+    b"POST /a HTTP/1.1\r\nTransfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n",
+    b"POST /a HTTP/1.1\r\nX: a\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"GET /a HTTP/1.1\r\nX: a\r\n b\r\n\r\n",
+    b"GET /a HTTP/1.1\nX: a\n\n",
+    b"GET /a HTTP/1.1\r\nX: a\rY: b\r\n\r\n",
+    b"GET /a HTTP/1.1\r\nX: \x00\r\n\r\n",
+    b"GET /a HTTP/1.1\r\nAuthorization: a\r\nAuthorization: b\r\n\r\n",
+    b"GET /a HTTP/1.0\r\n\r\n",
+    b"GET /a\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"CONNECT a:1 HTTP/1.1\r\n\r\n",
+    b"GET /a HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+    b"GET /a HTTP/1.1\r\nContent-Encoding: gzip\r\n\r\n",
+    b"POST /a HTTP/1.1\r\nExpect: something\r\nContent-Length: 3\r\n\r\nabc",
+    CHUNKED + b"0x3\r\nabc\r\n0\r\n\r\n",
+    CHUNKED + b"-3\r\nabc\r\n0\r\n\r\n",
+    CHUNKED + b"3 \r\nabc\r\n0\r\n\r\n",
+    CHUNKED + b"3\r\nabcdef\r\n0\r\n\r\n",
+    CHUNKED + b"3\nabc\n0\n\n",
+    CHUNKED + b"3;a\nb\r\nabc\r\n0\r\n\r\n",
+    CHUNKED + b"fffffffffffffffff\r\nabc\r\n0\r\n\r\n",
+    CHUNKED + b"3\r\nabc\r\n0\r\nX: trailer\r\n\r\n",
+    b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n",
+    b"GET /a HTTP/1.1\r\nX: " + b"x" * 9000 + b"\r\n\r\n",
+    b"GET /a HTTP/1.1\r\n" + b"X: x\r\n" * 70 + b"\r\n",
+    b"GET /a HTTP/1.1\r\nX: " + b"x" * 100_000,
+    CHUNKED + b"3;" + b"x" * (3 * MAX_REQUEST_BYTES),
+    b"POST /a HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (MAX_REQUEST_BYTES + 1),
+]
+
+
+@pytest.mark.parametrize("sent", BROKEN, ids=[str(place) for place in range(len(BROKEN))])
+async def test_request_without_one_clear_framing_is_refused_and_nothing_after_it_is_served(sent: bytes) -> None:
+    async with echoing(caller_s=0.2) as (echo, port), calling(port) as caller:
+        await caller.says(sent + NEXT)
+        caller.writer.write(NEXT)
+        answer = await caller.gets_all()
+        assert answer.startswith(b"HTTP/1.1 4"), answer
+        assert 1 == answer.count(b"\r\nContent-Length: ")
+        assert "/next" not in echo.asked
+
+
+async def test_requests_that_are_sent_at_once_are_answered_in_order() -> None:
+    async with echoing() as (echo, port), calling(port) as caller:
+        await caller.says(b"GET /later HTTP/1.1\r\n\r\nPOST /b HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc")
+        await caller.says(CHUNKED + b"5\r\nabcde\r\n0\r\n\r\n" + NEXT)
+        await until(lambda: bool(echo.asked))
+        assert ["/later"] == echo.asked, "one at a time"
+        echo.go.set()
+        answers = [await caller.gets(status=200) for _ in range(4)]
+        assert [b"late", b"POST /b 3\n", b"POST /a 5\n", b"GET /next 0\n"] == answers
+
+
+async def test_requests_behind_one_another_are_bounded() -> None:
+    async with echoing() as (echo, port), calling(port) as caller:
+        await caller.says(b"GET /a HTTP/1.1\r\n\r\n" * 1000)
+        answers = await caller.gets_all()
+        assert MAX_WAITING + 1 >= answers.count(OK) == len(echo.asked)
+        assert b"HTTP/1.1 429" in answers
+
+
+async def test_broken_request_behind_a_good_one_does_not_harm_it() -> None:
+    async with echoing() as (echo, port), calling(port) as caller:
+        await caller.says(b"GET /later HTTP/1.1\r\n\r\nno request\r\n\r\n")
+        await until(lambda: bool(echo.asked))
+        echo.go.set()
+        assert b"late" == await caller.gets(status=200)
+        assert (await caller.gets_all()).startswith(b"HTTP/1.1 400")
+
+
+async def test_body_is_asked_for_when_it_is_wanted() -> None:
+    async with echoing() as (_, port), calling(port) as caller:
+        await caller.says(b"POST /a HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n")
+        assert b"HTTP/1.1 100 Continue\r\n" == await caller.reader.readline()
+        assert b"\r\n" == await caller.reader.readline()
+        await caller.says(b"abc" + NEXT)
+        assert b"POST /a 3\n" == await caller.gets(status=200)
+        assert b"GET /next 0\n" == await caller.gets(status=200)
+
+
+async def test_body_that_is_not_wanted_is_not_asked_for() -> None:
+    async with echoing(caller_s=0.2) as (_, port), calling(port) as caller:
+        await caller.says(b"POST /unread HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n")
+        answer = await caller.gets_all()
+        assert answer.startswith(b"HTTP/1.1 403")
+        assert b"Connection: close" in answer, "nobody knows whether the body will come"
+
+
+async def test_body_of_a_refused_request_does_not_hide_the_answer() -> None:
+    """A connection that is closed with unread bytes resets the answer, and the caller takes its attempt for lost."""
+    size = 4 * 1024 * 1024
+    async with echoing() as (_, port), calling(port) as caller:
+        await caller.says(b"POST /unread HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size)
+        await caller.gets(status=403)
+        await caller.says(b"x" * size + NEXT)
+        assert b"GET /next 0\n" == await caller.gets(status=200)
+
+
+async def test_large_body_arrives_whole_and_is_not_held_while_nobody_reads_it() -> None:
+    size = MAX_REQUEST_BYTES
+    async with echoing() as (echo, port), calling(port) as caller:
+        await caller.says(b"GET /later HTTP/1.1\r\n\r\nPOST /a HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size)
+        caller.writer.write(b"x" * size)
+        await until(lambda: bool(echo.asked))
+        (connection,) = echo.connections
+        await until(lambda: connection._is_paused)
+        assert UNREAD_BYTES < len(connection._calls[1]._body) < size
+        echo.go.set()
+        await caller.gets(status=200)
+        assert f"POST /a {size}\n".encode() == await caller.gets(status=200)
+
+
+async def test_token_is_asked_for_before_the_body_is(tmp_path: Path) -> None:
+    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid="uid", token="t" * 32))
+    echo = Echo()
+    async with DataPort(echo.handle, admits=tls.admits).listening("127.0.0.1", 0) as port, calling(port) as caller:
+        head = b"POST /a HTTP/1.1\r\nContent-Length: 3\r\nAuthorization: %b\r\n\r\n"
+        for wrong in (b"", b"Bearer x", b"Bearer \xff"):
+            await caller.says(head % wrong)
+            await caller.gets(status=401)
+            await caller.says(b"abc")
+        await caller.says(head % tls.authorization.encode() + b"abc")
+        assert b"POST /a 3\n" == await caller.gets(status=200)
+        assert ["/a"] == echo.asked
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /a HT", b"GET /a HTTP/1.1\r\nX: ", b"POST /unread HTTP/1.1\r\nContent-Length: 9\r\n\r\n"]
+)
+async def test_caller_that_does_not_send_what_it_began_is_left(sent: bytes) -> None:
+    async with echoing(caller_s=0.1, idle_s=0.2) as (_, port), calling(port) as caller:
+        await caller.says(sent)
+        await caller.ends()
+
+
+async def test_connection_between_two_requests_has_its_own_time() -> None:
+    async with echoing(caller_s=0.05, idle_s=0.4) as (_, port), calling(port) as caller:
+        loop = asyncio.get_running_loop()
+        await caller.says(NEXT)
+        await caller.gets(status=200)
+        began = loop.time()
+        await caller.ends()
+        assert loop.time() - began > 0.3
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_caller_that_does_not_read_is_left_and_its_handler_ends(tmp_path: Path, encrypted: bool) -> None:
+    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid="uid", token="t" * 32))
+    served, seen = (tls.data_context(), tls.client_context()) if encrypted else (None, None)
+    name = names.member_server_name("uid") if encrypted else None
+    echo = Echo()
+    async with DataPort(echo.handle, caller_s=0.1).listening("127.0.0.1", 0, served) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=seen, server_hostname=name, limit=1024)
+        writer.write(b"GET /flood HTTP/1.1\r\n\r\n")
+        assert OK == await reader.readline()
+        await until(lambda: echo.cancelled == 1)
+        writer.transport.abort()
+
+
+async def test_caller_that_leaves_ends_its_handler() -> None:
+    async with echoing() as (echo, port):
+        async with calling(port) as caller:
+            await caller.says(b"GET /later HTTP/1.1\r\n\r\n")
+            await until(lambda: bool(echo.asked))
+        await until(lambda: echo.cancelled == 1)
+
+
+async def test_bug_in_a_handler_ends_its_connection_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    async with echoing() as (_, port):
+        async with calling(port) as caller:
+            await caller.says(b"GET /bug HTTP/1.1\r\n\r\n")
+            await caller.ends()
+        async with calling(port) as caller:
+            await caller.says(NEXT)
+            await caller.gets(status=200)
+    assert "request failed" in caplog.text
+
+
+async def test_port_that_ends_gives_the_answers_under_way_and_lets_nobody_in() -> None:
+    async with AsyncExitStack() as stack:
+        async with echoing() as (echo, port):
+            caller = await stack.enter_async_context(calling(port))
+            await caller.says(b"GET /later HTTP/1.1\r\n\r\n")
+            await until(lambda: bool(echo.asked))
+            asyncio.get_running_loop().call_later(0.1, echo.go.set)
+        assert b"late" == await caller.gets(status=200)
+        await caller.ends()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_head_has_the_head_alone() -> None:
+    async with echoing() as (_, port), calling(port) as caller:
+        await caller.says(b"HEAD /a HTTP/1.1\r\n\r\n" + NEXT)
+        head = await caller.reader.readuntil(b"\r\n\r\n")
+        assert b"Content-Length: 10\r\n" in head
+        assert b"GET /next 0\n" == await caller.gets(status=200)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 170), max_size=12))
+def test_pieces_in_which_requests_arrive_change_nothing(cuts: list[int]) -> None:
+    sent = (
+        b"POST /b?x HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
+        + CHUNKED
+        + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+        + NEXT
+    )
+
+    async def send() -> list[bytes]:
+        async with echoing() as (_, port), calling(port) as caller:
+            places = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
+            for begin, end in pairwise(places):
+                await caller.says(sent[begin:end])
+                await asyncio.sleep(0)
+            return [await caller.gets(status=200) for _ in range(3)]
+
+    assert [b"POST /b 3\n", b"POST /a 5\n", b"GET /next 0\n"] == asyncio.run(send())
+
+
+# -------------------------------------------------------------------------------------------------- the engine's side
+def event(ids: int, reason: str) -> bytes:
+    said = {"text": "", "output_ids": list(range(ids)), "meta_info": {"id": "r", "finish_reason": None}}
+    return b"data: " + json.dumps(said).replace("null", reason).encode() + b"\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+END = b'{"type": "length", "length": 3}'
+WHOLE = chunk(event(1, "null")) + chunk(event(3, END.decode())) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+
+
+@asynccontextmanager
+async def gate_before(says: bytes, gate: Gate | None = None) -> AsyncIterator[tuple[int, list[str]]]:
+    """A gate whose engine answers each request so, and then ends the connection; whom it aborted."""
+    gate = gate or Gate()
+    aborted: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(says)
+        await writer.drain()
+        writer.close()
+
+    async def abort(rid: str) -> None:
+        aborted.append(rid)
+
+    engine = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with engine, DataPort(gate.serve).listening("127.0.0.1", 0) as port:
+        url = f"http://127.0.0.1:{engine.sockets[0].getsockname()[1]}"
+        gate.open(Backend(url, "a", WeightVersion(0, 1), abort))
+        yield port, aborted
+        assert (0, 0) == (gate.in_flight, gate._held_bytes)
+        gate.close()
+
+
+ASKED = b'POST /generate HTTP/1.1\r\nContent-Length: 19\r\n\r\n{"input_ids":[1,2]}'
+
+
+@pytest.mark.parametrize(
+    ("says", "tokens"),
+    [
+        (b"", 0),
+        (b"no http at all\r\n\r\n", 0),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 200_000, 0),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}", 0),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 0),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + event(2, "null"), 2),
+        (STREAM, 0),
+        (STREAM + b"zz\r\n", 0),
+        (STREAM + chunk(event(2, "null")) + b"zz\r\n", 2),
+        (STREAM + chunk(event(2, "null")), 2),
+        (STREAM + chunk(event(2, "null")) + b"ff\r\ndata: {", 2),
+    ],
+)
+async def test_h58_answer_that_breaks_off_is_an_abort_with_what_was_read(says: bytes, tokens: int) -> None:
+    async with gate_before(says) as (port, aborted), calling(port) as caller:
+        await caller.says(ASKED)
+        answer = json.loads(await caller.gets(status=200))
+        assert ("abort", tokens) == (answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"]))
+        assert 1 == len(aborted), "in case it goes on"
+
+
+@pytest.mark.parametrize("before", [b"", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\nX: y\r\n\r\n"])
+async def test_whole_answer_is_taken_however_it_is_framed(before: bytes) -> None:
+    async with gate_before(before + STREAM + WHOLE) as (port, aborted), calling(port) as caller:
+        await caller.says(ASKED)
+        answer = json.loads(await caller.gets(status=200))
+        assert ("length", 3) == (answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"]))
+        assert [] == aborted
+
+
+async def test_long_error_of_an_engine_is_cut() -> None:
+    says = b"HTTP/1.1 422 No\r\nContent-Length: 1000000\r\n\r\n" + b"e" * 1_000_000
+    async with gate_before(says) as (port, aborted), calling(port) as caller:
+        await caller.says(ASKED)
+        assert 60_000 < len(await caller.gets(status=422)) < 70_000
+        assert [] == aborted
+
+
+async def test_caller_that_reads_late_stops_the_engine_and_gets_all_of_it() -> None:
+    pieces = [chunk(event(number, "null")) for number in range(1, 2000)]
+    gate = Gate()
+    async with gate_before(STREAM + b"".join(pieces) + WHOLE, gate) as (port, aborted), calling(port) as caller:
+        body = b'{"input_ids":[1],"stream":true}'
+        await caller.says(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        await until(lambda: any(it._connection is not None and it._connection._is_paused for it in gate._running))
+        async with asyncio.timeout(DEADLINE_S):
+            said = b""
+            while not said.endswith(b"\r\n0\r\n\r\n"):
+                said += await caller.reader.read(65536)
+        assert len(pieces) + 3 == said.count(b"data: ")
+        assert [] == aborted
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+async def test_deadline_that_is_moved_is_late_once_and_never_early() -> None:
+    loop, late = asyncio.get_running_loop(), asyncio.Event()
+    it = Deadline(late.set)
+    began = loop.time()
+    it.set(0.02)
+    it.set(DEADLINE_S)
+    it.set(0.1)
+    async with asyncio.timeout(DEADLINE_S):
+        await late.wait()
+    assert 0.09 < loop.time() - began < 5
+    late.clear()
+    it.set(0.01)
+    it.clear()
+    it.set(0.03)
+    it.end()
+    await asyncio.sleep(0.05)
+    assert not late.is_set()
+
+
+def test_turns_go_to_who_waits_longest_and_to_nobody_who_left() -> None:
+    turns, called = Turns(1), list[str]()
+    for who in "abcd":
+        turns.ask(who, lambda who=who: called.append(who))  # type: ignore[misc]
+    assert [False, True, True, True] == [turns.waits(who) for who in "abcd"]
+    turns.give_back("b")
+    for who in "acdx":
+        turns.give_back(who)
+    assert ["c", "d"] == called
+    assert 0 == turns.taken
