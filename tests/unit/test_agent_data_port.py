@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_rl_agent.call import Call, Malformed
-from colocated_rl_agent.data_port import MAX_WAITING, UNREAD_BYTES, Connection, DataPort
+from colocated_rl_agent.data_port import MAX_HEAD_BYTES, MAX_WAITING, UNREAD_BYTES, Connection, DataPort
 from colocated_rl_agent.deadline import Deadline
 from colocated_rl_agent.gate import Backend, Gate
 from colocated_rl_agent.turns import Turns
@@ -185,6 +185,33 @@ async def test_requests_that_are_sent_at_once_are_answered_in_order() -> None:
         echo.go.set()
         answers = [await caller.gets(status=200) for _ in range(4)]
         assert [b"late", b"POST /b 3\n", b"POST /a 5\n", b"GET /next 0\n"] == answers
+
+
+async def test_head_that_comes_with_the_end_of_a_large_body_is_not_taken_for_a_large_head() -> None:
+    size = 3 * MAX_HEAD_BYTES
+    async with echoing() as (_, port), calling(port) as caller:
+        await caller.says(b"POST /a HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size)
+        await caller.says(b"x" * size + NEXT[:-9])
+        assert f"POST /a {size}\n".encode() == await caller.gets(status=200)
+        await caller.says(NEXT[-9:])
+        assert b"GET /next 0\n" == await caller.gets(status=200)
+
+
+async def test_connections_are_bounded() -> None:
+    async with echoing(max_connections=2) as (echo, port), AsyncExitStack() as stack:
+        first, second = [await stack.enter_async_context(calling(port)) for _ in range(2)]
+        for caller in (first, second):
+            await caller.says(NEXT)
+            await caller.gets(status=200)
+        third = await stack.enter_async_context(calling(port))
+        await third.ends()
+        await first.says(NEXT)
+        await first.gets(status=200)
+        second.writer.transport.abort()
+        await until(lambda: len(echo.connections) == 1)
+        fourth = await stack.enter_async_context(calling(port))
+        await fourth.says(NEXT)
+        await fourth.gets(status=200)
 
 
 async def test_requests_behind_one_another_are_bounded() -> None:

@@ -7,7 +7,7 @@ the handler's.
 * The token comes before anything else; a request without it is answered before its body is read.
 * A request has one framing, by the parser's strict rules: not both of Content-Length and Transfer-Encoding, no folded
   lines, no malformed chunk, no trailer. What breaks a rule gets a 4xx and ends its connection. Heads go nowhere.
-* Bounded: heads, bodies, requests that wait behind another one, unread bytes, unsent bytes, and every wait.
+* Bounded: connections, heads, bodies, requests that wait behind another one, unread bytes, unsent bytes, and every wait.
 * A caller that leaves, or does not read, cancels its handler.
 """
 
@@ -36,6 +36,7 @@ CALLER_S = 20.0  # for a caller to send a head or a body, or to read what was wr
 LINGER_S = 2.0  # for a caller that still sends to see that it was refused
 HANDSHAKE_S = 10.0
 MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
+MAX_CONNECTIONS = 32_768  # twice what a gate lets in, each with buffers of its own
 MAX_WAITING = 8  # requests that are sent before the one in front of them is answered
 UNREAD_BYTES = 64 * 1024  # of a body that nobody reads yet
 UNSENT_BYTES = 64 * 1024  # beyond it, a caller has to read before it gets more
@@ -52,7 +53,8 @@ class Connection(asyncio.Protocol):
         self.caller_s = port.caller_s
         self._calls: deque[Call] = deque()  # the first is being answered
         self._arriving: Call | None = None
-        self._arrived_bytes = self._lines = 0  # of the one that arrives
+        self._arrived_bytes = self._lines = 0  # of the one that arrives, after the piece in which it began
+        self._begins = False
         self._is_deaf = False  # what comes is not looked at any more
         self._is_paused = False
         self._task: asyncio.Task[None] | None = None
@@ -78,8 +80,10 @@ class Connection(asyncio.Protocol):
         if self._is_deaf:
             return
         try:
+            self._begins = False
             self._parser.feed_data(data)
-            self._arrived_bytes += len(data)
+            if not self._begins:
+                self._arrived_bytes += len(data)
             if self._arriving is not None and not self._arriving.method and self._arrived_bytes > MAX_HEAD_BYTES:
                 raise Malformed(431, f"a head has at most {MAX_HEAD_BYTES} bytes")
             if self._arrived_bytes > MAX_HEAD_BYTES + 2 * MAX_REQUEST_BYTES:
@@ -116,6 +120,7 @@ class Connection(asyncio.Protocol):
             raise Malformed(429, f"{MAX_WAITING} requests wait on this connection")
         self._arriving = Call(self)
         self._arrived_bytes = self._lines = 0
+        self._begins = True
         if not self._calls:
             self._deadline.set(self.caller_s)
 
@@ -272,7 +277,7 @@ class Connection(asyncio.Protocol):
 
 class DataPort:
     """handle: answers a call. admits: whether an Authorization header does. caller_s: to send a head, or to read.
-    idle_s: between two requests.
+    idle_s: between two requests. max_connections: who comes beyond them is hung up on.
     """
 
     def __init__(
@@ -282,10 +287,12 @@ class DataPort:
         admits: Callable[[str | None], bool] = lambda authorization: True,
         caller_s: float = CALLER_S,
         idle_s: float = DATA_IDLE_S,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self.handle = handle
         self.admits = admits
         self.caller_s, self.idle_s = caller_s, idle_s
+        self.max_connections = max_connections
         self.connections: set[Connection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self._all_gone = asyncio.Event()
@@ -293,6 +300,8 @@ class DataPort:
     def has_come(self, connection: Connection) -> None:
         self.connections.add(connection)
         self._all_gone.clear()
+        if len(self.connections) > self.max_connections:
+            connection.abort()
 
     def has_gone(self, connection: Connection) -> None:
         self.connections.discard(connection)
