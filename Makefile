@@ -93,7 +93,7 @@ bench: setup ## figures: time of each rung, what operator and agents add, memory
 
 .PHONY: bench-gate
 bench-gate: setup-dev ## what a gate costs; with ROUTER=PYTHON of an environment that has sglang-router, beside that
-	@python -m bench.gate $(if $(ROUTER),--router $(ROUTER))
+	@PYTHONPATH=tests python -m bench.gate $(if $(ROUTER),--router $(ROUTER))
 
 .PHONY: lock
 lock: ## resolve the pinned requirement files anew

@@ -3,6 +3,9 @@
 Upstream and load are of this file and have one core, whoever is measured has the other. Each is told the same: plain
 requests that are answered with 4 KB after 50 ms, and streams of 32 events in 320 ms. CPU time is that of the measured
 process alone, so it can be compared on a busy machine too; times and rates only with what was measured right before.
+
+Then the same with the real engine on the CPU and the demo's model, as far as the set-up has made both: streams of 64
+tokens, a third of them in each of three turns, so that all see the same machine.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,16 +26,21 @@ from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvloop
 
 from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.gate import Backend, Gate
 from colocated_rl_api.ladder import WeightVersion
+from engines import engine_process
+from setup.layout import CHECKOUT
 
 PLAIN_S, PLAIN_BYTES = 0.05, 4096
 EVENTS, EVENT_S = 32, 0.01
 CONCURRENCY = (64, 256, 1024)
+ENGINE_CONCURRENCY, ENGINE_REQUESTS, ENGINE_TOKENS, TURNS = 16, 64, 64, 3
+ENGINE_FLAGS = ("--max-total-tokens", "16384", "--max-running-requests", str(ENGINE_CONCURRENCY))
 TICKS = os.sysconf("SC_CLK_TCK")
 MEASURED_CORE, OTHER_CORE = 0, 1
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
@@ -134,6 +143,9 @@ class Times:
     whole: list[float] = field(default_factory=list)
     took_s: float = 0.0
 
+    def __add__(self, other: Times) -> Times:
+        return Times(self.first + other.first, self.whole + other.whole, self.took_s + other.took_s)
+
 
 class Caller(asyncio.Protocol):
     """One connection that sends one request after the other."""
@@ -184,9 +196,13 @@ class Caller(asyncio.Protocol):
             self.ended.set_exception(RuntimeError(f"a connection broke: {error!r}"))
 
 
-async def load(port: int, *, concurrency: int, requests: int, streams: bool) -> Times:
-    body: dict[str, Any] = {"text": "pieces" if streams else "whole", "sampling_params": {}}
-    data = json.dumps(body | ({"stream": True} if streams else {}), separators=(",", ":")).encode()
+def asked(*, streams: bool) -> dict[str, Any]:
+    """What the upstream of this file is asked."""
+    return {"text": "pieces" if streams else "whole", "sampling_params": {}} | ({"stream": True} if streams else {})
+
+
+async def load(port: int, body: dict[str, Any], *, concurrency: int, requests: int) -> Times:
+    data = json.dumps(body, separators=(",", ":")).encode()
     request = (
         b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
         % (len(data), data)
@@ -234,6 +250,10 @@ def free_port() -> int:
         return int(it.getsockname()[1])
 
 
+Command = tuple[str, ...]
+US = (sys.executable, "-m", "bench.gate", "--serve")
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gate", description=__doc__)
     parser.add_argument("--router", default="", help="a Python with sglang-router")
@@ -247,41 +267,85 @@ def main(arguments: Sequence[str]) -> int:
         else:
             uvloop.run(serve_gate(*given.ports))  # as an agent runs
         return 0
-    us = (sys.executable, "-m", "bench.gate", "--serve")
-    upstream, gate, router = free_port(), free_port(), free_port()
-    os.sched_setaffinity(0, {OTHER_CORE % (os.cpu_count() or 1)})
-    with process(*us, "upstream", "--ports", str(upstream), core=OTHER_CORE, port=upstream):
-        who: dict[str, tuple[int, tuple[str, ...]]] = {
-            "direct": (upstream, ()),
-            "gate": (gate, (*us, "gate", "--ports", str(gate), str(upstream))),
-        }
-        if given.router:
-            there = ("--host", "127.0.0.1", "--port", str(router), "--worker-urls", f"http://127.0.0.1:{upstream}")
-            who["router"] = (router, (given.router, "-m", "sglang_router.launch_router", *there))
-        print(f"{'':20}  {'':7}  requests/s  CPU s/1000  p50 ms  p99 ms  first p50 ms")
-        for streams in (False, True):
-            for concurrency in CONCURRENCY:
-                for name, (port, command) in who.items():
-                    measure(name, port, command, concurrency=concurrency, requests=given.requests, streams=streams)
+    print(f"{'':22}  {'':7}  requests/s  CPU s/1000  p50 ms  p99 ms  first p50 ms")
+    beside_simulated_engine(given.router, given.requests)
+    if CHECKOUT.environment("gpu").exists() and CHECKOUT.model.exists():
+        beside_real_engine(given.router)
+    else:
+        print("no real engine: `make setup` installs it and makes its model")
     return 0
 
 
-def measure(name: str, port: int, command: tuple[str, ...], *, concurrency: int, requests: int, streams: bool) -> None:
-    def run() -> Times:
-        return uvloop.run(load(port, concurrency=concurrency, requests=requests, streams=streams))
+def proxies(router: str, upstream: int) -> dict[str, tuple[int, Command]]:
+    """By name: port and command of whoever stands in front of the upstream; nobody for `direct`."""
+    gate, other = free_port(), free_port()
+    found: dict[str, tuple[int, Command]] = {
+        "direct": (upstream, ()),
+        "gate": (gate, (*US, "gate", "--ports", str(gate), str(upstream))),
+    }
+    if router:
+        there = ("--host", "127.0.0.1", "--port", str(other), "--worker-urls", f"http://127.0.0.1:{upstream}")
+        found["router"] = (other, (router, "-m", "sglang_router.launch_router", *there))
+    return found
 
-    cpu: float | None = None
-    if command:
-        with process(*command, core=MEASURED_CORE, port=port) as pid:
-            uvloop.run(load(port, concurrency=8, requests=64, streams=streams))  # warm
-            before = cpu_seconds(pid)
-            times = run()
-            cpu = (cpu_seconds(pid) - before) / requests * 1000
-    else:
+
+def beside_simulated_engine(router: str, requests: int) -> None:
+    upstream = free_port()
+    os.sched_setaffinity(0, {OTHER_CORE % (os.cpu_count() or 1)})
+    with process(*US, "upstream", "--ports", str(upstream), core=OTHER_CORE, port=upstream):
+        for streams in (False, True):
+            for concurrency in CONCURRENCY:
+                for name, (port, command) in proxies(router, upstream).items():
+                    times, cpu_s = measure(
+                        port, command, asked(streams=streams), concurrency=concurrency, requests=requests
+                    )
+                    show(f"{'streams' if streams else 'plain'}, {concurrency} at once", name, times, cpu_s)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+def beside_real_engine(router: str) -> None:
+    limits = {"max_new_tokens": ENGINE_TOKENS, "ignore_eos": True, "temperature": 1.0}
+    body = {"input_ids": list(range(5, 21)), "stream": True, "return_logprob": True, "sampling_params": limits}
+    with tempfile.TemporaryDirectory() as root:
+        engine = engine_process(CHECKOUT.model, version=WeightVersion(0, 1), root=Path(root), flags=ENGINE_FLAGS)
+        with engine as it:
+            it.wait_until_up()
+            port = urlsplit(it.url).port or 0
+            uvloop.run(load(port, body, concurrency=ENGINE_CONCURRENCY, requests=ENGINE_REQUESTS))  # warm
+            who = proxies(router, port)
+            found = {name: (Times(), 0.0) for name in who}
+            for _ in range(TURNS):
+                for name, (port, command) in who.items():
+                    times, cpu_s = measure(
+                        port, command, body, concurrency=ENGINE_CONCURRENCY, requests=ENGINE_REQUESTS, warm=0
+                    )
+                    before, before_s = found[name]
+                    found[name] = before + times, before_s + (cpu_s or 0.0) / TURNS
+            for name, (times, cpu_s) in found.items():
+                show(f"real engine, {ENGINE_CONCURRENCY} at once", name, times, cpu_s if who[name][1] else None)
+
+
+def measure(
+    port: int, command: Command, body: dict[str, Any], *, concurrency: int, requests: int, warm: int = 64
+) -> tuple[Times, float | None]:
+    """Times, and CPU seconds of 1,000 requests; None for nobody."""
+
+    def run() -> Times:
+        return uvloop.run(load(port, body, concurrency=concurrency, requests=requests))
+
+    if not command:
+        return run(), None
+    with process(*command, core=MEASURED_CORE, port=port) as pid:
+        if warm:
+            uvloop.run(load(port, body, concurrency=8, requests=warm))
+        before = cpu_seconds(pid)
         times = run()
-    what = f"{'streams' if streams else 'plain'}, {concurrency} at once"
+        return times, (cpu_seconds(pid) - before) / requests * 1000
+
+
+def show(what: str, name: str, times: Times, cpu_s: float | None) -> None:
     print(
-        f"{what:20}  {name:7}  {requests / times.took_s:10.0f}  {'' if cpu is None else f'{cpu:.2f}':>10}"
+        f"{what:22}  {name:7}  {len(times.whole) / times.took_s:10.1f}  {'' if cpu_s is None else f'{cpu_s:.2f}':>10}"
         f"  {1000 * median(times.whole):6.1f}  {1000 * quantiles(times.whole, n=100)[98]:6.1f}"
         f"  {1000 * median(times.first):12.1f}",
         flush=True,

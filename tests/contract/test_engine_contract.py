@@ -9,13 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,40 +22,33 @@ import pytest
 import fakes
 from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.drivers.base import CallRefused
-from colocated_rl_agent.drivers.sglang import SGLang, engine_command, engine_config
+from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.exports import verify_export
 from colocated_rl_agent.gate import Backend, Gate
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.weights import Probe
+from engines import ADMIN_KEY, EngineProcess, engine_process
 from fakes.engine_model import write_engine_export
-from fakes.pod import free_ports
 from fakes.sse import events
 from fakes.weights import write_export
-from setup.layout import CHECKOUT
 
-ADMIN_KEY = "admin-key-of-a-contract-test"
-START_S = 180.0
 CALL_S = 20.0
 OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
 PROMPT = [5, 6, 7, 8]
 LONG = {"max_new_tokens": 3000, "ignore_eos": True, "stream_interval": 1}
 POOL_TOKENS, MAX_RUNNING = 32768, 4
 HEALTH_S = 2.0
-CPU_FLAGS = (
-    "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-overlap-schedule",
-    "--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), "--log-level", "warning",
-)  # fmt: skip
+FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING))
 
 
 @dataclass(frozen=True)
 class Server:
     """A running engine process and the exports it can load."""
 
-    url: str
+    engine: EngineProcess
     exports: Path
-    process: subprocess.Popen[bytes]
 
     def probe(self, version: WeightVersion) -> Probe:
         probe = verify_export(self.exports, version).probe
@@ -72,59 +60,30 @@ class Server:
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp(request.param)
     exports = root / "weights"
+    variables: dict[str, str] = {"SGLANG_HEALTH_CHECK_TIMEOUT": str(int(HEALTH_S))}
     if request.param == "fake":
         for version in (OLD, NEW):
             write_export(exports / str(version), version=str(version), weight=float(version.step))
         (root / "sglang").mkdir()
         (root / "sglang/__init__.py").touch()
         (root / "sglang/launch_server.py").write_text("from fakes.engine import main\nmain()\n")
-        environment = {"PYTHONPATH": f"{root}:{Path(fakes.__path__[0]).parent}"}
-        binaries = Path(sys.executable).parent
+        variables["PYTHONPATH"] = f"{root}:{Path(fakes.__path__[0]).parent}"
     else:
         for version in (OLD, NEW):
             write_engine_export(exports / str(version), version=version, seed=version.step)
-        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HOME": str(root)}
-        binaries = CHECKOUT.environment("gpu") / "bin"
-    (port,) = free_ports(1)
-    config = root / "engine.yaml"
-    config.write_text(engine_config(ADMIN_KEY))
-    command = engine_command(model=exports / str(OLD), version=OLD, port=port, config=config, gpus=0, extra=CPU_FLAGS)
-    environment |= {name: value for name, value in command.env.items() if value is not None}
-    environment["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(int(HEALTH_S))
-    with (root / "output").open("wb") as output:
-        process = subprocess.Popen(
-            command.argv,
-            env={"PATH": f"{binaries}:{os.environ['PATH']}", **environment},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        wait_until_up(f"http://127.0.0.1:{port}", process, root / "output")
-        yield Server(f"http://127.0.0.1:{port}", exports, process)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
-
-
-def wait_until_up(url: str, process: subprocess.Popen[bytes], output: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/ping", timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    pytest.fail(f"the engine did not start:\n{output.read_text()[-4000:]}")
+    binaries = Path(sys.executable).parent if request.param == "fake" else None
+    with engine_process(
+        exports / str(OLD), version=OLD, root=root, flags=FLAGS, binaries=binaries, variables=variables
+    ) as it:
+        it.wait_until_up()
+        yield Server(it, exports)
 
 
 class Engine(SGLang):
     """The agent's driver, and what a caller of the engine sees."""
 
     def __init__(self, session: aiohttp.ClientSession, server: Server) -> None:
-        super().__init__(session, url=server.url, admin_key=ADMIN_KEY, call_s=CALL_S)
+        super().__init__(session, url=server.engine.url, admin_key=ADMIN_KEY, call_s=CALL_S)
         self.session, self.server = session, server
 
     async def stream(self, **request: Any) -> AsyncIterator[dict[str, Any]]:
@@ -171,7 +130,7 @@ async def engine(server: Server) -> AsyncIterator[Engine]:
     async with aiohttp.ClientSession(timeout=timeout) as session:
         it = Engine(session, server)
         yield it
-        if server.process.poll() is None:
+        if server.engine.process.poll() is None:
             await it.continue_()
             await it.abort_all()
             await it.flush()
@@ -455,7 +414,7 @@ async def test_h2_release_while_busy_kills_the_engine_and_the_stream_keeps_what_
             task.cancel()
         await asyncio.gather(beside, release, return_exceptions=True)
     assert ("abort", True) == (reason_of(answer)["type"], len(answer["output_ids"]) > 0)
-    assert 0 != await asyncio.to_thread(server.process.wait, 30)
+    assert 0 != await asyncio.to_thread(server.engine.process.wait, 30)
 
 
 async def stays_open(task: asyncio.Task[Any], seconds: float) -> None:

@@ -6,35 +6,23 @@ One loop as a job has it, without the job: SGLang samples, the reference trainer
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 from contract.trainer_in_process import OneRank
 
-from colocated_rl_agent.drivers.base import OutcomeUnknown
-from colocated_rl_agent.drivers.sglang import SGLang, engine_command, engine_config
+from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_api.ladder import WeightVersion
+from engines import ADMIN_KEY, engine_process
 from fakes.engine_model import write_engine_export
-from fakes.pod import free_ports
 from fakes.shards import Sample
-from setup.layout import CHECKOUT
 
-ADMIN_KEY = "admin-key-of-an-integration-test"
-START_S = 300.0
 TEMPERATURE = 0.8
 PROMPTS = [[5, 6, 7, 8], [40, 41], [100, 3, 100, 3, 100, 3], [250, 251, 252]]
 STEPS = 3
-CPU_FLAGS = (
-    "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-overlap-schedule",
-    "--max-total-tokens", "8192", "--log-level", "warning",
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -42,48 +30,14 @@ def model(tmp_path: Path) -> Path:
     return write_engine_export(tmp_path / "model", version=WeightVersion(0, 1), seed=0)
 
 
-@dataclass(frozen=True)
-class Server:
-    url: str
-    process: subprocess.Popen[bytes]
-    output: Path
-
-
 @pytest.fixture
-def server(model: Path, tmp_path: Path) -> Iterator[Server]:
-    """The real engine on the starting weights, as the agent starts it; perhaps not up yet."""
-    (port,) = free_ports(1)
-    config, output = tmp_path / "engine.yaml", tmp_path / "output"
-    config.write_text(engine_config(ADMIN_KEY))
-    command = engine_command(
-        model=model, version=WeightVersion(0, 1), port=port, config=config, gpus=0, extra=CPU_FLAGS
-    )
-    environment = {
-        "PATH": f"{CHECKOUT.environment('gpu') / 'bin'}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HOME": str(tmp_path),
-        **{name: value for name, value in command.env.items() if value is not None},
-    }
-    with output.open("wb") as stream:
-        process = subprocess.Popen(command.argv, env=environment, stdout=stream, stderr=stream, start_new_session=True)
-    try:
-        yield Server(f"http://127.0.0.1:{port}", process, output)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
-
-
-@pytest.fixture
-async def engine(server: Server) -> AsyncIterator[SGLang]:
-    async with aiohttp.ClientSession() as session:
-        driver = SGLang(session, url=server.url, admin_key=ADMIN_KEY, call_s=60)
-        async with asyncio.timeout(START_S):
-            while not await _answers(driver):
-                assert server.process.poll() is None, server.output.read_text()[-4000:]
-                await asyncio.sleep(0.2)
-        yield driver
+async def engine(model: Path, tmp_path: Path) -> AsyncIterator[SGLang]:
+    """The real one on the starting weights."""
+    start = WeightVersion(0, 1)
+    with engine_process(model, version=start, root=tmp_path, flags=("--max-total-tokens", "8192")) as it:
+        await asyncio.to_thread(it.wait_until_up)
+        async with aiohttp.ClientSession() as session:
+            yield SGLang(session, url=it.url, admin_key=ADMIN_KEY, call_s=60)
 
 
 async def rollout(engine: SGLang, *, token_step: int) -> list[Sample]:
@@ -121,13 +75,6 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
         assert require_agreement(told.logp, found, dtype="float32") < 1e-4
         with pytest.raises(ProbeDisagrees):
             require_agreement(stale.logp, found, dtype="float32")
-
-
-async def _answers(engine: SGLang) -> bool:
-    try:
-        return await engine.is_up()
-    except OutcomeUnknown:  # does not listen yet
-        return False
 
 
 def _folder(path: Path) -> Path:

@@ -7,7 +7,7 @@ the handler's.
 * The token comes before anything else; a request without it is answered before its body is read.
 * A request has one framing, by the parser's strict rules: not both of Content-Length and Transfer-Encoding, no folded
   lines, no malformed chunk, no trailer. What breaks a rule gets a 4xx and ends its connection. Heads go nowhere.
-* Bounded: connections, heads, bodies, requests that wait behind another one, unread bytes, unsent bytes, and every wait.
+* Bounded: connections, heads, bodies, requests that wait behind another one, bytes unread or unsent, and every wait.
 * A caller that leaves, or does not read, cancels its handler.
 """
 
