@@ -17,6 +17,7 @@ from pydantic.alias_generators import to_camel
 
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import LADDERS, Ladder, Placement
+from colocated_rl_api.names import OPERATOR
 from colocated_rl_api.parts import Options, Part, Quantity, Resources, Rule, Volume, rules, should_match
 
 JOB_NAME_MAX = 40  # longest derived name: NAME-gpu-REPLICA-ATTEMPT, at most 63 characters
@@ -399,7 +400,15 @@ class Storage(Part):
 
 _IMMUTABLE = (
     "replicas", "model", "gpus", "rollout", "trainer", "weightSync", "checkpoint", "storage", "switch", "evaluation",
+    "managedBy",
 )  # fmt: skip
+
+
+_is_manager, _manager_rule = should_match(
+    r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?",
+    f"should be a domain, / and a name: {OPERATOR}",
+)
+_TEN_YEARS_S = 315_360_000
 
 
 class ColocatedRLJobSpec(Part):
@@ -443,6 +452,27 @@ class ColocatedRLJobSpec(Part):
     )
     pods_ready_deadline_seconds: int = Field(
         default=1800, ge=1, le=604_800, description="All members must answer within this time, or the job is failed."
+    )
+    active_deadline_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=_TEN_YEARS_S,
+        description="From status.startTime, which a resumption sets anew. A job not complete by then is failed. "
+        "No limit when absent. May change.",
+    )
+    ttl_seconds_after_finished: int | None = Field(
+        default=None,
+        ge=0,
+        le=_TEN_YEARS_S,
+        description="From completion or failure to the deletion of the job and its pods; retained volumes stay. Never "
+        "when absent. May change.",
+    )
+    managed_by: Annotated[str, _is_manager] | None = Field(
+        default=None,
+        max_length=63,
+        json_schema_extra=_manager_rule,
+        description=f"Controller that acts on the job: {OPERATOR}, which is meant when absent. A job of another one is "
+        "left alone, its status and finalizers too.",
     )
 
 

@@ -13,6 +13,7 @@ SHORT_NAME = "crlj"
 
 # --- Kubernetes objects: written by the operator, read by the operator, kubectl, dashboards
 FIELD_MANAGER = "colocated-rl"
+OPERATOR = f"{GROUP}/operator"  # spec.managedBy that is ours; reporting controller of events
 FINALIZER = f"{GROUP}/finalizer"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "colocated-rl"

@@ -64,11 +64,16 @@ class Doors:
 
 async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     """Do what the plan says; returns after how many seconds to look again although nothing changed."""
+    if decided.is_expired:
+        await _expire(case, doors)
+        return None
     if decided.raises:
         await _record_epoch(case, seen, decided, doors)
     _send_targets(case, decided, doors)
     retry_s = None if decided.is_over else await _bring_about(case, seen, decided, doors)
     report_s = 0.0 if decided.raises else _report(case, seen, decided, doors)
+    if decided.is_over and not seen.is_over:
+        report_s = 0.0  # from here on its time to live runs
     doors.metrics.count_job(case.about.uid, case.status.phase)
     return min((each for each in (retry_s, report_s) if each is not None), default=None)
 
@@ -199,6 +204,13 @@ async def dismiss(case: Case, decided: Plan, doors: Doors, woken: asyncio.Event)
     await delete_pods(case.about, doors)
     log(LOG, "job dismissed")
     await case.record.commit(leaving(before=case.status, at=doors.wall()))
+
+
+async def _expire(case: Case, doors: Doors) -> None:
+    """Its end is written before it goes, also when it goes at once. The rest is that of every deletion."""
+    await case.record.commit(case.status)
+    log(LOG, "job expired", reason="ttlSecondsAfterFinished is over")
+    await doors.kube.delete_job(case.about.namespace, case.about.name, uid=case.about.uid)
 
 
 async def delete_pods(about: About, doors: Doors) -> None:

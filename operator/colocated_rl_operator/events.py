@@ -97,7 +97,7 @@ class Events:
             "reason": reason,
             "action": action,
             "note": note,
-            "reportingController": f"{names.GROUP}/operator",
+            "reportingController": names.OPERATOR,
             "reportingInstance": self._instance[:128],
             "regarding": {
                 "apiVersion": names.API_VERSION,

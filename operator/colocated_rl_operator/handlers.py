@@ -80,12 +80,17 @@ async def login(memo: Any, **_: Any) -> kopf.ConnectionInfo:
     return connection(memo.office.access)
 
 
-@kopf.daemon(names.GROUP, names.VERSION, names.PLURAL, cancellation_timeout=CANCEL_S, backoff=1)
+def is_ours(spec: Any, **_: Any) -> bool:
+    """Jobs of another controller get no daemon, and so no finalizer. The field never changes."""
+    return bool(spec.get("managedBy", names.OPERATOR) == names.OPERATOR)
+
+
+@kopf.daemon(names.GROUP, names.VERSION, names.PLURAL, when=is_ours, cancellation_timeout=CANCEL_S, backoff=1)
 async def drive(body: kopf.Body, stopped: Any, memo: Any, **_: Any) -> None:
     await drive_job(body, stopped, memo.office)
 
 
-@kopf.on.event(names.GROUP, names.VERSION, names.PLURAL)
+@kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, when=is_ours)
 async def poke_of_job(event: kopf.RawEvent, memo: Any, **_: Any) -> None:
     note_job(event, memo.office)
     await let_go_of_undriven(event, memo.office)

@@ -4,6 +4,7 @@
 |---|---|---|---|
 | read_job | rl.colocate.dev colocatedrljobs | get | of the job |
 | write_status | rl.colocate.dev colocatedrljobs/status | patch | of the job |
+| delete_job | rl.colocate.dev colocatedrljobs | delete | of the job |
 | list_pods | pods | list | of the job |
 | create_pod, delete_pod | pods | create, delete | of the job |
 | apply | configmaps, persistentvolumeclaims; networking.k8s.io networkpolicies | create, patch | of the job |
@@ -21,6 +22,7 @@ Answers are translated into `errors`; nobody above sees HTTP. Every call has a d
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from types import TracebackType
@@ -85,6 +87,12 @@ class Kube:
             "patch", names.PLURAL, _job_path(namespace, name) + "/status", patch, "application/json-patch+json"
         )
 
+    async def delete_job(self, namespace: str, name: str, *, uid: str) -> None:
+        """That very job, if it is still there."""
+        options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        with contextlib.suppress(NotFound, Conflict):
+            await self._call("delete", names.PLURAL, _job_path(namespace, name), options)
+
     # --------------------------------------------------------------------------------------------------------- pods
     async def list_pods(self, namespace: str, job_uid: str) -> list[Body]:
         answer = await self._call(
@@ -103,10 +111,8 @@ class Kube:
         options: Body = {"preconditions": {"uid": uid}}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
-        try:
+        with contextlib.suppress(NotFound, Conflict):  # gone already, or another pod has the name
             await self._call("delete", "pods", f"{_core_path(namespace, 'pods')}/{name}", options)
-        except (NotFound, Conflict):
-            return  # gone already, or another pod has the name
 
     # ------------------------------------------------------------------------------------------------ other objects
     async def apply(self, namespace: str, body: Body) -> Body:

@@ -146,6 +146,8 @@ class Observation:
     trained_step: int = 0  # newest step that every rank has finished, as recorded
     served: Version | None = None  # newest version that every engine served at once, as recorded
     is_over: bool = False  # completed or failed, and every pod told
+    started_at: float | None = None  # or resumed; None while the job is suspended
+    finished_at: float | None = None  # completed or failed
     memory: Memory = Memory()
 
     @cached_property

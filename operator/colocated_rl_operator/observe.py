@@ -29,8 +29,11 @@ MAX_WORDS = 400  # of a container's last ones
 _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely on its way
 
 
-def observe(case: Case, job: Job, *, pods: Pods, members: Members, now: float) -> Observation:
-    """now: monotonic. Raises JobInvalid when the record is of an operator that knows more than this one."""
+def observe(case: Case, job: Job, *, pods: Pods, members: Members, now: float, at: datetime) -> Observation:
+    """now, at: the same moment, monotonic and by the wall clock.
+
+    Raises JobInvalid when the record is of an operator that knows more than this one.
+    """
     status, job_uid = case.status, case.about.uid
     is_over = status.completion_time is not None
     seated = [(pod, place) for pod in pods.of(job_uid) if (place := _place(job, pod))]
@@ -49,12 +52,19 @@ def observe(case: Case, job: Job, *, pods: Pods, members: Members, now: float) -
             trained_step=status.step or 0,
             served=WeightVersion.parse(status.weight_version) if status.weight_version else None,
             is_over=is_over,
+            started_at=None if job.spec.suspend else _moment(status.start_time or at, now, at),
+            finished_at=_moment(status.completion_time, now, at) if status.completion_time else None,
             memory=case.memory,
         )
     )
     _log_rungs(seen, case.memory)
     case.memory = seen.memory
     return seen
+
+
+def _moment(time: datetime, now: float, at: datetime) -> float:
+    """On the monotonic clock."""
+    return now - (at - time).total_seconds()
 
 
 def _log_rungs(seen: Observation, before: Memory) -> None:

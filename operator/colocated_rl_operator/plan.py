@@ -38,13 +38,14 @@ class Plan:
     wait: Wait | None = None
     message: str = ""  # of a raise: what happened, for people
     is_over: bool = False  # every member has stopped: record the end
+    is_expired: bool = False  # it has been over for long enough: the job itself goes
     wake_at: float | None = None  # look again then, even if nothing changes
 
 
 def plan(seen: Observation) -> Plan:
     """The whole decision, from one observation."""
     if seen.is_over:
-        return Plan(climb=seen.climb, is_over=True)
+        return _keep(seen)
     decision = _decide(seen)
     if decision is not None:
         # facts count under the epoch they were reported in, so the new one starts with every pod unknown
@@ -58,6 +59,15 @@ def stop(seen: Observation) -> Plan:
         return Plan(climb=None)
     targets = {each.name: _stop_target(seen, seen.climb, each) for each in seen.current.values() if each.facts}
     return Plan(climb=seen.climb, standings=seen.standings, targets=targets)
+
+
+def _keep(seen: Observation) -> Plan:
+    """A finished job, until its time is over."""
+    ttl_s, now = seen.job.spec.ttl_seconds_after_finished, seen.now
+    if ttl_s is None or seen.finished_at is None:
+        return Plan(climb=seen.climb, is_over=True)
+    until = seen.finished_at + ttl_s
+    return Plan(climb=seen.climb, is_over=True, is_expired=now >= until, wake_at=until if now < until else None)
 
 
 def _follow(seen: Observation, *, raises: bool, message: str) -> Plan:
@@ -80,32 +90,52 @@ def _decide(seen: Observation) -> Decision | None:
     """A new climb, or None to go on with the present one."""
     now = seen.climb
     if now is not None and now.cause.goal is Goal.STOP:
-        if now.cause is Cause.SUSPENDED and not seen.members:
-            message = "the job goes on: its pods are made again"
-            return None if seen.job.spec.suspend else _raise(seen, replace(now, group=""), Cause.RESUMED, message)
-        return _raise(seen, now, now.cause, "the end is told again") if _is_contested(seen) else None
+        return _decide_after_stop(seen, now)
     if seen.job.spec.suspend:
         message = "members stop, then their pods go; volumes stay"
         return None if now is None else _raise(seen, now, Cause.SUSPENDED, message)
-    deadline_s, since = seen.job.spec.pods_ready_deadline_seconds, seen.memory.unready_since
-    if since is not None and seen.now >= since + deadline_s:
-        message = f"not every member answered within {deadline_s} s: {_absentees(seen)}"
-        return _raise(seen, now, Cause.PODS_NOT_READY, message)
+    if (failure := _decide_by_time(seen, now)) is not None:
+        return failure
     if now is None:
         return _first(seen) if seen.all_answer else None
-    if seen.all_answer:
-        if not now.group:
-            climb = replace(now, lineage=now.lineage + 1, group=seen.group or "")
-            return _raise(seen, climb, Cause.RESUMED, "every member answers again: the trainers start")
-        if seen.group != now.group:
-            return _restart(seen, now, Cause.POD_REPLACED, f"{_replaced(seen)}: the trainers start together again")
-        if seen.slowest is not Rung.UNKNOWN and (decision := _decide_for_whole_group(seen, now)):
-            return decision
-        if seen.slowest is not Rung.SERVING and seen.now >= _deadline(seen):
-            where = f"{_laggards(seen)} stayed at {seen.slowest} for {seen.now - seen.memory.progress_at:.0f} s"
-            return _restart(seen, now, Cause.RUNG_DEADLINE, f"{where}: the trainers start again")
+    if seen.all_answer and (decision := _decide_when_all_answer(seen, now)) is not None:
+        return decision
     if _is_contested(seen):
         return _raise(seen, now, Cause.TAKEOVER, "the operator looks at the job for the first time, or again")
+    return None
+
+
+def _decide_after_stop(seen: Observation, now: Climb) -> Decision | None:
+    """A suspension that has begun is finished before the job goes on: who was told to stop can't be told otherwise."""
+    if now.cause is Cause.SUSPENDED and not seen.members:
+        message = "the job goes on: its pods are made again"
+        return None if seen.job.spec.suspend else _raise(seen, replace(now, group=""), Cause.RESUMED, message)
+    return _raise(seen, now, now.cause, "the end is told again") if _is_contested(seen) else None
+
+
+def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
+    """No job goes on for longer than its spec allows."""
+    spec, unready_since, active_until = seen.job.spec, seen.memory.unready_since, _active_until(seen)
+    if active_until is not None and seen.now >= active_until:
+        message = f"not complete {spec.active_deadline_seconds} s after its start: activeDeadlineSeconds is over"
+        return _raise(seen, now, Cause.DEADLINE, message)
+    if unready_since is not None and seen.now >= unready_since + spec.pods_ready_deadline_seconds:
+        message = f"not every member answered within {spec.pods_ready_deadline_seconds} s: {_absentees(seen)}"
+        return _raise(seen, now, Cause.PODS_NOT_READY, message)
+    return None
+
+
+def _decide_when_all_answer(seen: Observation, now: Climb) -> Decision | None:
+    if not now.group:
+        climb = replace(now, lineage=now.lineage + 1, group=seen.group or "")
+        return _raise(seen, climb, Cause.RESUMED, "every member answers again: the trainers start")
+    if seen.group != now.group:
+        return _restart(seen, now, Cause.POD_REPLACED, f"{_replaced(seen)}: the trainers start together again")
+    if seen.slowest is not Rung.UNKNOWN and (decision := _decide_for_whole_group(seen, now)):
+        return decision
+    if seen.slowest is not Rung.SERVING and seen.now >= _deadline(seen):
+        where = f"{_laggards(seen)} stayed at {seen.slowest} for {seen.now - seen.memory.progress_at:.0f} s"
+        return _restart(seen, now, Cause.RUNG_DEADLINE, f"{where}: the trainers start again")
     return None
 
 
@@ -203,10 +233,15 @@ def _deadline(seen: Observation) -> float:
     return seen.memory.progress_at + patience_s(seen.job.ladder.next_barrier(seen.slowest), seen.job.spec.switch)
 
 
+def _active_until(seen: Observation) -> float | None:
+    limit_s = seen.job.spec.active_deadline_seconds
+    return None if limit_s is None or seen.started_at is None else seen.started_at + limit_s
+
+
 # ------------------------------------------------------------------------------------------------------------ climbing
 def _climb(seen: Observation) -> Plan:
     pods, wake_at = muster(seen)
-    wakes = [wake_at] if wake_at is not None else []
+    wakes = [wake for wake in (wake_at, _active_until(seen)) if wake is not None]
     if seen.memory.unready_since is not None:
         wakes.append(seen.memory.unready_since + seen.job.spec.pods_ready_deadline_seconds)
     elif seen.climb is not None:

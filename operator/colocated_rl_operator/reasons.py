@@ -19,13 +19,14 @@ class Cause(StrEnum):
     ALL_STEPS_DONE = "AllStepsDone"
     BACKOFF_LIMIT = "BackoffLimitExceeded"
     PODS_NOT_READY = "PodsReadyDeadlineExceeded"
+    DEADLINE = "DeadlineExceeded"
     SUSPENDED = "Suspended"  # members stop, then pods go, until spec.suspend is false
     RESUMED = "Resumed"
 
     @property
     def is_failure(self) -> bool:
         """The job ends as failed."""
-        return self in (Cause.BACKOFF_LIMIT, Cause.PODS_NOT_READY)
+        return self in (Cause.BACKOFF_LIMIT, Cause.PODS_NOT_READY, Cause.DEADLINE)
 
     @property
     def is_recovery(self) -> bool:

@@ -11,6 +11,7 @@ from colocated_rl_api.logs import log
 from colocated_rl_operator.act import Doors, act, dismiss, refuse
 from colocated_rl_operator.case import RELIST_S, Case, look
 from colocated_rl_operator.errors import ApiError, JobInvalid, StaleEpoch
+from colocated_rl_operator.observation import Observation
 from colocated_rl_operator.observe import observe, read_job
 from colocated_rl_operator.plan import Plan, plan, stop
 
@@ -37,7 +38,7 @@ async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | No
     case.record.check()
     await look(case, doors.kube, doors.pods, now=doors.clock())
     try:
-        seen = observe(case, read_job(body), pods=doors.pods, members=doors.members, now=doors.clock())
+        seen = _observe(case, body, doors)
     except JobInvalid as error:
         refuse(case, body, str(error), doors)
         return None
@@ -53,11 +54,16 @@ async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | No
     return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
 
+def _observe(case: Case, body: Mapping[str, Any], doors: Doors) -> Observation:
+    now, at = doors.clock(), doors.wall()
+    return observe(case, read_job(body), pods=doors.pods, members=doors.members, now=now, at=at)
+
+
 async def end(case: Case, body: Mapping[str, Any], doors: Doors, woken: asyncio.Event) -> None:
     """The job is being deleted."""
     await look(case, doors.kube, doors.pods, now=doors.clock())
     try:
-        seen = observe(case, read_job(body), pods=doors.pods, members=doors.members, now=doors.clock())
+        seen = _observe(case, body, doors)
         decided = stop(seen)
     except JobInvalid:
         decided = Plan(climb=None)  # nobody can be told, and its pods go all the same

@@ -81,6 +81,7 @@ def test_notes_say_what_is_watched(kubectl: Kubectl, release: None) -> None:
     [
         ("watch", "colocatedrljobs.rl.colocate.dev", TEAM),
         ("patch", "colocatedrljobs.rl.colocate.dev/status", TEAM),
+        ("delete", "colocatedrljobs.rl.colocate.dev", TEAM),
         ("create", "pods", TEAM),
         ("delete", "pods", TEAM),
         ("create", "secrets", TEAM),
@@ -101,7 +102,6 @@ def test_operator_may_do_its_work(kubectl: Kubectl, release: None, verb: str, re
         ("get", "secrets:some", NAMESPACE),
         ("delete", "secrets:some", TEAM),
         ("create", "colocatedrljobs.rl.colocate.dev", TEAM),
-        ("delete", "colocatedrljobs.rl.colocate.dev", TEAM),
         ("update", "pods", TEAM),
         ("create", "pods/exec", TEAM),
         ("get", "pods/log", TEAM),

@@ -46,6 +46,7 @@ APPLIED = (("v1", "ConfigMap"), ("v1", "PersistentVolumeClaim"), ("networking.k8
 CALLS: dict[str, list[dict[str, Any]]] = {
     "read_job": [{"namespace": JOBS, "name": "some"}],
     "write_status": [{"namespace": JOBS, "name": "some", "resource_version": "1", "status": {}}],
+    "delete_job": [{"namespace": JOBS, "name": "some", "uid": "some"}],
     "list_pods": [{"namespace": JOBS, "job_uid": "some"}],
     "create_pod": [{"namespace": JOBS, "pod": THING}],
     "delete_pod": [{"namespace": JOBS, "name": "some", "uid": "some"}],

@@ -100,7 +100,14 @@ def path_of(location: tuple[int | str, ...]) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------ immutability
 FULL = yaml.safe_load((EXAMPLES / "full.yaml").read_text())
-MAY_CHANGE = {"steps": 7, "suspend": True, "backoffLimit": 7, "podsReadyDeadlineSeconds": 7}
+MAY_CHANGE = {
+    "steps": 7,
+    "suspend": True,
+    "backoffLimit": 7,
+    "podsReadyDeadlineSeconds": 7,
+    "activeDeadlineSeconds": 7,
+    "ttlSecondsAfterFinished": 7,
+}
 MAY_NOT_CHANGE = {
     "replicas": 7,
     "model.path": "other",
@@ -116,6 +123,7 @@ MAY_NOT_CHANGE = {
     "switch.settleSeconds": 7,
     "evaluation.samples": 7,
     "evaluation": None,
+    "managedBy": None,
 }
 
 

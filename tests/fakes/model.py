@@ -259,8 +259,8 @@ class Model:
             attempts={gpu_seat(index): pod.attempt for index, pod in enumerate(state.pods)}
             | {ROLLOUT_SEAT: rollout.attempt},
         )
-        recorded = (operator.climb, operator.trained_step, operator.served, operator.is_over, memory)
-        return Observation(0.0, job, tuple(members), *recorded)
+        recorded = (operator.climb, operator.trained_step, operator.served, operator.is_over)
+        return Observation(0.0, job, tuple(members), *recorded, memory=memory)
 
     def _carry_out(self, state: State, decided: Plan) -> State:
         """Record, send, make pods, report."""

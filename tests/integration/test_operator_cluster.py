@@ -179,6 +179,8 @@ class World:
         return found
 
     def note_job(self, event: str, job: Body) -> None:
+        if job["metadata"]["name"] != self.group.job.name:
+            return
         self.job = {} if event == "DELETED" else job
         self.kubelet.moved.set()
 
@@ -429,6 +431,32 @@ async def test_a_job_is_suspended_and_resumed_by_kubectl(world: World, kubectl: 
     assert (2, 0) == (world.status["lineage"], world.status["restarts"])
     assert started <= world.status["startTime"]
     assert "False" == world.condition("Suspended")["status"]
+
+
+async def test_a_finished_job_goes_with_its_pods_after_its_time_and_leaves_its_volumes(world: World) -> None:
+    uid = world.job["metadata"]["uid"]
+    patch = {"spec": {"ttlSecondsAfterFinished": 1}}
+    await world.api.call("PATCH", f"{JOBS}/sums", patch, "application/merge-patch+json")
+    phases: list[str | None] = []
+    async with world.operator():
+        while world.job:
+            await world.until(lambda: phases[-1:] != [world.status.get("phase")])
+            phases.append(world.status.get("phase"))
+        await world.until(lambda: not world.kubelet.members)
+    assert ["Complete", None] == phases[-2:]
+    assert 2 == len(await claims_of(world, uid))
+
+
+async def test_a_job_of_another_controller_is_left_alone(world: World) -> None:
+    theirs = make_manifest("theirs", **SPEC, managedBy="kueue.x-k8s.io/multikueue")
+    await world.api.call("POST", JOBS, theirs)
+    async with world.operator():
+        await world.until(lambda: world.is_complete)
+        [job] = [job for job in await world.api.all(JOBS) if job["metadata"]["name"] == "theirs"]
+        assert (None, None) == (job.get("status"), job["metadata"].get("finalizers"))
+        assert not [pod for pod in await world.api.all(PODS) if "theirs" in pod["metadata"]["name"]]
+        await world.api.call("DELETE", f"{JOBS}/theirs")
+        assert not [job for job in await world.api.all(JOBS) if job["metadata"]["name"] == "theirs"]
 
 
 async def test_an_evicted_pod_is_replaced_while_the_other_goes_on(world: World) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -429,6 +430,70 @@ async def test_a_suspended_job_can_be_deleted(world: World) -> None:
         operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
         async with asyncio.timeout(DEADLINE_S):
             await operator.task
+
+
+# -------------------------------------------------------------------------------------------------------------- its end
+def has_freed_everything(world: World) -> bool:
+    """A pod that has ended holds no device."""
+    return {"Succeeded", "Failed"} >= {pod["status"]["phase"] for pod in world.api.all("pods")}
+
+
+async def test_a_job_past_its_deadline_fails_and_frees_its_pods_in_order(world: World) -> None:
+    stay_in_rollout(world)
+    change(world, activeDeadlineSeconds=3600)
+    clock = Clock()
+    async with world.operator(wall=clock.wall) as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        clock.passed = timedelta(seconds=3600)
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: world.status.get("phase") == "Failed" and "completionTime" in world.status)
+    assert ("True", "DeadlineExceeded") == condition(world, "Failed")
+    assert ("True", "DeadlineExceeded") == condition(world, "Stalled")
+    assert has_freed_everything(world)
+    assert all(pod.stopped for pod in world.group.everybody)
+
+
+@dataclass
+class Clock:
+    """A wall clock that a test moves."""
+
+    passed: timedelta = field(default_factory=timedelta)
+
+    def wall(self) -> datetime:
+        return datetime(2026, 1, 1, tzinfo=UTC) + self.passed
+
+
+async def test_a_failed_job_frees_its_pods(world: World) -> None:
+    change(world, backoffLimit=0)
+    async with world.operator():
+        await world.until(lambda: any(_stood(world, Rung.RELEASED, step=1)))
+        member = world.kubelet.of_seat("gpu-0")
+        await world.until(lambda: world.group.trainer_dies(member.pod))  # type: ignore[arg-type]
+        member.poke()
+        await world.until(lambda: "completionTime" in world.status)
+    assert ("True", "BackoffLimitExceeded") == condition(world, "Failed")
+    assert has_freed_everything(world)
+
+
+async def test_a_finished_job_is_deleted_when_its_time_is_over_also_by_the_next_operator(world: World) -> None:
+    change(world, ttlSecondsAfterFinished=3600)
+    clock = Clock()
+    async with world.operator(wall=clock.wall):
+        await world.until(lambda: world.status.get("completionTime"))
+    assert has_freed_everything(world)
+    clock.passed = timedelta(seconds=3600)
+    async with world.operator(wall=clock.wall):
+        await world.until(lambda: JOB_PATH not in world.api.objects)
+    assert "DELETE" == next(line for line in world.api.requests[::-1] if line.endswith("/sums")).split()[0]
+
+
+async def test_a_job_without_time_to_live_after_its_end_is_seen_complete_before_it_goes(world: World) -> None:
+    change(world, ttlSecondsAfterFinished=0)
+    phases: list[str | None] = []
+    world.api.watch(names.PLURAL, lambda event, body: phases.append(body.get("status", {}).get("phase")))
+    async with world.operator():
+        await world.until(lambda: JOB_PATH not in world.api.objects)
+    assert "Complete" == phases[-1]
 
 
 # ------------------------------------------------------------------------------------------------------- the API server

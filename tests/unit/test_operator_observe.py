@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
-from builders import UID, make_job
+from builders import CREATED, UID, make_job
+from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.case import RELIST_S, Case, Pods, look
 from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.members import Members
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Member
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Job, Member, Observation
 from colocated_rl_operator.observe import observe
 from colocated_rl_operator.record import Record
 from fakes.api_server import FakeApiServer
@@ -55,7 +57,10 @@ class Office:
     def see(self, *pods: Body, now: float = 0.0) -> tuple[Member, ...]:
         for pod in pods:
             self.pods.put(pod)
-        return observe(self.case, make_job(), pods=self.pods, members=self.members, now=now).members
+        return self.observe(make_job(), now=now).members
+
+    def observe(self, job: Job, *, now: float = 100.0, at: datetime = CREATED) -> Observation:
+        return observe(self.case, job, pods=self.pods, members=self.members, now=now, at=at)
 
     def only(self, *pods: Body, now: float = 0.0) -> Member:
         [member] = self.see(*pods, now=now)
@@ -169,3 +174,15 @@ async def test_a_pod_whose_end_the_watch_missed_is_missed_within_half_a_minute(o
     assert 1 == len(office.pods.of(UID))
     await look(office.case, office.kube, office.pods, now=RELIST_S)
     assert [] == office.pods.of(UID)
+
+
+async def test_moments_of_the_record_are_those_of_this_process_clock(office: Office) -> None:
+    """They survive a restart, which the monotonic clock does not."""
+    started, ended = CREATED - timedelta(seconds=50), CREATED - timedelta(seconds=20)
+    office.case.record.status = ColocatedRLJobStatus(start_time=started, completion_time=ended)
+    seen = office.observe(make_job(), now=100.0)
+    assert (50.0, 80.0) == (seen.started_at, seen.finished_at)
+    assert office.observe(make_job(suspend=True), now=100.0).started_at is None
+    office.case.record.status = ColocatedRLJobStatus()
+    seen = office.observe(make_job(), now=100.0)
+    assert (100.0, None) == (seen.started_at, seen.finished_at)

@@ -387,6 +387,41 @@ def test_a_finished_job_is_left_alone() -> None:
     assert Plan(climb=seen.climb, is_over=True) == plan(seen)
 
 
+@pytest.mark.parametrize("rung", [None, *TIME_SLICED.rungs])
+def test_a_job_that_is_active_for_too_long_fails_wherever_it_stands(rung: Rung | None) -> None:
+    job = make_job(activeDeadlineSeconds=60)
+    seen = climbing(rung, rung, job=job) if rung else make_observation(job, [None, None], climb=None, rollout=None)
+    seen = replace(seen, started_at=seen.now - 50)
+    assert not plan(seen).raises
+    wake_at = plan(seen).wake_at
+    assert wake_at is not None
+    assert seen.now + 10 >= wake_at
+    climb = plan(later(seen, 10)).climb
+    assert climb is not None
+    assert (Cause.DEADLINE, True) == (climb.cause, climb.cause.is_failure)
+
+
+def test_suspended_time_is_no_active_time() -> None:
+    job = make_job(activeDeadlineSeconds=60, suspend=True)
+    seen = replace(climbing(Rung.SERVING, Rung.SERVING, job=job), started_at=0.0)
+    climb = plan(later(seen, 1000)).climb
+    assert climb is not None
+    assert Cause.SUSPENDED is climb.cause
+
+
+def test_a_job_that_is_ending_is_past_its_deadline() -> None:
+    seen = replace(ending(), job=make_job(activeDeadlineSeconds=60), started_at=0.0)
+    assert not plan(later(seen, 1000)).raises
+
+
+def test_a_finished_job_goes_when_its_time_is_over() -> None:
+    seen = replace(ending(), is_over=True, finished_at=100.0, job=make_job(ttlSecondsAfterFinished=30))
+    assert (False, 130.0) == (plan(seen).is_expired, plan(seen).wake_at)
+    assert plan(later(seen, 30)).is_expired
+    kept = replace(later(seen, 1_000_000), job=make_job())
+    assert not plan(kept).is_expired
+
+
 # ----------------------------------------------------------------------------------------------------------- suspension
 def suspended(seen: Observation, *, is_asked: bool = True) -> Observation:
     return remember(replace(seen, job=make_job(suspend=is_asked)))
