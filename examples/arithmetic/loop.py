@@ -110,7 +110,7 @@ def _sample_batch(
     groups = rewards.view(-1, options.group_size)
     mean = groups.mean(1, keepdim=True).expand_as(groups).flatten()
     spread = groups.std(1, keepdim=True, unbiased=False).expand_as(groups).flatten()
-    advantages = group_advantage(rewards, mean, spread)
+    advantages = group_advantage(rewards, mean, spread, torch.full_like(rewards, options.group_size))
     return [Sample(*row) for row in zip(prompts, responses, advantages.tolist(), rewards.tolist(), strict=True)]
 
 

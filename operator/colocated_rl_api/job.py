@@ -388,7 +388,9 @@ class Checkpoint(Part):
     every_steps: int = Field(
         default=10, ge=1, le=1_000_000, description="Steps between checkpoints; also after the last."
     )
-    keep: int = Field(default=2, ge=1, le=1000, description="Checkpoints kept.")
+    keep: int = Field(
+        default=2, ge=1, le=1000, description="Checkpoints kept, with the sealed batches since the oldest of them."
+    )
     volume: Volume = Field(default_factory=Volume, description="Claimed ReadWriteMany when replicas is above 1.")
 
 

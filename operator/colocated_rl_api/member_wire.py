@@ -132,6 +132,7 @@ class TrainerFacts(Wire):
     dirty: bool = False  # an optimizer call of an unfinished step has happened
     exported: Version | None = None
     saved: int | None = None  # newest durable checkpoint that this rank knows of
+    replay_from: int | None = None  # oldest step that a restart may go back to; None: `saved`
 
     @property
     def is_alive(self) -> bool:
@@ -256,7 +257,7 @@ class RolloutTarget(Wire):
     epoch: int
     goal: Goal
     trained_step: int  # every rank has finished these steps: commit their batches
-    saved_step: int  # durable in a checkpoint: batches up to here need not be kept for replay
+    saved_step: int  # in every checkpoint that trainers may go back to: batches up to here are not needed again
     engines: tuple[Endpoint, ...]  # gates to use; whether they are open is for the gates to say
     evaluate: int | None = None  # evaluate this step's weights now; the switch waits for it
     last_step: int | None = None  # spec.steps as it is now; None: as the job's file says

@@ -51,6 +51,8 @@ class TrainerStatus(Wire):
     dirty: bool = False
     exported: Version | None = None
     saved: int | None = None  # newest durable checkpoint
+    replay_from: int | None = None  # oldest step that a restart may go back to, if newer checkpoints are damaged: the
+    # batches after it are kept. None: never behind `saved`
     progress: int = 0  # rises while a request goes on; its deadline counts from the last rise
     metrics: dict[str, float] = Field(default_factory=dict)  # of the last finished step
 

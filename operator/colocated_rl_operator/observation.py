@@ -227,6 +227,12 @@ class Observation:
         return max((rank.saved or 0 for rank in self._ranks()), default=0)
 
     @property
+    def replay_step(self) -> int:
+        """Oldest step that trainers may go back to, of what connected ranks say: batches after it are needed."""
+        told = [rank.saved if rank.replay_from is None else rank.replay_from for rank in self._ranks()]
+        return min((step for step in told if step is not None), default=0)
+
+    @property
     def trainer_died(self) -> bool:
         """A rank of the climb's lineage has ended, and not because an agent ended it for another one."""
         return self.climb is not None and any(

@@ -300,7 +300,7 @@ def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
         epoch=climb.epoch,
         goal=Goal.CLIMB,
         trained_step=max(finished, seen.trained_step, 0),
-        saved_step=seen.saved_step,
+        saved_step=seen.replay_step,
         engines=tuple(
             Endpoint(pod=member.name, address=member.address, port=names.DATA_PORT)
             for member in seen.gpu_members

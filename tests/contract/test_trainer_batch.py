@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_rl_api.batch import BatchHeader
-from colocated_rl_trainer.batch import BadShard, GroupShare, Minibatch, Shard, deal_minibatches, micro_batches
+from colocated_rl_trainer.batch import BadShard, GroupShare, Minibatch, Shard, Use, deal_minibatches, micro_batches
 from fakes.shards import Sample, Values, columns, write_shard, write_shards
 
 SAMPLES = [
@@ -35,7 +35,7 @@ def test_samples_are_found_in_the_columns(tmp_path: Path) -> None:
     assert 4 == shard.samples
     assert [0, 5, 9, 13] == shard.start.tolist()
     assert [2, 1, 3, 1] == shard.loss_tokens.tolist()
-    assert [1.0, -1.0, 0.0, 0.0] == pytest.approx(shard.advantage.tolist(), abs=1e-3)
+    assert [0.7071, -0.7071, 0.0, 0.0] == pytest.approx(shard.advantage.tolist(), abs=1e-3)
     assert [True, True, False, False] == shard.teaching().tolist()
     assert {7: GroupShare(3, True, 2), 9: GroupShare(4, False, 2)} == shard.groups()
 
@@ -73,6 +73,7 @@ def change(name: str, values: Values, kind: str | None = None) -> Callable[[Colu
         (change("reward", [float("inf")] * 4), "reward must be finite"),
         (change("group_mean", [float("nan")] * 4), "group_mean must be finite"),
         (change("group_std", [float("inf")] * 4), "group_std must be finite"),
+        (change("group_count", [float("inf")] * 4), "group_count must be finite"),
     ],
 )
 def test_shard_that_contradicts_itself_is_refused(tmp_path: Path, harm: Callable[[Columns], object], said: str) -> None:
@@ -100,6 +101,37 @@ def test_file_that_is_no_shard_is_refused(tmp_path: Path, content: bytes | None)
 
     with pytest.raises(BadShard, match="fetch it again"):
         read(tmp_path / "shard")
+
+
+@pytest.mark.parametrize(
+    ("age", "trained", "teaching"),
+    [
+        (None, [2, 1, 3, 1], [True, True, True, True]),
+        (1, [2, 1, 3, 1], [True, True, True, True]),
+        (0, [2, 1, 0, 1], [True, True, False, True]),
+    ],
+)
+def test_tokens_of_weights_that_are_too_old_are_context(
+    tmp_path: Path, age: int | None, trained: list[int], teaching: list[bool]
+) -> None:
+    """SAMPLES are of step 3; the third one's tokens were made by the weights of step 1, one step before the newest."""
+    (file,) = write_shards(tmp_path, SAMPLES, step=3, split=1)
+
+    shard = Shard.read(file, step=3, shard=0, shards=1, use=Use(max_token_age=age, equal_too=True))
+
+    assert trained == shard.loss_tokens.tolist()
+    assert sum(trained) == int(shard.loss_mask.sum())
+    assert teaching == shard.teaching().tolist()
+    assert sum(trained) == sum(share.loss_tokens for share in shard.groups().values())
+    assert 7 == shard.written_tokens
+
+
+def test_tokens_that_the_policy_did_not_write_are_context(tmp_path: Path) -> None:
+    with_a_tool = replace(SAMPLES[2], written=[True, False, True], logp=[-0.4, 0.0, -0.6])
+    shard = read(write_shards(tmp_path, [*SAMPLES[:2], with_a_tool, SAMPLES[3]], step=3, split=1)[0])
+
+    assert [2, 1, 2, 1] == shard.loss_tokens.tolist()
+    assert 6 == shard.written_tokens
 
 
 GROUPS = st.dictionaries(

@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from colocated_rl_trainer.loss import LengthMismatch, group_advantage, importance_ratio, policy_loss, token_logp
+from colocated_rl_trainer.loss import (
+    LengthMismatch,
+    group_advantage,
+    importance_ratio,
+    kl_penalty,
+    policy_loss,
+    token_logp,
+)
+from colocated_rl_trainer.settings import KL
 
-LOW, HIGH = 0.2, 0.28
+LOW, HIGH, CAP = 0.2, 0.28, 2.0
+Floats = npt.NDArray[np.float64]
 
 
 def logs(*ratios: float) -> torch.Tensor:
@@ -112,19 +123,24 @@ def test_importance_ratio_is_cut_off_above_only() -> None:
 
 
 def test_advantage_is_in_spreads_of_the_group() -> None:
+    """The spread is that of a sample: 0.4 of a population of 5 are 0.4472."""
     reward = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.25])
     mean = torch.tensor([0.25, 0.25, 0.25, 1.0, 0.25])
     std = torch.tensor([0.4, 0.4, 0.4, 0.0, 0.0])
+    count = torch.tensor([5.0, 5.0, 5.0, 2.0, 1.0])
 
-    expected = torch.tensor([0.75 / 0.4001, -0.25 / 0.4001, -0.25 / 0.4001, 0.0, 0.0])
-    torch.testing.assert_close(group_advantage(reward, mean, std), expected)
+    spread = 0.4 * math.sqrt(5 / 4) + 1e-4
+    expected = torch.tensor([0.75 / spread, -0.25 / spread, -0.25 / spread, 0.0, 0.0])
+    torch.testing.assert_close(group_advantage(reward, mean, std, count), expected)
+    as_it_is = group_advantage(reward, mean, std, count, in_spreads=False)
+    torch.testing.assert_close(as_it_is, torch.tensor([0.75, -0.25, -0.25, 0.0, 0.0]))
 
 
 def test_equal_rewards_teach_nothing_also_when_their_mean_is_rounded() -> None:
     """Rewards of 0.1 have a mean and a spread that are off by rounding: 0.1 / epsilon of noise was trained on."""
     reward = torch.full((3,), 0.1)
 
-    assert [0.0] * 3 == group_advantage(reward, reward + 1e-8, torch.full((3,), 1e-8)).tolist()
+    assert [0.0] * 3 == group_advantage(reward, reward + 1e-8, torch.full((3,), 1e-8), torch.full((3,), 3.0)).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -145,6 +161,59 @@ def test_token_logp_is_computed_in_float32() -> None:
     assert (torch.float32, torch.float32) == (logp.dtype, entropy.dtype)
 
 
+def plain_loss(
+    policy: Floats,
+    proximal: Floats,
+    behaviour: Floats,
+    reference: Floats,
+    advantage: Floats,
+    weight: Floats,
+    *,
+    kl: tuple[float, KL],
+) -> float:
+    """Token by token, with nothing but NumPy."""
+    total = 0.0
+    for token in range(len(policy)):
+        ratio = np.exp(policy[token] - proximal[token])
+        free = ratio * advantage[token]
+        held = min(max(ratio, 1 - LOW), 1 + HIGH) * advantage[token]
+        importance = min(np.exp(proximal[token] - behaviour[token]), CAP)
+        apart = policy[token] - reference[token]
+        penalty = {"K1": apart, "K2": apart * apart / 2, "K3": np.exp(-apart) - 1 + apart}[kl[1]]
+        total += weight[token] * (-min(free, held) * importance + kl[0] * penalty)
+    return float(total)
+
+
+@pytest.mark.parametrize("estimator", ["K1", "K2", "K3"])
+@pytest.mark.parametrize("bypass", [False, True], ids=["recomputed", "bypass"])
+def test_loss_and_gradient_are_those_of_plain_numpy(estimator: KL, bypass: bool) -> None:
+    chance = np.random.default_rng(3)
+    policy, proximal, behaviour, reference = (-chance.uniform(0.1, 2.0, 40) for _ in range(4))
+    advantage, weight = chance.normal(size=40), chance.uniform(0.1, 1.0, 40)
+    start = behaviour if bypass else proximal
+
+    def plain(logp: Floats) -> float:
+        return plain_loss(logp, start, behaviour, reference, advantage, weight, kl=(0.3, estimator))
+
+    slopes = []
+    for token in range(40):
+        nudge = np.zeros(40)
+        nudge[token] = 1e-6
+        slopes.append((plain(policy + nudge) - plain(policy - nudge)) / 2e-6)
+
+    logp = torch.tensor(policy, requires_grad=True)
+    importance = importance_ratio(torch.tensor(start), torch.tensor(behaviour), cap=CAP)
+    loss = policy_loss(
+        logp, torch.tensor(start), torch.tensor(advantage), importance, torch.tensor(weight),
+        clip_low=LOW, clip_high=HIGH,
+    ).total + 0.3 * kl_penalty(logp, torch.tensor(reference), torch.tensor(weight), estimator=estimator)  # fmt: skip
+    loss.backward()
+
+    assert plain(policy) == pytest.approx(loss.item(), rel=1e-9)
+    assert logp.grad is not None
+    assert slopes == pytest.approx(logp.grad.tolist(), rel=1e-5, abs=1e-6)
+
+
 ONE, TWO = torch.zeros(1), torch.zeros(2)
 
 
@@ -152,7 +221,10 @@ ONE, TWO = torch.zeros(1), torch.zeros(2)
     "call",
     [
         lambda: importance_ratio(ONE, TWO, cap=2.0),
-        lambda: group_advantage(TWO, ONE, TWO),
+        lambda: group_advantage(TWO, ONE, TWO, TWO),
+        lambda: group_advantage(TWO, TWO, TWO, ONE),
+        lambda: kl_penalty(TWO, ONE, TWO, estimator="K3"),
+        lambda: kl_penalty(TWO, TWO, ONE, estimator="K3"),
         lambda: policy_loss(TWO, TWO, ONE, TWO, clip_low=LOW, clip_high=HIGH),
         lambda: policy_loss(TWO, ONE, TWO, TWO, clip_low=LOW, clip_high=HIGH),
         lambda: policy_loss(TWO, TWO, TWO, ONE, clip_low=LOW, clip_high=HIGH),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from contract.trainer_in_process import OneRank
 
 from colocated_rl_api.batch import BatchHeader
-from colocated_rl_trainer.batch import BadShard, Shard, deal_minibatches
+from colocated_rl_trainer.batch import BadShard, Shard, Use, deal_minibatches
 from colocated_rl_trainer.loop import DeviceFull, Diverged
 from colocated_rl_trainer.weights import load_model
 from fakes.shards import Sample, columns, write_shard, write_shards
@@ -45,35 +46,44 @@ def plain_step(
     *,
     advantages: str = "Spread",
     average: str = "Tokens",
+    data_passes: int = 1,
+    penalty: tuple[torch.nn.Module, float, str] | None = None,
+    oldest: int = 0,
 ) -> float:
     """GRPO as one would write it on a blackboard: sample by sample, no padding, nothing skipped.
 
     The mean norm of its gradients, which the optimizer's own scaling would hide.
     """
 
-    def logp(sample: Sample) -> torch.Tensor:
+    def logp(sample: Sample, of: torch.nn.Module = model) -> torch.Tensor:
         ids = torch.tensor([[*sample.prompt, *sample.response]])
-        every = torch.log_softmax(model(input_ids=ids).logits[0].double(), -1)
+        every = torch.log_softmax(of(input_ids=ids).logits[0].double(), -1)
         start = len(sample.prompt)
         return torch.stack([every[start + i - 1, token] for i, token in enumerate(sample.response)])
 
     with torch.no_grad():
         proximal = [logp(sample) for sample in samples]
+        reference = [logp(sample, penalty[0]) for sample in samples] if penalty else proximal
     rewards = {group: [s.reward for s in samples if s.group == group] for group in {s.group for s in samples}}
     norms = []
-    for groups in minibatches:
+    for groups in list(minibatches) * data_passes:
         loss = torch.zeros((), dtype=torch.float64)
         divisor = 0
-        for sample, old in zip(samples, proximal, strict=True):
-            if sample.group not in groups:
+        for sample, old, frozen in zip(samples, proximal, reference, strict=True):
+            if sample.group not in groups or sample.token_step < oldest:
                 continue
             group = torch.tensor(rewards[sample.group], dtype=torch.float64)
             advantage = sample.reward - group.mean()
             if advantages == "Spread":
-                advantage = advantage / (group.std(correction=0) + 1e-4)
-            ratio = (logp(sample) - old).exp()
+                advantage = advantage / (group.std() + 1e-4)
+            now = logp(sample)
+            ratio = (now - old).exp()
             importance = (old - torch.tensor(sample.logp, dtype=torch.float64)).exp().clamp(max=2.0)
             of_tokens = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) * importance
+            if penalty:
+                apart = now - frozen
+                estimates = {"K1": apart, "K2": apart.square() / 2, "K3": (-apart).exp() + apart - 1}
+                of_tokens = of_tokens - penalty[1] * estimates[penalty[2]]
             match average:
                 case "Tokens":
                     loss -= of_tokens.sum()
@@ -111,6 +121,84 @@ def test_step_is_that_of_the_plain_implementation(model: Path, tmp_path: Path, a
     assert_moved_alike(expected, trainer.weights, begin=begin)
 
 
+@pytest.mark.parametrize("estimator", ["K1", "K2", "K3"])
+@pytest.mark.parametrize("average", ["Tokens", "Sequences", "Limit"])
+def test_penalty_old_tokens_and_further_passes_are_those_of_the_plain_implementation(
+    model: Path, tmp_path: Path, average: str, estimator: str
+) -> None:
+    """Two steps, so that the policy has left its reference; in the second half of the samples are too old."""
+    trainer = OneRank(
+        tmp_path, model, learningRate=1e-2, minibatches=2, dataPasses=2, microBatchTokens=60, average=average,
+        reference="Model", klCoefficient=0.5, klEstimator=estimator, maxTokenAge=0,
+    )  # fmt: skip
+    plain, begin = load_model(model), trainer.weights
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in (1, 2):
+        samples = [
+            replace(sample, token_step=max(0, step - 1 - number % 2))
+            for number, sample in enumerate(make_samples(step))
+        ]
+        metrics = trainer.train(samples)
+        assert ("kl" in metrics, 4.0) == (True, metrics["updates"])
+        (file,) = write_shards(tmp_path, samples, step=step, split=1)
+        shard = Shard.read(file, step=step, shard=0, shards=1, use=Use(max_token_age=0, equal_too=True))
+        groups = [minibatch.groups for minibatch in deal_minibatches([shard.groups()], count=2, seed=step)]
+        norm = plain_step(
+            plain, optimizer, samples, groups, average=average, data_passes=2,
+            penalty=(load_model(model), 0.5, estimator), oldest=step - 1,
+        )  # fmt: skip
+        assert norm == pytest.approx(metrics["gradient_norm"], rel=1e-4)
+
+    expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    assert_moved_alike(expected, trainer.weights, begin=begin)
+
+
+def test_reference_is_where_the_job_began_also_after_a_restart(model: Path, tmp_path: Path) -> None:
+    config: dict[str, object] = {"learningRate": 1e-2, "reference": "Model"}
+    first = OneRank(tmp_path, model, **config)
+    assert 0 == pytest.approx(first.train(make_samples(1))["kl"], abs=1e-9)
+    first.save()
+    second = OneRank(tmp_path, model, **config)
+
+    assert 1e-4 < second.train(make_samples(2))["kl"]
+
+
+def test_progress_is_told_with_every_micro_batch(model: Path, tmp_path: Path) -> None:
+    """Two passes, and those of the reference and of the second minibatch's log-probabilities before them."""
+    trainer = OneRank(tmp_path, model, minibatches=2, dataPasses=2, microBatchTokens=10_000, reference="Model")
+
+    trainer.train(make_samples(1))
+
+    assert 2 * 2 + 2 + 1 == trainer.progressed
+
+
+def test_activation_checkpointing_changes_no_gradient(model: Path, tmp_path: Path) -> None:
+    one, other = _two(tmp_path, model, {}, {"activationCheckpointing": True})
+    seen: list[dict[str, torch.Tensor]] = []
+    layers: list[bool] = []
+    other.loop.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: layers.append(torch.is_grad_enabled()))
+    for trainer in (one, other):
+        trainer.at_update = lambda trainer=trainer: seen.append(trainer.gradients)  # type: ignore[misc]
+        trainer.train(make_samples(1))
+
+    assert 2 == layers.count(True)  # forward, and again backward
+    for name, gradient in seen[0].items():
+        torch.testing.assert_close(gradient, seen[1][name])
+
+
+def test_half_precision_computes_nearly_the_same_gradient(model: Path, tmp_path: Path) -> None:
+    one, other = _two(tmp_path, model, {}, {"dtype": "bfloat16"})
+    seen: list[dict[str, torch.Tensor]] = []
+    for trainer in (one, other):
+        trainer.at_update = lambda trainer=trainer: seen.append(trainer.gradients)  # type: ignore[misc]
+        trainer.train(make_samples(1))
+
+    apart = sum(float((seen[0][name] - seen[1][name]).square().sum()) for name in seen[0])
+    whole = sum(float(tensor.square().sum()) for tensor in seen[0].values())
+    assert {torch.float32} == {tensor.dtype for tensor in seen[1].values()}
+    assert 0 < apart**0.5 < 0.05 * whole**0.5
+
+
 @pytest.mark.parametrize("config", [{"microBatchTokens": 10}, {"microBatchTokens": 100_000}])
 def test_division_into_micro_batches_changes_nothing_but_rounding(
     model: Path, tmp_path: Path, config: dict[str, object]
@@ -146,7 +234,10 @@ def test_step_that_finds_no_memory_says_what_to_lower(model: Path, tmp_path: Pat
 
     trainer.loop.model.register_forward_pre_hook(full)
 
-    with pytest.raises(DeviceFull, match=r"step 1: lower microBatchTokens \(it is 60 .*Tried to allocate 20.00 GiB"):
+    with pytest.raises(
+        DeviceFull,
+        match=r"step 1: the trainer's state is 0.0 GiB.* lower microBatchTokens \(it is 60\) or .* allocate 20.00 GiB",
+    ):
         trainer.train(make_samples(1))
 
 
@@ -270,7 +361,7 @@ def test_batch_with_a_shard_missing_is_refused(model: Path, tmp_path: Path) -> N
     write_shard(tmp_path / "shard", header, first_half)
 
     with pytest.raises(BadShard, match=f"hold .* loss tokens, not {header.loss_tokens}"):
-        trainer.loop.train(1, tmp_path / "shard", lambda: None)
+        trainer.loop.train(1, tmp_path / "shard", trainer)
 
 
 def test_gradient_that_is_not_finite_stops_the_trainer_before_the_weights_are_spoilt(

@@ -13,6 +13,7 @@ from contract.trainer_process import TrainerKind, running
 from safetensors.torch import load_file
 from torch.optim import AdamW, Optimizer
 
+from colocated_rl_trainer.rank import Rank
 from colocated_rl_trainer.weights import load_model
 from examples.own_trainer.trainer import Reinforce
 from fakes.shards import Sample, write_shards
@@ -43,7 +44,7 @@ def make_samples(step: int) -> list[Sample]:
 
 def train(loop: Reinforce, folder: Path, step: int) -> None:
     (shard,) = write_shards(folder, make_samples(step), step=step, split=1)
-    loop.train(step, shard, lambda: None)
+    loop.train(step, shard, Rank(rank=0, lineage=1, writes_weights=True))
 
 
 def test_example_does_the_step_that_it_says(model: Path, tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_example_does_the_step_that_it_says(model: Path, tmp_path: Path) -> None
     for sample in samples:
         ids = torch.tensor([[*sample.prompt, *sample.response]])
         logp = torch.log_softmax(plain(input_ids=ids).logits[0], -1)
-        spread = rewards[sample.group].std(correction=0) + 1e-4
+        spread = rewards[sample.group].std() + 1e-4
         for place, token in enumerate(sample.response, start=len(sample.prompt)):
             loss -= (sample.reward - rewards[sample.group].mean()) / spread * logp[place - 1, token]
     (loss / sum(len(sample.response) for sample in samples)).backward()

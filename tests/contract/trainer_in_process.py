@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -43,19 +43,34 @@ class OneRank:
         settings = only_rank(folder, model, {"threads": 1} | config)
         self.loop = ReferenceTrainer(settings, TrainerConfig.read(settings.config))
         self.step = self.loop.load()
-        self.updates: list[int] = []  # steps that became dirty
+        self.updates: list[int] = []  # steps, once for each optimizer call
+        self.progressed = 0
+        self.at_update: Callable[[], None] = lambda: None  # called before each
         self.loop.onload()
 
     def train(self, samples: Sequence[Sample], *, temperature: float = 1.0) -> Mapping[str, float]:
         """One step on these samples."""
         step = self.step + 1
         (shard,) = write_shards(self.folder, samples, step=step, split=1, temperature=temperature)
-        metrics = self.loop.train(step, shard, lambda: self.updates.append(step))
+        metrics = self.loop.train(step, shard, self)
         self.step = step
         return metrics
 
+    def progress(self) -> None:
+        self.progressed += 1
+
+    def mark_dirty(self) -> None:
+        self.updates.append(self.step + 1)
+        self.at_update()
+
     def save(self, keep: int = 2) -> None:
         self.loop.save(self.step, keep)
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor.grad.clone() for name, tensor in self.loop.model.named_parameters() if tensor.grad is not None
+        }
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:

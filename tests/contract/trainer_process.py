@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import TrainerState
@@ -36,14 +36,27 @@ class Refusal(Exception):
         self.message = message
 
 
+class Launch(Protocol):
+    """A process that was started: `subprocess.Popen`, as far as it is needed."""
+
+    def poll(self) -> int | None: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def send_signal(self, sig: int) -> None: ...
+    def terminate(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+Launcher = Callable[[dict[str, str], Path], Launch]
+
+
 class TrainerProcess:
     """One rank."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, launch: Launcher, environment: dict[str, str], log: Path) -> None:
         self.socket = Path(environment[TrainerEnvironment.SOCKET])
         self.log = log
-        with log.open("ab") as stream:
-            self.process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+        self.process = launch(environment, log)
 
     def ask(self, path: str, body: Mapping[str, object] | None = None) -> TrainerStatus:
         """GET without a body, POST with one. Raises Refusal, or OSError when nobody answers."""
@@ -117,16 +130,24 @@ class TrainerGroup:
     """All ranks of one lineage, each in a pod of its own; `checkpoints` outlives it."""
 
     def __init__(
-        self, kind: TrainerKind, folder: Path, *, size: int, lineage: int = 1, switch: Mapping[str, int] | None = None
+        self,
+        kind: TrainerKind,
+        folder: Path,
+        *,
+        size: int,
+        lineage: int = 1,
+        keep: int = 2,
+        launch: Launcher | None = None,
     ) -> None:
         self.kind = kind
+        self._launch = launch or self._run_command
         self.folder = folder
         self.size = size
         self.lineage = lineage
         self.checkpoints = folder / "checkpoints"
         self.checkpoints.mkdir(exist_ok=True)
         (folder / "trainer.json").write_text(json.dumps(kind.config))
-        (folder / "job.json").write_text(json.dumps(job_file(**(switch or {}))))
+        (folder / "job.json").write_text(json.dumps(job_file(keep=keep)))
         port = _free_port()
         self.ranks = [self._start(rank, port) for rank in range(size)]
 
@@ -148,7 +169,11 @@ class TrainerGroup:
             TrainerEnvironment.DEVICE: "cpu",
         }
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | {str(name): str(value) for name, value in told.items()}
-        return TrainerProcess(self.kind.command, environment, self.folder / f"rank-{rank}-lineage-{self.lineage}.log")
+        return TrainerProcess(self._launch, environment, self.folder / f"rank-{rank}-lineage-{self.lineage}.log")
+
+    def _run_command(self, environment: dict[str, str], log: Path) -> Launch:
+        with log.open("ab") as stream:
+            return subprocess.Popen(self.kind.command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
 
     def wait_loaded(self) -> list[TrainerStatus]:
         return [rank.wait_loaded() for rank in self.ranks]
@@ -185,9 +210,9 @@ class TrainerGroup:
 
 @contextlib.contextmanager
 def running(
-    kind: TrainerKind, folder: Path, *, size: int, lineage: int = 1, switch: Mapping[str, int] | None = None
+    kind: TrainerKind, folder: Path, *, size: int, lineage: int = 1, keep: int = 2, launch: Launcher | None = None
 ) -> Iterator[TrainerGroup]:
-    group = TrainerGroup(kind, folder, size=size, lineage=lineage, switch=switch)
+    group = TrainerGroup(kind, folder, size=size, lineage=lineage, keep=keep, launch=launch)
     try:
         yield group
     finally:
@@ -201,7 +226,7 @@ def _free_port() -> int:
         return port
 
 
-def job_file(**switch: int) -> dict[str, object]:
+def job_file(*, keep: int = 2) -> dict[str, object]:
     return {
         "name": "sums",
         "namespace": "default",
@@ -211,6 +236,7 @@ def job_file(**switch: int) -> dict[str, object]:
             "steps": 10,
             "model": {"claimName": "model"},
             "rollout": {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 4},
-            "switch": {"trainerStartSeconds": 100, "trainerProgressSeconds": 60, **switch},
+            "switch": {"trainerStartSeconds": 100, "trainerProgressSeconds": 60},
+            "checkpoint": {"keep": keep},
         },
     }

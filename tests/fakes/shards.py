@@ -25,6 +25,11 @@ class Sample:
     reward: float
     group: int
     token_step: int = 0
+    written: Sequence[bool] | None = None  # by the policy, of the response; all of it when absent
+
+    @property
+    def mask(self) -> list[bool]:
+        return list(self.written or [True] * len(self.response))
 
 
 def write_shards(
@@ -44,7 +49,7 @@ def write_shards(
             shards=shards,
             groups=len(rewards),
             samples=len(samples),
-            loss_tokens=sum(len(sample.response) for sample in samples),
+            loss_tokens=sum(sum(sample.mask) for sample in samples),
             temperature=temperature,
             seed=0,
         )
@@ -60,11 +65,15 @@ def columns(samples: Sequence[Sample], rewards: Mapping[int, Sequence[float]]) -
     return {
         "tokens": ("int32", [token for s in samples for token in (*s.prompt, *s.response)]),
         "sample_end": ("int64", [sum(lengths[: number + 1]) for number in range(len(samples))]),
-        "loss_mask": ("uint8", [bit for s in samples for bit in (*[0] * len(s.prompt), *[1] * len(s.response))]),
+        "loss_mask": ("uint8", [int(bit) for s in samples for bit in (*[False] * len(s.prompt), *s.mask)]),
         "behaviour_logp": ("float32", [logp for s in samples for logp in (*[0.0] * len(s.prompt), *s.logp)]),
         "token_step": (
             "int32",
-            [step for s in samples for step in (*[-1] * len(s.prompt), *[s.token_step] * len(s.response))],
+            [
+                step
+                for s in samples
+                for step in (*[-1] * len(s.prompt), *[s.token_step if written else -1 for written in s.mask])
+            ],
         ),
         "reward": ("float32", [s.reward for s in samples]),
         "group": ("int64", [s.group for s in samples]),

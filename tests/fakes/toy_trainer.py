@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from colocated_rl_api.weights import Probe
-from colocated_rl_trainer.rank import Refused
+from colocated_rl_trainer.rank import Refused, Watch
 from colocated_rl_trainer.rank_server import serve
 from colocated_rl_trainer.settings import RankSettings
 
@@ -22,7 +22,7 @@ class ToyLoop:
         self._numbers = [0.0] * 8
 
     def load(self) -> int:
-        saved = sorted(self._settings.checkpoints.glob("*.toy"))
+        saved = self._saved()
         if not saved:
             return 0
         kept = json.loads(saved[-1].read_bytes())
@@ -33,14 +33,14 @@ class ToyLoop:
 
     def offload(self) -> None: ...
 
-    def train(self, step: int, shard: Path, mark_dirty: Callable[[], None]) -> Mapping[str, float]:
+    def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
         try:
             content = shard.read_bytes()
             size = struct.unpack("<Q", content[:8])[0]
             header = json.loads(content[8 : 8 + size])
         except (OSError, ValueError, struct.error) as error:
             raise Refused(f"{shard} is no shard: {error}") from error
-        mark_dirty()
+        watch.mark_dirty()
         self._numbers = [number + step for number in self._numbers]
         return {"columns": float(len(header))}
 
@@ -56,8 +56,15 @@ class ToyLoop:
         draft = target.with_suffix(".draft")
         draft.write_text(json.dumps({"step": step, "numbers": self._numbers}))
         draft.replace(target)
-        for old in sorted(self._settings.checkpoints.glob(f"*-{self._settings.rank}.toy"))[:-keep]:
+        for old in self._saved()[:-keep]:
             old.unlink()
+
+    def replay_from(self) -> int:
+        """It reads the newest or fails."""
+        return max((int(path.name[:8]) for path in self._saved()), default=0)
+
+    def _saved(self) -> list[Path]:
+        return sorted(self._settings.checkpoints.glob(f"*-{self._settings.rank}.toy"))
 
 
 if __name__ == "__main__":

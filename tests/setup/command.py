@@ -14,7 +14,7 @@ from setup.layout import CHECKOUT, Layout
 from setup.session import Session, SetupError
 from setup.tasks import Board
 
-EVERYTHING = (environments.DEV, localcluster.BINARY, localcluster.IMAGE_LIST, model.MODEL)
+EVERYTHING = (environments.DEV, environments.PEERS, localcluster.BINARY, localcluster.IMAGE_LIST, model.MODEL)
 FAILED, BAD_MACHINE, STOPPED = 1, 2, 130
 
 
@@ -28,8 +28,8 @@ def main(words: Sequence[str]) -> int:
         nargs=2,
         action="append",
         default=[],
-        metavar=("PART", "TARGET"),
-        help="when PART is there, make TARGET",
+        metavar=("PARTS", "TARGET"),
+        help="when PARTS (with commas between; all: everything) are there, make TARGET",
     )
     parser.add_argument("--lock", action="store_true", help="resolve all requirement files anew, and nothing else")
     options = parser.parse_args(words)
@@ -71,8 +71,8 @@ def _run(session: Session, options: argparse.Namespace) -> int:
         return 0
     parts: Sequence[str] = options.only or EVERYTHING
     board.begin(parts)
-    for part, target in options.then:
-        board.finish([part] if part in EVERYTHING else parts)
+    for wanted, target in options.then:
+        board.finish(parts if wanted == "all" else wanted.split(","))
         if board.is_finished(parts):
             held.close()
         code = _make(session, target)

@@ -19,6 +19,7 @@ from setup.tasks import Task
 from setup.toolchain import TOOLS, UV, clean_environment
 
 DEV = "dev"
+PEERS = "peers"
 WHEELS = "wheels"
 
 
@@ -45,6 +46,7 @@ IMAGES = (
         40,
     ),
 )
+COMPARED = Environment(PEERS, ("tests/peers/requirements.txt",), (), 30)
 OURS = ("operator", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
 
 
@@ -64,6 +66,14 @@ def tasks(layout: Layout) -> Iterator[Task]:
         is_made=lambda: all(_wheel_folder(layout, folder).is_dir() for folder in _packages_of_images()),
         make=lambda session: _make_wheels(layout, session),
         expected_s=5,
+    )
+    yield Task(
+        name=PEERS,
+        doing="installing what the trainer is compared with",
+        needs=(DEV,),  # has nearly all of it downloaded
+        is_made=lambda: is_made_from(layout.environment(PEERS), _library_inputs(layout, COMPARED)),
+        make=lambda session: _make_peers(layout, session),
+        expected_s=COMPARED.expected_s,
     )
     for environment in IMAGES:
         yield _image_task(layout, environment)
@@ -90,6 +100,12 @@ def _make_dev(layout: Layout, session: Session) -> None:
     options = ("--no-deps", "--no-build-isolation", "--config-settings", "editable_mode=compat")
     _uv(layout, session, DEV, "pip", "install", "--python", path, *options, *editable)
     remember(path, inputs)
+
+
+def _make_peers(layout: Layout, session: Session) -> None:
+    path = _begin(layout, session, PEERS)
+    _uv(layout, session, PEERS, "pip", "sync", "--python", path, *COMPARED.requirements)
+    remember(path, _library_inputs(layout, COMPARED))
 
 
 def _make_image(layout: Layout, session: Session, environment: Environment) -> None:

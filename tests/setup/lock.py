@@ -1,7 +1,8 @@
 """Pins what every environment holds: `make lock`.
 
 One resolution of everything together, into `tests/requirements.txt`; each part's file is a selection from it, so that
-no library has two versions in the project. Pins that satisfy what is asked stay: to move one, remove its line first.
+no library has two versions in the project. What only tests compare with is beside it, under the same pins. Pins that
+satisfy what is asked stay: to move one, remove its line first.
 No file names an index: whoever installs decides where packages come from.
 """
 
@@ -19,6 +20,7 @@ SELECTIONS = {
     "operator/requirements.txt": ("operator/pyproject.toml",),
     "workloads/agent/requirements.txt": ("workloads/agent/pyproject.toml",),
     "workloads/rollout/requirements.txt": ("workloads/rollout/pyproject.toml",),
+    "tests/peers/requirements.txt": ("tests/peers/requirements.in",),
     "workloads/gpu/requirements.txt": ("workloads/gpu/requirements.in", "workloads/trainer/pyproject.toml"),
 }
 
@@ -34,7 +36,8 @@ def _compile(layout: Layout, session: Session, words: Sequence[str], *, into: st
     session.run(
         "lock",
         [
-            *(layout.uv, "pip", "compile", "--quiet", "--universal", "--python-version", PYTHON, "--all-extras"),
+            *(layout.uv, "pip", "compile", "--quiet", "--universal", "--python-version", PYTHON),
+            *(["--all-extras"] if any(word.endswith("pyproject.toml") for word in words) else []),
             *(
                 "--no-header",
                 "--no-annotate",

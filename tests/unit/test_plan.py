@@ -295,6 +295,25 @@ def test_members_that_never_answer_fail_the_job() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- the end
+@pytest.mark.parametrize(
+    ("replay_from", "expected"), [((0, 0), 0), ((0, 1), 0), ((1, 1), 1), ((None, 1), 1), ((None, None), 2)]
+)
+def test_batches_are_kept_for_the_oldest_checkpoint_that_may_be_gone_back_to(
+    replay_from: tuple[int | None, int | None], expected: int
+) -> None:
+    """They went when the newest checkpoint had them: one that was damaged could not be made up for."""
+    seen = climbing(Rung.SERVING, Rung.SERVING, climb=make_climb(2), rollout=rollout_facts(trained=2), trained_step=2)
+    ranks = [trainer(2, 1, saved=2, replay_from=step) for step in replay_from]
+    members = [
+        replace(member, facts=member.pod_facts.model_copy(update={"trainers": (ranks.pop(),)}))
+        if member.pod_facts
+        else member
+        for member in seen.members
+    ]
+
+    assert expected == rollout_target(plan(remember(replace(seen, members=tuple(members))))).saved_step
+
+
 def last(saved: int | None, **options: Any) -> Observation:
     seen = climbing(Rung.SERVING, Rung.SERVING, job=make_job(steps=1), rollout=rollout_facts(trained=1), **options)
     done = trainer(1, 1, exported=V1, saved=saved)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from colocated_rl_trainer.checkpoint import CONTENTS, Checkpoints, Superseded
+from colocated_rl_trainer.checkpoint import CONTENTS, Checkpoints, NoneLeft, Superseded
 
 
 def test_no_checkpoint_in_an_empty_or_absent_directory(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path, lineage=1).newest() is None
-    assert Checkpoints(tmp_path / "absent", lineage=1).newest() is None
+    assert Checkpoints(tmp_path, lineage=1, keep=2).newest() is None
+    assert Checkpoints(tmp_path / "absent", lineage=1, keep=2).newest() is None
 
 
 def test_newest_is_found_with_what_was_written(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, lineage=1)
+    checkpoints = Checkpoints(tmp_path, lineage=1, keep=2)
     _write(checkpoints, 9)
     _write(checkpoints, 10)
 
@@ -30,14 +30,14 @@ def test_only_the_newest_are_kept_and_nothing_else_is_touched(tmp_path: Path) ->
     (tmp_path / "step-1").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     for step in (5, 10, 15):
-        _write(Checkpoints(tmp_path, lineage=1), step, keep=2)
+        _write(Checkpoints(tmp_path, lineage=1, keep=2), step, keep=2)
 
     assert ["notes.txt", "step-00000010", "step-00000015", "step-1"] == _names(tmp_path)
 
 
 @pytest.mark.parametrize("harm", ["changed", "file gone", "contents gone", "contents torn", "renamed"])
 def test_checkpoint_that_does_not_verify_is_passed_over(tmp_path: Path, harm: str) -> None:
-    checkpoints = Checkpoints(tmp_path, lineage=1)
+    checkpoints = Checkpoints(tmp_path, lineage=1, keep=2)
     _write(checkpoints, 5)
     newer = _write(checkpoints, 10)
     match harm:
@@ -59,7 +59,7 @@ def test_checkpoint_that_does_not_verify_is_passed_over(tmp_path: Path, harm: st
 
 
 def test_failed_write_leaves_the_older_ones_and_the_next_one_tidies_up(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, lineage=1)
+    checkpoints = Checkpoints(tmp_path, lineage=1, keep=2)
     _write(checkpoints, 5, keep=1)
 
     def fill_volume(directory: Path) -> None:
@@ -78,7 +78,7 @@ def test_failed_write_leaves_the_older_ones_and_the_next_one_tidies_up(tmp_path:
 
 def test_damaged_newer_checkpoint_goes_when_its_past_is_written_again(tmp_path: Path) -> None:
     """A damaged checkpoint counted among the kept ones: the good one was removed in its place."""
-    checkpoints = Checkpoints(tmp_path, lineage=1)
+    checkpoints = Checkpoints(tmp_path, lineage=1, keep=2)
     _write(checkpoints, 10, keep=1)
     damaged = _write(checkpoints, 20, keep=2)
     (damaged / "model").unlink()
@@ -88,8 +88,52 @@ def test_damaged_newer_checkpoint_goes_when_its_past_is_written_again(tmp_path: 
     assert ["step-00000015"] == _names(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("keep", "oldest"), [(1, [0, 10, 20, 30]), (2, [0, 0, 10, 20]), (3, [0, 0, 0, 10]), (9, [0, 0, 0, 0])]
+)
+def test_oldest_is_the_model_until_enough_checkpoints_are_there(tmp_path: Path, keep: int, oldest: list[int]) -> None:
+    """Batches up to the newest one were thrown away, also those that a step back to an older one would need."""
+    checkpoints = Checkpoints(tmp_path, lineage=1, keep=keep)
+    told = [checkpoints.oldest()]
+    for step in (10, 20, 30):
+        _write(checkpoints, step, keep=keep)
+        told.append(checkpoints.oldest())
+
+    assert oldest == told
+    assert oldest[-1] == Checkpoints(tmp_path, lineage=2, keep=keep).oldest()
+
+
+def test_damaged_checkpoint_is_no_reason_to_throw_more_batches_away(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, lineage=1, keep=2)
+    _write(checkpoints, 10)
+    (_write(checkpoints, 20) / "model").unlink()
+
+    newest = checkpoints.newest()
+
+    assert newest is not None
+    assert (10, 10) == (newest.step, checkpoints.oldest())
+
+
+def test_first_checkpoint_that_is_damaged_leads_back_to_the_model(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, lineage=1, keep=2)
+    (_write(checkpoints, 10) / "model").unlink()
+
+    assert checkpoints.newest() is None
+    assert 0 == checkpoints.oldest()
+
+
+def test_model_is_not_gone_back_to_when_its_batches_are_gone(tmp_path: Path) -> None:
+    """It was: the job stood at step 0 and waited for ever for the batch of step 1."""
+    checkpoints = Checkpoints(tmp_path, lineage=1, keep=2)
+    for step in (10, 20):
+        (_write(checkpoints, step) / "model").unlink()
+
+    with pytest.raises(NoneLeft, match=r"batches up to step 10 are gone: restore one from a backup, or make a new job"):
+        checkpoints.newest()
+
+
 def test_step_that_was_passed_over_can_be_written_again(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, lineage=1)
+    checkpoints = Checkpoints(tmp_path, lineage=1, keep=2)
     (_write(checkpoints, 10) / "model").write_text("damaged")
 
     _write(checkpoints, 10)
@@ -101,7 +145,7 @@ def test_step_that_was_passed_over_can_be_written_again(tmp_path: Path) -> None:
 
 def test_trainers_that_the_job_went_on_without_write_and_remove_nothing(tmp_path: Path) -> None:
     """Cut off in a save, they finished it later: what their successors had saved since was removed as a later step."""
-    cut_off, successors = Checkpoints(tmp_path, lineage=1), Checkpoints(tmp_path, lineage=2)
+    cut_off, successors = Checkpoints(tmp_path, lineage=1, keep=2), Checkpoints(tmp_path, lineage=2, keep=2)
 
     def fill_slowly(directory: Path) -> None:
         (directory / "model").write_text("of lineage 1")

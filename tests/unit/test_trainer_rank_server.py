@@ -28,6 +28,7 @@ from colocated_rl_trainer.rank import (
     Rank,
     Refused,
     Request,
+    Watch,
     conflict,
     holds,
 )
@@ -43,6 +44,7 @@ class ScriptedLoop:
     def __init__(self, **script: Callable[[], None]) -> None:
         self.script = script
         self.calls: list[str] = []
+        self.oldest = 3
         self.reached = threading.Event()
         self.go = threading.Event()
 
@@ -64,9 +66,11 @@ class ScriptedLoop:
     def offload(self) -> None:
         self._call("offload")
 
-    def train(self, step: int, shard: Path, mark_dirty: Callable[[], None]) -> Mapping[str, float]:
+    def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
         self._call("train")
-        mark_dirty()
+        watch.progress()
+        self._call("progressed")
+        watch.mark_dirty()
         self._call("update")
         return {"step": float(step), "unmeasured": float("nan")}
 
@@ -78,6 +82,10 @@ class ScriptedLoop:
 
     def save(self, step: int, keep: int) -> None:
         self._call("save")
+        self.oldest = step - keep
+
+    def replay_from(self) -> int:
+        return self.oldest
 
 
 class RunningRank:
@@ -223,6 +231,20 @@ def test_dirty_from_the_first_optimizer_call_to_the_end_of_the_step() -> None:
     assert [False, True, False] == seen
 
 
+def test_progress_rises_while_a_step_goes_on() -> None:
+    """It stood still during a step, so that a long one was taken for a hanging one."""
+    seen: list[int] = []
+    running = onloaded()
+    running.loop.script |= {
+        "train": lambda: seen.append(running.rank.status.progress),
+        "progressed": lambda: seen.append(running.rank.status.progress),
+    }
+
+    running.ask(train())
+
+    assert seen[0] < seen[1]
+
+
 def test_metric_that_is_no_number_is_left_out() -> None:
     assert {"step": 5.0} == onloaded().ask(train()).metrics
 
@@ -361,6 +383,16 @@ def test_what_can_be_done_from_where(status: TrainerStatus, request_: Request, e
     assert not holds(status, request_)
     refused = conflict(status, request_)
     assert error == (refused.error if refused else None)
+
+
+def test_rank_says_how_far_back_a_restart_may_go() -> None:
+    running = onloaded()
+    loaded = running.rank.status
+    running.ask(train())
+
+    saved = running.ask(SaveRequest(step=5, keep=2))
+
+    assert [(4, 3), (5, 3)] == [(loaded.saved, loaded.replay_from), (saved.saved, saved.replay_from)]
 
 
 @pytest.mark.parametrize("step", [3, 4])

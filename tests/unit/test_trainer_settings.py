@@ -76,12 +76,43 @@ def test_unknown_key_is_refused_with_the_nearest_and_all_known_ones(tmp_path: Pa
         ("learningRate", -1), ("warmupSteps", -1), ("weightDecay", -0.1), ("betas", [0.9]), ("betas", [0.9, 1.0]),
         ("gradientClip", 0), ("minibatches", 0), ("dataPasses", 0), ("clipLow", 1.5), ("clipHigh", 0),
         ("importanceCap", 1), ("bypass", "perhaps"), ("microBatchTokens", 0), ("seed", -1), ("threads", 0),
-        ("dtype", "float16"),
+        ("dtype", "float16"), ("reference", "Yesterday"), ("klCoefficient", -1), ("klEstimator", "K4"),
+        ("maxTokenAge", -1), ("schedule", "Step"), ("decaySteps", 0), ("finalLearningRate", -1),
+        ("activationCheckpointing", "perhaps"),
     ],
 )  # fmt: skip
 def test_value_out_of_bounds_is_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(SettingsError, match=rf"spec\.trainer\.config: {key}\b.*, is "):
         TrainerConfig.read(_file(tmp_path, {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"klCoefficient": 0.1}, "klCoefficient needs a policy to compare with: set reference to Model"),
+        ({"schedule": "Cosine"}, "decaySteps says when a Linear or Cosine schedule ends"),
+        ({"decaySteps": 9}, "decaySteps says when a Linear or Cosine schedule ends"),
+        ({"schedule": "Linear", "decaySteps": 9, "warmupSteps": 9}, "decaySteps must be after warmupSteps, 9"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(tmp_path: Path, config: dict[str, object], said: str) -> None:
+    with pytest.raises(SettingsError, match=rf"spec\.trainer\.config: {said}"):
+        TrainerConfig.read(_file(tmp_path, config))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({}, [0.2, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4]),
+        ({"schedule": "Linear", "decaySteps": 6}, [0.2, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0]),
+        ({"schedule": "Linear", "decaySteps": 6, "finalLearningRate": 0.2}, [0.2, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2]),
+        ({"schedule": "Cosine", "decaySteps": 4}, [0.2, 0.4, 0.2, 0.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_learning_rate_follows_its_schedule(tmp_path: Path, schedule: dict[str, object], expected: list[float]) -> None:
+    config = TrainerConfig.read(_file(tmp_path, {"learningRate": 0.4, "warmupSteps": 2} | schedule))
+
+    assert expected == pytest.approx([config.learning_rate_at(step) for step in range(1, 8)])
 
 
 @pytest.mark.parametrize(("written", "said"), [("{", "not readable JSON"), ("[]", "must be an object")])

@@ -265,6 +265,7 @@ class Trainers:
                 dirty=status.dirty,
                 exported=status.exported,
                 saved=status.saved,
+                replay_from=status.replay_from,
             )
         )
 

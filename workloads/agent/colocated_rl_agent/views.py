@@ -138,6 +138,7 @@ class RankView:
     dirty: bool = False
     exported: WeightVersion | None = None  # as the trainer says; a fact only once its files were verified
     saved: int | None = None
+    replay_from: int | None = None
     broken: str | None = None  # a request failed or was not answered in time: to be stopped
 
     @property
@@ -173,6 +174,7 @@ class RankView:
             dirty=self.dirty,
             exported=self.exported if self.exported == whole else None,
             saved=self.saved,
+            replay_from=self.replay_from,
         )
 
 

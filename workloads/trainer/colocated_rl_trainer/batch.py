@@ -2,6 +2,7 @@
 
 Which group is in which minibatch follows from the batch alone, never from how samples were dealt out to ranks; so do
 the normalizers. Samples that teach nothing (advantage 0) count in the normalizer and are not computed.
+Tokens that are too old to be trained, where a trainer says so, are context: they count nowhere.
 """
 
 from __future__ import annotations
@@ -39,11 +40,23 @@ class PeerRefused(Refused):
 
 
 @dataclass(frozen=True)
+class Use:
+    """What a trainer makes of a batch."""
+
+    in_spreads: bool = True  # of the group, are advantages
+    max_token_age: int | None = None  # in steps, of the weights that made a token: older ones are not trained
+    equal_too: bool = False  # samples of groups without a spread are computed: a penalty may move them
+
+
+AS_IT_IS = Use()
+
+
+@dataclass(frozen=True)
 class ShardSample:
     """One sample, prompt and response: [length] each, on the device that was asked for."""
 
     tokens: Tensor  # int64
-    is_trained: Tensor  # bool: written by the policy
+    is_trained: Tensor  # bool: written by the policy, and not too old
     behaviour_logp: Tensor  # float32, nats, as the engine sampled the token; 0 where `is_trained` is not
     reward: float
     advantage: float  # of GRPO: in spreads of its group's rewards
@@ -55,7 +68,7 @@ class Shard:
 
     header: BatchHeader
     tokens: Tensor  # int64 [T]
-    loss_mask: Tensor  # bool [T]
+    loss_mask: Tensor  # bool [T]: to be trained
     behaviour_logp: Tensor
     token_step: Tensor
     reward: Tensor
@@ -64,10 +77,12 @@ class Shard:
     start: Tensor  # int64 [n], in [T]
     end: Tensor
     loss_tokens: Tensor  # int64 [n]
+    written_tokens: int  # by the policy, however old
+    use: Use
 
     @classmethod
-    def read(cls, path: Path, *, step: int, shard: int, shards: int, in_spreads: bool = True) -> Shard:
-        """in_spreads: of the group, are advantages. Raises BadShard, which says what is wrong with the file."""
+    def read(cls, path: Path, *, step: int, shard: int, shards: int, use: Use = AS_IT_IS) -> Shard:
+        """Raises BadShard, which says what is wrong with the file."""
         try:
             with safe_open(path, framework="pt") as file:
                 header = BatchHeader.model_validate_json((file.metadata() or {}).get(HEADER_KEY, ""))
@@ -83,7 +98,9 @@ class Shard:
             raise BadShard(f"shard {path} of step {step}: {fault}")
         end = column["sample_end"]
         start = torch.cat([end.new_zeros(1), end])[:-1]
-        mask = column["loss_mask"].bool()
+        mask = written = column["loss_mask"].bool()
+        if use.max_token_age is not None:
+            mask = written & (step - 1 - column["token_step"] <= use.max_token_age)
         before = torch.cat([end.new_zeros(1), mask.long().cumsum(0)])
         return cls(
             header=header,
@@ -94,11 +111,14 @@ class Shard:
             reward=column["reward"],
             group=column["group"],
             advantage=group_advantage(
-                column["reward"], column["group_mean"], column["group_std"], in_spreads=in_spreads
+                *(column[name] for name in ("reward", "group_mean", "group_std", "group_count")),
+                in_spreads=use.in_spreads,
             ),
             start=start,
             end=end,
             loss_tokens=before[end] - before[start],
+            written_tokens=int(written.sum()),
+            use=use,
         )
 
     @property
@@ -131,29 +151,30 @@ class Shard:
 
     def teaching(self) -> Tensor:
         """Which samples have a gradient: bool [n]."""
-        return (self.advantage != 0) & (self.loss_tokens > 0)
+        return ((self.advantage != 0) | self.use.equal_too) & (self.loss_tokens > 0)
 
 
 def read_together(
-    path: Path, group: Group, *, step: int, in_spreads: bool = True
+    path: Path, group: Group, *, step: int, use: Use = AS_IT_IS
 ) -> tuple[Shard, list[dict[int, GroupShare]]]:
     """This rank's shard, and every rank's part of each group. Raises Refused on every rank or on none."""
     shard, fault = None, None
     try:
-        shard = Shard.read(path, step=step, shard=group.rank, shards=group.size, in_spreads=in_spreads)
+        shard = Shard.read(path, step=step, shard=group.rank, shards=group.size, use=use)
     except BadShard as error:
         fault = error
-    heard = group.gather((str(fault) if fault else None, shard.groups() if shard else {}))
+    heard = group.gather(
+        (str(fault) if fault else None, shard.groups() if shard else {}, shard.written_tokens if shard else 0)
+    )
     if fault is not None:
         raise fault
     assert shard is not None
-    if faults := [f"rank {peer}: {told}" for peer, (told, _) in enumerate(heard) if told]:
+    if faults := [f"rank {peer}: {told}" for peer, (told, _, _) in enumerate(heard) if told]:
         raise PeerRefused(f"step {step} not begun: {'; '.join(faults)}")
-    shares = [share for _, share in heard]
-    loss_tokens = sum(part.loss_tokens for share in shares for part in share.values())
+    loss_tokens = sum(written for _, _, written in heard)
     if loss_tokens != shard.header.loss_tokens:
         raise BadShard(f"the shards of step {step} hold {loss_tokens} loss tokens, not {shard.header.loss_tokens}")
-    return shard, shares
+    return shard, [share for _, share, _ in heard]
 
 
 def _fault(column: Mapping[str, Tensor]) -> str | None:
@@ -177,7 +198,7 @@ def _fault(column: Mapping[str, Tensor]) -> str | None:
         return "behaviour_logp must be finite and at most 0"
     if bool((column["token_step"][mask] < 0).any()):
         return "a token to be trained has no step"
-    for name in ("reward", "group_mean", "group_std"):
+    for name in ("reward", "group_mean", "group_std", "group_count"):
         if not bool(torch.isfinite(column[name]).all()):
             return f"{name} must be finite"
     return None

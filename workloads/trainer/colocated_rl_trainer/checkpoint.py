@@ -2,6 +2,9 @@
 
 A checkpoint is filled under another name, hashed, flushed to the disk and renamed; what stands under its own name is
 whole. It is verified against its hashes when it is read, and one that does not verify is passed over with a warning.
+The model as the job began with it counts as the checkpoint of step 0. Of these the newest `keep` are kept, and with
+them the sealed batches since the oldest, so that whichever is read, the steps after it can be done again. There is no
+way back beyond them: then `NoneLeft`, rather than a step whose batches are gone.
 A writer that was cut off, and whose job went on without it, finds checkpoints of a later lineage and writes none.
 What the files hold is the caller's matter. No clean-up touches a name that is not a checkpoint's.
 """
@@ -53,21 +56,37 @@ class Superseded(Refused):
     """Trainers of a later lineage write checkpoints here: the job has gone on without these."""
 
 
+class NoneLeft(Exception):
+    """No checkpoint verifies, and the batches since the job's beginning are gone. Only a person can help."""
+
+
 class Checkpoints:
     """The checkpoints of one job. One rank of the newest lineage writes, any number may read."""
 
-    def __init__(self, directory: Path, *, lineage: int) -> None:
+    def __init__(self, directory: Path, *, lineage: int, keep: int) -> None:
         self._directory = directory
         self._lineage = lineage
+        self._keep = keep
 
     def newest(self) -> Saved | None:
-        """The newest checkpoint that verifies, or None. Raises OSError if the volume can't be read."""
+        """The newest checkpoint that verifies; None: the model. Raises NoneLeft, and OSError if nothing can be read."""
+        faults = []
         for saved in reversed(self._all()):
             fault = _fault(saved)
             if fault is None:
                 return saved
+            faults.append(fault)
             log(_LOG, "checkpoint passed over", logging.WARNING, step=saved.step, reason=fault)
+        if self.oldest() > 0:
+            raise NoneLeft(
+                f"no checkpoint in {self._directory} can be read, and the batches up to step {self.oldest()} are gone: "
+                f"restore one from a backup, or make a new job; {'; '.join(faults)}"
+            )
         return None
+
+    def oldest(self) -> int:
+        """Step of the oldest that is kept; 0: the model."""
+        return self._kept([saved.step for saved in self._all()])[0]
 
     def write(self, step: int, *, keep: int, fill: Callable[[Path], None]) -> Saved:
         """Let `fill` write files into an empty directory, make that the checkpoint of `step`, keep the newest `keep`.
@@ -75,6 +94,7 @@ class Checkpoints:
         Any of a later step goes as well: it did not verify, or this step would not be written now.
         Raises OSError and Superseded; then no checkpoint has come or gone.
         """
+        self._keep = keep
         self._refuse_if_superseded()
         for left in self._directory.iterdir():
             if _DRAFT.fullmatch(left.name):
@@ -93,9 +113,9 @@ class Checkpoints:
             shutil.rmtree(target)
         draft.rename(target)
         _flush(self._directory)
-        kept = [saved for saved in self._all() if saved.step <= step][-keep:]
+        kept = self._kept([saved.step for saved in self._all() if saved.step <= step])
         for saved in self._all():
-            if saved not in kept:
+            if saved.step not in kept:
                 shutil.rmtree(saved.directory)
         return Saved(step, target)
 
@@ -107,6 +127,10 @@ class Checkpoints:
                     raise Superseded(
                         f"{saved.directory} is of lineage {lineage}, these trainers are of {self._lineage}"
                     )
+
+    def _kept(self, steps: list[int]) -> list[int]:
+        """Oldest first."""
+        return sorted({0, *steps})[-self._keep :]
 
     def _all(self) -> list[Saved]:
         """Oldest first, unverified."""

@@ -9,7 +9,7 @@ of the same batches from a checkpoint gives the same weights, on the CPU the sam
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +19,15 @@ from torch import Tensor
 
 from colocated_rl_api.logs import log
 from colocated_rl_api.weights import Probe
-from colocated_rl_trainer.batch import MicroBatch, Shard, deal_minibatches, micro_batches, read_together
+from colocated_rl_trainer.batch import MicroBatch, Shard, Use, deal_minibatches, micro_batches, read_together
 from colocated_rl_trainer.checkpoint import OPTIMIZER, Checkpoints
 from colocated_rl_trainer.group import Group, join_group
-from colocated_rl_trainer.loss import importance_ratio, policy_loss, token_logp
+from colocated_rl_trainer.loss import importance_ratio, kl_penalty, policy_loss, token_logp
+from colocated_rl_trainer.rank import Watch
 from colocated_rl_trainer.residency import Residency
 from colocated_rl_trainer.settings import RankSettings, TrainerConfig
 from colocated_rl_trainer.tally import Tally, metrics
-from colocated_rl_trainer.weights import load_model, probe, write_model, write_tensors
+from colocated_rl_trainer.weights import checkpoint_activations, load_model, probe, write_model, write_tensors
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,6 +48,14 @@ class _Work:
     micro_batches: list[MicroBatch]
 
 
+@dataclass(frozen=True)
+class _Known:
+    """Log-probabilities of the shard's tokens, [T]; NaN where nobody computed them."""
+
+    start: Tensor  # under the weights that the step begins with
+    reference: Tensor
+
+
 class ReferenceTrainer:
     """One rank. The methods are those of `rank.Loop`."""
 
@@ -58,7 +67,12 @@ class ReferenceTrainer:
         self._limit = spec.rollout.max_response_tokens
         self._device = torch.device(settings.device)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage)
+        self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage, keep=spec.checkpoint.keep)
+        self._use = Use(
+            in_spreads=config.advantage == "Spread",
+            max_token_age=config.max_token_age,
+            equal_too=config.kl_coefficient > 0,
+        )
         if config.threads is not None:
             torch.set_num_threads(config.threads)
 
@@ -67,7 +81,11 @@ class ReferenceTrainer:
         self._group: Group = join_group(self._settings)
         found = self._checkpoints.newest() if self._group.rank == 0 else None
         self.model = load_model(found.directory if found else self._settings.model)
+        if self._config.activation_checkpointing:
+            checkpoint_activations(self.model)
         self._state = Residency(self.model, self._device)
+        if self._config.reference:
+            self._state.keep_reference(load_model(self._settings.model))
         if found:
             self._read_optimizer(found.directory / OPTIMIZER)
             log(_LOG, "checkpoint read", step=found.step)
@@ -82,50 +100,76 @@ class ReferenceTrainer:
     def offload(self) -> None:
         self._state.offload()
 
-    def train(self, step: int, path: Path, mark_dirty: Callable[[], None]) -> Mapping[str, float]:
+    def train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
         try:
-            return self._train(step, path, mark_dirty)
+            return self._train(step, path, watch)
         except torch.OutOfMemoryError as error:
-            now = f"it is {self._config.micro_batch_tokens} tokens of each forward pass"
-            raise DeviceFull(f"no memory for step {step}: lower microBatchTokens ({now}): {error}") from error
+            raise DeviceFull(f"no memory for step {step}: {self._what_takes_memory()}: {error}") from error
 
-    def _train(self, step: int, path: Path, mark_dirty: Callable[[], None]) -> Mapping[str, float]:
+    def _train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
         config, state = self._config, self._state
         shard, work = self._read_batch(step, path)
         tally = Tally.of(shard)
-        start_logp = torch.full_like(shard.behaviour_logp, torch.nan)  # under the weights that the step begins with
-        if not config.bypass:
-            for minibatch in work[1:]:  # the first one will find those weights
-                for micro in minibatch.micro_batches:
-                    with torch.no_grad():
-                        start_logp[micro.tokens] = self._logp(shard, micro)[0].cpu()
-        learning_rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
+        known = self._score(shard, work, watch)
+        learning_rate = config.learning_rate_at(step)
         for _data_pass in range(config.data_passes):
             for minibatch in work:
                 for micro in minibatch.micro_batches:
-                    logp, entropy = self._logp(shard, micro)
-                    if tally.updates == 0:
-                        start_logp[micro.tokens] = logp.detach().cpu()
-                    behaviour_logp = shard.behaviour_logp[micro.tokens]
-                    proximal_logp = behaviour_logp if config.bypass else start_logp[micro.tokens]
-                    importance = importance_ratio(proximal_logp, behaviour_logp, cap=config.importance_cap)
-                    loss = policy_loss(
-                        logp,
-                        proximal_logp.to(logp.device),
-                        shard.advantage[micro.sample].to(logp.device),
-                        importance.to(logp.device),
-                        self._weight(shard, micro).to(logp.device),
-                        clip_low=config.clip_low,
-                        clip_high=config.clip_high,
-                    )
-                    (loss.total / minibatch.divisor).backward()
-                    tally.add_tokens(loss, entropy, importance, normalizer=minibatch.divisor)
+                    self._add_gradient(shard, micro, minibatch.divisor, known, tally)
+                    watch.progress()
                 gradient_norm = self._sum_and_clip_gradients(step)
-                mark_dirty()
+                watch.mark_dirty()
                 state.update(learning_rate=learning_rate, betas=config.betas, weight_decay=config.weight_decay)
                 tally.add_update(gradient_norm)
-        tally.add_mismatch(shard, start_logp)
-        return metrics(self._group.gather(tally)) | {"learning_rate": learning_rate}
+        tally.add_mismatch(shard, known.start)
+        told = metrics(self._group.gather(tally), has_reference=config.reference is not None)
+        return told | {"learning_rate": learning_rate}
+
+    def _score(self, shard: Shard, work: Sequence[_Work], watch: Watch) -> _Known:
+        """What the step must know of the batch before its first update changes the weights."""
+        known = _Known(*(torch.full_like(shard.behaviour_logp, torch.nan) for _ in range(2)))
+        if not self._config.bypass:
+            self._compute(shard, work[1:], into=known.start, watch=watch)  # the first will find those weights
+        if self._config.reference:
+            with self._state.as_reference():
+                self._compute(shard, work, into=known.reference, watch=watch)
+        return known
+
+    def _compute(self, shard: Shard, work: Sequence[_Work], *, into: Tensor, watch: Watch) -> None:
+        for minibatch in work:
+            for micro in minibatch.micro_batches:
+                with torch.no_grad():
+                    into[micro.tokens] = self._logp(shard, micro)[0].cpu()
+                watch.progress()
+
+    def _add_gradient(self, shard: Shard, micro: MicroBatch, divisor: int, known: _Known, tally: Tally) -> None:
+        """That of one micro-batch, to those before it."""
+        config, device = self._config, self._device
+        logp, entropy = self._logp(shard, micro)
+        if tally.updates == 0:
+            known.start[micro.tokens] = logp.detach().cpu()
+        behaviour_logp = shard.behaviour_logp[micro.tokens]
+        proximal_logp = behaviour_logp if config.bypass else known.start[micro.tokens]
+        importance = importance_ratio(proximal_logp, behaviour_logp, cap=config.importance_cap)
+        weight = self._weight(shard, micro).to(device)
+        policy = policy_loss(
+            logp,
+            proximal_logp.to(device),
+            shard.advantage[micro.sample].to(device),
+            importance.to(device),
+            weight,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+        )
+        loss = policy.total
+        if config.reference:
+            reference_logp, estimator = known.reference[micro.tokens].to(device), config.kl_estimator
+            if config.kl_coefficient:
+                loss = loss + config.kl_coefficient * kl_penalty(logp, reference_logp, weight, estimator=estimator)
+            tally.kl += float(kl_penalty(logp.detach(), reference_logp, torch.ones_like(logp), estimator=estimator))
+        loss = loss / divisor
+        loss.backward()
+        tally.add_tokens(float(loss.detach()), policy, entropy, importance, cap=config.importance_cap)
 
     def export(self, directory: Path) -> Probe | None:
         if not self._settings.writes_weights:
@@ -141,10 +185,13 @@ class ReferenceTrainer:
             within_s=self._progress_s,
         )
 
+    def replay_from(self) -> int:
+        return self._checkpoints.oldest()
+
     def _read_batch(self, step: int, path: Path) -> tuple[Shard, list[_Work]]:
         """This rank's shard and what to do with it, agreed with the others. Raises Refused on every rank or on none."""
         config = self._config
-        shard, shares = read_together(path, self._group, step=step, in_spreads=config.advantage == "Spread")
+        shard, shares = read_together(path, self._group, step=step, use=self._use)
         minibatches = deal_minibatches(shares, count=config.minibatches, seed=config.seed * 1_000_003 + step)
         return shard, [
             _Work(
@@ -188,6 +235,17 @@ class ReferenceTrainer:
         if norm > self._config.gradient_clip:
             gradients.mul_(self._config.gradient_clip / norm)
         return norm
+
+    def _what_takes_memory(self) -> str:
+        config, vocabulary = self._config, int(self.model.config.get_text_config().vocab_size)
+        state, logits = 4 * 4 * len(self._state.parameters), 4 * config.micro_batch_tokens * vocabulary
+        lower = f"lower microBatchTokens (it is {config.micro_batch_tokens})"
+        if not config.activation_checkpointing:
+            lower += " or set activationCheckpointing"
+        return (
+            f"the trainer's state is {state / 2**30:.1f} GiB, the logits of a pass are up to {logits / 2**30:.1f} GiB, "
+            f"several times: {lower}"
+        )
 
     def _write_checkpoint(self, directory: Path) -> None:
         write_model(self.model, directory, origin=self._settings.model, dtype=torch.float32)

@@ -3,7 +3,8 @@
 Three policies meet in it: the *policy* is what is being trained; the *proximal* policy is what the step began with,
 against which the ratio is clipped; the *behaviour* policy sampled the token, one or more steps ago, in another program.
 The ratio of policy to proximal is clipped, the ratio of proximal to behaviour corrects for age and is only truncated,
-never differentiated: decoupled as in Hilton et al. 2021 (Batch size-invariance for policy optimization).
+never differentiated: decoupled as in Hilton et al. 2021 (Batch size-invariance for policy optimization). A fourth,
+the *reference*, is frozen: the policy may be held near to it by an estimate of its KL divergence.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from colocated_rl_trainer.settings import KL
 
 ADVANTAGE_EPSILON = 1e-4  # added to a group's standard deviation, as the GRPO implementations do
 SAME_REWARD = 1e-6  # a spread below this is rounding
@@ -29,16 +32,20 @@ class PolicyLoss:
     clipped_tokens: Tensor  # scalar: tokens whose gradient the clip took away
 
 
-def group_advantage(reward: Tensor, group_mean: Tensor, group_std: Tensor, *, in_spreads: bool = True) -> Tensor:
+def group_advantage(
+    reward: Tensor, group_mean: Tensor, group_std: Tensor, group_count: Tensor, *, in_spreads: bool = True
+) -> Tensor:
     """How much better a sample is than its group, in spreads of the group or as it is: [samples] each.
 
+    group_std: of the group as a population. The spread is that of a sample, divided by count - 1, as everywhere else.
     Exactly 0 where all rewards of the group are equal: such a sample teaches nothing and need not be computed.
     Sources: GRPO (DeepSeekMath); without the spread Liu et al. 2025 (Dr. GRPO).
     """
-    _same_length(reward, group_mean, group_std)
+    _same_length(reward, group_mean, group_std, group_count)
     advantage = reward - group_mean
     if in_spreads:
-        advantage = advantage / (group_std + ADVANTAGE_EPSILON)
+        spread = group_std * (group_count / (group_count - 1).clamp(min=1)).sqrt()
+        advantage = advantage / (spread + ADVANTAGE_EPSILON)
     return torch.where(group_std > SAME_REWARD, advantage, torch.zeros_like(advantage))
 
 
@@ -78,6 +85,25 @@ def policy_loss(
         _same_length(surrogate, weight)
         surrogate = surrogate * weight
     return PolicyLoss(total=-surrogate.sum(), clipped_tokens=(clipped < free).sum())
+
+
+def kl_penalty(policy_logp: Tensor, reference_logp: Tensor, weight: Tensor, *, estimator: KL) -> Tensor:
+    """Estimated divergence of policy from reference, summed over tokens with their weights: a scalar with a gradient.
+
+    All [tokens]; the reference is not differentiated. K1, the log-ratio, has no bias, but on tokens of the policy's own
+    its gradient is noise around 0; K2, half its square, has the gradient of the divergence there; K3 has no bias and is
+    never negative. Raises LengthMismatch. Sources: Schulman 2020 (Approximating KL divergence); K3: GRPO.
+    """
+    _same_length(policy_logp, reference_logp, weight)
+    apart = policy_logp - reference_logp.detach()
+    match estimator:
+        case "K1":
+            estimate = apart
+        case "K2":
+            estimate = apart.square() / 2
+        case "K3":
+            estimate = (-apart).expm1() + apart
+    return (estimate * weight).sum()
 
 
 def token_logp(logits: Tensor, tokens: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:

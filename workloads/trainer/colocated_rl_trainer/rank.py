@@ -42,6 +42,16 @@ class Refused(Exception):
     """
 
 
+class Watch(Protocol):
+    """To which a loop says how its step goes on."""
+
+    def progress(self) -> None:
+        """Something was done, a micro-batch for instance: the deadline of the step counts from here."""
+
+    def mark_dirty(self) -> None:
+        """The first optimizer call comes next: from here on, the step can't be tried again in place."""
+
+
 class Loop(Protocol):
     """What a person writes. All methods are called on the main thread, never two at a time.
 
@@ -62,10 +72,10 @@ class Loop(Protocol):
     def offload(self) -> None:
         """Take the state off the device: what stays there is missing to the rollout engine."""
 
-    def train(self, step: int, shard: Path, mark_dirty: Callable[[], None]) -> Mapping[str, float]:
+    def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
         """Do step `step` on this rank's shard of its batch (`colocated_rl_api.batch`) and return its metrics.
 
-        Call `mark_dirty` before the first optimizer call: from there on, the step can't be tried again in place.
+        Tell `watch` of the first optimizer call before it comes, and of progress.
         """
 
     def export(self, directory: Path) -> Probe | None:
@@ -76,6 +86,12 @@ class Loop(Protocol):
 
     def save(self, step: int, keep: int) -> None:
         """Write a checkpoint of `step`, the last finished one, durably; keep the newest `keep`."""
+
+    def replay_from(self) -> int:
+        """The oldest step that `load` may return to from now on: the batches after it are kept.
+
+        Asked for after `load` and each `save`. Without any way back behind the newest checkpoint, that one's step.
+        """
 
 
 class OnloadRequest(Wire):
@@ -204,7 +220,7 @@ class Rank:
         began = time.monotonic()
         loop = make_loop()
         step = loop.load()
-        self._set(state=TrainerState.OFFLOADED, step=step, saved=step)
+        self._set(state=TrainerState.OFFLOADED, step=step, saved=step, replay_from=loop.replay_from())
         log(_LOG, "trainer loaded", step=step, took_s=_since(began))
         while True:
             with self._changed:
@@ -226,6 +242,15 @@ class Rank:
                     self._operation = None
                 operation.done.set()
 
+    def progress(self) -> None:
+        """As `Watch`."""
+        self._set(progress=self._status.progress + 1)
+
+    def mark_dirty(self) -> None:
+        """As `Watch`."""
+        if not self._status.dirty:
+            self._set(dirty=True)
+
     def wait_for_answers(self) -> None:
         """Return when no answer is under way, at the latest after LAST_ANSWERS_S."""
         with self._changed:
@@ -244,7 +269,7 @@ class Rank:
                 log(_LOG, "trainer offloaded", step=self._status.step, took_s=_since(began))
             case TrainRequest():
                 self._set(state=TrainerState.TRAINING)
-                metrics = loop.train(request.step, Path(request.shard), self._mark_dirty)
+                metrics = loop.train(request.step, Path(request.shard), self)
                 told = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
                 self._set(state=TrainerState.ONLOADED, step=request.step, dirty=False, metrics=told)
                 log(_LOG, "step trained", step=request.step, took_s=_since(began), metrics=told)
@@ -261,7 +286,8 @@ class Rank:
             case SaveRequest():
                 with _refusing("checkpoint", "free space on it or make spec.checkpoint.volume larger"):
                     loop.save(request.step, request.keep)
-                self._set(saved=request.step)
+                    replay_from = loop.replay_from()
+                self._set(saved=request.step, replay_from=replay_from)
                 log(_LOG, "checkpoint saved", step=request.step, took_s=_since(began))
             case _:
                 assert_never(request)
@@ -277,10 +303,6 @@ class Rank:
                 for file in directory.rglob("*"):  # safetensors makes files for their owner alone
                     file.chmod(file.stat().st_mode | (0o770 if file.is_dir() else 0o660))
                 write_manifest(directory, version, probe)
-
-    def _mark_dirty(self) -> None:
-        if not self._status.dirty:
-            self._set(dirty=True)
 
     def _set(self, **changes: object) -> None:
         with self._changed:

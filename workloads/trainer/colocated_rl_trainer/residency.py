@@ -4,12 +4,16 @@ A model's parameters become views of the first buffer and their gradients views 
 of state between device and host, one collective sums a gradient, and one fused kernel updates everything. Off the
 device, parameters and moments stand in pinned host memory and gradients nowhere: they are zero between steps.
 
+A frozen reference is a second set of parameters, on the host: when it has to compute, before a step, it stands in the
+device buffer of the gradients, which are zero then. So it costs no memory on the device.
+
 On the CPU device and host are the same memory, and both moves change nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -42,6 +46,7 @@ class Residency:
             view.copy_(parameter.data)
             parameter.data = view  # one by one: each old tensor is freed before the next is copied
         self.gradients = torch.empty(0)
+        self._reference = torch.empty(0)
         self.is_onloaded = not self._moves
         if self.is_onloaded:
             self._make_gradients()
@@ -85,13 +90,34 @@ class Residency:
         self.updates += 1
         self.gradients.zero_()
 
+    def keep_reference(self, model: nn.Module) -> None:
+        """Copy the reference's parameters, on the host, from a model of the same shape."""
+        reference = torch.empty_like(self._host[0], pin_memory=self._device.type == "cuda")
+        for name, view in self.named(reference).items():
+            view.copy_(model.get_parameter(name).data)
+        self._reference = reference
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Inside, the model computes as the reference. For no gradient, and between steps: gradients are zero."""
+        self.gradients.copy_(self._reference, non_blocking=True)
+        self._point_at(self.gradients)
+        try:
+            yield
+        finally:
+            self._point_at(self.parameters)
+            self.gradients.zero_()
+
     def named(self, buffer: Tensor) -> dict[str, Tensor]:
         """Views of one of the buffers by parameter name."""
         return dict(zip(self._trained, self._views(buffer), strict=True))
 
     def _place(self, parameters: Tensor, first_moment: Tensor, second_moment: Tensor) -> None:
         self.parameters, self.first_moment, self.second_moment = parameters, first_moment, second_moment
-        for parameter, view in zip(self._trained.values(), self._views(parameters), strict=True):
+        self._point_at(parameters)
+
+    def _point_at(self, buffer: Tensor) -> None:
+        for parameter, view in zip(self._trained.values(), self._views(buffer), strict=True):
             parameter.data = view
 
     def _make_gradients(self) -> None:

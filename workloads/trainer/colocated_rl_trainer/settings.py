@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
 
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.trainer_wire import TrainerEnvironment as Variable
@@ -75,6 +77,7 @@ class RankSettings:
         return self.local_rank == 0
 
 
+KL = Literal["K1", "K2", "K3"]  # estimators: `loss.kl_penalty`
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -85,6 +88,11 @@ class TrainerConfig(BaseModel):
 
     learning_rate: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises to its value.")
+    schedule: Literal["Constant", "Linear", "Cosine"] = Field(
+        default="Constant", description="Of the learning rate after that: to finalLearningRate at step decaySteps."
+    )
+    decay_steps: int | None = Field(default=None, ge=1, description="Last step of the schedule.")
+    final_learning_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="From that step on.")
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Of AdamW.")
     gradient_clip: float = Field(default=1.0, gt=0, description="Greatest norm of the whole gradient.")
@@ -93,6 +101,14 @@ class TrainerConfig(BaseModel):
     clip_low: float = Field(default=0.2, gt=0, le=1, description="The ratio is clipped below 1 - clipLow.")
     clip_high: float = Field(default=0.28, gt=0, description="And above 1 + clipHigh.")
     importance_cap: float = Field(default=2.0, gt=1, description="Bound of the ratio to the behaviour policy.")
+    reference: Literal["Model"] | None = Field(
+        default=None, description="The frozen policy that KL is measured against: the model as the job began with it."
+    )
+    kl_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Of KL in the loss.")
+    kl_estimator: KL = Field(default="K3", description="Of KL, by one token; K3 is that of GRPO.")
+    max_token_age: int | None = Field(
+        default=None, ge=0, description="Tokens that weights of more steps ago have made are not trained."
+    )
     bypass: bool = Field(default=False, description="Clip against the behaviour log-probabilities, recompute none.")
     advantage: Literal["Spread", "Mean"] = Field(
         default="Spread",
@@ -103,12 +119,34 @@ class TrainerConfig(BaseModel):
         description="The loss is the mean over tokens (DAPO), over samples of their tokens' means (GRPO), or over "
         "samples of their tokens' sums divided by maxResponseTokens (Dr. GRPO).",
     )
+    activation_checkpointing: bool = Field(
+        default=False, description="Compute activations again instead of keeping them: less memory, more work."
+    )
     micro_batch_tokens: int = Field(default=16_384, ge=1, description="Tokens of one forward pass, padding included.")
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of the division into minibatches.")
     threads: int | None = Field(default=None, ge=1, description="Of torch on the CPU; its own choice when absent.")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Of the computation and of exports; parameters and optimizer state are float32."
     )
+
+    def learning_rate_at(self, step: int) -> float:
+        if step <= self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        if self.decay_steps is None:
+            return self.learning_rate
+        done = min(1.0, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+        left = 1 - done if self.schedule == "Linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.final_learning_rate + left * (self.learning_rate - self.final_learning_rate)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.kl_coefficient and self.reference is None:
+            raise _contradiction("klCoefficient needs a policy to compare with: set reference to Model")
+        if (self.schedule == "Constant") != (self.decay_steps is None):
+            raise _contradiction("decaySteps says when a Linear or Cosine schedule ends: set both or none")
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise _contradiction(f"decaySteps must be after warmupSteps, {self.warmup_steps}")
+        return self
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -129,9 +167,16 @@ class TrainerConfig(BaseModel):
             return cls.model_validate(written)
         except ValidationError as error:
             wrong = "; ".join(
-                f"{'.'.join(map(str, item['loc']))}: {item['msg']}, is {item['input']!r}" for item in error.errors()
+                f"{'.'.join(map(str, item['loc']))}: {item['msg']}, is {item['input']!r}"
+                if item["loc"]
+                else item["msg"]
+                for item in error.errors()
             )
             raise SettingsError(f"spec.trainer.config: {wrong}") from error
+
+
+def _contradiction(message: str) -> PydanticCustomError:
+    return PydanticCustomError("contradiction", "{message}", {"message": message})
 
 
 def _text(environment: Mapping[str, str], variable: Variable) -> str:

@@ -24,10 +24,12 @@ class Tally:
     tokens: int  # to be trained, in the batch
     reward: float
     computed_tokens: int = 0  # once for each pass over them
-    loss: float = 0.0  # each token's part divided by its minibatch's tokens
+    loss: float = 0.0  # this rank's part of each update's
     clipped: int = 0
     entropy: float = 0.0
     importance: float = 0.0
+    truncated: int = 0  # tokens whose importance ratio was cut off
+    kl: float = 0.0  # of policy from reference
     fresh_tokens: int = 0  # made by the weights that the step began with, and computed with them here
     mismatch: float = 0.0  # |trainer - engine| of their log-probabilities, nats
     mismatch_max: float = 0.0
@@ -43,12 +45,13 @@ class Tally:
             reward=float(shard.reward.sum()),
         )
 
-    def add_tokens(self, loss: PolicyLoss, entropy: Tensor, importance: Tensor, *, normalizer: int) -> None:
+    def add_tokens(self, loss: float, policy: PolicyLoss, entropy: Tensor, importance: Tensor, *, cap: float) -> None:
         self.computed_tokens += len(entropy)
-        self.loss += float(loss.total.detach()) / normalizer
-        self.clipped += int(loss.clipped_tokens)
+        self.loss += loss
+        self.clipped += int(policy.clipped_tokens)
         self.entropy += float(entropy.sum())
         self.importance += float(importance.sum())
+        self.truncated += int((importance >= cap).sum())
 
     def add_update(self, gradient_norm: float) -> None:
         self.updates += 1
@@ -68,7 +71,7 @@ class Tally:
         self.mismatch_max = float(apart.max())
 
 
-def metrics(ranks: Sequence[Tally]) -> dict[str, float]:
+def metrics(ranks: Sequence[Tally], *, has_reference: bool = False) -> dict[str, float]:
     """Figures of the whole step, from every rank's tally. Means are over tokens, where nothing else is said."""
 
     def total(name: str) -> float:
@@ -85,6 +88,9 @@ def metrics(ranks: Sequence[Tally]) -> dict[str, float]:
         told["entropy"] = total("entropy") / computed
         told["clip_fraction"] = total("clipped") / computed
         told["importance_mean"] = total("importance") / computed
+        told["importance_truncated"] = total("truncated") / computed
+        if has_reference:
+            told["kl"] = total("kl") / computed
     if fresh := total("fresh_tokens"):
         told["mismatch_mean"] = total("mismatch") / fresh
         told["mismatch_max"] = max(tally.mismatch_max for tally in ranks)

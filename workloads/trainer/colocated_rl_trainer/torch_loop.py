@@ -7,7 +7,7 @@ optimizer's state; the moves between device and host; exports with a probe. Ever
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from colocated_rl_api.weights import Probe
 from colocated_rl_trainer.batch import Shard, read_together
 from colocated_rl_trainer.checkpoint import OPTIMIZER, Checkpoints
 from colocated_rl_trainer.group import Group, join_group
+from colocated_rl_trainer.rank import Watch
 from colocated_rl_trainer.settings import RankSettings
 from colocated_rl_trainer.weights import load_model, probe, write_model
 
@@ -32,9 +33,10 @@ class TorchLoop:
     def __init__(self, settings: RankSettings) -> None:
         self.settings = settings
         self.device = torch.device(settings.device)
-        self._progress_s = settings.read_job().spec.switch.trainer_progress_seconds
-        self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage)
-        self._mark_dirty: Callable[[], None]
+        spec = settings.read_job().spec
+        self._progress_s = spec.switch.trainer_progress_seconds
+        self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage, keep=spec.checkpoint.keep)
+        self._watch: Watch
 
     # ---------------------------------------------------------------------------------------------- yours to write
     def make_optimizer(self) -> Optimizer:
@@ -57,7 +59,7 @@ class TorchLoop:
                 if parameter.grad is None:  # this rank had nothing to add
                     parameter.grad = torch.zeros_like(parameter)
                 self.group.sum_in_place(parameter.grad)
-        self._mark_dirty()
+        self._watch.mark_dirty()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -82,10 +84,14 @@ class TorchLoop:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def train(self, step: int, path: Path, mark_dirty: Callable[[], None]) -> Mapping[str, float]:
-        self._mark_dirty = mark_dirty
+    def train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
+        self._watch = watch
         batch, _ = read_together(path, self.group, step=step)
-        return self.learn(batch)
+        forward = self.model.register_forward_hook(lambda *_: watch.progress())
+        try:
+            return self.learn(batch)
+        finally:
+            forward.remove()
 
     def export(self, directory: Path) -> Probe | None:
         if not self.settings.writes_weights:
@@ -99,6 +105,9 @@ class TorchLoop:
             lambda: self._checkpoints.write(step, keep=keep, fill=self._write_checkpoint),
             within_s=self._progress_s,
         )
+
+    def replay_from(self) -> int:
+        return self._checkpoints.oldest()
 
     def _write_checkpoint(self, directory: Path) -> None:
         write_model(self.model, directory, origin=self.settings.model, dtype=torch.float32)

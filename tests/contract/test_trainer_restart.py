@@ -1,0 +1,163 @@
+"""Whatever rank is killed at whatever place: the run goes on to the parameters of the undisturbed one, bit for bit.
+
+A recorded sequence of sealed batches; two ranks; the tests do what agents and operator do: a rank that dies takes its
+lineage with it, the next one loads what was saved and does the steps since then again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from contract.trainer_process import Launch, Refusal, TrainerGroup, TrainerKind, running
+from safetensors.torch import load_file
+
+from fakes.shards import Sample, write_shards
+from fakes.tiny_model import VOCABULARY, write_tiny_model
+from fakes.watched_trainer import PLACES, fork
+
+RANKS, STEPS, EVERY, KEEP = 2, 5, 2, 2
+CONFIG: dict[str, object] = {
+    "learningRate": 1e-2,
+    "minibatches": 2,
+    "microBatchTokens": 80,
+    "threads": 1,
+    "warmupSteps": 3,
+}
+Weights = dict[str, torch.Tensor]
+
+
+class Run:
+    """A job's trainers from step 0 to the last, over as many lineages as it takes."""
+
+    def __init__(self, folder: Path, kind: TrainerKind, batches: Sequence[Sequence[Path]]) -> None:
+        self.folder = folder
+        self.folder.mkdir()
+        self.kind = kind
+        self.batches = batches
+        self.lineage = 0
+        self.replay_from = 0
+        self.trained: list[int] = []  # each step that was asked for, also again
+
+    def to_the_end(self, *, die: tuple[int, str, int] | None = None, harm: int | None = None) -> Weights:
+        """die: in the first lineage. harm: a step at whose checkpoint, once saved, all ranks end and it is damaged."""
+        while True:
+            self.lineage += 1
+            dies = die if self.lineage == 1 else None
+
+            def launch(environment: dict[str, str], log: Path, dies: tuple[int, str, int] | None = dies) -> Launch:
+                return fork(environment, log, die=dies)
+
+            with running(self.kind, self.folder, size=RANKS, lineage=self.lineage, keep=KEEP, launch=launch) as group:
+                try:
+                    return self._climb(group, harm=harm if self.lineage == 1 else None)
+                except (Refusal, OSError, Lost):
+                    continue
+
+    def _climb(self, group: TrainerGroup, *, harm: int | None) -> Weights:
+        loaded = self._load(group)
+        exported: list[Path] = []
+        for step in range(loaded, STEPS + 1):
+            group.onload()
+            if step > loaded:
+                assert step > self.replay_from, f"the batch of step {step} is gone"
+                self.trained.append(step)
+                group.train(step, self.batches[step - 1])
+            exported = group.export(step)
+            group.offload()
+            if step and step % EVERY == 0:
+                told = group.save(step, KEEP)
+                self.replay_from = max(self.replay_from, min(status.replay_from or 0 for status in told))
+                if step == harm:
+                    (group.checkpoints / f"step-{step:08d}" / "model.safetensors").write_bytes(b"damaged")
+                    raise Lost
+        return load_file(exported[0] / "model.safetensors")
+
+    def _load(self, group: TrainerGroup) -> int:
+        """The step that all stand at."""
+        try:
+            (step,) = {status.step for status in group.wait_loaded()}
+        except AssertionError as error:
+            raise Lost(str(error)) from error
+        assert step is not None
+        return step
+
+
+class Lost(Exception):
+    """The ranks of a lineage end."""
+
+
+@pytest.fixture(scope="module")
+def kind(tmp_path_factory: pytest.TempPathFactory) -> TrainerKind:
+    model = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+    return TrainerKind("reference", [], model, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> list[list[Path]]:
+    folder = tmp_path_factory.mktemp("batches")
+    sealed = []
+    for step in range(1, STEPS + 1):
+        chance = random.Random(step)
+        samples = []
+        for number in range(24):
+            prompt, response = ([chance.randrange(VOCABULARY) for _ in range(chance.randint(2, 8))] for _ in range(2))
+            logp = [-chance.uniform(2.5, 5.0) for _ in response]
+            samples.append(Sample(prompt, response, logp, chance.random(), number // 4, step - 1))
+        sealed.append(write_shards(folder, samples, step=step, split=RANKS))
+    return sealed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    kind: TrainerKind, batches: list[list[Path]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Weights]:
+    run = Run(tmp_path_factory.mktemp("undisturbed") / "run", kind, batches)
+    yield run.to_the_end()
+    assert 1 == run.lineage
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_run_with_a_killed_rank_goes_on_to_the_same_bits(
+    kind: TrainerKind, batches: list[list[Path]], undisturbed: Weights, tmp_path: Path, place: str
+) -> None:
+    step = {"load": 0, "loaded": 0}.get(place, 4 if place.startswith("sav") else 3)
+    rank = 0 if place.startswith("sav") else PLACES.index(place) % RANKS
+    run = Run(tmp_path / "run", kind, batches)
+
+    weights = run.to_the_end(die=(rank, place, step))
+
+    assert 2 == run.lineage
+    assert _same_bits(undisturbed, weights)
+
+
+def test_damaged_checkpoint_is_made_up_for_from_the_one_before_it(
+    kind: TrainerKind, batches: list[list[Path]], undisturbed: Weights, tmp_path: Path
+) -> None:
+    """The batches since that one were gone: the job could not go on."""
+    run = Run(tmp_path / "run", kind, batches)
+
+    weights = run.to_the_end(harm=4)
+
+    assert [1, 2, 3, 4, 3, 4, 5] == run.trained
+    assert _same_bits(undisturbed, weights)
+
+
+def test_damaged_first_checkpoint_is_made_up_for_from_the_model(
+    kind: TrainerKind, batches: list[list[Path]], undisturbed: Weights, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run", kind, batches)
+
+    weights = run.to_the_end(harm=2)
+
+    assert [1, 2, 1, 2, 3, 4, 5] == run.trained
+    assert _same_bits(undisturbed, weights)
+
+
+def _same_bits(expected: Weights, weights: Weights) -> bool:
+    return expected.keys() == weights.keys() and all(
+        torch.equal(tensor, weights[name]) for name, tensor in expected.items()
+    )

@@ -1,0 +1,183 @@
+"""The reference trainer against trl, on the same batch and weights: advantages, ratios, KL, loss and gradient.
+
+Both passes over the batch are compared: in the second the policy is no longer what the step began with, so the ratio is
+clipped and there is a divergence. trl begins it with the weights that our first update led to.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from contract.trainer_in_process import OneRank
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from colocated_rl_trainer.batch import Shard, Use
+from colocated_rl_trainer.loss import importance_ratio
+from fakes.shards import Sample, write_shards
+from fakes.tiny_model import VOCABULARY, write_tiny_model
+from setup.environments import PEERS
+from setup.layout import CHECKOUT
+from setup.toolchain import clean_environment
+
+GROUPS, GROUP_SIZE = 6, 4
+LIMIT = 1024  # maxResponseTokens of the job, its default
+CAP = 1.5
+PEER_S = 300.0
+
+GRPO = {"advantage": "Spread", "average": "Sequences", "clipLow": 0.2, "clipHigh": 0.2}
+DAPO = {"advantage": "Spread", "average": "Tokens", "clipLow": 0.2, "clipHigh": 0.28}
+DR_GRPO = {"advantage": "Mean", "average": "Limit", "clipLow": 0.2, "clipHigh": 0.2}
+TRL_GRPO = {"loss_type": "grpo", "scale_rewards": "group", "epsilon": 0.2, "epsilon_high": 0.2}
+TRL_DAPO = {"loss_type": "dapo", "scale_rewards": "group", "epsilon": 0.2, "epsilon_high": 0.28}
+TRL_DR_GRPO = {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon": 0.2, "max_completion_length": LIMIT}
+KL = {"klCoefficient": 0.3, "reference": "Model"}
+
+VARIANTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "grpo": (GRPO, {**TRL_GRPO, "beta": 0.0}),
+    "grpo-kl": (GRPO | KL, {**TRL_GRPO, "beta": 0.3}),
+    "dapo": (DAPO, {**TRL_DAPO, "beta": 0.0}),
+    "dapo-kl": (DAPO | KL, {**TRL_DAPO, "beta": 0.3}),
+    "dr-grpo": (DR_GRPO, {**TRL_DR_GRPO, "beta": 0.0}),
+    "dr-grpo-kl": (DR_GRPO | KL, {**TRL_DR_GRPO, "beta": 0.3}),
+}
+
+
+def make_samples() -> list[Sample]:
+    """Groups of different rewards, one of equal ones, and responses with tokens that a tool wrote."""
+    chance = random.Random(5)
+    samples = []
+    for group in range(GROUPS):
+        prompt = [chance.randrange(2, VOCABULARY) for _ in range(chance.randint(2, 5))]
+        for number in range(GROUP_SIZE):
+            response = [chance.randrange(2, VOCABULARY) for _ in range(chance.randint(3, 12))]
+            written = [not (number == 1 and 0 < place < 3) for place in range(len(response))]
+            logp = [-chance.uniform(2.5, 5.0) if by_policy else 0.0 for by_policy in written]
+            reward = 1.0 if group == 0 else chance.random()
+            samples.append(Sample(prompt, response, logp, reward, group, 0, written))
+    return samples
+
+
+class Ours:
+    """One step of two passes, as the trainer does it."""
+
+    def __init__(self, folder: Path, model: Path, config: Mapping[str, object]) -> None:
+        folder.mkdir()
+        trainer = OneRank(
+            folder, model, learningRate=0.05, dataPasses=2, gradientClip=1e9, importanceCap=CAP, microBatchTokens=40,
+            **config,
+        )  # fmt: skip
+        self.gradients: list[dict[str, Tensor]] = []
+        self.weights: list[dict[str, Tensor]] = []
+        trainer.at_update = lambda: self._look(trainer)
+        self.metrics = trainer.train(make_samples())
+
+    def _look(self, trainer: OneRank) -> None:
+        self.gradients.append(trainer.gradients)
+        self.weights.append(trainer.weights)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Ours, Mapping[str, Tensor]]]:
+    """By variant: ours, and trl's."""
+    folder = tmp_path_factory.mktemp("trl")
+    model = write_tiny_model(folder / "model")
+    ours = {name: Ours(folder / f"ours-{name}", model, config) for name, (config, _) in VARIANTS.items()}
+    for name, step in ours.items():
+        save_file(step.weights[1], folder / f"{name}.safetensors")
+    case = {
+        "model": str(model),
+        "groupSize": GROUP_SIZE,
+        "temperature": 1.0,
+        "importanceCap": CAP,
+        "samples": [
+            {
+                "prompt": sample.prompt,
+                "response": sample.response,
+                "logp": sample.logp,
+                "written": [int(by_policy) for by_policy in sample.written or ()],
+                "reward": sample.reward,
+            }
+            for sample in make_samples()
+        ],
+        "variants": [{"name": name, "trl": options} for name, (_, options) in VARIANTS.items()],
+    }
+    (folder / "case.json").write_text(json.dumps(case))
+    answer = subprocess.run(
+        [CHECKOUT.python(PEERS), CHECKOUT.root / "tests/peers/trl_step.py", folder],
+        env=clean_environment() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=PEER_S,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    return {name: (step, load_file(folder / f"{name}.trl.safetensors")) for name, step in ours.items()}
+
+
+@pytest.fixture(params=VARIANTS)
+def name(request: pytest.FixtureRequest) -> str:
+    variant: str = request.param
+    return variant
+
+
+def test_advantages_are_those_of_trl(
+    both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], name: str, tmp_path: Path
+) -> None:
+    (shard,) = write_shards(tmp_path, make_samples(), step=1, split=1)
+    use = Use(in_spreads=VARIANTS[name][0]["advantage"] == "Spread")
+
+    advantages = Shard.read(shard, step=1, shard=0, shards=1, use=use).advantage
+
+    torch.testing.assert_close(advantages, both[name][1]["advantages"], rtol=1e-5, atol=1e-5)
+
+
+def test_importance_ratios_are_those_of_trl(both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], name: str) -> None:
+    ours, trl = both[name]
+
+    cut_off = trl["importance"] >= CAP
+    assert 0 < int(cut_off.sum()) < len(cut_off)
+    if "kl" in name:  # without a penalty the group of equal rewards is not computed
+        assert float(trl["importance"].mean()) == pytest.approx(ours.metrics["importance_mean"], rel=1e-5)
+        assert float(cut_off.float().mean()) == pytest.approx(ours.metrics["importance_truncated"], rel=1e-5)
+    torch.testing.assert_close(
+        trl["importance"], importance_ratio(trl["importance"].log(), torch.zeros(len(cut_off)), cap=CAP)
+    )
+
+
+def test_loss_is_that_of_trl(both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], name: str) -> None:
+    ours, trl = both[name]
+
+    assert float(trl["first.loss"] + trl["second.loss"]) / 2 == pytest.approx(ours.metrics["loss"], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_gradient_is_that_of_trl(both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], name: str, number: int) -> None:
+    ours, trl = both[name]
+    prefix = ("first", "second")[number] + ".gradient."
+
+    theirs = {entry.removeprefix(prefix): tensor for entry, tensor in trl.items() if entry.startswith(prefix)}
+    assert theirs.keys() == ours.gradients[number].keys()
+    apart = sum(float((tensor - ours.gradients[number][entry]).square().sum()) for entry, tensor in theirs.items())
+    whole = sum(float(tensor.square().sum()) for tensor in theirs.values())
+    assert apart**0.5 < 1e-5 * whole**0.5
+
+
+@pytest.mark.parametrize("kl", ["grpo-kl", "dapo-kl", "dr-grpo-kl"])
+def test_divergence_is_that_of_trl(both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], kl: str) -> None:
+    ours, trl = both[kl]
+
+    assert 0 == pytest.approx(float(trl["first.kl"]), abs=1e-6)
+    assert 1e-3 < float(trl["second.kl"])
+    assert float(trl["first.kl"] + trl["second.kl"]) / 2 == pytest.approx(ours.metrics["kl"], rel=1e-5)
+
+
+def test_second_pass_is_clipped(both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], name: str) -> None:
+    """Or the comparison would say nothing of it."""
+    assert 0.02 < both[name][0].metrics["clip_fraction"]

@@ -1,0 +1,94 @@
+"""What trl computes of a batch: `python trl_step.py FOLDER`, in the environment `peers`.
+
+FOLDER/case.json says which batch (samples with their behaviour log-probabilities and rewards, group by group) and which
+variants of the loss; FOLDER/NAME.safetensors holds the weights that variant NAME's second pass begins with. Into
+FOLDER/NAME.trl.safetensors go advantages, importance ratios, and of both passes loss, KL and gradients. Only generation
+is replaced: the completions are those of the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+
+class GivenCompletions(GRPOTrainer):  # type: ignore[misc]  # untyped where we are checked
+    samples: list[dict[str, Any]]
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        def of(name: str) -> list[Any]:
+            return [sample[name] for sample in self.samples]
+
+        return of("prompt"), of("response"), of("written"), ["" for _ in prompts], of("logp"), {}, None, None
+
+
+def given_reward(prompts: list[Any], completions: list[Any], given: list[float], **_: object) -> list[float]:
+    return given
+
+
+def run(folder: Path, case: dict[str, Any], variant: dict[str, Any]) -> dict[str, Tensor]:
+    samples = case["samples"]
+    rows = [{"prompt": "w3", "given": sample["reward"]} for sample in samples]
+    trainer = GivenCompletions(
+        model=AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32),
+        reward_funcs=given_reward,
+        args=GRPOConfig(
+            output_dir=str(folder / "out"),
+            per_device_train_batch_size=len(samples),
+            num_generations=case["groupSize"],
+            temperature=case["temperature"],
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            use_bias_correction_kl=False,
+            vllm_importance_sampling_mode="token_truncate",
+            vllm_importance_sampling_clip_max=case["importanceCap"],
+            **variant["trl"],
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(case["model"]),
+    )
+    trainer.samples = samples
+    trainer.use_vllm = True  # from here on: behaviour log-probabilities count, nothing is generated
+    trainer.current_gradient_accumulation_steps = 1
+    model = trainer.model
+    model.train()
+    batch = trainer._generate_and_score_completions(rows)
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    told = {"advantages": batch["advantages"], "importance": batch["importance_sampling_ratio"][mask]}
+    for pass_ in ("first", "second"):
+        if pass_ == "second":
+            model.load_state_dict(load_file(folder / f"{variant['name']}.safetensors"), strict=False)
+        model.zero_grad()
+        loss = trainer._compute_loss(model, batch)
+        loss.backward()
+        told[f"{pass_}.loss"] = loss.detach()
+        if trainer.beta:
+            told[f"{pass_}.kl"] = torch.tensor(trainer._metrics["train"]["kl"][-1])
+        for name, parameter in model.named_parameters():
+            told[f"{pass_}.gradient.{name}"] = parameter.grad
+    return told
+
+
+def main(folder: Path) -> None:
+    case = json.loads((folder / "case.json").read_bytes())
+    for variant in case["variants"]:
+        told = run(folder, case, variant)
+        save_file(
+            {name: tensor.detach().clone().contiguous() for name, tensor in told.items()},
+            folder / f"{variant['name']}.trl.safetensors",
+        )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
