@@ -109,8 +109,8 @@ class PromptFile(Part):
     claim_name: str = Field(
         min_length=1,
         max_length=253,
-        description="Claim in the job's namespace that holds the file; mounted read-only, in the rollout "
-        "controller's pod alone.",
+        description="Claim in the job's namespace that holds the file; mounted read-only, where rewards are computed "
+        "and nowhere else.",
     )
     path: Annotated[str, _is_json_lines] = Field(
         max_length=512, json_schema_extra=_json_lines_rule, description="The file, inside the claim."
@@ -153,6 +153,17 @@ class Prompts(Part):
 
     reasoning_gym: ReasoningGym | None = Field(default=None, description="Tasks and verifier of reasoning-gym.")
     file: PromptFile | None = Field(default=None, description="A file and a function of one's own.")
+    image: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=512,
+        description="Image of the container that makes prompts and computes rewards, with what its functions import; "
+        "the rollout controller's when absent, and made from that.",
+    )
+    resources: Resources = Field(
+        default_factory=Resources,
+        description="Resources of that container. Its processes share the memory limit, each has its part of it.",
+    )
 
     @property
     def source(self) -> ReasoningGym | PromptFile:

@@ -28,7 +28,10 @@ ROLE_ROLLOUT = "rollout"
 # --- containers of a GPU pod
 AGENT_CONTAINER = "agent"
 GPU_CONTAINER = "gpu"
+
+# --- containers of the rollout pod
 ROLLOUT_CONTAINER = "rollout"
+REWARDS_CONTAINER = "rewards"  # other people's code: makes prompts and computes rewards
 
 # --- ports of a member. Written by the operator into pods, read by operator, members and people
 CONTROL_PORT = 8443  # mutual TLS: the operator's connection (targets down, facts up)
@@ -57,7 +60,9 @@ EXPORTS_DIR = (
 )
 # of its own it may, at the volume's root not, which is sticky
 MODEL_DIR = "/model"  # spec.model's claim, read-only
-PROMPTS_DIR = "/prompts"  # the claim of spec.rollout.prompts.file, read-only; rollout controller only
+PROMPTS_DIR = "/prompts"  # the claim of spec.rollout.prompts.file, read-only; task server only
+TASKS_DIR = "/run/colocate/tasks"  # tasks.sock; shared by rollout controller and task server
+TASKS_SOCKET = "/run/colocate/tasks/tasks.sock"  # the task server listens, the rollout controller connects
 CHECKPOINT_DIR = "/checkpoints"  # the checkpoint volume; trainers only
 SCRATCH_DIR = "/scratch"  # HOME and caches of the GPU container
 

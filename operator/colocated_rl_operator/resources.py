@@ -2,7 +2,8 @@
 
 Every pod passes the restricted pod security profile: no root, no capabilities, a read-only root file system, volumes
 for all that is written. Agent and GPU container have different users and one group, so that the agent's journal and
-keys are out of reach of engine and trainer, and what both write they share.
+keys are out of reach of engine and trainer, and what both write they share. Reward code is other people's: it has a
+container of its own beside the rollout controller, another user, and none of its volumes but a socket.
 
 Names of everything but pods contain the job's UID: what an earlier job of the same name left behind, or what somebody
 made in advance, is never taken for ours. What pods need beside them is in `belongings`.
@@ -23,6 +24,7 @@ Object = dict[str, Any]
 
 SHARED_USER = 65532  # rollout controller, runner, engine and trainer
 AGENT_USER = 65533
+REWARDS_USER = 65534
 GROUP = 65532
 GPU_GRACE_S = 60
 ROLLOUT_GRACE_S = 30
@@ -202,8 +204,9 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
 
 
 def _rollout_spec(job: Job, images: PodImages) -> Object:
-    resources, file = job.spec.rollout.resources, job.spec.rollout.prompts.file
+    file = job.spec.rollout.prompts.file
     return _pod_spec(grace_s=ROLLOUT_GRACE_S) | {
+        "initContainers": [_rewards_container(job, images)],
         "containers": [
             {
                 "name": names.ROLLOUT_CONTAINER,
@@ -211,7 +214,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
                 "imagePullPolicy": images.pull_policy,
                 "terminationMessagePolicy": LAST_WORDS,
                 "securityContext": RESTRICTED,
-                "resources": _resources(resources),
+                "resources": _resources(job.spec.rollout.resources),
                 "env": [*_env(**_homeless("/tmp")), *_identity()],
                 "ports": _ports(),
                 "startupProbe": _probe(period_s=1, failures=300),
@@ -222,8 +225,8 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
                     _mount("model", names.MODEL_DIR, read_only=True),
                     _mount("tls", names.TLS_DIR, read_only=True),
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
+                    _mount("tasks", names.TASKS_DIR, read_only=True),
                     _mount("tmp", "/tmp"),
-                    *([_mount("prompts", names.PROMPTS_DIR, read_only=True)] if file else []),
                 ],
             }
         ],
@@ -231,8 +234,31 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
             *([_claimed("prompts", file.claim_name, read_only=True)] if file else []),
             _claimed("store", claim_name(job, "store")),
             _claimed("model", job.spec.model.claim_name, read_only=True),
+            _empty("tasks"),
             _empty("tmp"),
+            _empty("rewards-tmp"),
             *_job_volumes(job),
+        ],
+    }
+
+
+def _rewards_container(job: Job, images: PodImages) -> Object:
+    """Where prompts are made and rewards computed: a sidecar, so that it ends with the rollout controller."""
+    prompts = job.spec.rollout.prompts
+    return {
+        "name": names.REWARDS_CONTAINER,
+        "image": prompts.image or images.rollout,
+        "imagePullPolicy": images.pull_policy,
+        "terminationMessagePolicy": LAST_WORDS,
+        "restartPolicy": "Always",
+        "command": ["python3", "-P", "-m", "colocated_rl_rollout.task_server"],
+        "securityContext": RESTRICTED | {"runAsUser": REWARDS_USER},
+        "resources": _resources(prompts.resources),
+        "env": _env(**_homeless("/tmp")),
+        "volumeMounts": [
+            _mount("tasks", names.TASKS_DIR),
+            _mount("rewards-tmp", "/tmp"),
+            *([_mount("prompts", names.PROMPTS_DIR, read_only=True)] if prompts.file else []),
         ],
     }
 

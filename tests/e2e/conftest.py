@@ -1,7 +1,7 @@
 """A cluster with the operator installed, and one job of two pods that the tests of a session share.
 
-With KUBECONFIG set, that cluster is used as it is, chart included. Otherwise a local one is made, with the chart, the
-images and the model of this checkout, and ended with the session.
+With KUBECONFIG set, that cluster is used as it is, chart and claims included. Otherwise a local one is made, with the
+chart, the images and the model of this checkout, and ended with the session.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubectl]:
             *("install", "colocated-rl", chart, "--namespace", OPERATOR_NAMESPACE, "--wait", "--timeout", "120s"),
             *("--values", chart / "ci/local-values.yaml"),
         )
-        cluster.kubectl("apply", "-f", "-", stdin=_model_volume())
+        for claim, path in (("arithmetic-model", MODEL), ("own-prompts", SCENARIOS / "own_prompts")):
+            cluster.kubectl("apply", "-f", "-", stdin=_volume(claim, path))
         yield run
 
 
@@ -53,10 +54,12 @@ def _kubectl_of_environment(*words: str, stdin: str | None = None) -> str:
     ).stdout
 
 
-def _model_volume() -> str:
-    """The claim of the demo's model, in the namespace of these tests."""
+def _volume(claim_name: str, path: Path) -> str:
+    """A claim like that of the demo's model, in the namespace of these tests, for a directory of this machine."""
     volume, claim = yaml.safe_load_all((CHECKOUT.root / "examples/arithmetic/model-volume.yaml").read_text())
-    volume["spec"]["hostPath"]["path"] = str(MODEL)
+    volume["metadata"]["name"] = volume["spec"]["claimRef"]["name"] = claim["metadata"]["name"] = claim_name
+    claim["spec"]["volumeName"] = claim_name
+    volume["spec"]["hostPath"]["path"] = str(path)
     volume["spec"]["claimRef"]["namespace"] = claim["metadata"]["namespace"] = NAMESPACE
     return yaml.safe_dump_all([volume, claim])
 

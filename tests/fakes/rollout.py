@@ -187,8 +187,22 @@ class JobOnDisk:
             *("--job-file", str(self.directory / "job.json"), "--state", str(self.directory / "state")),
             *("--tls", str(self.directory / "tls"), "--models", str(self.directory / "model"), "--host", "127.0.0.1"),
             *("--control-port", "0", "--data-port", "0", "--metrics-port", "0", "--pages-port", "0"),
-            *("--task-processes", "1", "--drain-seconds", "2", "--progress-seconds", "0.05"),
+            *(
+                "--tasks",
+                str(self.tasks),
+                "--task-processes",
+                "1",
+                "--drain-seconds",
+                "2",
+                "--progress-seconds",
+                "0.05",
+            ),
         ]
+
+    @property
+    def tasks(self) -> Path:
+        """Where the task server listens, if one does."""
+        return self.directory / "tasks.sock"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -248,4 +262,4 @@ class SilentProcesses(TaskProcesses):
     """Task processes that never start: the controller has no prompts of its own."""
 
     def __init__(self, spec: ColocatedRLJobSpec, directory: Path) -> None:
-        super().__init__(spec.rollout.prompts, count=1, cache=directory, directory=directory)
+        super().__init__(spec.rollout.prompts, count=1, socket=directory / "tasks.sock")

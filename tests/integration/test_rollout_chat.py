@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.prompts import NoPrompts, PromptSource, is_held_out
-from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.samples import Prompt
 from fakes.rollout import CHAT_TEMPLATE, MARK, make_spec, write_model
+from fakes.tasks import task_processes
 
 QUESTION = "State the final answer: 7 - 8 + 3 =\n  «ünïcode» {{ not a template }}"
 TEMPLATES = {
@@ -49,8 +49,6 @@ def test_prompts_are_what_transformers_makes_of_them(tmp_path: Path, name: str) 
 
 
 async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) -> None:
-    processes = TaskProcesses(make_spec().rollout.prompts, count=1, cache=tmp_path, directory=tmp_path)
-    running = asyncio.create_task(processes.run())
     chat = Chat(write_model(tmp_path / "model"))
     changed = asyncio.Event()
 
@@ -59,7 +57,7 @@ async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) ->
             10, processes, chat, max_prompt_tokens=max_prompt_tokens, position=position, changed=changed.set
         )
 
-    async with asyncio.timeout(60):
+    async with task_processes(make_spec().rollout.prompts, tmp_path) as processes, asyncio.timeout(60):
         questions = [str(question) for _, question in await processes.questions(0, 200)]
         first = questions[0]
         value = eval(first.partition("problem: ")[2].removesuffix("="))  # digits, plus and minus
@@ -87,9 +85,9 @@ async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) ->
         round_the_end = [await _next(again, changed) for _ in range(30)]
         assert taken[0].ids in [prompt.ids for prompt in round_the_end if prompt.position >= 1000]
         assert [prompt.position % 1000 for prompt in round_the_end] == [prompt.index for prompt in round_the_end]
-    for task_ in (running, *makers):
-        task_.cancel()
-    await asyncio.wait([running, *makers])
+        for maker in makers:
+            maker.cancel()
+        await asyncio.wait(makers)
 
 
 async def _next(source: PromptSource, changed: asyncio.Event) -> Prompt:

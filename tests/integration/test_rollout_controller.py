@@ -35,6 +35,7 @@ from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.settings import read_settings
 from fakes.gate import FakeGate, Fault, logp_of
 from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, make_spec, until
+from fakes.tasks import task_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -44,12 +45,8 @@ BATCH = 3  # groups of 2
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def processes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TaskProcesses]:
-    folder = tmp_path_factory.mktemp("processes")
-    made = TaskProcesses(make_spec().rollout.prompts, count=1, cache=folder, directory=folder)
-    keeping = asyncio.create_task(made.run())
-    yield made
-    keeping.cancel()
-    await asyncio.wait([keeping])
+    async with task_processes(make_spec().rollout.prompts, tmp_path_factory.mktemp("processes")) as made:
+        yield made
 
 
 @dataclass
@@ -338,16 +335,12 @@ async def test_a_job_trains_on_prompts_and_rewards_of_ones_own(tmp_path: Path) -
     (tmp_path / "my_rewards.py").write_text(function)
     file = {"claimName": "mine", "path": "sums.jsonl", "reward": "my_rewards:score"}
     job = with_rollout(tmp_path, prompts={"file": file})
-    processes = TaskProcesses(job.spec.rollout.prompts, count=2, cache=tmp_path, directory=tmp_path)
-    keeping = asyncio.create_task(processes.run())
-    async with running(job, processes) as scene:
+    async with task_processes(job.spec.rollout.prompts, tmp_path, count=2) as own, running(job, own) as scene:
         await scene.target(evaluate=0)
         await scene.open(V0)
         await scene.sealed(1)
         batch = await scene.batch(1)
         facts = await scene.operator.until(lambda facts: facts.evaluated)
-    keeping.cancel()
-    await asyncio.wait([keeping])
     assert {2.0, -0.5} >= {reward for shard in batch.columns for reward in shard["reward"].tolist()}
     assert facts.evaluated
     assert -0.5 < facts.evaluated.mean < 2.0
@@ -477,9 +470,7 @@ async def test_an_evaluation_that_nobody_can_score_has_no_result(job: JobOnDisk,
     """It was told as 0 right answers of 8."""
     command = [sys.executable, "-c", VERIFIER_IS_LOST, str(tmp_path / "lost")]
     prompts = job.spec.rollout.prompts
-    processes = TaskProcesses(prompts, count=1, cache=tmp_path, directory=tmp_path, command=command)
-    keeping = asyncio.create_task(processes.run())
-    async with running(job, processes) as scene:
+    async with task_processes(prompts, tmp_path, command=command) as failing, running(job, failing) as scene:
         evaluation = scene.controller._evaluation
         assert evaluation
         await scene.target(evaluate=0)
@@ -488,8 +479,6 @@ async def test_an_evaluation_that_nobody_can_score_has_no_result(job: JobOnDisk,
         await until(lambda: not evaluation._under_way)
         facts = await scene.operator.until(lambda facts: facts.problem and "its data is gone" in facts.problem.message)
         assert facts.evaluated is None
-    keeping.cancel()
-    await asyncio.wait([keeping])
 
 
 async def test_an_evaluation_that_a_switch_breaks_is_asked_again(job: JobOnDisk, processes: TaskProcesses) -> None:

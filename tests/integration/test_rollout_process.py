@@ -19,6 +19,7 @@ import aiohttp
 from colocated_rl_api.ladder import WeightVersion
 from fakes.gate import FakeGate
 from fakes.rollout import Answers, JobOnDisk, OperatorEnd, make_spec, until
+from fakes.tasks import task_server
 
 START_DEADLINE_S = 60.0
 
@@ -76,6 +77,7 @@ async def test_kill_nine_loses_nothing_that_was_accepted(tmp_path: Path) -> None
     """Killed with partial responses in the store, again with a sealed batch, and then ended politely."""
     job = JobOnDisk.write(tmp_path, make_spec())
     async with AsyncExitStack() as stack:
+        stack.enter_context(task_server(tmp_path, path=job.tasks))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         respond = Answers(job.directory / "model")
         gates = [FakeGate(f"job-gpu-{replica}-0", job.tls, respond) for replica in range(2)]

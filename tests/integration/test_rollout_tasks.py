@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 from asyncio.subprocess import PIPE
@@ -14,7 +15,10 @@ from pathlib import Path
 import pytest
 
 from colocated_rl_api.job import PromptFile, Prompts, ReasoningGym
-from colocated_rl_rollout.rewards import COMMAND, RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.task_server import COMMAND
+from colocated_rl_rollout.task_wire import Greeting
+from fakes.tasks import task_processes
 from setup.layout import CHECKOUT
 
 DEADLINE_S = 60.0
@@ -44,19 +48,14 @@ def write_file(directory: Path, *rows: object) -> PromptFile:
 
 @asynccontextmanager
 async def processes(
-    source: ReasoningGym | PromptFile, directory: Path, command: Sequence[str] = COMMAND, cache: Path | None = None
+    source: ReasoningGym | PromptFile, directory: Path, command: Sequence[str] = COMMAND
 ) -> AsyncIterator[TaskProcesses]:
     prompts = Prompts(file=source) if isinstance(source, PromptFile) else Prompts(reasoning_gym=source)
-    made = TaskProcesses(
-        prompts, count=1, cache=cache or directory, directory=directory, command=command, memory_bytes=MEMORY_BYTES
-    )
-    running = asyncio.create_task(made.run())
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            yield made
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        task_processes(prompts, directory, command=command, container_bytes=MEMORY_BYTES) as made,
+    ):
+        yield made
 
 
 async def test_a_sum_is_asked_and_scored_without_pycosat(tmp_path: Path) -> None:
@@ -78,10 +77,11 @@ async def test_a_process_says_nothing_that_nobody_needs(tmp_path: Path) -> None:
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
-        env={"MPLCONFIGDIR": "/proc/nowhere", "HOME": "/proc/nowhere"},
+        env={**os.environ, "MPLCONFIGDIR": "/proc/nowhere", "HOME": "/proc/nowhere"},
     )
+    prompts = Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=10))
     async with asyncio.timeout(DEADLINE_S):
-        out, said = await process.communicate(b'{"reasoningGym": {"name": "chain_sum", "size": 10}}')
+        out, said = await process.communicate(Greeting(prompts=prompts, processes=1).model_dump_json().encode())
     assert (b'{"value": 10}\n', b"") == (out, said)
 
 
@@ -119,10 +119,10 @@ async def test_a_function_of_ones_own_gives_any_finite_reward(tmp_path: Path) ->
             await made.score(0, "text")
 
 
-async def test_the_example_is_asked_and_scored(tmp_path: Path) -> None:
+async def test_the_example_is_asked_and_scored() -> None:
     directory = CHECKOUT.root / "examples/own_prompts"
     source = PromptFile(claim_name="mine", path="sums.jsonl", reward="rewards:score")
-    async with processes(source, directory, cache=tmp_path) as made:
+    async with processes(source, directory) as made:
         assert 4 == await made.size()
         assert [1.0, 0.1, 0.0] == [await made.score(0, text) for text in ("3 + 5 = 8 #### 8", "#### 9", "8")]
     assert not (directory / "__pycache__").exists(), "a claim is mounted read-only"

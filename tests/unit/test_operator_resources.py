@@ -73,15 +73,22 @@ def test_what_is_mounted_is_declared_and_the_other_way_round() -> None:
         assert {volume["name"] for volume in body["spec"]["volumes"]} == used
 
 
-def test_prompts_of_ones_own_are_mounted_where_rollout_reads_them() -> None:
+def test_reward_code_has_a_user_of_its_own_and_nothing_but_a_socket_and_its_prompts() -> None:
+    """It ran beside store, keys and data token, as their user."""
     file = {"claimName": "mine", "path": "train.jsonl", "reward": "rewards:score"}
-    rollout = {"prompts": {"file": file}, "batchSize": 4, "groupSize": 2}
-    body = pod(ROLLOUT_SEAT, rollout=rollout)
+    prompts = {"file": file, "image": "mine", "resources": {"limits": {"memory": "8Gi"}}}
+    body = pod(ROLLOUT_SEAT, rollout={"prompts": prompts, "batchSize": 4, "groupSize": 2})
+    rewards, rollout = container(body, names.REWARDS_CONTAINER), container(body, names.ROLLOUT_CONTAINER)
+    assert {"tasks": False, "rewards-tmp": False, "prompts": True} == mounts(body, rewards["name"])
+    assert {"store": False, "tls": True, "tasks": True}.items() <= mounts(body, rollout["name"]).items()
+    assert "prompts" not in mounts(body, rollout["name"])
+    users = {each["securityContext"].get("runAsUser", resources.SHARED_USER) for each in containers(body)}
+    assert {resources.SHARED_USER, resources.REWARDS_USER} == users
+    assert ("mine", {"memory": "8Gi"}) == (rewards["image"], rewards["resources"]["limits"])
+    assert not any("valueFrom" in variable for variable in rewards["env"])
+    assert "Always" == rewards["restartPolicy"], "a sidecar, which ends with the rollout controller"
     claims = [volume.get("persistentVolumeClaim") for volume in body["spec"]["volumes"] if volume["name"] == "prompts"]
     assert [{"claimName": "mine", "readOnly": True}] == claims
-    (mount,) = [each for each in containers(body)[0]["volumeMounts"] if each["name"] == "prompts"]
-    assert (names.PROMPTS_DIR, True) == (mount["mountPath"], mount["readOnly"])
-    assert not any("prompts" in mounts(pod(gpu_seat(0), rollout=rollout), each) for each in (names.GPU_CONTAINER,))
 
 
 def test_a_user_without_a_passwd_entry_and_a_read_only_root_finds_its_home() -> None:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from colocated_rl_rollout.prompts import PromptSource
-from colocated_rl_rollout.rewards import TaskProcesses
 from fakes.rollout import JobOnDisk, make_spec, until
+from fakes.tasks import task_processes
 
 FAILS_TWICE = """
 import json, sys
@@ -25,16 +25,17 @@ async def test_questions_that_can_not_be_made_are_a_problem_until_they_can(tmp_p
     """It was tried again and again, and nobody was told why the job did not begin."""
     job = JobOnDisk.write(tmp_path, make_spec())
     command = [sys.executable, "-c", FAILS_TWICE]
-    processes = TaskProcesses(job.spec.rollout.prompts, count=1, cache=tmp_path, directory=tmp_path, command=command)
     told: list[str] = []
 
     def changed() -> None:
         told.append(prompts.problem.message if prompts.problem else "")
 
-    prompts = PromptSource(10, processes, job.chat, max_prompt_tokens=200, position=0, changed=changed, retry_s=0.01)
-    running = [asyncio.create_task(processes.run()), asyncio.create_task(prompts.run())]
-    await until(prompts.take)
+    async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
+        prompts = PromptSource(
+            10, processes, job.chat, max_prompt_tokens=200, position=0, changed=changed, retry_s=0.01
+        )
+        running = asyncio.create_task(prompts.run())
+        await until(prompts.take)
+        running.cancel()
+        await asyncio.wait([running])
     assert ["OSError: disk; asked again"] * 2 + [""] == told[:3]
-    for task_under_way in running:
-        task_under_way.cancel()
-    await asyncio.wait(running)

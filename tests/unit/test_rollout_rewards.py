@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,8 +16,17 @@ from colocated_rl_api.job import Prompts, ReasoningGym
 from colocated_rl_rollout.prompts import is_held_out
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
 from colocated_rl_rollout.tasks import answer_in
+from fakes.rollout import until
+from fakes.tasks import task_processes, task_server
 
 PROMPTS = Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=100))
+GARBLED = """
+import json, sys
+json.loads(sys.stdin.readline())
+print(json.dumps({"value": 100}), flush=True)
+for line in sys.stdin:
+    print(json.loads(line).get("score", [0, '{"value": [[0, {}]]}'])[1], flush=True)
+"""
 PROCESS = """
 import json, os, sys, time
 json.loads(sys.stdin.readline())
@@ -36,14 +47,8 @@ for line in sys.stdin:
 @asynccontextmanager
 async def processes(directory: Path, program: str = PROCESS) -> AsyncIterator[TaskProcesses]:
     command = [sys.executable, "-c", program]
-    made = TaskProcesses(PROMPTS, count=1, cache=directory, directory=directory, command=command, reply_deadline_s=0.5)
-    running = asyncio.create_task(made.run())
-    try:
-        async with asyncio.timeout(20):
-            yield made
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
+    async with asyncio.timeout(20), task_processes(PROMPTS, directory, command=command, reply_deadline_s=0.5) as made:
+        yield made
 
 
 @pytest.mark.parametrize(
@@ -110,3 +115,72 @@ async def test_a_task_that_cannot_be_made_is_said_to_whoever_asks(tmp_path: Path
                 await made.questions(0, 1)
         with pytest.raises(TaskUnusable):
             await made.size()
+
+
+@pytest.mark.parametrize("text", ['{"value": "much"}', '{"value": NaN}', '{"value": null}', '{"value": [1]}'])
+async def test_what_is_no_reward_fails_one_sample(tmp_path: Path, text: str) -> None:
+    """Whoever runs in a task process may write what they like."""
+    async with processes(tmp_path, GARBLED) as made:
+        with pytest.raises(RewardFailed) as failed:
+            await made.score(0, text)
+        assert "ReplyGarbled" == failed.value.reason
+        assert 1.0 == await made.score(0, '{"value": 1}')
+        with pytest.raises(RewardFailed, match="no such answer"):
+            await made.questions(0, 1)
+
+
+@pytest.mark.parametrize("text", ["}", "[" * 100_000, '{"values": 1}', "\udc80"])
+async def test_a_process_that_writes_what_is_no_reply_costs_one_sample_and_is_replaced(
+    tmp_path: Path, text: str
+) -> None:
+    async with processes(tmp_path, GARBLED) as made:
+        with pytest.raises(RewardFailed) as failed:
+            await made.score(0, text)
+        assert "RewardProcessDied" == failed.value.reason
+        assert 1.0 == await made.score(0, '{"value": 1}')
+
+
+async def test_a_process_ends_with_its_connection_and_so_does_what_it_started(tmp_path: Path) -> None:
+    """A verifier that hangs in code of another's is not asked to end."""
+    program = "import subprocess, sys, time; subprocess.Popen(['sleep', '1000']); print(flush=True); time.sleep(1000)"
+    with task_server(tmp_path, command=[sys.executable, "-c", program]) as path:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            assert b"\n" == connection.recv(1)
+            started = running_in(tmp_path)
+            assert 2 == len(started)
+        await until(lambda: not any(map(is_alive, started)))
+
+
+def running_in(directory: Path) -> set[int]:
+    """The processes with a directory in their command line, and all that they started."""
+    mine: set[int] = set()
+    for process in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
+        with contextlib.suppress(OSError):  # it has ended
+            words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+            if str(directory).encode() in words or int(stat(process)[1]) in mine:
+                mine.add(process)
+    return mine
+
+
+def is_alive(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return stat(process)[0] not in "ZX"
+    return False
+
+
+def stat(process: int) -> list[str]:
+    """From the state on: state, parent."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+
+
+async def test_a_task_server_that_is_not_there_is_said_until_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.sock"
+    made = TaskProcesses(PROMPTS, count=1, socket=path)
+    running = asyncio.create_task(made.run())
+    await until(lambda: made.problem and "look at the log of container rewards" in made.problem.message)
+    with task_server(tmp_path, command=[sys.executable, "-c", PROCESS], path=path):
+        assert 100 == await made.size()
+        assert made.problem is None
+        running.cancel()
+        await asyncio.wait([running])

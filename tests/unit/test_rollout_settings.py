@@ -8,7 +8,8 @@ import pytest
 
 from colocated_rl_api import names
 from colocated_rl_rollout.chat import Chat, ModelUnusable
-from colocated_rl_rollout.settings import SettingsError, read_settings, task_memory_bytes
+from colocated_rl_rollout.settings import SettingsError, read_settings
+from colocated_rl_rollout.task_process import memory_bytes
 from colocated_rl_rollout.worker import trainer_ranks
 from fakes.rollout import JobOnDisk, make_spec, write_model
 
@@ -69,11 +70,11 @@ def test_end_tokens_come_from_every_file_that_names_them(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("container_gib", "processes", "expected_gib"), [(None, 1, None), (8, 1, 4), (8, 4, 1), (1, 2, 1)]
+    ("container_gib", "processes", "expected_gib"), [(None, 1, None), (8, 1, 8), (8, 4, 2), (1, 2, 1)]
 )
-def test_task_processes_leave_half_of_the_memory_to_the_controller(
+def test_task_processes_share_the_memory_of_their_container(
     container_gib: int | None, processes: int, expected_gib: int | None
 ) -> None:
     given = None if container_gib is None else container_gib << 30
     expected = None if expected_gib is None else expected_gib << 30
-    assert expected == task_memory_bytes(given, processes=processes)
+    assert expected == memory_bytes(given, processes=processes)

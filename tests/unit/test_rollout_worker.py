@@ -61,7 +61,7 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     job = JobOnDisk.write(tmp_path, make_spec(**getattr(request, "param", {})))
     free = [1 << 40]
     store = Store(tmp_path / "state", job_uid=JOB_UID, free_bytes=lambda _: free[0])
-    processes = TaskProcesses(job.spec.rollout.prompts, count=1, cache=tmp_path, directory=tmp_path)
+    processes = TaskProcesses(job.spec.rollout.prompts, count=1, socket=tmp_path / "tasks.sock")
     metrics = Metrics(CollectorRegistry())
     async with aiohttp.ClientSession() as session:
         yield Scene(

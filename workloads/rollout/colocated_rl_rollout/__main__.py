@@ -27,9 +27,7 @@ async def serve(settings: Settings) -> None:
         processes = TaskProcesses(
             settings.job.spec.rollout.prompts,
             count=settings.task_processes,
-            cache=settings.state / "cache",
-            directory=settings.prompts,
-            memory_bytes=settings.task_memory_bytes,
+            socket=settings.tasks,
         )
         controller = Controller(settings, session, processes)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_rollout.chat import Chat, ModelUnusable
-from colocated_rl_rollout.rewards import Question, RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
 from colocated_rl_rollout.samples import Prompt
+from colocated_rl_rollout.task_wire import Question
 
 LOG = logging.getLogger(__name__)
 

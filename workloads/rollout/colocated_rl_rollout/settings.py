@@ -19,9 +19,6 @@ from colocated_rl_api.member_wire import JobFile
 from colocated_rl_member.server import Ports
 
 PROGRESS_S = 2.0
-MIB = 1024 * 1024
-LEAST_TASK_MEMORY_BYTES = 1024 * MIB  # libraries of the tasks take a third of it
-MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 GATEWAY_TURNS = 4096
 GATEWAY_PARKED_S = 3600.0  # the engines may be off for a whole training step
 DRAIN_S = 15.0  # of the pod's grace period: responses that end by then are kept
@@ -39,10 +36,9 @@ class Settings:
     state: Path
     tls: Path
     model: Path
-    prompts: Path
+    tasks: Path
     ports: Ports
     task_processes: int
-    task_memory_bytes: int | None  # of each; None: no bound
     drain_s: float
     progress_s: float
     gateway_turns: int
@@ -60,7 +56,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         "--tls", type=Path, default=Path(names.TLS_DIR), help="directory of certificates and data token"
     )
     parser.add_argument("--models", type=Path, default=Path(names.MODEL_DIR), help="what spec.model.path is in")
-    parser.add_argument("--prompts", type=Path, default=Path(names.PROMPTS_DIR), help="what a file of prompts is in")
+    parser.add_argument("--tasks", type=Path, default=Path(names.TASKS_SOCKET), help="socket of the task server")
     Ports.add_arguments(parser)
     parser.add_argument(
         "--task-processes",
@@ -79,9 +75,6 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         default=GATEWAY_PARKED_S,
         help="that one of them waits for an engine at a stretch",
     )
-    parser.add_argument(
-        "--task-memory-mib", type=int, help="of each; its share of half of the container's limit when absent"
-    )
     given = parser.parse_args(arguments)
     job = _read_job(given.job_file)
     return Settings(
@@ -91,31 +84,14 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         state=given.state,
         tls=given.tls,
         model=given.models / job.spec.model.path,
-        prompts=given.prompts,
+        tasks=given.tasks,
         ports=Ports.given(given),
         task_processes=given.task_processes,
-        task_memory_bytes=given.task_memory_mib * MIB
-        if given.task_memory_mib
-        else task_memory_bytes(_container_memory_bytes(), processes=given.task_processes),
         drain_s=given.drain_seconds,
         progress_s=given.progress_seconds,
         gateway_turns=given.gateway_turns,
         gateway_parked_s=given.gateway_parked_seconds,
     )
-
-
-def task_memory_bytes(container_bytes: int | None, *, processes: int) -> int | None:
-    """What one process may have, so that all of them together leave half of the container's limit to the controller."""
-    return None if container_bytes is None else max(LEAST_TASK_MEMORY_BYTES, container_bytes // 2 // processes)
-
-
-def _container_memory_bytes() -> int | None:
-    """The container's limit; None when it has none, or nobody says."""
-    try:
-        limit = MEMORY_LIMIT.read_text().strip()
-    except OSError:
-        return None
-    return int(limit) if limit.isdigit() else None
 
 
 def _required(environment: Mapping[str, str], name: str) -> str:

@@ -1,10 +1,10 @@
-"""A process that makes questions and scores answers, for `rewards`.
+"""A process that makes questions and scores answers, for `rewards`; `task_server` starts it.
 
-    python -m colocated_rl_rollout.task_process DIR [BYTES]
+    python -m colocated_rl_rollout.task_process DIR [LIMIT]
 
-JSON lines: the source (`Prompts`) comes first and is answered with `{"value": SIZE}`; then each request is answered in
-order, `{"questions": [start, count]}` and `{"score": [index, text]}`, with `{"value": ...}` or `{"error": "..."}`. DIR
-is where the claim of a file is mounted, BYTES the address space that the process may have. Ends with its input.
+JSON lines: a `Greeting` comes first and is answered with `{"value": SIZE}`; then each request is answered in order,
+`{"questions": [start, count]}` and `{"score": [index, text]}`, with `{"value": ...}` or `{"error": "..."}`. DIR is
+where claims of prompts are mounted, LIMIT the file that has the container's memory limit. Ends with its input.
 Verifiers are other people's code: they may take for ever, print, and take memory; they do it here.
 """
 
@@ -17,11 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from colocated_rl_api.job import Prompts
+from colocated_rl_rollout.task_wire import Greeting
 from colocated_rl_rollout.tasks import Task, make_task
 
+MIB = 1024 * 1024
+MEMORY_LIMIT = "/sys/fs/cgroup/memory.max"
+LEAST_MEMORY_BYTES = 1024 * MIB  # libraries of the tasks take a third of it
 
-def serve(requests: TextIO, replies: TextIO, directory: Path) -> None:
+
+def serve(requests: TextIO, replies: TextIO, directory: Path, container_bytes: int | None) -> None:
     """Answer until the input ends."""
 
     def reply(**fields: Any) -> None:
@@ -29,7 +33,9 @@ def serve(requests: TextIO, replies: TextIO, directory: Path) -> None:
         replies.flush()
 
     try:
-        task = make_task(Prompts.model_validate_json(requests.readline()), directory)
+        greeting = Greeting.model_validate_json(requests.readline())
+        limit_memory(memory_bytes(container_bytes, processes=greeting.processes))
+        task = make_task(greeting.prompts, directory)
     except Exception as error:  # noqa: BLE001 - of another's code; the user reads it in the job's status
         reply(error=_described(error))
         return
@@ -57,13 +63,34 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
+def memory_bytes(container_bytes: int | None, *, processes: int) -> int | None:
+    """Address space of one of the processes that share a container; None: no bound."""
+    return None if container_bytes is None else max(LEAST_MEMORY_BYTES, container_bytes // processes)
+
+
+def limit_memory(size: int | None) -> None:
+    """More than that is a MemoryError of one answer, and not the end of the container."""
+    if size is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def container_memory_bytes(file: Path) -> int | None:
+    """The container's limit; None when it has none, or nobody says."""
+    try:
+        limit = file.read_text().strip()
+    except OSError:
+        return None
+    return int(limit) if limit.isdigit() else None
+
+
 def main() -> None:
-    directory, *limit = sys.argv[1:]
-    if limit:
-        resource.setrlimit(resource.RLIMIT_AS, (int(limit[0]), int(limit[0])))
+    directory, limit = [*sys.argv[1:], MEMORY_LIMIT][:2]
+    requests = os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8")
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a verifier that prints does not break the lines
-    serve(sys.stdin, replies, Path(directory))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())  # a verifier that reads takes no line away, and one that prints adds none
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(requests, replies, Path(directory), container_memory_bytes(Path(limit)))
 
 
 if __name__ == "__main__":

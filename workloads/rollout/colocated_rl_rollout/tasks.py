@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from colocated_rl_api.job import PromptFile, Prompts, ReasoningGym
 from colocated_rl_rollout.gym import import_reasoning_gym
-from colocated_rl_rollout.rewards import Question
+from colocated_rl_rollout.task_wire import Question
 
 
 class Task(Protocol):

@@ -1,0 +1,57 @@
+"""A reward function that first takes what it can get, and says what that was in the log of its container."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import ssl
+import sys
+from pathlib import Path
+from typing import Any
+
+KEYS, STORE, JOB = "/etc/colocate/tls", "/var/lib/colocate", "/etc/colocate/job"
+CONTROL_PORT, DATA_PORT = 8443, 8444
+
+
+def score(response: str, row: dict[str, Any]) -> float:
+    spy()
+    return float(response.rpartition("Answer:")[2].strip() == str(row["sum"]))
+
+
+@functools.cache
+def spy() -> None:
+    found = {
+        "files": [path for path in (KEYS, STORE, JOB, "/var/run/secrets", "/model") if Path(path).exists()],
+        "writable": [path for path in ("/prompts", "/usr", "/etc") if os.access(path, os.W_OK)],
+        "processes": sorted(
+            {words for words in map(command_line, Path("/proc").glob("[0-9]*")) if "task_" not in words}
+        ),
+        "variables": sorted(name for name in os.environ if "TOKEN" in name or name.startswith("POD_")),
+        "target": ask(CONTROL_PORT, "GET /v1/link HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"),
+        "batch": ask(DATA_PORT, "GET /v1/batches/1?shard=0 HTTP/1.1\r\nAuthorization: Bearer guessed\r\n"),
+    }
+    sys.stderr.write(json.dumps({"spied": found}) + "\n")
+
+
+def command_line(process: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    return ""
+
+
+def ask(port: int, request: str) -> str:
+    """The first line of a port's answer, or how it refused."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+            context.wrap_socket(plain) as connection,
+        ):
+            connection.sendall(f"{request}Host: controller\r\n\r\n".encode())
+            return connection.recv(1000).decode().partition("\r\n")[0]
+    except OSError as error:
+        return type(error).__name__

@@ -1,0 +1,58 @@
+"""The real task server, in a thread, and the controller's end of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from colocated_rl_api.job import Prompts
+from colocated_rl_rollout.rewards import REPLY_DEADLINE_S, TaskProcesses
+from colocated_rl_rollout.task_server import COMMAND, listen, serve
+
+
+@contextmanager
+def task_server(
+    directory: Path,
+    *,
+    command: Sequence[str] = COMMAND,
+    container_bytes: int | None = None,
+    path: Path | None = None,
+) -> Iterator[Path]:
+    """The socket of a server whose processes find claims in `directory`, in a container of that memory."""
+    with tempfile.TemporaryDirectory(prefix="tasks-") as folder:  # a socket's path has to be short
+        limit = Path(folder, "memory.max")
+        limit.write_text("max\n" if container_bytes is None else f"{container_bytes}\n")
+        listener = listen(path or Path(folder, "tasks.sock"))
+        serving = threading.Thread(target=serve, args=(listener, [*command, str(directory), str(limit)]))
+        serving.start()
+        try:
+            yield Path(listener.getsockname())
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            serving.join()
+
+
+@asynccontextmanager
+async def task_processes(
+    prompts: Prompts,
+    directory: Path,
+    *,
+    count: int = 1,
+    command: Sequence[str] = COMMAND,
+    container_bytes: int | None = None,
+    reply_deadline_s: float = REPLY_DEADLINE_S,
+) -> AsyncIterator[TaskProcesses]:
+    """Processes that are kept up until the end of the block."""
+    with task_server(directory, command=command, container_bytes=container_bytes) as path:
+        made = TaskProcesses(prompts, count=count, socket=path, reply_deadline_s=reply_deadline_s)
+        running = asyncio.create_task(made.run())
+        try:
+            yield made
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
