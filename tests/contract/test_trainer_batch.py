@@ -214,6 +214,24 @@ def test_micro_batches_hold_each_trained_token_once_with_its_context(tmp_path: P
     assert expected == sorted(seen)
 
 
+@pytest.mark.parametrize("tokens", [5, 12, 1000])
+def test_packed_micro_batches_hold_whole_samples_and_no_padding(tmp_path: Path, tokens: int) -> None:
+    shard = read(write_shards(tmp_path, SAMPLES, step=3, split=1)[0])
+
+    batches = micro_batches(shard, Minibatch(frozenset({7, 9}), 7, True, 4), tokens=tokens, packing=True)
+
+    seen: list[tuple[int, int]] = []
+    for batch in batches:
+        assert batch.ends is not None
+        assert (1, batch.ends[-1]) == batch.input_ids.shape
+        assert 1 == len(batch.ends) or batch.ends[-1] <= tokens
+        assert batch.predicts.all()
+        for position, token in zip(batch.positions.tolist(), batch.tokens.tolist(), strict=True):
+            assert shard.tokens[token] == batch.input_ids[0, position + 1]
+        seen += zip(batch.tokens.tolist(), batch.sample.tolist(), strict=True)
+    assert [(3, 0), (4, 0), (8, 1)] == sorted(seen)
+
+
 def test_only_the_positions_that_predict_a_trained_token_are_kept(tmp_path: Path) -> None:
     long_prompt = replace(SAMPLES[0], prompt=[1] * 50)
     shard = read(write_shards(tmp_path, [long_prompt, SAMPLES[1]], step=3, split=1)[0])

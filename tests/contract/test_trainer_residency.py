@@ -70,6 +70,41 @@ def test_update_is_that_of_adamw() -> None:
         torch.testing.assert_close(parameter, expected)
 
 
+def test_update_without_moments_is_that_of_sgd() -> None:
+    plain, model = make_model().eval(), make_model().eval()
+    state = Residency(model, CPU, moves=True, with_moments=False)
+    optimizer = torch.optim.SGD((parameter for parameter in plain.parameters() if parameter.requires_grad), lr=0.01)
+    for _ in range(3):
+        state.onload()
+        loss_of(plain).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        state.update(learning_rate=0.01, betas=(0.8, 0.9), weight_decay=0.0)
+        state.offload()
+
+    assert {} == state.moments
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected)
+
+
+def test_reference_computes_in_the_place_of_the_gradients() -> None:
+    reference, model = make_model(seed=1).eval(), make_model().eval()
+    reference.get_parameter("1.weight").data = model.get_parameter("1.weight").data  # not trained
+    state = Residency(model, CPU, moves=True)
+    state.keep_reference(reference)
+    state.onload()
+    own, place = loss_of(model).detach(), state.parameters.data_ptr()
+
+    with torch.no_grad(), state.as_reference():
+        frozen = loss_of(model)
+
+    torch.testing.assert_close(frozen, loss_of(reference).detach())
+    torch.testing.assert_close(own, loss_of(model).detach())
+    assert place == state.parameters.data_ptr()
+    assert not state.gradients.any()
+
+
 def test_on_the_cpu_nothing_is_copied() -> None:
     model = make_model()
     state = Residency(model, CPU)

@@ -199,7 +199,15 @@ def test_half_precision_computes_nearly_the_same_gradient(model: Path, tmp_path:
     assert 0 < apart**0.5 < 0.05 * whole**0.5
 
 
-@pytest.mark.parametrize("config", [{"microBatchTokens": 10}, {"microBatchTokens": 100_000}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"microBatchTokens": 10},
+        {"microBatchTokens": 100_000},
+        {"packing": True, "microBatchTokens": 40},
+        {"packing": True, "activationCheckpointing": True},
+    ],
+)
 def test_division_into_micro_batches_changes_nothing_but_rounding(
     model: Path, tmp_path: Path, config: dict[str, object]
 ) -> None:

@@ -15,6 +15,7 @@ from colocated_rl_api.weights import MANIFEST
 from colocated_rl_trainer.checkpoint import CONTENTS, OPTIMIZER
 from colocated_rl_trainer.manifest import tensor_entries
 from colocated_rl_trainer.residency import Residency
+from colocated_rl_trainer.settings import SettingsError
 from colocated_rl_trainer.weights import load_model, probe, write_model, write_tensors
 from fakes.tiny_model import write_tiny_model
 
@@ -115,6 +116,18 @@ def test_probe_tells_changed_weights_apart(origin: Path) -> None:
         model.get_parameter("model.layers.1.mlp.down_proj.weight").mul_(1.01)
 
     assert 1e-5 < max(abs(a - b) for a, b in zip(before.logp, probe(model, torch.float32).logp, strict=True))
+
+
+def test_packing_is_refused_where_samples_would_see_each_other(tmp_path: Path) -> None:
+    """A layer with a window asks its mask for it: packed, its samples would be computed with another attention."""
+    origin = write_tiny_model(tmp_path / "model")
+    config = json.loads((origin / "config.json").read_bytes())
+    load_model(origin, packing=True)
+    config |= {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
+    (origin / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(SettingsError, match=r"packing: .* in Qwen3ForCausalLM: leave packing out"):
+        load_model(origin, packing=True)
 
 
 def test_what_the_volume_refuses_is_an_error_of_the_system(out: Path) -> None:

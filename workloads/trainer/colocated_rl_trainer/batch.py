@@ -253,16 +253,17 @@ def deal_minibatches(shares: Sequence[Mapping[int, GroupShare]], *, count: int, 
 # ------------------------------------------------------------------------------------------ micro-batches, of one rank
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of similar length, padded at the end (which a causal model can't see), for one forward pass."""
+    """Samples for one forward pass: of similar length, padded at the end, which a causal model can't see; or packed."""
 
     input_ids: Tensor  # int64 [rows, width]
     positions: Tensor  # int64 [kept]: positions whose logits are needed by at least one row
     predicts: Tensor  # bool [rows, kept]: where the next token is to be trained
     tokens: Tensor  # int64 [trained]: places in the shard's [T] of the tokens that `predicts` selects, row by row
     sample: Tensor  # int64 [trained]: their samples
+    ends: tuple[int, ...] | None = None  # of the samples in the one row, when packed
 
 
-def micro_batches(shard: Shard, minibatch: Minibatch, *, tokens: int) -> list[MicroBatch]:
+def micro_batches(shard: Shard, minibatch: Minibatch, *, tokens: int, packing: bool = False) -> list[MicroBatch]:
     """This rank's teaching samples of a minibatch, at most `tokens` tokens with padding in each forward pass.
 
     Shortest first, so that little is padded. A sample longer than `tokens` stands alone. May be empty.
@@ -272,10 +273,27 @@ def micro_batches(shard: Shard, minibatch: Minibatch, *, tokens: int) -> list[Mi
     chosen = [sample for sample in shard.teaching().nonzero().squeeze(1).tolist() if group[sample] in minibatch.groups]
     rows: list[list[int]] = []
     for sample in sorted(chosen, key=lambda sample: (length[sample], sample)):
-        if not rows or (len(rows[-1]) + 1) * length[sample] > tokens:
+        if rows:
+            others = sum(length[other] for other in rows[-1]) if packing else len(rows[-1]) * length[sample]
+        if not rows or others + length[sample] > tokens:
             rows.append([])
         rows[-1].append(sample)
-    return [_collate(shard, samples) for samples in rows]
+    return [(_pack if packing else _collate)(shard, samples) for samples in rows]
+
+
+def _pack(shard: Shard, samples: Sequence[int]) -> MicroBatch:
+    places = torch.cat([torch.arange(int(shard.start[sample]), int(shard.end[sample])) for sample in samples])
+    ends = torch.tensor([int(shard.end[sample] - shard.start[sample]) for sample in samples]).cumsum(0)
+    positions = shard.loss_mask[places].nonzero().squeeze(1) - 1  # the first of a sample is not trained
+    tokens = places[positions] + 1
+    return MicroBatch(
+        input_ids=shard.tokens[places][None],
+        positions=positions,
+        predicts=torch.ones(1, len(positions), dtype=torch.bool),
+        tokens=tokens,
+        sample=torch.tensor(samples)[torch.searchsorted(ends, positions, right=True)],
+        ends=tuple(ends.tolist()),
+    )
 
 
 def _collate(shard: Shard, samples: Sequence[int]) -> MicroBatch:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -80,17 +81,17 @@ class ReferenceTrainer:
         """Rank 0 reads the newest checkpoint and hands it to the others: replicas can't begin apart."""
         self._group: Group = join_group(self._settings)
         found = self._checkpoints.newest() if self._group.rank == 0 else None
-        self.model = load_model(found.directory if found else self._settings.model)
+        self.model = load_model(found.directory if found else self._settings.model, packing=self._config.packing)
         if self._config.activation_checkpointing:
             checkpoint_activations(self.model)
-        self._state = Residency(self.model, self._device)
+        self._state = Residency(self.model, self._device, with_moments=self._config.optimizer == "AdamW")
         if self._config.reference:
             self._state.keep_reference(load_model(self._settings.model))
         if found:
             self._read_optimizer(found.directory / OPTIMIZER)
             log(_LOG, "checkpoint read", step=found.step)
         step, self._state.updates = self._group.gather((found.step if found else 0, self._state.updates))[0]
-        for buffer in (self._state.parameters, self._state.first_moment, self._state.second_moment):
+        for buffer in (self._state.parameters, *self._state.moments.values()):
             self._group.broadcast_in_place(buffer)
         return step
 
@@ -196,7 +197,7 @@ class ReferenceTrainer:
         return shard, [
             _Work(
                 minibatch.loss_tokens if config.average == "Tokens" else minibatch.samples,
-                micro_batches(shard, minibatch, tokens=config.micro_batch_tokens),
+                micro_batches(shard, minibatch, tokens=config.micro_batch_tokens, packing=config.packing),
             )
             for minibatch in minibatches
             if minibatch.teaches
@@ -215,9 +216,16 @@ class ReferenceTrainer:
     def _logp(self, shard: Shard, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each trained token of a micro-batch, in the order of `micro.tokens`."""
         device = self._device
+        packed: dict[str, object] = {}
+        if micro.ends is not None:
+            places = torch.cat([torch.arange(end - start) for start, end in pairwise((0, *micro.ends))])
+            packed = {"position_ids": places[None].to(device), "sample_ends": micro.ends}
         with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
             logits = self.model(
-                input_ids=micro.input_ids.to(device), logits_to_keep=micro.positions.to(device), use_cache=False
+                input_ids=micro.input_ids.to(device),
+                logits_to_keep=micro.positions.to(device),
+                use_cache=False,
+                **packed,
             ).logits
         return token_logp(
             logits[micro.predicts.to(device)],
@@ -238,7 +246,8 @@ class ReferenceTrainer:
 
     def _what_takes_memory(self) -> str:
         config, vocabulary = self._config, int(self.model.config.get_text_config().vocab_size)
-        state, logits = 4 * 4 * len(self._state.parameters), 4 * config.micro_batch_tokens * vocabulary
+        state = 4 * sum(map(len, (self._state.parameters, self._state.gradients, *self._state.moments.values())))
+        logits = 4 * config.micro_batch_tokens * vocabulary
         lower = f"lower microBatchTokens (it is {config.micro_batch_tokens})"
         if not config.activation_checkpointing:
             lower += " or set activationCheckpointing"
@@ -251,13 +260,13 @@ class ReferenceTrainer:
         write_model(self.model, directory, origin=self._settings.model, dtype=torch.float32)
         state = self._state
         moments: dict[str, Tensor] = {"updates": torch.tensor(state.updates)}
-        for kind, buffer in (("first_moment", state.first_moment), ("second_moment", state.second_moment)):
+        for kind, buffer in state.moments.items():
             moments |= {f"{kind}.{name}": view for name, view in state.named(buffer).items()}
         write_tensors(directory / OPTIMIZER, moments)
 
     def _read_optimizer(self, file: Path) -> None:
         state, moments = self._state, load_file(file)
         state.updates = int(moments["updates"])
-        for kind, buffer in (("first_moment", state.first_moment), ("second_moment", state.second_moment)):
+        for kind, buffer in state.moments.items():
             for name, view in state.named(buffer).items():
                 view.copy_(moments[f"{kind}.{name}"])

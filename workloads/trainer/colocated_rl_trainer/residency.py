@@ -30,15 +30,21 @@ class Residency:
     gradient is a view of `gradients`.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, moves: bool | None = None) -> None:
-        """Take the model's parameters over, on the host. moves: device and host are different memory."""
+    def __init__(
+        self, model: nn.Module, device: torch.device, *, moves: bool | None = None, with_moments: bool = True
+    ) -> None:
+        """Take the model's parameters over, on the host. moves: device and host are different memory.
+
+        with_moments: for AdamW; without, an update is plain SGD.
+        """
         self._device = device
         self._moves = device.type != "cpu" if moves is None else moves
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._fixed = [tensor for tensor in chain(model.parameters(), model.buffers()) if not tensor.requires_grad]
         size = sum(parameter.numel() for parameter in self._trained.values())
         self.parameters, self.first_moment, self.second_moment = self._host = tuple(
-            torch.zeros(size, dtype=torch.float32, pin_memory=device.type == "cuda") for _ in range(3)
+            torch.zeros(length, dtype=torch.float32, pin_memory=device.type == "cuda")
+            for length in (size, *(2 * [size if with_moments else 0]))
         )
         self._host_fixed = [tensor.data for tensor in self._fixed]
         self.updates = 0  # optimizer calls so far, for the bias correction of the moments
@@ -80,13 +86,19 @@ class Residency:
         self.is_onloaded = False
 
     def update(self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> None:
-        """One AdamW call with the gradients as they stand; then they are zero. Source: Loshchilov and Hutter 2019."""
-        calls_before = torch.tensor(float(self.updates), device=self.parameters.device)
-        adamw(
-            [self.parameters], [self.gradients], [self.first_moment], [self.second_moment], [], [calls_before],
-            lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=_EPSILON,
-            amsgrad=False, maximize=False, fused=True,
-        )  # fmt: skip
+        """One call of AdamW, or of SGD, with the gradients as they stand; then they are zero.
+
+        Weight decay is decoupled from the gradient. Source: Loshchilov and Hutter 2019.
+        """
+        if len(self.first_moment):
+            calls_before = torch.tensor(float(self.updates), device=self.parameters.device)
+            adamw(
+                [self.parameters], [self.gradients], [self.first_moment], [self.second_moment], [], [calls_before],
+                lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=_EPSILON,
+                amsgrad=False, maximize=False, fused=True,
+            )  # fmt: skip
+        else:
+            self.parameters.mul_(1 - learning_rate * weight_decay).sub_(self.gradients, alpha=learning_rate)
         self.updates += 1
         self.gradients.zero_()
 
@@ -107,6 +119,12 @@ class Residency:
         finally:
             self._point_at(self.parameters)
             self.gradients.zero_()
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizer's buffers by kind; none for SGD."""
+        kinds = {"first_moment": self.first_moment, "second_moment": self.second_moment}
+        return {kind: buffer for kind, buffer in kinds.items() if len(buffer)}
 
     def named(self, buffer: Tensor) -> dict[str, Tensor]:
         """Views of one of the buffers by parameter name."""

@@ -93,6 +93,9 @@ class TrainerConfig(BaseModel):
     )
     decay_steps: int | None = Field(default=None, ge=1, description="Last step of the schedule.")
     final_learning_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="From that step on.")
+    optimizer: Literal["AdamW", "SGD"] = Field(
+        default="AdamW", description="SGD, without momentum, keeps no state of its own."
+    )
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Of AdamW.")
     gradient_clip: float = Field(default=1.0, gt=0, description="Greatest norm of the whole gradient.")
@@ -123,6 +126,9 @@ class TrainerConfig(BaseModel):
         default=False, description="Compute activations again instead of keeping them: less memory, more work."
     )
     micro_batch_tokens: int = Field(default=16_384, ge=1, description="Tokens of one forward pass, padding included.")
+    packing: bool = Field(
+        default=False, description="Samples stand one after another in one row: nothing is padded, no position wasted."
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of the division into minibatches.")
     threads: int | None = Field(default=None, ge=1, description="Of torch on the CPU; its own choice when absent.")
     dtype: Literal["float32", "bfloat16"] = Field(

@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from colocated_rl_api.weights import MANIFEST, Probe
 from colocated_rl_trainer.checkpoint import CONTENTS, OPTIMIZER
+from colocated_rl_trainer.packing import PACKED_ATTENTION, check_packing
 
 FILE_BYTES = 4 * 1024**3  # of one safetensors file at most, unless a single tensor is larger
 PROBE_TOKENS = 32
@@ -35,11 +36,18 @@ _OURS = (MANIFEST, CONTENTS, OPTIMIZER)
 _PROBE_STRIDE = 7919  # prime: ids all over the vocabulary
 
 
-def load_model(directory: Path) -> PreTrainedModel:
-    """The causal language model in `directory`, in float32, without dropout. Nothing is ever downloaded."""
+def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
+    """The causal language model in `directory`, in float32, without dropout. Nothing is ever downloaded.
+
+    packing: its attention can tell the samples of one row apart. Raises SettingsError if it can't be trained so.
+    """
     transformers_logging.disable_progress_bar()
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True, attn_implementation=PACKED_ATTENTION if packing else None
+    )
     model.eval()
+    if packing:
+        check_packing(model, type(model).__name__)
     return model
 
 
