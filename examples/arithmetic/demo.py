@@ -12,24 +12,23 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.table import Table
 
+from colocated_rl_cli.api import Api
+from colocated_rl_cli.errors import CliError
+from colocated_rl_cli.following import JobWatch
+from colocated_rl_cli.kubectl import Login
+from colocated_rl_cli.live import shown
+from colocated_rl_cli.records import Records
 from examples.arithmetic.cluster import ClusterError, LocalCluster, remove_old
-from examples.arithmetic.figures import Line
-from examples.arithmetic.live import live_view, plain_line
-from examples.arithmetic.records import JOB_TOOK, Records
 from examples.arithmetic.report import render, summary
-from examples.arithmetic.verdict import JOB_SECONDS_AT_MOST, shortfalls
-from examples.arithmetic.watching import JobWatch
+from examples.arithmetic.verdict import JOB_SECONDS_AT_MOST, JOB_TOOK, shortfalls
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -40,7 +39,6 @@ NAMESPACE = "default"
 OPERATOR_NAMESPACE = "colocated-rl-system"
 RELEASE = "colocated-rl"
 GIVE_UP_S = 1.5 * JOB_SECONDS_AT_MOST
-REFRESHES_PER_S = 2
 
 
 class NotSetUp(Exception):
@@ -87,15 +85,20 @@ class Demo:
         volume["spec"]["hostPath"]["path"] = str(MODEL)
         began = time.monotonic()
         cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([volume, claim, self.job]))
-        watch = JobWatch(cluster, namespace=NAMESPACE, name=self.job["metadata"]["name"])
-        with _shown(watch, self.console, began):
+        records = asyncio.run(self._watch(cluster, began))
+        return replace(records, took_s=self.took_s)
+
+    async def _watch(self, cluster: LocalCluster, began: float) -> Records:
+        login = Login(program=tuple(cluster.command("kubectl")))
+        async with Api.reach(login, NAMESPACE) as api:
+            watch = JobWatch(api, self.job["metadata"]["name"], refuse_lost=cluster.refuse_lost)
             try:
-                asyncio.run(watch.until_ended(deadline_s=GIVE_UP_S))
+                async with shown(watch, self.console, screen=False):
+                    await watch.until_ended(deadline_s=GIVE_UP_S)
             except TimeoutError:
                 self.say(f"job: given up after {GIVE_UP_S:.0f} s")
-        self._note(JOB_TOOK, began)
-        watch.collect()
-        return Records(job=watch.job, lines=watch.lines, took_s=self.took_s)
+            self._note(JOB_TOOK, began)
+            return await watch.collect()
 
     def _note(self, name: str, began: float) -> float:
         now = time.monotonic()
@@ -104,26 +107,6 @@ class Demo:
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-@contextmanager
-def _shown(watch: JobWatch, console: Console, began: float) -> Iterator[None]:
-    """Show the job while this block runs: a view that stays in place on a terminal, lines elsewhere."""
-    if not console.is_terminal:
-        watch.on_line = lambda line: _print_plain(console, line)
-        yield
-        return
-
-    def view() -> RenderableType:
-        return live_view(watch.job, watch.lines, elapsed_s=time.monotonic() - began)
-
-    with Live(get_renderable=view, console=console, refresh_per_second=REFRESHES_PER_S):
-        yield
-
-
-def _print_plain(console: Console, line: Line) -> None:
-    if (text := plain_line(line)) is not None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_summary(console: Console, records: Records) -> None:
@@ -147,7 +130,7 @@ def main() -> int:
     except KeyboardInterrupt:
         demo.say("demo: interrupted")
         return 130
-    except (ClusterError, NotSetUp) as error:
+    except (ClusterError, CliError, NotSetUp) as error:
         demo.say(f"demo: {error}")
         return 1
     records.write(args.out / "records.json")

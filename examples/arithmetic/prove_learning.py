@@ -20,11 +20,11 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from colocated_rl_cli.figures import read_figures
+from colocated_rl_cli.records import Records
 from examples.arithmetic.cluster import ClusterError
 from examples.arithmetic.demo import HERE, ROOT, Demo, NotSetUp
-from examples.arithmetic.figures import read_figures
-from examples.arithmetic.records import Records
-from examples.arithmetic.verdict import START_AT_MOST, TARGET, shortfalls
+from examples.arithmetic.verdict import START_AT_MOST, TARGET, job_s, shortfalls
 
 RECORDS = ROOT / ".build/learning"
 DOCUMENT = ROOT / "docs/learning.md"
@@ -49,7 +49,8 @@ def document(runs: dict[str, Records], job: dict[str, Any]) -> str:
     for name, run in runs.items():
         means = {one.step: one.mean for one in read_figures(run.lines).evaluations}
         shares = [f"{means[step]:.3f}" if step in means else "-" for step in evaluations]
-        rows.append([name, *shares, f"{run.job_s:.0f}" if run.job_s else "-", "; ".join(shortfalls(run)) or "none"])
+        took_s = job_s(run)
+        rows.append([name, *shares, f"{took_s:.0f}" if took_s else "-", "; ".join(shortfalls(run)) or "none"])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     learned = [name for name, run in runs.items() if not _is_control(name) and not shortfalls(run)]
     tried = [name for name in runs if not _is_control(name)]

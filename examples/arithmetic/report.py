@@ -10,29 +10,21 @@ from __future__ import annotations
 import argparse
 import sys
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from examples.arithmetic.charts import Bar, Row, Series, bar_table, line_chart, row_chart, table
-from examples.arithmetic.figures import (
+from colocated_rl_cli import timeline
+from colocated_rl_cli.charts import Series, line_chart, table
+from colocated_rl_cli.figures import (
     Evaluated,
     Figures,
-    Holder,
     holder_shares,
     read_figures,
-    rung_times,
     staleness_tokens,
     switch_seconds,
-    typical_switch,
 )
-from examples.arithmetic.records import Records
-from examples.arithmetic.verdict import START_AT_MOST, TARGET
-
-COLOURS = {Holder.START: "start", Holder.ROLLOUT: "rollout", Holder.SWITCH: "switch", Holder.TRAINER: "trainer"}
-KEY = [(COLOURS[holder], holder.value) for holder in Holder]
-
-STYLE = Path(__file__).with_name("report.css")
+from colocated_rl_cli.records import Records
+from examples.arithmetic.verdict import START_AT_MOST, TARGET, job_s
 
 
 def render(records: Records) -> str:
@@ -42,18 +34,13 @@ def render(records: Records) -> str:
     sections = [
         _headline(records, figures),
         _learning(figures),
-        _timeline(figures),
-        _switch(figures),
-        _staleness(figures),
-        _steps(figures),
+        timeline.holders(figures),
+        timeline.switch(figures),
+        timeline.staleness(figures),
+        timeline.every_step(figures),
         _table(records, figures),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE.read_text()}</style></head><body><main>"
-        f"<h1>{escape(title)}</h1>{''.join(sections)}</main></body></html>\n"
-    )
+    return timeline.page(title, sections)
 
 
 def summary(records: Records) -> list[tuple[str, str]]:
@@ -97,13 +84,13 @@ def summary(records: Records) -> list[tuple[str, str]]:
 
 
 def _headline(records: Records, figures: Figures) -> str:
-    first, last, switches = figures.first, figures.last, switch_seconds(figures)
+    first, last, switches, took_s = figures.first, figures.last, switch_seconds(figures), job_s(records)
     cells = [
         ("held out, before", _exact(first), "good" if first and first.mean <= START_AT_MOST else "bad"),
         ("held out, after", _exact(last), "good" if last and last.mean >= TARGET else "bad"),
         ("steps", str(len(figures.batches)), ""),
         ("median switch", f"{median(switches):.2f} s" if switches else "-", ""),
-        ("from job to its end", f"{records.job_s:.0f} s" if records.job_s else "-", ""),
+        ("from job to its end", f"{took_s:.0f} s" if took_s else "-", ""),
     ]
     body = "".join(f'<div class="{kind}"><b>{escape(value)}</b>{escape(name)}</div>' for name, value, kind in cells)
     spec = records.job["spec"]
@@ -139,108 +126,12 @@ def _learning(figures: Figures) -> str:
         f"its working pays (a response grows from {_length(figures, 0)} to {_length(figures, -1)} tokens), then it gets"
         " the sums right. Held-out questions are never trained on, in the warm-up or in the job.</p>"
         f"{chart}"
-        f"{_details('The evaluations as a table', table(rows, heading=['step', 'exact match', 'questions']))}"
+        f"{timeline.details('The evaluations as a table', table(rows, heading=['step', 'exact match', 'questions']))}"
     )
-
-
-def _timeline(figures: Figures) -> str:
-    began = figures.began
-    rows = [
-        Row(
-            pod,
-            [
-                Bar(
-                    span.start - began,
-                    span.end - began,
-                    COLOURS[span.holder],
-                    f"{span.holder.value}, step {span.step}: {span.end - span.start:.2f} s",
-                )
-                for span in figures.spans
-                if span.pod == pod
-            ],
-        )
-        for pod in figures.pods
-    ]
-    shares = holder_shares(figures)
-    words = ", ".join(f"{holder.value} {100 * share:.0f} %" for holder, share in shares.items())
-    chart = row_chart(rows, label=f"who held the device: {words}", key=KEY, unit="seconds since the first pod answered")
-    marks = [(f"{mark.ts - began:.1f} s", mark.who, mark.text) for mark in figures.marks]
-    return f"<h2>Who held each device</h2><p>After start-up: {escape(words) or 'not measured'}.</p>{chart}" + (
-        _details(f"{len(marks)} errors on the way", table(marks, heading=["when", "who", "what"])) if marks else ""
-    )
-
-
-def _switch(figures: Figures) -> str:
-    times = rung_times(figures)
-    spans = typical_switch(figures)
-    began = min((span.start for span in spans), default=0.0)
-    rows = [
-        Row(
-            pod,
-            [
-                Bar(
-                    span.start - began,
-                    span.end - began,
-                    COLOURS[span.holder],
-                    f"to {span.towards}: {1000 * (span.end - span.start):.0f} ms",
-                )
-                for span in spans
-                if span.pod == pod
-            ],
-        )
-        for pod in figures.pods
-    ]
-    unit = "seconds since the gate closed" + (f", of step {spans[0].step}" if spans else "")
-    chart = row_chart(rows, label="rungs of a switch", key=KEY[2:], unit=unit, parted=True)
-    bars = bar_table(
-        [
-            (one.rung.value, one.mean_s, f"{one.mean_s:.3f} s, longest {one.longest_s:.3f} s", COLOURS[one.holder])
-            for one in times
-        ],
-        heading=("rung", "mean time from the rung before"),
-    )
-    return (
-        "<h2>Inside a switch</h2><p>A switch of median length, and the mean time that pods needed for each rung over "
-        f"all switches, waiting for each other at the barriers included.</p>{chart}{bars}"
-    )
-
-
-def _staleness(figures: Figures) -> str:
-    ages = staleness_tokens(figures)
-    trained = sum(ages.values()) or 1
-    rows = [
-        (_steps_old(age), count, f"{count:,} tokens, {100 * count / trained:.1f} %", "rollout")
-        for age, count in ages.items()
-    ]
-    return (
-        "<h2>Staleness</h2><p>How many steps older than the newest weights the weights were that made a token, when it "
-        f"was trained.</p>{bar_table(rows, heading=('age', 'trained tokens'))}"
-    )
-
-
-def _steps(figures: Figures) -> str:
-    rows = [
-        (
-            str(batch.step),
-            f"{batch.reward:.3f}",
-            str(batch.samples),
-            f"{batch.tokens:,}",
-            str(batch.resumed_samples),
-            f"{(batch.ts - before.ts):.1f} s" if before else "-",
-        )
-        for before, batch in pairwise([None, *figures.batches])
-        if batch is not None
-    ]
-    heading = ["step", "mean reward", "samples", "tokens", "interrupted and continued", "since the batch before"]
-    return _details("Every step", table(rows, heading=heading))
 
 
 def _table(records: Records, figures: Figures) -> str:
     return f"<h2>Figures</h2>{table(summary(records), heading=['what', 'measured'])}"
-
-
-def _details(name: str, body: str) -> str:
-    return f"<details><summary>{escape(name)}</summary>{body}</details>"
 
 
 def _exact(one: Evaluated | None, *, spread: bool = False) -> str:
@@ -257,10 +148,6 @@ def _length(figures: Figures, place: int) -> str:
     """Mean tokens of a response in the first or last batch."""
     batch = figures.batches[place] if figures.batches else None
     return f"{batch.tokens / batch.samples:.0f}" if batch and batch.samples else "-"
-
-
-def _steps_old(age: int) -> str:
-    return f"{age} step{'s' if age != 1 else ''}"
 
 
 def main() -> int:

@@ -13,9 +13,13 @@ BYPRODUCTS = {"__pycache__", "build", ".mypy_cache", ".pytest_cache", ".ruff_cac
 
 
 def sources(folder: Path) -> Iterator[Path]:
-    """All files below a folder that somebody wrote, in a fixed order."""
+    """All files of a folder that somebody wrote, in a fixed order; not those of another package that lies in it."""
     for place, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in BYPRODUCTS and not name.endswith(".egg-info"))
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not (name in BYPRODUCTS or name.endswith(".egg-info") or Path(place, name, "pyproject.toml").exists())
+        )
         for name in sorted(files):
             yield Path(place) / name
 

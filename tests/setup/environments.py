@@ -47,7 +47,7 @@ IMAGES = (
     ),
 )
 COMPARED = Environment(PEERS, ("tests/peers/requirements.txt",), (), 30)
-OURS = ("operator", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
+OURS = ("operator", "operator/cli", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
 
 
 def tasks(layout: Layout) -> Iterator[Task]:
@@ -63,7 +63,7 @@ def tasks(layout: Layout) -> Iterator[Task]:
         name=WHEELS,
         doing="building our packages",
         needs=(DEV,),  # has the pinned setuptools
-        is_made=lambda: all(_wheel_folder(layout, folder).is_dir() for folder in _packages_of_images()),
+        is_made=lambda: all(_wheel_folder(layout, folder).is_dir() for folder in _packages()),
         make=lambda session: _make_wheels(layout, session),
         expected_s=5,
     )
@@ -137,7 +137,7 @@ def _begin(layout: Layout, session: Session, name: str) -> Path:
 
 def _make_wheels(layout: Layout, session: Session) -> None:
     """A wheel per package, in a folder named after its sources, so that another content is another address for uv."""
-    for folder in _packages_of_images():
+    for folder in _packages():
         place = _wheel_folder(layout, folder)
         if place.is_dir():
             continue
@@ -159,8 +159,9 @@ def _uv(layout: Layout, session: Session, log: str, *words: str | Path) -> None:
     session.run(log, [layout.uv, *words], cwd=layout.root, env=clean_environment())
 
 
-def _packages_of_images() -> list[str]:
-    return sorted({folder for environment in IMAGES for folder in environment.packages})
+def _packages() -> list[str]:
+    """That wheels are made of: all but the kernels that only a GPU has are ours."""
+    return sorted({*OURS, *(folder for environment in IMAGES for folder in environment.packages)})
 
 
 @functools.cache  # one answer a run: a file saved meanwhile belongs to the next

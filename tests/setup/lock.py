@@ -15,7 +15,7 @@ from setup.toolchain import clean_environment
 PYTHON = "3.11"  # the oldest supported
 ALL = "tests/requirements.txt"
 ASKED = ("tests/requirements.in", "workloads/gpu/requirements.in")
-PARTS = ("operator", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
+PARTS = ("operator", "operator/cli", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
 SELECTIONS = {
     "operator/requirements.txt": ("operator/pyproject.toml",),
     "workloads/agent/requirements.txt": ("workloads/agent/pyproject.toml",),

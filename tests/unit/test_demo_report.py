@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from examples.arithmetic.records import JOB_TOOK, Records
+from colocated_rl_cli.records import Records
 from examples.arithmetic.report import render, summary
-from examples.arithmetic.verdict import shortfalls
+from examples.arithmetic.verdict import JOB_TOOK, shortfalls
 
-RECORDED = Path(__file__).parent / "records/demo_run.json"
+RECORDED = Path(__file__).parent / "records/run.json"
 
 
 @pytest.fixture

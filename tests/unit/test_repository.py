@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-DISTRIBUTIONS = ("operator", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
+DISTRIBUTIONS = (
+    "operator", "operator/cli", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer",
+)  # fmt: skip
 REQUIREMENTS = sorted(ROOT.glob("[a-z]*/**/requirements.txt"))
 ENGINE = ROOT / "workloads/gpu/engine.txt"
 

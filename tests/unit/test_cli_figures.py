@@ -1,4 +1,4 @@
-"""What the demo reads from log lines: holders, switches, rungs, learning."""
+"""What is read from log lines: holders, switches, rungs, learning."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from colocated_rl_api.ladder import Rung
-from examples.arithmetic.figures import (
+from colocated_rl_cli.figures import (
     Holder,
-    holder_now,
     holder_shares,
     read_figures,
     rung_times,
     staleness_tokens,
+    standings,
     switch_seconds,
     typical_switch,
 )
@@ -140,6 +140,6 @@ def test_shares_of_the_holders_add_up_to_one() -> None:
 
 def test_the_live_view_knows_who_holds_each_device_now() -> None:
     lines = one_switch() + rises("b", START[:2], step=0)
-    now = holder_now(lines)
-    assert (Rung.SERVING, Holder.ROLLOUT) == now["a"][:2]
-    assert (Rung.TRAINED, Holder.START) == now["b"][:2]
+    now = standings(lines)
+    assert (Rung.SERVING, Holder.ROLLOUT) == (now["a"].rung, now["a"].holder)
+    assert (Rung.TRAINED, Holder.START) == (now["b"].rung, now["b"].holder)

@@ -1,4 +1,4 @@
-"""What the demo shows while its job runs, from records of a real run."""
+"""What a person sees of a job while it runs, from records of a real one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from examples.arithmetic.live import live_view, plain_line
-from examples.arithmetic.records import Records
+from colocated_rl_cli.records import Records
+from colocated_rl_cli.view import frame, plain_line
 
-RECORDED = Path(__file__).parent / "records/demo_run.json"
+RECORDED = Path(__file__).parent / "records/run.json"
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def run() -> Records:
 
 def shown(job: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
     console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(live_view(job, lines, elapsed_s=42.0))
+    console.print(frame(job, lines, now=lines[-1]["ts"] if lines else 0.0))
     return console.export_text()
 
 
@@ -57,7 +57,7 @@ def test_the_live_view_of_a_job_that_has_not_begun_makes_nothing_up() -> None:
 
 def test_every_step_and_evaluation_is_a_line_where_there_is_no_terminal(run: Records) -> None:
     said = [text for line in run.lines if (text := plain_line(line)) is not None]
-    for event, words in (("batch sealed", "mean reward"), ("evaluation ended", "held-out exact match")):
+    for event, words in (("batch sealed", "batch of"), ("evaluation ended", "held-out mean reward")):
         assert sum(words in text for text in said) == sum(line["event"] == event for line in run.lines) > 0
 
 

@@ -65,6 +65,16 @@ class Span:
     holder: Holder
     towards: Rung | None
     step: int
+    epoch: int | None = None  # that asked for it
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a pod stands by its newest line, who has its GPU, and since when."""
+
+    rung: Rung
+    holder: Holder
+    since: float
 
 
 @dataclass(frozen=True)
@@ -145,16 +155,16 @@ def read_figures(lines: Iterable[Line]) -> Figures:
     )
 
 
-def holder_now(lines: Iterable[Line]) -> dict[str, tuple[Rung, Holder, float]]:
-    """Newest rung of each pod, who has its GPU, and since when."""
-    now: dict[str, tuple[Rung, Holder, float]] = {}
+def standings(lines: Iterable[Line]) -> dict[str, Standing]:
+    """Of each pod, by name."""
+    now: dict[str, Standing] = {}
     served: set[str] = set()
     for line in lines:
         if line.get("event") == "rung reached" and line.get("role") == names.ROLE_GPU:
             rung, pod = Rung(line["rung"]), line["pod"]
             if rung is Rung.SERVING:
                 served.add(pod)
-            now[pod] = (rung, _holder(rung, None) if pod in served else Holder.START, line["ts"])
+            now[pod] = Standing(rung, _holder(rung, None) if pod in served else Holder.START, line["ts"])
     return dict(sorted(now.items()))
 
 
@@ -262,9 +272,9 @@ def _spans_of(pod: str, rises: Sequence[Line]) -> list[Span]:
         start, end = line["ts"], following["ts"]
         if rung is Rung.SERVING and towards not in UP_TO_CLOSED:  # nothing was in flight: the gate closed on the way
             closed = max(start, end - following["took_s"])
-            spans.append(Span(pod, start, closed, holder, Rung.CLOSED, following["step"]))
+            spans.append(Span(pod, start, closed, holder, Rung.CLOSED, following["step"], following.get("epoch")))
             start, holder = closed, _holder(Rung.CLOSED, towards)
-        spans.append(Span(pod, start, end, holder, towards, following["step"]))
+        spans.append(Span(pod, start, end, holder, towards, following["step"], following.get("epoch")))
     return spans
 
 

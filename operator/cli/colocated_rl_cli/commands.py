@@ -1,0 +1,254 @@
+"""What each command does. A function each: words in, exit code out; what went wrong is raised as a CliError."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from colocated_rl_api import names
+from colocated_rl_cli import bundle, questions, starter, timeline
+from colocated_rl_cli.api import Api
+from colocated_rl_cli.errors import CliError, Exit, NotThere, UsageError
+from colocated_rl_cli.explanation import Evidence, Explanation, explain
+from colocated_rl_cli.figures import read_figures, standings
+from colocated_rl_cli.following import JobWatch, container_of
+from colocated_rl_cli.kubectl import Login
+from colocated_rl_cli.live import shown
+from colocated_rl_cli.manifest import Verdict, judge
+from colocated_rl_cli.output import complain, document, say, table
+from colocated_rl_cli.pages import page, states
+from colocated_rl_cli.records import Records
+from colocated_rl_cli.trace import trace
+from colocated_rl_cli.view import frame
+
+MANY_PODS = 64  # whose pages `explain` reads
+MANY_EVENTS = 10  # pods that don't run, of which it reads events
+
+
+def login(args: Namespace) -> Login:
+    return Login.of_environment(kubeconfig=args.kubeconfig, context=args.context)
+
+
+# ---------------------------------------------------------------------------------------------- without a cluster
+def validate(args: Namespace) -> Exit:
+    verdicts = {name: judge(_text_of(name)) for name in args.file}
+    if args.output == "text":
+        for name, verdict in verdicts.items():
+            _say_verdict(name, verdict)
+    else:
+        say(document([{"file": name, **_verdict(verdict)} for name, verdict in verdicts.items()], args.output))
+    return Exit.FINE if all(verdict.is_accepted for verdict in verdicts.values()) else Exit.PROBLEM
+
+
+def _say_verdict(name: str, verdict: Verdict) -> None:
+    for fault in verdict.faults:
+        field = f"{fault.field}: " if fault.field else ""
+        say(f"{name}:{fault.place.line}:{fault.place.column}: {field}{fault.message}")
+    if verdict.is_accepted:
+        passed = f" ({verdict.others} objects of other kinds not looked at)" if verdict.others else ""
+        say(f"{name}: fine: {', '.join(verdict.jobs)}{passed}")
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    faults = [{**asdict(fault.place), "field": fault.field, "message": fault.message} for fault in verdict.faults]
+    return {"accepted": verdict.is_accepted, "jobs": list(verdict.jobs), "faults": faults}
+
+
+def _text_of(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{name} can't be read: {error}") from error
+
+
+def init(args: Namespace) -> Exit:
+    text = starter.manifest(questions.answered(args))
+    if args.file is None:
+        sys.stdout.write(text)
+        return Exit.FINE
+    path = Path(args.file)
+    try:
+        with path.open("x" if not args.force else "w") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UsageError(f"{path} is there already: name another file, or --force to replace it") from error
+    complain(f"{path}: written; next: kubectl apply -f {path}")
+    return Exit.FINE
+
+
+# -------------------------------------------------------------------------------------------------------- looking at it
+async def explain_job(args: Namespace) -> Exit:
+    async with Api.reach(login(args), args.namespace) as api:
+        explanation = await explained(api, args.job)
+    if args.output == "text":
+        say(told(explanation))
+    else:
+        causes = [{**asdict(cause), **cause.remedy._asdict()} for cause in explanation.causes]
+        say(document({**asdict(explanation), "causes": causes, "isProblem": explanation.is_problem}, args.output))
+    return Exit.PROBLEM if explanation.is_problem else Exit.FINE
+
+
+async def explained(api: Api, name: str) -> Explanation:
+    """Look at everything that may know why."""
+    job, pods = await asyncio.gather(api.job(name), api.pods_of(name))
+    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"][:MANY_PODS]
+    events = await api.events_about(job["metadata"]["uid"])
+    for pod in [pod for pod in pods if pod.get("status", {}).get("phase") == "Pending"][:MANY_EVENTS]:
+        events += await api.events_about(pod["metadata"]["uid"])
+    seen = await states(api, [pod["metadata"]["name"] for pod in running])
+    since = await _since(api, running)
+    return explain(Evidence(job, pods, events, seen, datetime.now(UTC), since))
+
+
+async def _since(api: Api, pods: list[dict[str, Any]]) -> dict[str, float]:
+    """When each pod reached the rung that it stands on, by its newest lines."""
+
+    async def read(pod: dict[str, Any]) -> str:
+        try:
+            return await api.log(pod["metadata"]["name"], container_of(pod), newest=200)
+        except CliError:
+            return ""  # then it is not told
+
+    texts = await asyncio.gather(
+        *(read(pod) for pod in pods if pod["metadata"]["labels"][names.ROLE_LABEL] == names.ROLE_GPU)
+    )
+    lines = [
+        json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{") and line.endswith("}")
+    ]
+    return {pod: stands.since for pod, stands in standings(lines).items()}
+
+
+def told(explanation: Explanation) -> str:
+    """For people."""
+    lines = [f"{explanation.job}: {explanation.headline}"]
+    if explanation.rungs:
+        lines += ["", *(f"  {pod}: {rung}" for pod, rung in explanation.rungs.items())]
+    for cause in explanation.causes:
+        where = " ".join(part for part in (cause.pod, f"at {cause.rung}" if cause.rung else None) if part)
+        lines += ["", f"{cause.reason}{f', {where}' if where else ''}: {cause.remedy.means}"]
+        lines += [f"  said:   {cause.message}"] if cause.message else []
+        lines += [f"  to do:  {cause.remedy.do}"]
+    if explanation.waits_for:
+        lines += ["", f"Nothing is wrong. It waits for: {explanation.waits_for}"]
+    if explanation.warnings:
+        lines += ["", "Newest warnings:", *(f"  {one}" for one in explanation.warnings)]
+    return "\n".join([*lines, *(f"\nnote: {note}" for note in explanation.notes)])
+
+
+async def top(args: Namespace) -> Exit:
+    async with Api.reach(login(args), args.namespace) as api:
+        job = await api.job(args.job)
+        watch = JobWatch(api, args.job)
+        watch.job = job
+        if args.once:
+            records = await watch.collect()
+            Console().print(frame(job, records.lines, now=time.time()))
+            return Exit.FINE
+        console = Console()
+        async with shown(watch, console, screen=True):
+            await watch.until_ended()
+    if console.is_terminal:  # what the screen showed last is gone with it
+        console.print(frame(watch.job, watch.lines, now=time.time()))
+    return Exit.FINE
+
+
+async def samples(args: Namespace) -> Exit:
+    query = {"limit": str(args.limit), **({"state": args.state} if args.state else {})}
+    async with Api.reach(login(args), args.namespace) as api:
+        rows = (await page(api, await _rollout_pod(api, args.job), "/v1/samples", query))["samples"]
+    if args.output == "text":
+        say(table(rows, ["id", "group_id", "state", "reward", "finish", "attempts", "step", "reason"]))
+    else:
+        say(document(rows, args.output))
+    return Exit.FINE
+
+
+async def _rollout_pod(api: Api, job: str) -> str:
+    await api.job(job)  # says so if there is none
+    for pod in await api.pods_of(job):
+        if (
+            pod["metadata"]["labels"][names.ROLE_LABEL] == names.ROLE_ROLLOUT
+            and pod["status"].get("phase") == "Running"
+        ):
+            return str(pod["metadata"]["name"])
+    raise NotThere(f"job {api.namespace}/{job} has no rollout pod that runs: kubectl crlj explain {job} says why")
+
+
+async def evaluations(args: Namespace) -> Exit:
+    async with Api.reach(login(args), args.namespace) as api:
+        job = await api.job(args.job)
+        records = await _kept(api, args.job, job)
+    found = {one.step: asdict(one) for one in read_figures(records.lines).evaluations}
+    newest = job.get("status", {}).get("evaluation")
+    if newest:  # also when no log has it any more
+        found[newest["step"]] = {"ts": None, **found.get(newest["step"], {}), **newest}
+    rows = [found[step] for step in sorted(found)]
+    if args.output == "text":
+        say(table(rows, ["step", "mean", "stderr", "best", "samples"]))
+    else:
+        say(document(rows, args.output))
+    return Exit.FINE
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+async def _kept(api: Api, name: str, job: Mapping[str, Any]) -> Records:
+    watch = JobWatch(api, name)
+    watch.job = job
+    return await watch.collect()
+
+
+async def show_timeline(args: Namespace) -> Exit:
+    if (args.job is None) == (args.records is None):
+        raise UsageError("timeline needs a job, or --records FILE")
+    if args.records:
+        records = _read_records(Path(args.records))
+    else:
+        async with Api.reach(login(args), args.namespace) as api:
+            records = await _kept(api, args.job, await api.job(args.job))
+    if args.html:
+        _write(args.html, timeline.render(records))
+    if args.trace:
+        _write(args.trace, json.dumps(trace(records)))
+    if args.save:
+        _write(args.save, records.as_json())
+    if not (args.html or args.trace or args.save):
+        say(timeline.text(records, width=Console().width))
+    return Exit.FINE
+
+
+def _read_records(path: Path) -> Records:
+    try:
+        return Records.read(path)
+    except (OSError, TypeError, json.JSONDecodeError) as error:
+        raise UsageError(f"{path} holds no records of a job: {error}") from error
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise UsageError(f"{path} can't be written: {error}") from error
+    complain(f"{path}: written")
+
+
+async def make_bundle(args: Namespace) -> Exit:
+    async with Api.reach(login(args), args.namespace) as api:
+        job = await api.job(args.job)
+        made = await bundle.collect(api, job, told(await explained(api, args.job)))
+    path = args.file or f"{args.job}-bundle.tar.gz"
+    try:
+        made.write(path)
+    except OSError as error:
+        raise UsageError(f"{path} can't be written: {error}") from error
+    complain(f"{path}: {len(made.names)} files; look at it before you send it: tar -tzf {path}")
+    return Exit.FINE

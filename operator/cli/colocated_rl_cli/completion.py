@@ -1,0 +1,110 @@
+"""Completes words in bash, zsh and fish, and for `kubectl crlj` in whatever kubectl completes in.
+
+All ask the program itself (`__complete WORD...`, the last one being typed), so nothing here repeats its commands.
+Names of jobs come from the cluster; where it does not answer soon, there are none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from colocated_rl_cli.api import Api
+from colocated_rl_cli.errors import CliError, Exit
+from colocated_rl_cli.kubectl import Login
+from colocated_rl_cli.output import say
+
+SHELLS = ("bash", "zsh", "fish")
+NAMES_DEADLINE_S = 3.0
+
+_SCRIPTS = {
+    "bash": """\
+_colocated_rl() {
+  local IFS=$'\\n'
+  COMPREPLY=($(colocated-rl __complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+}
+complete -o default -F _colocated_rl colocated-rl""",
+    "zsh": """\
+#compdef colocated-rl
+_colocated_rl() {
+  local -a found
+  found=(${(f)"$(colocated-rl __complete "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+  compadd -a found || _files
+}
+compdef _colocated_rl colocated-rl""",
+    "fish": """\
+complete -c colocated-rl -a '(colocated-rl __complete (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'""",
+}
+
+
+async def print_script(args: argparse.Namespace) -> Exit:
+    say(_SCRIPTS[args.shell])
+    return Exit.FINE
+
+
+def complete(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """What the last of these words may become."""
+    *before, typed = words or [""]
+    candidates = _candidates(parser, before, typed)
+    return sorted(one for one in candidates if one.startswith(typed))
+
+
+def _candidates(parser: argparse.ArgumentParser, before: Sequence[str], typed: str) -> list[str]:
+    commands = _subparsers(parser)
+    if not before:
+        return [*commands, *_flags(parser)]
+    chosen = commands.get(before[0])
+    if chosen is None:
+        return []
+    if option := _open_option(chosen, before):
+        return [str(choice) for choice in option.choices or ()]
+    if typed.startswith("-"):
+        return _flags(chosen)
+    return _positionals(chosen, before)
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to ask
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            return dict(action.choices)
+    return {}
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    every = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001
+    return [flag for flag in every if flag.startswith("--")]
+
+
+def _open_option(parser: argparse.ArgumentParser, before: Sequence[str]) -> argparse.Action | None:
+    """The option whose value is being typed."""
+    for action in parser._actions:  # noqa: SLF001
+        if before[-1] in action.option_strings and action.nargs != 0:
+            return action
+    return None
+
+
+def _positionals(parser: argparse.ArgumentParser, before: Sequence[str]) -> list[str]:
+    for action in parser._actions:  # noqa: SLF001
+        if action.option_strings:
+            continue
+        if action.choices is not None:
+            return [str(choice) for choice in action.choices]
+        if action.dest == "job":
+            return _jobs(parser, before)
+    return []
+
+
+def _jobs(parser: argparse.ArgumentParser, before: Sequence[str]) -> list[str]:
+    """Of the namespace and the cluster that the words so far name."""
+    known, _ = parser.parse_known_args([*before[1:], "x"]) if len(before) > 1 else parser.parse_known_args(["x"])
+
+    async def ask() -> list[str]:
+        login = Login.of_environment(kubeconfig=known.kubeconfig, context=known.context)
+        async with asyncio.timeout(NAMES_DEADLINE_S), Api.reach(login, known.namespace) as api:
+            return await api.job_names()
+
+    with contextlib.suppress(CliError, TimeoutError):
+        return asyncio.run(ask())
+    return []

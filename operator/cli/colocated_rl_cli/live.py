@@ -1,0 +1,48 @@
+"""Shows a job for as long as something else goes on: in place on a terminal, a line for each event elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rich.console import Console
+from rich.live import Live
+
+from colocated_rl_cli.figures import Line
+from colocated_rl_cli.following import JobWatch
+from colocated_rl_cli.view import frame, plain_line
+
+EVERY_S = 0.5
+
+
+@asynccontextmanager
+async def shown(watch: JobWatch, console: Console, *, screen: bool) -> AsyncIterator[None]:
+    """While the block runs. screen: use all of the terminal, and give it back as it was."""
+    if not console.is_terminal:
+        watch.on_line = lambda line: _print_plain(console, line)
+        yield
+        return
+    with Live(console=console, auto_refresh=False, screen=screen) as live:
+
+        def draw() -> None:
+            trouble = str(watch.trouble) if watch.trouble else None
+            live.update(frame(watch.job, watch.lines, now=time.time(), trouble=trouble), refresh=True)
+
+        async def draw_on() -> None:
+            while True:
+                draw()
+                await asyncio.sleep(EVERY_S)
+
+        drawing = asyncio.create_task(draw_on(), name="live/draw")
+        try:
+            yield
+            draw()
+        finally:
+            drawing.cancel()
+
+
+def _print_plain(console: Console, line: Line) -> None:
+    if (text := plain_line(line)) is not None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)

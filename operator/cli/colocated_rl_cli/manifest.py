@@ -1,0 +1,168 @@
+"""Judges a manifest without a cluster: the API server's verdict, with the line of each fault.
+
+The rules are the models' (`colocated_rl_api.job`), from which the CRD is generated too. What is added here are places
+in the file, and the parts of an object that belong to Kubernetes and not to the job: metadata. Objects of other kinds
+in the same file are passed over.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic
+
+from colocated_rl_api import names
+from colocated_rl_api.job import ColocatedRLJob, Metadata
+from colocated_rl_cli.yaml_text import Document, Path, Place, Unreadable, read
+
+TEXTS = {"generateName", "selfLink"}  # beside those that the model has
+MAPS_OF_TEXTS = {"labels", "annotations"}
+OTHER_METADATA = {
+    "generation", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "finalizers",
+    "ownerReferences", "managedFields",
+}  # fmt: skip
+KNOWN_METADATA = TEXTS | MAPS_OF_TEXTS | OTHER_METADATA | {info.alias for info in Metadata.model_fields.values()}
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """One thing that the API server would refuse."""
+
+    place: Place
+    field: str  # as the server writes it: spec.rollout.engineArgs[1]; "" of the whole document
+    message: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one file. `jobs`: names of the manifests of jobs in it."""
+
+    jobs: tuple[str, ...]
+    others: int  # objects of other kinds
+    faults: tuple[Fault, ...]
+
+    @property
+    def is_accepted(self) -> bool:
+        return bool(self.jobs) and not self.faults
+
+
+def judge(text: str) -> Verdict:
+    """Look at every document of a file."""
+    jobs: list[str] = []
+    faults: list[Fault] = []
+    others = 0
+    try:
+        for document in read(text):
+            if _is_job(document.value):
+                jobs.append(_name(document.value))
+                faults += faults_of(document)
+            elif _is_object(document.value):
+                others += 1
+            else:
+                faults.append(Fault(document.place(()), "", f"no object: apiVersion and kind {names.KIND} are missing"))
+    except Unreadable as error:
+        faults.append(Fault(error.place, "", str(error)))
+    if not (jobs or faults):
+        faults.append(Fault(Place(1, 1), "", f"no {names.KIND} in it"))
+    return Verdict(tuple(jobs), others, tuple(sorted(faults)))
+
+
+def faults_of(document: Document) -> list[Fault]:
+    """All that is wrong with the manifest of a job."""
+    value: Mapping[str, Any] = {key: part for key, part in document.value.items() if key != "status"}
+    found = list(_metadata_faults(document, value.get("metadata")))
+    try:
+        ColocatedRLJob.read(value)
+    except pydantic.ValidationError as error:
+        found += [_fault(document, one) for one in error.errors(include_url=False)]
+    return found
+
+
+def _is_job(value: object) -> bool:
+    """Also one with a typo in one of the two."""
+    if not isinstance(value, Mapping):
+        return False
+    group = str(value.get("apiVersion", "")).split("/")[0]
+    return value.get("kind") == names.KIND or group == names.GROUP
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, Mapping) and bool(value.get("kind")) and bool(value.get("apiVersion"))
+
+
+def _name(value: Mapping[str, Any]) -> str:
+    metadata = value.get("metadata")
+    return str(metadata.get("name", "")) if isinstance(metadata, Mapping) else ""
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+def _fault(document: Document, error: Any) -> Fault:
+    path, message = tuple(error["loc"]), str(error["msg"]).removeprefix("Value error, ")
+    if path and path[-1] == "[key]":  # of a map: the key is the map's fault
+        return Fault(document.place(path[:-1]), spelled(path[:-2]), f"key {str(path[-2])[:80]!r}: {message}")
+    if error["type"] == "value_error" and isinstance(error["input"], Mapping):
+        subject = message.split()[0]  # a rule over several fields begins with the one that it is about
+        path = (*path, subject) if (*path, subject) in document.places else path
+    if error["type"] == "extra_forbidden":
+        message = f"unknown field{_meant(path)}"
+    elif error["type"] == "missing":
+        message = "required, and not there"
+    elif not isinstance(error["input"], Mapping | list) and error["type"] != "value_error":
+        message = f"{message}, not {error['input']!r}"[:300]
+    return Fault(document.place(path), spelled(path), message)
+
+
+def _meant(path: Path) -> str:
+    """The known field that an unknown one looks like."""
+    model: Any = ColocatedRLJob
+    for part in path[:-1]:
+        field = next((info for name, info in model.model_fields.items() if part in (name, info.alias)), None)
+        model = _model_of(field.annotation) if field else None
+        if model is None:
+            return ""
+    known = [info.alias or name for name, info in model.model_fields.items()]
+    unknown = str(path[-1])
+    close = difflib.get_close_matches(unknown.lower().replace("_", ""), [name.lower() for name in known], n=1)
+    meant = next((name for name in known if close and name.lower() == close[0]), None)
+    return f": did you mean {meant}?" if meant else ""
+
+
+def _model_of(annotation: Any) -> Any:
+    """The model in an annotation that may be optional; None where there is none."""
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    return next((one for one in candidates if isinstance(one, type) and issubclass(one, pydantic.BaseModel)), None)
+
+
+def spelled(path: Path) -> str:
+    """`spec.rollout.engineArgs[1]`"""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+# ------------------------------------------------------------------------------------------------------------ metadata
+def _metadata_faults(document: Document, metadata: object) -> Iterator[Fault]:
+    """What the API server says of ObjectMeta before it looks at the job."""
+    if not isinstance(metadata, Mapping):
+        return
+    for key, value in metadata.items():
+        path: Path = ("metadata", key)
+        if key in TEXTS and not isinstance(value, str | None):
+            yield Fault(document.place(path), spelled(path), f"should be a text, not {value!r}")
+        elif key in MAPS_OF_TEXTS and value is not None:
+            yield from _map_faults(document, path, value)
+        elif key not in KNOWN_METADATA:
+            yield Fault(document.place(path), spelled(path), "unknown field")
+
+
+def _map_faults(document: Document, path: Path, value: object) -> Iterator[Fault]:
+    if not isinstance(value, Mapping):
+        yield Fault(document.place(path), spelled(path), "should be a map of texts")
+        return
+    for key, text in value.items():
+        if not isinstance(text, str):
+            yield Fault(
+                document.place((*path, key)), spelled((*path, key)), f"should be a text, not {text!r}: quote it"
+            )

@@ -1,0 +1,140 @@
+"""The words of the program: commands, options, what each is for. docs/cli.md is checked against it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from colocated_rl_api import __version__
+from colocated_rl_cli import commands
+from colocated_rl_cli.completion import SHELLS, print_script
+from colocated_rl_cli.errors import Exit
+from colocated_rl_cli.output import FORMATS
+
+EPILOG = """\
+exit codes: 0 fine; 1 a problem was found (an invalid manifest, a job that does not move); 2 wrong words;
+3 no answer (kubectl, the API server or a member not reached, not allowed, no such job); 130 interrupted.
+Logging in is kubectl's: its contexts and plugins work, KUBECTL names another one. docs/cli.md says more.
+"""
+STATES = (
+    "admitted", "running", "interrupted", "scoring", "completed",
+    "sealed", "trained", "filtered", "failed", "discarded",
+)  # fmt: skip
+
+Run = Callable[[argparse.Namespace], Exit | Awaitable[Exit]]
+
+
+class Command(NamedTuple):
+    name: str
+    summary: str
+    run: Run
+    add: Callable[[argparse.ArgumentParser], Any]
+    is_of_cluster: bool = True
+
+
+def build(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Look at, explain and steer ColocatedRLJobs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    chosen = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
+    for command in COMMANDS:
+        words = chosen.add_parser(
+            command.name, help=command.summary, description=_sentence(command.summary), allow_abbrev=False
+        )
+        command.add(words)
+        if command.is_of_cluster:
+            _add_cluster(words)
+        words.set_defaults(run=command.run)
+    return parser
+
+
+def _sentence(summary: str) -> str:
+    return summary[0].upper() + summary[1:] + "."
+
+
+def _add_cluster(words: argparse.ArgumentParser) -> None:
+    group = words.add_argument_group("cluster")
+    group.add_argument("-n", "--namespace", metavar="NAME", help="namespace of the job; the context's when absent")
+    group.add_argument("--context", metavar="NAME", help="context of the kubeconfig; the current one when absent")
+    group.add_argument("--kubeconfig", metavar="FILE", help="as kubectl's")
+
+
+def _add_job(words: argparse.ArgumentParser) -> None:
+    words.add_argument("job", metavar="JOB", help="name of the job")
+
+
+def _add_output(words: argparse.ArgumentParser) -> None:
+    words.add_argument("-o", "--output", choices=FORMATS, default="text", help="form of what is printed")
+
+
+def _add_job_and_output(words: argparse.ArgumentParser) -> None:
+    _add_job(words)
+    _add_output(words)
+
+
+def _add_validate(words: argparse.ArgumentParser) -> None:
+    words.add_argument("file", metavar="FILE", nargs="+", help="manifests; - is standard input")
+    _add_output(words)
+
+
+def _add_init(words: argparse.ArgumentParser) -> None:
+    words.add_argument("name", metavar="NAME", nargs="?", help="name of the job")
+    words.add_argument("--model", metavar="CLAIM[:PATH]", help="claim that holds the model, and where in it")
+    words.add_argument("--task", metavar="NAME", help="task of reasoning-gym, such as chain_sum")
+    words.add_argument("--prompts", metavar="CLAIM:FILE", help="prompts of your own: JSON lines on a claim")
+    words.add_argument("--reward", metavar="MODULE:FUNCTION", help="reward of your own, with --prompts")
+    words.add_argument("--steps", metavar="N", type=int, default=100, help="training steps (%(default)s)")
+    words.add_argument("--replicas", metavar="N", type=int, default=1, help="GPU pods (%(default)s)")
+    words.add_argument("--gpus", metavar="N", type=int, default=1, help="devices of each, 0 for CPU (%(default)s)")
+    words.add_argument("--batch-size", metavar="N", type=int, default=32, help="prompts in a batch (%(default)s)")
+    words.add_argument("--group-size", metavar="N", type=int, default=8, help="samples of each prompt (%(default)s)")
+    words.add_argument("--image", metavar="IMAGE", help="image with engine and trainer; the operator's when absent")
+    words.add_argument("-f", "--file", metavar="FILE", help="write there; to standard output when absent")
+    words.add_argument("--force", action="store_true", help="replace the file")
+
+
+def _add_top(words: argparse.ArgumentParser) -> None:
+    _add_job(words)
+    words.add_argument("--once", action="store_true", help="print one frame and end")
+
+
+def _add_samples(words: argparse.ArgumentParser) -> None:
+    _add_job_and_output(words)
+    words.add_argument("--state", choices=STATES, metavar="STATE", help=f"only of this state: {', '.join(STATES)}")
+    words.add_argument("--limit", metavar="N", type=int, default=20, help="at most so many, 1000 at most (%(default)s)")
+
+
+def _add_timeline(words: argparse.ArgumentParser) -> None:
+    words.add_argument("job", metavar="JOB", nargs="?", help="name of the job")
+    words.add_argument("--html", metavar="FILE", help="write a page that needs nothing else")
+    words.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
+    words.add_argument("--save", metavar="FILE", help="write what is known, for --records")
+    words.add_argument("--records", metavar="FILE", help="of what --save wrote, instead of a job")
+
+
+def _add_bundle(words: argparse.ArgumentParser) -> None:
+    _add_job(words)
+    words.add_argument("-f", "--file", metavar="FILE", help="write there; JOB-bundle.tar.gz when absent")
+
+
+def _add_completion(words: argparse.ArgumentParser) -> None:
+    words.add_argument("shell", choices=SHELLS, help="which shell")
+
+
+COMMANDS = (
+    Command("init", "write the manifest of a new job", commands.init, _add_init, False),
+    Command("validate", "say what the API server would say of manifests", commands.validate, _add_validate, False),
+    Command("explain", "say why a job does not move, and what to do", commands.explain_job, _add_job_and_output),
+    Command("top", "show a job while it runs", commands.top, _add_top),
+    Command("samples", "list the newest samples", commands.samples, _add_samples),
+    Command("eval", "list the evaluations", commands.evaluations, _add_job_and_output),
+    Command("timeline", "show who held each GPU, and why", commands.show_timeline, _add_timeline),
+    Command("bundle", "write a support archive without secrets", commands.make_bundle, _add_bundle),
+    Command("completion", "print a script that completes words", print_script, _add_completion, False),
+)  # fmt: skip

@@ -1,0 +1,32 @@
+"""What is kept of a job: itself as it was seen last, its members' log lines, its events.
+
+Reports come from this alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class Records:
+    """`took_s`: by name, what whoever kept them measured besides, on its own clock."""
+
+    job: Mapping[str, Any]
+    lines: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]] = ()
+    took_s: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        return cls(**json.loads(file.read_text()))
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def write(self, file: Path) -> None:
+        file.write_text(self.as_json())

@@ -1,0 +1,219 @@
+"""Every reason that operator and members give, with what it means and what a person does about it. One table.
+
+`explain` prints from it, docs/cli.md shows it, and a test compares it with the reasons in the sources. A row says what
+is the case, never what happened to one job: the member's own message says that.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Remedy(NamedTuple):
+    means: str
+    do: str
+    heals: bool = False  # by itself, usually; a person looks when it stays
+
+
+def of(reason: str) -> Remedy:
+    """Of a reason of a newer version too, of which nothing is known here."""
+    return REMEDIES.get(reason, UNKNOWN)
+
+
+UNKNOWN = Remedy("this program does not know the reason", "read its message; a newer kubectl crlj may say more")
+
+REMEDIES: dict[str, Remedy] = {
+    # --- the operator, of the job
+    "NotSeen": Remedy(
+        "no operator has looked at this job",
+        "see that one runs and watches this namespace: "
+        "kubectl get deployment -A -l app.kubernetes.io/name=colocated-rl; its log says why it does not",
+    ),
+    "SpecNotSeen": Remedy(
+        "the operator has not looked at the newest spec yet", "wait; if it stays, see the operator's log", heals=True
+    ),
+    "InvalidSpec": Remedy(
+        "the spec breaks a rule that the API server could not see, or is in words of a newer operator",
+        "put the spec right (kubectl edit) or make a new job; what runs of it stays as it is",
+    ),
+    "ObjectRefused": Remedy(
+        "the API server does not admit an object of the job: quota, pod security, a webhook, a missing right",
+        "put right what the message says; the operator tries again every 30 s",
+    ),
+    "BackoffLimitExceeded": Remedy(
+        "the trainers were started again as often as backoffLimit allows",
+        "find out why they ended (logs of the gpu containers, which are kept), then make a new job; it goes on from "
+        "the newest checkpoint if it has the same name and its volumes were kept",
+    ),
+    "PodsReadyDeadlineExceeded": Remedy(
+        "not every pod answered within podsReadyDeadlineSeconds",
+        "see why the pods named do not run, then make a new job",
+    ),
+    "PodsStarting": Remedy("pods are missing, starting or silent", "see the pods below", heals=True),
+    "Deleted": Remedy(
+        "the job is being deleted: members stop, pods go",
+        "wait a minute; if it stays, the operator is not running: start it, or remove the finalizer "
+        "rl.colocate.dev/finalizer from the job",
+    ),
+    "Suspended": Remedy("spec.suspend is true", "kubectl crlj resume JOB"),
+    # --- the operator, of a climb that begins again
+    "PodReplaced": Remedy(
+        "a GPU pod was replaced, so the trainers start together again",
+        "nothing, unless it goes on happening",
+        heals=True,
+    ),
+    "TrainerDied": Remedy(
+        "a trainer rank ended by itself",
+        "read its last words in the message, and the gpu container's log; the job restarts all ranks from the newest "
+        "checkpoint, backoffLimit times",
+        heals=True,
+    ),
+    "RungDeadlineExceeded": Remedy(
+        "the group stood on one rung for longer than the deadlines of spec.switch allow",
+        "see what the slowest pod waits for; raise the deadline in a new job if the work is only slow",
+        heals=True,
+    ),
+    "OperatorRestarted": Remedy("another operator took over", "nothing", heals=True),
+    # --- pods, in kubelet's words
+    "NoPod": Remedy(
+        "a seat of the job has no pod", "see the job's events: something does not admit it, or it is made soon"
+    ),
+    "PodNotRunning": Remedy("a container of the pod does not run", "read the message; kubectl describe pod says more"),
+    "Unschedulable": Remedy(
+        "no node has room for the pod",
+        "see the message: free devices or add nodes, correct gpus.resourceName or resources, or ask for fewer replicas",
+    ),
+    "ImageNotPulled": Remedy(
+        "the node can't pull an image",
+        "correct gpus.image or the chart's images; see the pull secrets of the namespace",
+    ),
+    "VolumeNotMounted": Remedy(
+        "a volume of the pod is not there", "see the claims: kubectl get pvc; the model's claim has to exist beforehand"
+    ),
+    "OutOfMemory": Remedy(
+        "the kernel ended a container for its memory",
+        "raise the container's memory limit (gpus.resources, rollout.resources); weights count twice, with the "
+        "trainer's host copy",
+    ),
+    "ContainerCrashes": Remedy(
+        "a container ends again and again", "read its last words in the message, and kubectl logs --previous"
+    ),
+    "Evicted": Remedy(
+        "the node ended the pod", "nothing if it is replaced; else see the node's conditions", heals=True
+    ),
+    "PodTerminating": Remedy(
+        "the pod is being deleted",
+        "wait; a GPU pod that does not end within its grace and 30 s is forgotten",
+        heals=True,
+    ),
+    "PodStarting": Remedy("the pod's containers are being started", "wait", heals=True),
+    "MemberSilent": Remedy(
+        "the pod runs and its member has not reported under this epoch",
+        "wait 30 s: then the pod is replaced; if all are silent, see that nothing blocks port 8443 between the "
+        "operator and this namespace",
+        heals=True,
+    ),
+    # --- an agent
+    "RunnerUnreachable": Remedy(
+        "the agent does not reach the runner in the GPU container",
+        "see whether the gpu container runs: its image may lack python3, or have its own entrypoint's surroundings",
+    ),
+    "EngineLost": Remedy(
+        "the engine ended, or was ended because it could not be trusted any more",
+        "the agent starts it again, more slowly each time; the message has its last words (memory, a wrong flag)",
+        heals=True,
+    ),
+    "EngineNotReaped": Remedy(
+        "the engine's processes do not end, even when killed", "the device's driver hangs: delete the pod, see the node"
+    ),
+    "TrainerFailed": Remedy(
+        "a trainer refused or failed a call, and was stopped",
+        "read the message and the gpu container's log; the operator starts all ranks again",
+        heals=True,
+    ),
+    "TrainerNotStarted": Remedy(
+        "a trainer's process can't be started", "correct spec.trainer.command: it has to be in the gpu image"
+    ),
+    "TrainerNotReaped": Remedy(
+        "a trainer's processes do not end, even when killed", "the device's driver hangs: delete the pod, see the node"
+    ),
+    "TrainerAhead": Remedy(
+        "the trainers stand at a later step than the job wants",
+        "the checkpoint volume has checkpoints of another job of this name: make a new job with another name or volume",
+    ),
+    "TargetIncomplete": Remedy("the rollout pod has no address yet", "see the rollout pod", heals=True),
+    "BatchUnavailable": Remedy(
+        "the agent can't fetch its part of the batch from the rollout controller",
+        "see the rollout pod, and that nothing blocks port 8444 within the job",
+        heals=True,
+    ),
+    # --- the rollout controller
+    "PromptsUnusable": Remedy(
+        "no prompt of the source can be used",
+        "correct the prompts' source or the limits that the message names; make a new job",
+    ),
+    "QuestionsNotMade": Remedy(
+        "the task could not make its questions; it is asked again", "read the message", heals=True
+    ),
+    "HeldOutPromptsNotMade": Remedy(
+        "the prompts of the evaluation could not be made; they are asked for again", "read the message", heals=True
+    ),
+    "EvaluationImpossible": Remedy(
+        "the evaluation can't be done; steps go on when evaluation.deadlineSeconds is over",
+        "correct what the message says in a new job, or leave evaluation out",
+    ),
+    "NoLearningSignal": Remedy(
+        "filters kept maxFilteredPerBatch groups from one batch: most groups are rewarded all alike",
+        "choose easier or harder prompts, a reward with more levels, or a larger groupSize",
+    ),
+    "StoreFull": Remedy(
+        "the store's volume is full: nothing new is accepted",
+        "enlarge the claim NAME-store; the controller goes on then",
+    ),
+    "TaskProcessLost": Remedy(
+        "the process that runs task and reward ended; it is started again",
+        "see the reward function if it goes on",
+        heals=True,
+    ),
+    "VerifierFailed": Remedy(
+        "the reward function failed on the answers of a group, which was given up for it",
+        "read the message; make the function take every answer",
+        heals=True,
+    ),
+    "RewardTimedOut": Remedy(
+        "the reward function took too long on the answers of a group, which was given up for it",
+        "make the function faster, or bound what it tries",
+        heals=True,
+    ),
+    "RewardProcessDied": Remedy(
+        "the reward function's process died on the answers of a group, which was given up for it",
+        "see rollout.resources and the function",
+        heals=True,
+    ),
+    "EngineRejected": Remedy(
+        "engines refuse the requests of a group, which was given up for it",
+        "read the message: most often the prompt and maxResponseTokens are longer than the engine's context",
+        heals=True,
+    ),
+    "NoProgress": Remedy(
+        "attempt after attempt at a sample brought no token, and its group was given up",
+        "see the engines: logs of the gpu containers",
+        heals=True,
+    ),
+    "TooManyAttempts": Remedy(
+        "a sample was interrupted so often that its group was given up",
+        "let a response end sooner (maxResponseTokens) or a step take longer (batchSize)",
+        heals=True,
+    ),
+    "TooStale": Remedy(
+        "samples of a group were too old too often, and it was given up",
+        "raise maxStaleness, lower maxConcurrency or maxResponseTokens, or choose another atMaxStaleness",
+        heals=True,
+    ),
+    # --- what this program finds out by itself
+    "NothingGenerated": Remedy(
+        "the engines' gates are open and no token was made in 30 s",
+        "see the rollout pod's log and problem; engine logs are in the gpu containers",
+    ),
+    "NoGateOpen": Remedy("the rollout controller sees no open gate", "see the GPU pods above", heals=True),
+}

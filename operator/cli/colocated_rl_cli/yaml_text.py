@@ -1,0 +1,181 @@
+"""YAML as the API server reads it, with the line of everything.
+
+The server decodes with Go's YAML 1.1 and then JSON. What that takes for a number or a truth value is not what PyYAML
+does (`1e-4` is a number, `1:30` is none, `0o17` is 15), so plain scalars are resolved here. Refused, as by the server
+with strict validation: a key that comes twice, text that is no YAML, a number that JSON has not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+MAX_BYTES = 3 * 1024 * 1024  # of a request body at the API server
+MAX_NODES = 50_000  # with aliases written out
+MAX_DEPTH = 100
+
+Path = tuple[str | int, ...]
+
+_TRUE = {"y", "Y", "yes", "Yes", "YES", "true", "True", "TRUE", "on", "On", "ON"}
+_FALSE = {"n", "N", "no", "No", "NO", "false", "False", "FALSE", "off", "Off", "OFF"}
+_NULL = {"", "~", "null", "Null", "NULL"}
+_NO_NUMBER = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INTEGERS = (
+    (re.compile(r"([-+]?)0[xX]([0-9a-fA-F]+)"), 16),
+    (re.compile(r"([-+]?)0[bB]([01]+)"), 2),
+    (re.compile(r"([-+]?)0[oO]?([0-7]+)"), 8),
+    (re.compile(r"([-+]?)(0|[1-9][0-9]*)"), 10),
+)
+_PLAIN = "!plain"
+_TAG = "tag:yaml.org,2002:"
+
+
+class Unreadable(Exception):
+    """Text that the API server could not decode. `place` says where."""
+
+    def __init__(self, message: str, place: Place) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Both from 1."""
+
+    line: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of a file. `places`: of each value by its path, or of its key where it has one."""
+
+    value: Any
+    places: dict[Path, Place] = field(default_factory=dict)
+
+    def place(self, path: Path) -> Place:
+        """Of a path, or of its nearest part that is there."""
+        while path and path not in self.places:
+            path = path[:-1]
+        return self.places[path]
+
+
+class _Loader(yaml.SafeLoader):
+    """Marks plain scalars instead of resolving them."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - the base declares it of instances
+
+
+_Loader.add_implicit_resolver(_PLAIN, re.compile(r".*", re.DOTALL), None)
+
+
+def read(text: str) -> Iterator[Document]:
+    """The documents of a file, empty ones left out. Raises Unreadable."""
+    if len(text.encode()) > MAX_BYTES:
+        raise Unreadable(f"the file is larger than {MAX_BYTES} bytes, which no API server takes", Place(1, 1))
+    try:
+        for node in yaml.compose_all(text, _Loader):
+            if node is not None:
+                document = _Reader().document(node)
+                if document.value is not None:
+                    yield document
+    except yaml.MarkedYAMLError as error:
+        words = " ".join(word for word in (error.context, error.problem) if word)
+        raise Unreadable(words, _place(error.problem_mark or error.context_mark)) from error
+    except yaml.reader.ReaderError as error:
+        raise Unreadable(f"{error.reason} at byte {error.position}", Place(1, 1)) from error
+
+
+class _Reader:
+    """Turns the nodes of one document into values."""
+
+    def __init__(self) -> None:
+        self._places: dict[Path, Place] = {}
+        self._nodes = 0
+
+    def document(self, node: yaml.Node) -> Document:
+        self._places[()] = _place(node.start_mark)
+        return Document(self._value(node, ()), self._places)
+
+    def _value(self, node: yaml.Node, path: Path) -> Any:
+        self._nodes += 1
+        if self._nodes > MAX_NODES or len(path) > MAX_DEPTH:
+            raise Unreadable("too large or too deep when its aliases are written out", _place(node.start_mark))
+        self._places.setdefault(path, _place(node.start_mark))
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._value(item, (*path, place)) for place, item in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode)
+        return _scalar(node)
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == _PLAIN and key_node.value == "<<":
+                merged = self._merged(value_node, path) | merged
+                continue
+            key = _key(key_node)
+            if key in own:
+                raise Unreadable(f'key "{key}" already set in map', _place(key_node.start_mark))
+            self._places[(*path, key)] = _place(key_node.start_mark)
+            own[key] = self._value(value_node, (*path, key))
+        return merged | own
+
+    def _merged(self, node: yaml.Node, path: Path) -> dict[str, Any]:
+        """What `<<` brings; of several mappings, an earlier one wins."""
+        parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        found: dict[str, Any] = {}
+        for part in parts:
+            if not isinstance(part, yaml.MappingNode):
+                raise Unreadable("map merge requires map or sequence of maps as the value", _place(part.start_mark))
+            found = self._mapping(part, path) | found
+        return found
+
+
+def _key(node: yaml.Node) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise Unreadable("a key should be a text", _place(node.start_mark))
+    value = _scalar(node)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "null" if value is None else str(value)
+
+
+def _scalar(node: yaml.ScalarNode) -> object:
+    text, tag = str(node.value), node.tag
+    if tag == _PLAIN or tag in {_TAG + name for name in ("null", "bool", "int", "float")}:
+        if _NO_NUMBER.fullmatch(text):
+            raise Unreadable(f"{text} is no number in JSON", _place(node.start_mark))
+        return plain(text)
+    return text
+
+
+def plain(text: str) -> object:
+    """The value of a plain scalar. What looks like a date stays a text."""
+    if text in _NULL:
+        return None
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    if text[0] not in "0123456789+-.":
+        return text
+    digits = text.replace("_", "")
+    for pattern, base in _INTEGERS:
+        if (match := pattern.fullmatch(digits)) and text[0] != ".":
+            number = int(match[1] + match[2], base)
+            return number if -(2**63) <= number < 2**64 else float(number)
+    if _FLOAT.fullmatch(digits if text[0] != "." else text):
+        value = float(digits)
+        return value if math.isfinite(value) else text
+    return text
+
+
+def _place(mark: yaml.Mark | None) -> Place:
+    return Place(mark.line + 1, mark.column + 1) if mark else Place(1, 1)

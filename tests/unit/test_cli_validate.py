@@ -1,0 +1,198 @@
+"""`validate`: the API server's verdict without one, with the place of each fault; and manifests that `init` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from builders import make_manifest
+from colocated_rl_api.job import ColocatedRLJob
+from colocated_rl_cli.errors import UsageError
+from colocated_rl_cli.manifest import judge
+from colocated_rl_cli.starter import Wishes, manifest
+from colocated_rl_cli.yaml_text import Place, Unreadable, plain, read
+from setup.layout import CHECKOUT
+
+CORPUS = CHECKOUT.root / "tests/scenarios/manifests"
+EXAMPLES = CHECKOUT.root / "crds/examples"
+GOOD = sorted([*(CORPUS / "good").glob("*.yaml"), *EXAMPLES.glob("*.yaml")])
+BAD = sorted((CORPUS / "bad").glob("*.yaml"))
+JOB = """\
+apiVersion: rl.colocate.dev/v1alpha1
+kind: ColocatedRLJob
+metadata: {name: sums}
+spec:
+  steps: 3
+  model: {claimName: model}
+  rollout:
+    prompts: {reasoningGym: {name: chain_sum}}
+    batchSize: 8
+    groupSize: 4
+"""
+
+
+def faults(text: str) -> list[tuple[int, str, str]]:
+    return [(fault.place.line, fault.field, fault.message) for fault in judge(text).faults]
+
+
+# ---------------------------------------------------------------------------------------------------- the same verdict
+@pytest.mark.parametrize("file", GOOD, ids=lambda file: file.stem)
+def test_a_manifest_that_the_server_accepts_is_accepted(file: Path) -> None:
+    verdict = judge(file.read_text())
+    assert () == verdict.faults
+    assert verdict.is_accepted
+
+
+@pytest.mark.parametrize("file", BAD, ids=lambda file: file.stem)
+def test_a_manifest_that_the_server_refuses_is_refused_at_the_field_that_it_names(file: Path) -> None:
+    text = file.read_text()
+    says = dict(line.removeprefix("# ").split(": ", 1) for line in text.splitlines() if line.startswith("# "))
+    verdict = judge(text)
+    assert not verdict.is_accepted
+    [fault] = verdict.faults
+    named, found = (field.replace("[", ".").replace("]", "").split(".") for field in (says["field"], fault.field))
+    assert named[: len(found)] == found
+    line = text.splitlines()[fault.place.line - 1]
+    deepest = next(part for part in reversed(found) if not part.isdigit())
+    is_there = f"{deepest}:" in text  # a field that is missing is told where it should be
+    assert (not is_there) or deepest in line or line.lstrip().startswith(("- ", "? "))
+
+
+def test_every_fault_is_told_at_once_in_the_order_of_the_file() -> None:
+    text = JOB.replace("steps: 3", "steps: 0").replace("groupSize: 4", "groupSize: four")
+    assert [(5, "spec.steps"), (10, "spec.rollout.groupSize")] == [fault[:2] for fault in faults(text)]
+
+
+def test_a_typo_is_told_with_the_name_that_was_meant() -> None:
+    assert [(9, "spec.rollout.batchsize", "unknown field: did you mean batchSize?")] == faults(
+        JOB.replace("    batchSize: 8\n", "    batchsize: 8\n    batchSize: 8\n")
+    )
+
+
+def test_a_rule_over_several_fields_is_told_at_the_one_that_it_is_about() -> None:
+    [(line, field, message)] = faults(JOB + "    maxConcurrency: 100\n")
+    assert (11, "spec.rollout.maxConcurrency") == (line, field)
+    assert "maxConcurrency is 100" in message
+
+
+def test_a_key_that_comes_twice_is_refused_as_by_the_server() -> None:
+    assert [(6, "", 'key "steps" already set in map')] == faults(JOB.replace("steps: 3", "steps: 3\n  steps: 4"))
+
+
+def test_text_that_is_no_yaml_is_refused_where_it_breaks() -> None:
+    [(line, _, message)] = faults(JOB.replace("metadata: {name: sums}", "metadata: {name: sums"))
+    assert 4 == line
+    assert "expected ',' or '}'" in message
+
+
+@pytest.mark.parametrize(
+    ("metadata", "field"),
+    [
+        ("{name: sums, labels: {a: 1}}", "metadata.labels.a"),
+        ("{name: sums, annotations: [a]}", "metadata.annotations"),
+        ("{name: sums, lables: {a: b}}", "metadata.lables"),
+        ("{name: sums, namespace: 7}", "metadata.namespace"),
+    ],
+)
+def test_metadata_is_judged_too(metadata: str, field: str) -> None:
+    assert [(3, field)] == [fault[:2] for fault in faults(JOB.replace("{name: sums}", metadata))]
+
+
+def test_other_objects_of_a_file_are_passed_over() -> None:
+    verdict = judge("apiVersion: v1\nkind: ConfigMap\n---\n# nothing\n---\n" + JOB)
+    assert (("sums",), 1, True) == (verdict.jobs, verdict.others, verdict.is_accepted)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "apiVersion: v1\nkind: ConfigMap\n", "- a\n", "just words\n"])
+def test_a_file_without_a_job_is_refused(text: str) -> None:
+    assert not judge(text).is_accepted
+
+
+def test_a_job_with_a_typo_in_its_kind_is_judged_as_one() -> None:
+    assert [(2, "kind")] == [fault[:2] for fault in faults(JOB.replace("ColocatedRLJob", "ColocatedRlJob"))]
+
+
+# ------------------------------------------------------------------------------------------------------ the YAML of Go
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1.0e+3", 1000.0),
+        ("5e3", 5000.0),
+        (".5", 0.5),
+        ("1_000", 1000),
+        ("0x1F", 31),
+        ("0b101", 5),
+        ("0o17", 15),
+        ("017", 15),
+        ("089", 89.0),
+        ("-7", -7),
+        ("+7", 7),
+        ("1:30", "1:30"),
+        ("2026-01-02", "2026-01-02"),
+        ("yes", True),
+        ("Off", False),
+        ("~", None),
+        ("null", None),
+        ("1.2.3", "1.2.3"),
+        ("-", "-"),
+        ("--port", "--port"),
+        ("1Gi", "1Gi"),
+    ],
+)
+def test_plain_scalars_are_what_the_server_takes_them_for(text: str, value: object) -> None:
+    assert value == plain(text)
+    assert type(value) is type(plain(text))
+
+
+def test_anchors_aliases_and_merges_are_written_out() -> None:
+    [document] = read("a: &x {b: 1, c: 2}\nd: {<<: *x, c: 3}\ne: *x\n")
+    assert {"a": {"b": 1, "c": 2}, "d": {"b": 1, "c": 3}, "e": {"b": 1, "c": 2}} == document.value
+    assert Place(2, 13) == document.places[("d", "c")]
+
+
+def test_aliases_that_grow_without_end_are_refused() -> None:
+    bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+    )
+    with pytest.raises(Unreadable, match="too large"):
+        list(read(bomb))
+    with pytest.raises(Unreadable, match="too large or too deep"):
+        list(read("&a [*a]"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- init
+def test_a_new_manifest_is_accepted_and_says_what_each_field_means() -> None:
+    text = manifest(Wishes(name="sums", model="models:qwen/small", task="chain_sum", steps=7, replicas=2, gpus=8))
+    verdict = judge(text)
+    assert (("sums",), True) == (verdict.jobs, verdict.is_accepted)
+    job = ColocatedRLJob.read(yaml.safe_load(text))
+    assert (7, 2, 8) == (job.spec.steps, job.spec.replicas, job.spec.gpus.count)
+    assert ("models", "qwen/small") == (job.spec.model.claim_name, job.spec.model.path)
+    assert "  # Training steps; the job is complete after the last. May change.\n  steps: 7\n" in text
+
+
+def test_prompts_of_ones_own_are_a_file_and_a_reward() -> None:
+    wishes = Wishes(name="own", model="m", prompts="data:math/train.jsonl", reward="rewards:score")
+    source = ColocatedRLJob.read(yaml.safe_load(manifest(wishes))).spec.rollout.prompts.source
+    assert {"claim_name": "data", "path": "math/train.jsonl", "reward": "rewards:score"}.items() <= vars(source).items()
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        (Wishes(name="Bad_Name", model="m", task="t"), "metadata.name"),
+        (Wishes(name="a", model="m", task="t", steps=0), "spec.steps"),
+        (Wishes(name="a", model="m"), "one source"),
+        (Wishes(name="a", model="m", task="t", reward="a:b"), "one source"),
+    ],
+)
+def test_wishes_that_make_no_job_are_refused_with_the_reason(wishes: Wishes, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        manifest(wishes)
+
+
+def test_the_builders_manifest_is_accepted() -> None:
+    assert judge(yaml.safe_dump(make_manifest())).is_accepted
