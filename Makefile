@@ -79,12 +79,14 @@ format: setup-dev ## write the form that lint asks for
 	@ruff check --config tests/pyproject.toml --fix --quiet .
 
 .PHONY: generate
-generate: setup-dev ## the CRD, the chart's copy of it and the reference tables, from the models
+generate: setup-dev ## the CRD, the chart's copy of it, the reference and the page of the command line
 	@python -m colocated_rl_operator.crd
+	@python -m colocated_rl_cli.document
 
 .PHONY: verify
 verify: setup-dev ## generated files are as generated, and all of test: what has to hold before a commit lands
 	@python -m colocated_rl_operator.crd --check
+	@python -m colocated_rl_cli.document --check
 	@$(MAKE) test
 
 .PHONY: bench

@@ -22,6 +22,8 @@ from pydantic import ValidationError
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec
+from colocated_rl_cli.manifest import judge
+from colocated_rl_cli.yaml_text import read
 from colocated_rl_operator.crd import Schema, structural_schema
 from setup.layout import CHECKOUT
 
@@ -96,6 +98,52 @@ def parts(field: str) -> list[str]:
 def path_of(location: tuple[int | str, ...]) -> list[str]:
     """A bad key of a map is the map's fault."""
     return [str(part) for part in (location[:-2] if location[-1] == "[key]" else location)]
+
+
+# ---------------------------------------------------------------------------------------------- the YAML of the server
+SCALARS = (CHECKOUT.root / "tests/scenarios/scalars.txt").read_text().splitlines()
+
+
+def as_config(scalar: str, file: Path = EXAMPLES / "minimal.yaml") -> str:
+    return (
+        file.read_text()
+        + f"  trainer:\n    config:\n      value: {scalar}\n      list: [{scalar}]\n      {scalar}: key\n"
+    )
+
+
+def test_the_command_line_reads_scalars_as_the_server_does(api: ApiServer) -> None:
+    """Each as a value, in a list and as a key; what the server refuses is refused."""
+    differences = []
+    for scalar in SCALARS:
+        text = as_config(scalar)
+        answer = api.request("POST", f"{JOBS}?{DRY_RUN}", text.encode(), content_type="application/yaml")
+        verdict = judge(text)
+        here = without_nulls(next(iter(read(text))).value) if verdict.is_accepted else None
+        there = without_nulls(answer.body) if answer.is_accepted else None
+        if repr(here) != repr(there):
+            differences.append(f"{scalar}: here {here}, there {there} {answer.message[:200]}")
+    assert [] == differences
+
+
+def without_nulls(job: Document) -> Document:
+    return {key: value for key, value in sorted(job["spec"]["trainer"]["config"].items()) if value is not None}
+
+
+@pytest.mark.parametrize("file", [*manifests(CORPUS / "good"), *manifests(CORPUS / "bad"), *manifests(EXAMPLES)])
+def test_the_command_line_gives_the_servers_verdict(api: ApiServer, file: Path) -> None:
+    assert dry_run(api, file).is_accepted == judge(file.read_text()).is_accepted
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    ["{name: a, labels: {a: 1}}", "{name: a, lables: {}}", "{name: a, annotations: {a: b}}", "{name: a, name: b}",
+     "{name: a, annotations: null}", "{name: a, generateName: 7}", "{name: a, labels: {a: null}}"],
+)  # fmt: skip
+def test_the_command_line_judges_metadata_as_the_server_does(api: ApiServer, metadata: str) -> None:
+    text = (EXAMPLES / "minimal.yaml").read_text().replace("\nmetadata:\n  name: minimal", f"\nmetadata: {metadata}")
+    assert metadata in text
+    answer = api.request("POST", f"{JOBS}?{DRY_RUN}", text.encode(), content_type="application/yaml")
+    assert answer.is_accepted == judge(text).is_accepted, answer.message
 
 
 # ------------------------------------------------------------------------------------------------------ immutability

@@ -57,7 +57,19 @@ def test_persons_own_trainer_needs_only_the_helper(python: Path, tmp_path: Path)
     assert "imported" == run(python, "-c", "import colocated_rl_trainer.rank_server; print('imported')", cwd=tmp_path)
 
 
-@pytest.mark.parametrize("folder", ["operator", "workloads-member", "workloads-agent", "workloads-rollout"])
+def test_command_line_is_installed_without_torch_or_the_operators_libraries(python: Path, tmp_path: Path) -> None:
+    run(CHECKOUT.uv, "pip", "install", "--python", python, wheel("operator"), wheel("operator-cli"))
+    assert set() == libraries(python) & {"torch", "numpy", "kopf", "kubernetes", "cryptography", "colocated-rl-member"}
+    for program in ("colocated-rl", "kubectl-crlj"):
+        assert "fine: minimal" in run(
+            python.with_name(program), "validate", CHECKOUT.root / "crds/examples/minimal.yaml", cwd=tmp_path
+        )
+    assert "validate" in run(python.with_name("kubectl_complete-crlj"), "v", cwd=tmp_path).splitlines()
+
+
+@pytest.mark.parametrize(
+    "folder", ["operator", "operator-cli", "workloads-member", "workloads-agent", "workloads-rollout"]
+)
 def test_wheels_hold_our_packages_and_nothing_that_hides_the_standard_library(folder: str) -> None:
     with zipfile.ZipFile(wheel(folder)) as archive:
         tops = {name.split("/")[0] for name in archive.namelist()}

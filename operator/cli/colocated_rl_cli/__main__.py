@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 
 from colocated_rl_cli import completion
@@ -18,16 +18,24 @@ ASKED_TO_COMPLETE = "__complete"
 
 
 def main() -> int:
-    parser = build("kubectl crlj" if Path(sys.argv[0]).name.startswith("kubectl") else "colocated-rl")
-    if sys.argv[1:2] == [ASKED_TO_COMPLETE]:
-        print_completions(sys.argv[2:])
+    prog = "kubectl crlj" if Path(sys.argv[0]).name.startswith("kubectl") else "colocated-rl"
+    return run(sys.argv[1:], os.environ, prog=prog)
+
+
+def run(words: Sequence[str], environment: Mapping[str, str], *, prog: str = "colocated-rl") -> int:
+    """The exit code. Raises SystemExit where argparse does: for --help, and for words that are wrong."""
+    parser = build(prog)
+    if words and words[0] == ASKED_TO_COMPLETE:
+        for candidate in completion.complete(parser, words[1:], environment):
+            say(candidate)
         return Exit.FINE
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    args.environment = environment
     try:
         outcome = args.run(args)
         return asyncio.run(_ended(outcome)) if asyncio.iscoroutine(outcome) else outcome
     except CliError as error:
-        complain(f"{parser.prog} {args.command}: {error}")
+        complain(f"{prog} {args.command}: {error}")
         return error.code
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
@@ -50,14 +58,9 @@ async def _ended(outcome: Awaitable[Exit]) -> Exit:
     return result
 
 
-def print_completions(words: list[str]) -> None:
-    for candidate in completion.complete(build("colocated-rl"), words):
-        say(candidate)
-
-
 def complete() -> int:
     """kubectl_complete-crlj: a candidate a line, then what to do when there is none (4: no files, 0: files)."""
-    found = completion.complete(build("kubectl crlj"), sys.argv[1:])
+    found = completion.complete(build("kubectl crlj"), sys.argv[1:], os.environ)
     for candidate in found:
         say(candidate)
     say(":4" if found else ":0")

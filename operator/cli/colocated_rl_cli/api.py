@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from colocated_rl_api import names
+from colocated_rl_cli.causes import event_time
 from colocated_rl_cli.errors import CliError, NotAllowed, NotReached, NotThere
 from colocated_rl_cli.kubectl import Login, proxied
 
@@ -164,23 +165,11 @@ def refusal(status: int, text: str, what: str) -> CliError:
         case 404 if "the server could not find the requested resource" in said or "page not found" in said:
             return NotThere(f"{what}: the cluster has no {names.KIND}: is the chart installed?")
         case 404:
-            return NotThere(f"{what}: {said}")
+            return NotThere(f"{what}: {said}; kubectl get crlj -A lists the jobs there are")
         case 502 | 503 | 504:
             return NotReached(f"{what}: the API server is not reached: {said}")
         case _:
             return NotReached(f"{what}: the API server answers {status}: {said}")
-
-
-def event_time(event: Mapping[str, Any]) -> str:
-    """RFC 3339, of its newest occurrence."""
-    series = event.get("series") or {}
-    times = (
-        series.get("lastObservedTime"),
-        event.get("lastTimestamp"),
-        event.get("eventTime"),
-        event.get("firstTimestamp"),
-    )
-    return next((str(one) for one in times if one), "")
 
 
 async def _lines(answer: aiohttp.ClientResponse, what: str) -> AsyncIterator[str]:

@@ -45,6 +45,10 @@ class Bundle:
         self._files: dict[str, str] = {}
         self._not_read: list[str] = []
 
+    def readme(self, content: str) -> None:
+        """Of our own words."""
+        self._files["README.txt"] = content
+
     def text(self, name: str, content: str) -> None:
         self._files[name] = scrub_text(content)
 
@@ -89,7 +93,7 @@ async def collect(api: Api, job: Object, explanation: str) -> Bundle:
     name = job["metadata"]["name"]
     made = Bundle(f"{name}-bundle")
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    made.text("README.txt", README.format(job=f"{api.namespace}/{name}", version=__version__, at=at))
+    made.readme(README.format(job=f"{api.namespace}/{name}", version=__version__, at=at))
     made.document("job.yaml", job)
     made.text("explanation.txt", explanation)
     await made.read("version.json", lambda: api.get("/version", what="the API server's version"))

@@ -36,7 +36,7 @@ MANY_EVENTS = 10  # pods that don't run, of which it reads events
 
 
 def login(args: Namespace) -> Login:
-    return Login.of_environment(kubeconfig=args.kubeconfig, context=args.context)
+    return Login.of(args.environment, kubeconfig=args.kubeconfig, context=args.context)
 
 
 # ---------------------------------------------------------------------------------------------- without a cluster
@@ -100,13 +100,14 @@ async def explain_job(args: Namespace) -> Exit:
 
 async def explained(api: Api, name: str) -> Explanation:
     """Look at everything that may know why."""
-    job, pods = await asyncio.gather(api.job(name), api.pods_of(name))
+    job, pods = await api.job(name), await api.pods_of(name)
     running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"][:MANY_PODS]
     events = await api.events_about(job["metadata"]["uid"])
     for pod in [pod for pod in pods if pod.get("status", {}).get("phase") == "Pending"][:MANY_EVENTS]:
         events += await api.events_about(pod["metadata"]["uid"])
     seen = await states(api, [pod["metadata"]["name"] for pod in running])
     since = await _since(api, running)
+    job = await api.job(name)  # after the pages: what they say is not newer than this by more than a moment
     return explain(Evidence(job, pods, events, seen, datetime.now(UTC), since))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from colocated_rl_cli.api import Api
 from colocated_rl_cli.errors import CliError, Exit
@@ -44,15 +44,17 @@ async def print_script(args: argparse.Namespace) -> Exit:
     return Exit.FINE
 
 
-def complete(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+def complete(parser: argparse.ArgumentParser, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """What the last of these words may become."""
     *before, typed = words or [""]
-    candidates = _candidates(parser, before, typed)
+    candidates = _candidates(parser, before, typed, environment)
     return sorted(one for one in candidates if one.startswith(typed))
 
 
-def _candidates(parser: argparse.ArgumentParser, before: Sequence[str], typed: str) -> list[str]:
-    commands = _subparsers(parser)
+def _candidates(
+    parser: argparse.ArgumentParser, before: Sequence[str], typed: str, environment: Mapping[str, str]
+) -> list[str]:
+    commands = subparsers(parser)
     if not before:
         return [*commands, *_flags(parser)]
     chosen = commands.get(before[0])
@@ -62,10 +64,11 @@ def _candidates(parser: argparse.ArgumentParser, before: Sequence[str], typed: s
         return [str(choice) for choice in option.choices or ()]
     if typed.startswith("-"):
         return _flags(chosen)
-    return _positionals(chosen, before)
+    return _positionals(chosen, before, environment)
 
 
-def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands' own parsers, by name."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no other way to ask
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             return dict(action.choices)
@@ -85,23 +88,23 @@ def _open_option(parser: argparse.ArgumentParser, before: Sequence[str]) -> argp
     return None
 
 
-def _positionals(parser: argparse.ArgumentParser, before: Sequence[str]) -> list[str]:
+def _positionals(parser: argparse.ArgumentParser, before: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     for action in parser._actions:  # noqa: SLF001
         if action.option_strings:
             continue
         if action.choices is not None:
             return [str(choice) for choice in action.choices]
         if action.dest == "job":
-            return _jobs(parser, before)
+            return _jobs(parser, before, environment)
     return []
 
 
-def _jobs(parser: argparse.ArgumentParser, before: Sequence[str]) -> list[str]:
+def _jobs(parser: argparse.ArgumentParser, before: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Of the namespace and the cluster that the words so far name."""
     known, _ = parser.parse_known_args([*before[1:], "x"]) if len(before) > 1 else parser.parse_known_args(["x"])
 
     async def ask() -> list[str]:
-        login = Login.of_environment(kubeconfig=known.kubeconfig, context=known.context)
+        login = Login.of(environment, kubeconfig=known.kubeconfig, context=known.context)
         async with asyncio.timeout(NAMES_DEADLINE_S), Api.reach(login, known.namespace) as api:
             return await api.job_names()
 

@@ -17,8 +17,8 @@ import pydantic
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus
-from colocated_rl_api.ladder import Rung, WeightVersion, slowest, standing
-from colocated_rl_api.member_wire import PodFacts, Problem, RolloutFacts
+from colocated_rl_api.ladder import Rung, slowest, standing
+from colocated_rl_api.member_wire import PodFacts, PodTarget, Problem, RolloutFacts
 from colocated_rl_cli import remedies
 from colocated_rl_cli.errors import CliError
 
@@ -203,16 +203,27 @@ def _facts(seen: Evidence) -> dict[str, PodFacts | RolloutFacts]:
 def _rungs(
     status: ColocatedRLJobStatus, seen: Evidence, facts: Mapping[str, PodFacts | RolloutFacts]
 ) -> dict[str, Rung]:
-    """Towards the version that the epoch climbs to; from members' pages, and from status for those not read."""
+    """Towards the version that the newest epoch climbs to; from members' pages, and from status for those not read.
+
+    A page may be newer than the status: it says itself where its member is to go.
+    """
     found = {pod.name: Rung(pod.rung) for pod in status.out_of_line if pod.rung in set(Rung)}
-    if status.target_step is None or status.lineage is None:
-        return found
-    version = WeightVersion(status.target_step, status.lineage)
     for pod in _current(seen.pods).values():
         name = pod["metadata"]["name"]
-        if isinstance(known := facts.get(name), PodFacts):
-            found[name] = standing(known, version) if known.epoch == status.epoch else Rung.UNKNOWN
+        known, target = facts.get(name), _target(seen.states.get(name))
+        if not isinstance(known, PodFacts):
+            continue
+        is_current = target is not None and target.epoch >= (status.epoch or 0) and known.epoch == target.epoch
+        found[name] = standing(known, target.version) if target is not None and is_current else Rung.UNKNOWN
     return found
+
+
+def _target(state: Any) -> PodTarget | None:
+    """Of a GPU pod's page."""
+    try:
+        return PodTarget.model_validate(state["target"])
+    except (pydantic.ValidationError, TypeError, KeyError):
+        return None  # it has none yet, or the page was not read
 
 
 def _of_members(

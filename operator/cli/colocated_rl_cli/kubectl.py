@@ -14,9 +14,9 @@ import shlex
 import shutil
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from colocated_rl_cli.errors import NotReached
@@ -27,7 +27,7 @@ END_DEADLINE_S = 5.0
 MAX_WORDS = 2000
 
 # Runs a program for as long as standard input is open: the other end is ours, and closes with us however we end.
-_TIED = '"$@" </dev/null & trap "kill $!" EXIT; exec >&- 2>&-; read -r _ <&3'
+_TIED = '"$@" </dev/null & trap "kill $!" EXIT; exec >&- 2>&-; read -r _'
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,17 @@ class Login:
     kubeconfig: str | None = None
     context: str | None = None
     program: tuple[str, ...] = ("kubectl",)
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     @classmethod
-    def of_environment(cls, *, kubeconfig: str | None, context: str | None) -> Login:
+    def of(cls, environment: Mapping[str, str], *, kubeconfig: str | None, context: str | None) -> Login:
         """KUBECTL names another kubectl, perhaps with words after it."""
-        return cls(kubeconfig, context, tuple(shlex.split(os.environ.get("KUBECTL", ""))) or ("kubectl",))
+        program = tuple(shlex.split(environment.get("KUBECTL", ""))) or ("kubectl",)
+        return cls(kubeconfig, context, program, environment)
 
     def command(self, *words: str) -> list[str]:
         """Raises NotReached."""
-        program = shutil.which(self.program[0])
+        program = shutil.which(self.program[0], path=self.environment.get("PATH"))
         if program is None:
             raise NotReached(
                 f"there is no {self.program[0]} on PATH, which logs in to the cluster: install it, or name one in "
@@ -60,7 +62,9 @@ class Login:
     async def namespace(self) -> str:
         """Of the context; `default` where it names none. Raises NotReached."""
         words = ("config", "view", "--minify", "--output=jsonpath={..namespace}")
-        process = await asyncio.create_subprocess_exec(*self.command(*words), stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
+        process = await asyncio.create_subprocess_exec(
+            *self.command(*words), stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=self.environment
+        )
         try:
             async with asyncio.timeout(ANSWER_DEADLINE_S):
                 said, complaint = await process.communicate()
@@ -78,7 +82,8 @@ async def proxied(login: Login) -> AsyncIterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="crlj-"))  # mode 0700, and short: a socket's path holds 107 bytes
     try:
         socket = directory / "api"
-        async with _tied(login.command("proxy", f"--unix-socket={socket}")) as process:
+        command = login.command("proxy", f"--unix-socket={socket}")
+        async with _tied(command, login.environment) as process:
             await _until_it_serves(process)
             yield socket
     finally:
@@ -86,22 +91,20 @@ async def proxied(login: Login) -> AsyncIterator[Path]:
 
 
 @asynccontextmanager
-async def _tied(command: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
-    ours, theirs = os.pipe()
-    os.set_inheritable(ours, True)
+async def _tied(command: Sequence[str], environment: Mapping[str, str]) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        *("/bin/sh", "-c", f"exec 3<&{ours}; {_TIED}", "sh", *command),
-        stdin=DEVNULL,
+        *("/bin/sh", "-c", _TIED, "sh", *command),
+        stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
-        pass_fds=(ours,),
+        env=environment,
         start_new_session=True,  # Ctrl-C is for this process alone
     )
-    os.close(ours)
+    assert process.stdin is not None
     try:
         yield process
     finally:
-        os.close(theirs)
+        process.stdin.close()
         try:
             async with asyncio.timeout(END_DEADLINE_S):
                 await process.wait()

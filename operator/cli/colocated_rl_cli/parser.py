@@ -30,7 +30,8 @@ class Command(NamedTuple):
     summary: str
     run: Run
     add: Callable[[argparse.ArgumentParser], Any]
-    is_of_cluster: bool = True
+    is_of_cluster: bool
+    more: str = ""  # for the page
 
 
 def build(prog: str) -> argparse.ArgumentParser:
@@ -128,13 +129,41 @@ def _add_completion(words: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = (
-    Command("init", "write the manifest of a new job", commands.init, _add_init, False),
-    Command("validate", "say what the API server would say of manifests", commands.validate, _add_validate, False),
-    Command("explain", "say why a job does not move, and what to do", commands.explain_job, _add_job_and_output),
-    Command("top", "show a job while it runs", commands.top, _add_top),
-    Command("samples", "list the newest samples", commands.samples, _add_samples),
-    Command("eval", "list the evaluations", commands.evaluations, _add_job_and_output),
-    Command("timeline", "show who held each GPU, and why", commands.show_timeline, _add_timeline),
-    Command("bundle", "write a support archive without secrets", commands.make_bundle, _add_bundle),
-    Command("completion", "print a script that completes words", print_script, _add_completion, False),
+    Command(
+        "init", "write the manifest of a new job", commands.init, _add_init, False,
+        "Each field stands below what it means. What is missing is asked for on a terminal.",
+    ),
+    Command(
+        "validate", "say what the API server would say of manifests", commands.validate, _add_validate, False,
+        "Without a cluster, with the line of each fault: `FILE:LINE:COLUMN: FIELD: WORDS`.",
+    ),
+    Command(
+        "explain", "say why a job does not move, and what to do", commands.explain_job, _add_job_and_output, True,
+        "Names the rung, the pod, the cause and the remedy; where nothing is wrong, what the job waits for.",
+    ),
+    Command(
+        "top", "show a job while it runs", commands.top, _add_top, True,
+        "Who has each GPU, on which rung, since when; step, reward, staleness, tokens per second, the last switch. "
+        "Ends with the job, or with Ctrl-C. Where there is no terminal, a line for each event.",
+    ),
+    Command(
+        "samples", "list the newest samples", commands.samples, _add_samples, True,
+        "From the rollout controller's store; those of batches that a checkpoint holds are only counted there.",
+    ),
+    Command("eval", "list the evaluations", commands.evaluations, _add_job_and_output, True),
+    Command(
+        "timeline", "show who held each GPU, and why", commands.show_timeline, _add_timeline, True,
+        "From the log lines of the job's pods, as far back as their nodes keep them (10 MiB each, usually), its events "
+        "and status.",
+    ),
+    Command(
+        "bundle", "write a support archive without secrets", commands.make_bundle, _add_bundle, True,
+        "Status, events, pods, logs, members' pages. Secrets are never read, and what looks like one is replaced; no "
+        "prompts and responses are in it, unless a reward function or an engine logs them.",
+    ),
+    Command(
+        "completion", "print a script that completes words", print_script, _add_completion, False,
+        "For bash: `source <(colocated-rl completion bash)`. `kubectl crlj` is completed by kubectl itself, which "
+        "finds `kubectl_complete-crlj` on PATH.",
+    ),
 )  # fmt: skip

@@ -19,7 +19,7 @@ _HARMLESS_NAME = re.compile(
     r"(?i)tokens?(_?(per_?second|count|izer.*|limit))$|max.*tokens|.*_tokens$|tokens$|batch.*tokens|secretName$"
 )
 _HARMLESS_ENV = re.compile(
-    r"(COLOCATE|OMP|POD|NCCL|CUDA|TORCH|SGLANG|HF_HOME|XDG|LEASE)_?|HOME$|USER$|LOGNAME$|TMPDIR$"
+    r"(COLOCATE|OMP|POD|NCCL|CUDA|TORCH|SGLANG|XDG)|HF_HOME$|HOME$|USER$|LOGNAME$|TMPDIR$|.*_(DIR|BASE)$"
 )
 _NOT_KEPT = {"managedFields", "kubectl.kubernetes.io/last-applied-configuration"}
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from colocated_rl_cli.causes import causes_by_epoch
 from colocated_rl_cli.charts import Bar, Row, bar_table, row_chart, table
 from colocated_rl_cli.figures import (
     Figures,
@@ -90,19 +91,6 @@ def _by_step(figures: Figures) -> dict[int, list[Span]]:
         if span.holder in (Holder.SWITCH, Holder.TRAINER):
             found.setdefault(span.step, []).append(span)
     return dict(sorted(found.items()))
-
-
-def causes_by_epoch(records: Records) -> dict[int, str]:
-    """Why each epoch was raised, where a record still says so: the operator's lines, else the job's status."""
-    found = {
-        int(line["epoch"]): str(line["reason"])
-        for line in records.lines
-        if line.get("event") == "epoch raised" and "epoch" in line
-    }
-    status = records.job.get("status", {})
-    if status.get("epoch") is not None and status.get("cause"):
-        found.setdefault(int(status["epoch"]), str(status["cause"]))
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- page

@@ -8,13 +8,11 @@ Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsK
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
 from typing import Any
 
-from colocated_rl_cli.api import event_time
+from colocated_rl_cli.causes import causes_by_epoch, event_ts
 from colocated_rl_cli.figures import Figures, Span, read_figures
 from colocated_rl_cli.records import Records
-from colocated_rl_cli.timeline import causes_by_epoch
 
 HOLDER, RUNGS = 1, 2  # threads of a pod
 JOB = 1  # process of what belongs to no pod
@@ -92,11 +90,10 @@ def _marks(figures: Figures, numbers: dict[str, int]) -> Iterator[Event]:
 def _told(records: Records) -> Iterator[Event]:
     """Events of the Kubernetes kind."""
     for event in records.events:
-        try:
-            at = datetime.fromisoformat(event_time(event)).timestamp()
-        except ValueError:
-            continue  # without a time it has no place here
-        yield _instant(str(event.get("reason")), JOB, at, {"message": event.get("message"), "type": event.get("type")})
+        at = event_ts(event)
+        if at is not None:
+            arguments = {"message": event.get("message"), "type": event.get("type")}
+            yield _instant(str(event.get("reason")), JOB, at, arguments)
 
 
 def _instant(name: str, process: int, at: float, arguments: dict[str, Any]) -> Event:

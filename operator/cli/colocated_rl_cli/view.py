@@ -31,14 +31,16 @@ def frame(job: Mapping[str, Any], lines: Sequence[Line], *, now: float, trouble:
     head = Table.grid(padding=(0, 2))
     head.add_row(
         Text(str(status.get("phase") or "Pending"), style="bold"),
-        Text(f"step {step} of {steps}"),
-        ProgressBar(total=steps, completed=step, width=20),
-        Text(f"GPU: {status.get('gpuHolder') or '-'}"),
-        Text(f"weights {status.get('weightVersion') or '-'}"),
-        Text(f"epoch {status.get('epoch') or '-'}"),
-        Text(f"restarts {status.get('restarts') or 0}"),
+        Text(f"step {step} of {steps}", no_wrap=True),
+        ProgressBar(total=steps, completed=step, width=30),
     )
-    parts: list[RenderableType] = [head, Text(), _pods(status, standings(lines), now), Text()]
+    words = [
+        f"GPU: {status.get('gpuHolder') or '-'}",
+        f"weights {status.get('weightVersion') or '-'}",
+        f"epoch {status.get('epoch') or '-'}",
+        f"restarts {status.get('restarts') or 0}",
+    ]
+    parts: list[RenderableType] = [head, Text("  ".join(words)), Text(), _pods(status, standings(lines), now), Text()]
     parts.append(_learning(figures, status, left_s=_left_s(figures, steps)))
     if trouble:
         parts.append(Text(f"\nnot up to date: {trouble}", style="red"))

@@ -1,0 +1,135 @@
+"""Writes docs/cli.md from the words of the program: `python -m colocated_rl_cli.document [--check]`.
+
+Commands, options, exit codes and remedies stand where they are used; the page repeats them for people who look there.
+What only the page says is here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from colocated_rl_cli.completion import subparsers
+from colocated_rl_cli.errors import Exit
+from colocated_rl_cli.parser import COMMANDS, Command, build
+from colocated_rl_cli.remedies import REMEDIES
+
+PAGE = Path("docs/cli.md")
+
+HEAD = """\
+<!-- Made by `make generate` from operator/cli/colocated_rl_cli: change that instead. -->
+# kubectl crlj
+
+The command line for people who run jobs: `kubectl crlj COMMAND`, and the same program as `colocated-rl COMMAND`. It
+needs Python 3.11 and kubectl, and neither torch nor the operator's libraries:
+
+    pip install ./operator ./operator/cli    # in a checkout
+
+Nothing is logged in to but the cluster, by kubectl itself: its contexts, exec plugins and proxies work, and `KUBECTL`
+names another one. Members' pages, which listen on their pods' loopback, are reached through the API server's
+port-forward, so the right to `pods/portforward` decides who sees samples; no port is opened on your machine.
+
+## Rights
+"""
+
+RIGHTS_NOTE = """
+`view`, `edit` and `admin` are Kubernetes' own ClusterRoles. They hold these rights to pods, logs, events and
+port-forward; the chart adds those to jobs (`rbac.aggregate`). `view` does not include port-forward, because samples are
+user data.
+"""
+
+RIGHTS = (
+    ("`init`, `validate`, `completion`", "none", "everybody"),
+    (
+        "`top`, `eval`, `timeline`",
+        "`get, list, watch` of colocatedrljobs and pods; `get` of pods/log; `list` of events",
+        "`view`",
+    ),
+    (
+        "`explain`",
+        "the same; with `create` of pods/portforward (`get` before Kubernetes 1.35) the members' own pages too",
+        "`view`; with pages `edit`",
+    ),
+    ("`samples`", "the same, pods/portforward included", "`edit`"),
+    (
+        "`bundle`",
+        "as `explain`, and `list` of persistentvolumeclaims; what may not be read is told in the archive",
+        "`view`; with pages `edit`",
+    ),
+)
+
+TAIL = """\
+## Reasons, and what to do
+
+What `explain` says, by the reason that operator, members and kubelet give. Those that heal by themselves need a person
+only when they stay.
+"""
+
+
+def page() -> str:
+    lines = [HEAD, "| command | in the job's namespace | has it |", "|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in RIGHTS]
+    lines += [RIGHTS_NOTE, "## Commands", ""]
+    parsers = subparsers(build("kubectl crlj"))
+    for command in COMMANDS:
+        lines += _command(command, parsers[command.name])
+    lines += ["## Exit codes", "", "| code | means |", "|---|---|"]
+    lines += [f"| {code.value} | {_MEANS[code]} |" for code in Exit]
+    lines += ["", TAIL, "| reason | means | to do | heals by itself |", "|---|---|---|---|"]
+    lines += [
+        f"| `{reason}` | {remedy.means} | {remedy.do} | {'usually' if remedy.heals else ''} |"
+        for reason, remedy in REMEDIES.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_MEANS = {
+    Exit.FINE: "fine: valid, moving, written",
+    Exit.PROBLEM: "a problem was found: an invalid manifest, a job that needs a person",
+    Exit.USAGE: "the words of the command are wrong, or a file can't be read or written",
+    Exit.NO_ANSWER: "no answer: kubectl, the API server or a member not reached, not allowed, no such job",
+    Exit.INTERRUPTED: "interrupted",
+}
+
+
+def _command(command: Command, parser: argparse.ArgumentParser) -> Iterator[str]:
+    yield f"### {command.name}"
+    yield ""
+    yield f"{parser.description}{f' {command.more}' if command.more else ''}"
+    yield ""
+    yield "| word | |"
+    yield "|---|---|"
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to ask
+        if "--help" in action.option_strings or action.dest in ("namespace", "context", "kubeconfig"):
+            continue
+        words = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+        if action.option_strings and action.nargs != 0:
+            words += f" {action.metavar or '|'.join(map(str, action.choices or ()))}"
+        elif action.choices:
+            words = "|".join(map(str, action.choices))
+        told = str(action.help or "") % {"default": action.default}
+        yield f"| `{words.replace('|', chr(92) + '|')}` | {told} |"
+    if command.is_of_cluster:
+        yield "| `-n`, `--context`, `--kubeconfig` | as kubectl's |"
+    yield ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m colocated_rl_cli.document", description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is out of date")
+    parser.add_argument("--root", type=Path, default=Path(), help="the repository; the working directory by default")
+    options = parser.parse_args(arguments)
+    file, text = options.root / PAGE, page()
+    if file.is_file() and file.read_text() == text:
+        return 0
+    if options.check:
+        sys.stderr.write(f"out of date: {PAGE}. Run `make generate` and commit the result.\n")
+        return 1
+    file.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""An API server as `kubectl proxy` shows it, with one job: objects, logs, watches and port-forward to members' pages.
+
+`kubectl` writes a program that serves it in kubectl's place, so that the command line runs whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from colocated_rl_api import names
+
+Body = dict[str, Any]
+JOBS = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
+PODS = "/api/v1/namespaces/default/pods"
+DATA, ERROR = b"\x00", b"\x01"
+
+
+@dataclass
+class ClusterApi:
+    """What it holds; changed freely before and while it serves."""
+
+    jobs: dict[str, Body] = field(default_factory=dict)
+    pods: list[Body] = field(default_factory=list)
+    events: list[Body] = field(default_factory=list)
+    logs: dict[tuple[str, str], str] = field(default_factory=dict)  # by pod and container
+    pages: dict[tuple[str, str], str] = field(default_factory=dict)  # by pod and path, as the member answers
+    refused: dict[str, int] = field(default_factory=dict)  # by the end of a path: answered with this status
+    asked: list[str] = field(default_factory=list)
+    forwarded: list[bytes] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def application(self) -> web.Application:
+        application = web.Application(middlewares=[self._write_down])
+        application.add_routes(
+            [
+                web.get(JOBS, self._list_jobs),
+                web.get(JOBS + "/{name}", self._show_job),
+                web.patch(JOBS + "/{name}", self._change_job),
+                web.get(PODS, self._list_pods),
+                web.get("/api/v1/namespaces/default/events", self._list_events),
+                web.get("/api/v1/namespaces/default/persistentvolumeclaims", self._nothing),
+                web.get("/version", self._version),
+                web.get(PODS + "/{pod}/log", self._log),
+                web.get(PODS + "/{pod}/portforward", self._forward),
+            ]
+        )
+        return application
+
+    @web.middleware
+    async def _write_down(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.asked.append(f"{request.method} {request.path}")
+        status = next((code for end, code in self.refused.items() if request.path.endswith(end)), None)
+        if status is not None:
+            return web.json_response({"kind": "Status", "message": f"{request.path} is refused"}, status=status)
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    async def _nothing(self, _: web.Request) -> web.Response:
+        return web.json_response({"items": []})
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"gitVersion": "v1.36.0"})
+
+    async def _list_jobs(self, request: web.Request) -> web.StreamResponse:
+        if "watch" in request.query:
+            name = request.query["fieldSelector"].removeprefix("metadata.name=")
+            return await self._watch(request, lambda: [job for job in self.jobs.values() if _name(job) == name])
+        return web.json_response({"items": list(self.jobs.values())})
+
+    async def _list_pods(self, request: web.Request) -> web.StreamResponse:
+        if "watch" in request.query:
+            return await self._watch(request, lambda: self.pods)
+        return web.json_response({"items": self.pods})
+
+    async def _list_events(self, request: web.Request) -> web.Response:
+        uid = request.query["fieldSelector"].removeprefix("involvedObject.uid=")
+        return web.json_response({"items": [one for one in self.events if one["involvedObject"].get("uid") == uid]})
+
+    async def _show_job(self, request: web.Request) -> web.Response:
+        job = self.jobs.get(request.match_info["name"])
+        if job is None:
+            return web.json_response({"message": f'"{request.match_info["name"]}" not found'}, status=404)
+        return web.json_response(job)
+
+    async def _change_job(self, request: web.Request) -> web.Response:
+        job = self.jobs[request.match_info["name"]]
+        job["spec"] |= (await request.json())["spec"]
+        return web.json_response(job)
+
+    async def _watch(self, request: web.Request, objects: Any) -> web.StreamResponse:
+        """What is there, and all of it again at each change."""
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while True:
+            self.changed.clear()
+            for one in objects():
+                await answer.write(json.dumps({"type": "ADDED", "object": one}).encode() + b"\n")
+            await self.changed.wait()
+
+    async def _log(self, request: web.Request) -> web.StreamResponse:
+        key = (request.match_info["pod"], request.query["container"])
+        if key not in self.logs or request.query.get("previous") == "true":
+            return web.json_response({"message": "no such container"}, status=400)
+        return web.Response(text=self.logs[key])
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        pod, port = request.match_info["pod"], int(request.query["ports"])
+        link = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
+        await link.prepare(request)
+        for channel in (DATA, ERROR):
+            await link.send_bytes(channel + port.to_bytes(2, "little"))
+        message = await link.receive_bytes()
+        self.forwarded.append(message)
+        target = message[1:].split(b" ")[1].decode()
+        page = self.pages.get((pod, target.split("?")[0]))
+        if page is None:
+            await link.send_bytes(ERROR + f"connection refused on port {port}".encode())
+        else:
+            head, _, body = page.partition("\n\n")
+            length = f"{head}\nContent-Length: {len(body.encode())}\n\n".replace("\n", "\r\n")
+            sent = length.encode() + body.encode()
+            for part in (sent[:20], sent[20:]):  # in two frames, cut anywhere
+                await link.send_bytes(DATA + part)
+        await link.close()
+        return link
+
+
+def page(body: object, status: str = "200 OK") -> str:
+    """What a member answers."""
+    return f"HTTP/1.1 {status}\nContent-Type: application/json\n\n{json.dumps(body)}"
+
+
+def _name(job: Body) -> str:
+    return str(job["metadata"]["name"])

@@ -1,0 +1,383 @@
+"""The program as a person starts it: words, exit codes, what it prints, what it leaves behind.
+
+kubectl is played by a program that joins the socket that it is told to a fake API server.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tarfile
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from builders import make_manifest
+from colocated_rl_api import names
+from colocated_rl_cli import __main__ as program
+from colocated_rl_cli.completion import complete
+from colocated_rl_cli.errors import Exit
+from colocated_rl_cli.parser import COMMANDS, build
+from fakes.cluster_api import ClusterApi, page
+from fakes.kubectl import Played, play_kubectl
+from setup.layout import CHECKOUT
+
+RECORDED = json.loads((CHECKOUT.root / "tests/unit/records/run.json").read_text())
+DEADLINE_S = 20.0
+
+Run = Callable[..., "Done"]
+
+
+@pytest.fixture
+def api() -> ClusterApi:
+    """A cluster with one job in rollout, of which all is known."""
+    manifest = make_manifest("sums", replicas=1)
+    job = {**manifest, "metadata": {**manifest["metadata"], "uid": "uid-1", "generation": 1}}
+    job["status"] = {
+        "observedGeneration": 1, "phase": "Rollout", "step": 2, "epoch": 4, "lineage": 1, "targetStep": 2,
+        "cause": "NextStep", "rung": "Serving", "gpuHolder": "Rollout", "weightVersion": "2-1", "conditions": [],
+        "evaluation": {"step": 2, "mean": 0.5, "stderr": 0.01, "samples": 64},
+    }  # fmt: skip
+    api = ClusterApi(jobs={"sums": job}, pods=[_pod("gpu-0"), _pod("rollout")])
+    recorded = [line for line in RECORDED["lines"] if line.get("pod") in ("arithmetic-gpu-0-0", "arithmetic-rollout-0")]
+    for seat, container in (("gpu-0", "agent"), ("rollout", "rollout")):
+        lines = [{**line, "pod": f"sums-{seat}-0"} for line in recorded if line["pod"] == f"arithmetic-{seat}-0"]
+        api.logs[f"sums-{seat}-0", container] = "".join(json.dumps(line) + "\n" for line in lines)
+    gpu = {
+        "type": "podFacts", "epoch": 4, "gate": {"open": True, "settled": False},
+        "engines": [{"name": "engine-0", "state": "Ready", "version": "2-1"}],
+        "trainers": [{"rank": 0, "state": "Offloaded", "lineage": 1, "step": 2, "exported": "2-1"}],
+    }  # fmt: skip
+    target = {"epoch": 4, "goal": "Climb", "step": 2, "lineage": 1, "rung": "Serving"}
+    rollout = {"type": "rolloutFacts", "epoch": 4, "gatesOpen": 1, "samples": {"completed": 3}}
+    sample = {"id": 7, "group_id": 1, "prompt_index": 3, "state": "trained", "reason": "", "attempts": 1}
+    api.pages = {
+        ("sums-gpu-0-0", "/v1/state"): page({"hello": {}, "target": target, "facts": gpu}),
+        ("sums-rollout-0", "/v1/state"): page({"hello": {}, "target": None, "facts": rollout}),
+        ("sums-rollout-0", "/v1/progress"): page({"facts": rollout, "sealed": None, "endedWithoutTraining": []}),
+        ("sums-rollout-0", "/v1/samples"): page({"samples": [{**sample, "finish": "stop", "reward": 1.0, "step": 2}]}),
+    }
+    return api
+
+
+def _pod(seat: str) -> dict[str, Any]:
+    role, _, replica = seat.partition("-")
+    labels = {names.ROLE_LABEL: role, names.ATTEMPT_LABEL: "0", **({names.REPLICA_LABEL: replica} if replica else {})}
+    container: dict[str, Any] = {"name": "agent" if replica else "rollout", "state": {"running": {}}}
+    return {
+        "metadata": {"name": f"sums-{seat}-0", "uid": f"uid-{seat}", "labels": labels},
+        "status": {"phase": "Running", "containerStatuses": [container]},
+    }
+
+
+@pytest.fixture
+def kubectl(api: ClusterApi, tmp_path: Path) -> Iterator[Played]:
+    with play_kubectl(api, tmp_path) as played:
+        yield played
+
+
+class Done(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(kubectl: Played, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The program in this process."""
+
+    def run(*words: str) -> Done:
+        try:
+            code = program.run(words, kubectl.environment)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------- its answers
+def test_a_job_that_moves_is_explained_with_code_0(run: Run) -> None:
+    done = run("explain", "sums")
+    assert (Exit.FINE, "") == (done.code, done.stderr)
+    assert "sums-gpu-0-0: Serving" in done.stdout
+    assert "Nothing is wrong. It waits for: rollout fills batch 3: 3 of 8 samples finished" in done.stdout
+
+
+def test_a_job_that_does_not_move_is_explained_with_code_1(run: Run, api: ClusterApi) -> None:
+    api.pods[0]["status"] = {
+        "phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", "message": "no room"}]
+    }  # fmt: skip
+    done = run("explain", "sums", "-o", "json")
+    assert Exit.PROBLEM == done.code
+    [cause] = json.loads(done.stdout)["causes"]
+    assert ("Unschedulable", "no room", "sums-gpu-0-0") == (cause["reason"], cause["message"], cause["pod"])
+
+
+def test_one_frame_of_top_has_the_pods_and_what_is_learned(run: Run) -> None:
+    done = run("top", "sums", "--once")
+    assert Exit.FINE == done.code, done.stderr
+    for part in ("default/sums", "Rollout", "step 2 of 3", "sums-gpu-0-0", "Serving", "reward"):
+        assert part in done.stdout
+
+
+def test_samples_and_evaluations_are_tables_json_and_yaml(run: Run, api: ClusterApi) -> None:
+    done = run("samples", "sums", "--state", "trained", "--limit", "5")
+    assert ["ID", "GROUP_ID", "STATE", "REWARD", "FINISH", "ATTEMPTS", "STEP", "REASON"] == done.stdout.split()[:8]
+    assert ["7", "1", "trained", "1", "stop", "1", "2", "-"] == done.stdout.splitlines()[1].split()
+    assert b"GET /v1/samples?limit=5&state=trained HTTP/1.1" in api.forwarded[-1]
+    assert 7 == json.loads(run("samples", "sums", "-o", "json").stdout)[0]["id"]
+    evaluated = run("eval", "sums").stdout.splitlines()
+    assert [["0", "0.1855"], ["2", "0.5"], ["10", "0.7969"]] == [line.split()[:2] for line in evaluated[1:4]]
+    assert "step: 0" in run("eval", "sums", "-o", "yaml").stdout
+
+
+def test_a_timeline_can_be_kept_and_made_again_without_the_cluster(run: Run, kubectl: Played, tmp_path: Path) -> None:
+    assert "sums-gpu-0-0" in run("timeline", "sums").stdout
+    kept = [str(tmp_path / name) for name in ("kept.json", "page.html", "trace.json")]
+    done = run("timeline", "sums", "--save", kept[0], "--html", kept[1], "--trace", kept[2])
+    assert Exit.FINE == done.code, done.stderr
+    again = str(tmp_path / "again.html")
+    kubectl.end()
+    assert Exit.FINE == run("timeline", "--records", kept[0], "--html", again).code
+    assert Path(kept[1]).read_text() == Path(again).read_text()
+    assert json.loads(Path(kept[2]).read_text())["traceEvents"]
+
+
+def test_a_bundle_holds_everything_that_may_be_read(run: Run, api: ClusterApi, tmp_path: Path) -> None:
+    api.refused["persistentvolumeclaims"] = 403
+    done = run("bundle", "sums", "--file", str(tmp_path / "sums.tar.gz"))
+    assert Exit.FINE == done.code, done.stderr
+    with tarfile.open(tmp_path / "sums.tar.gz") as archive:
+        inside = {name.removeprefix("sums-bundle/") for name in archive.getnames()}
+        why = archive.extractfile("sums-bundle/not-read.txt")
+        assert why is not None
+        unread = why.read().decode()
+    assert {
+        "README.txt", "job.yaml", "explanation.txt", "version.json", "events.yaml", "not-read.txt",
+        "pods/sums-gpu-0-0.yaml", "pods/sums-gpu-0-0/agent.log", "pods/sums-gpu-0-0/state.json",
+        "pods/sums-rollout-0.yaml", "pods/sums-rollout-0/rollout.log", "pods/sums-rollout-0/state.json",
+        "pods/sums-rollout-0/progress.json",
+    } == inside  # fmt: skip
+    assert "claims.yaml: claims of job sums: " in unread
+    assert "is refused; docs/cli.md lists the rights that each command needs" in unread
+    assert "pods/sums-gpu-0-0/metrics.txt" in unread
+
+
+# ------------------------------------------------------------------------------------------------------ what goes wrong
+@pytest.mark.parametrize(
+    ("refused", "said"),
+    [
+        ({"/sums": 403}, "is refused; docs/cli.md lists the rights"),
+        ({"/sums": 401}, "log in again, as for kubectl"),
+        ({"/sums": 503}, "the API server is not reached"),
+        ({"/sums": 500}, "the API server answers 500"),
+    ],
+)
+def test_what_the_server_refuses_is_code_3_with_what_to_do(
+    run: Run, api: ClusterApi, refused: dict[str, int], said: str
+) -> None:
+    api.refused = refused
+    done = run("explain", "sums")
+    assert (Exit.NO_ANSWER, "") == (done.code, done.stdout)
+    assert done.stderr.startswith("colocated-rl explain: job default/sums: ")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_job_that_is_not_there_is_code_3(run: Run) -> None:
+    done = run("top", "nothing")
+    assert (Exit.NO_ANSWER, True) == (done.code, '"nothing" not found' in done.stderr)
+
+
+def test_a_member_that_can_not_be_reached_is_code_3_where_it_is_needed(
+    run: Run, kubectl: Played, api: ClusterApi
+) -> None:
+    del api.pages["sums-rollout-0", "/v1/samples"]
+    done = run("samples", "sums")
+    assert Exit.NO_ANSWER == done.code
+    assert "page /v1/samples of pod sums-rollout-0: connection refused on port 8080" in done.stderr
+
+
+def test_without_the_right_to_forward_ports_the_job_is_explained_from_its_status(run: Run, api: ClusterApi) -> None:
+    api.refused["portforward"] = 403
+    done = run("explain", "sums")
+    assert Exit.FINE == done.code
+    assert "2 of 2 members' pages were not read, the status stands in" in done.stdout
+    assert "portforward is refused" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nothing"],
+        ["explain"],
+        ["top", "sums", "--twice"],
+        ["timeline"],
+        ["validate", "no-such-file"],
+        ["init", "a"],
+        [],
+    ],
+)
+def test_wrong_words_are_code_2(run: Run, words: list[str]) -> None:
+    done = run(*words)
+    assert (Exit.USAGE, "") == (done.code, done.stdout)
+    assert "Traceback" not in done.stderr
+
+
+def test_without_kubectl_it_says_so(run: Run, tmp_path: Path, kubectl: Played) -> None:
+    del kubectl.environment["KUBECTL"]
+    kubectl.environment["PATH"] = str(tmp_path)
+    done = run("top", "sums")
+    assert Exit.NO_ANSWER == done.code
+    assert "there is no kubectl on PATH, which logs in to the cluster: install it" in done.stderr
+
+
+def test_what_kubectl_complains_of_is_told(run: Run, tmp_path: Path, kubectl: Played) -> None:
+    complains = tmp_path / "complains"
+    complains.write_text("#!/bin/sh\necho 'error: context \"x\" does not exist' >&2\nexit 1\n")
+    complains.chmod(0o755)
+    kubectl.environment["KUBECTL"] = str(complains)
+    for words in (["top", "sums"], ["top", "sums", "-n", "default"]):
+        done = run(*words)
+        assert Exit.NO_ANSWER == done.code
+        assert 'context "x" does not exist' in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ what it leaves behind
+def test_context_and_namespace_are_kubectls(run: Run, kubectl: Played) -> None:
+    run("top", "sums", "--once", "--context", "other", "--kubeconfig", "some/file")
+    for words in kubectl.calls():
+        assert {"--context=other", "--kubeconfig=some/file"} <= set(words)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_kubectl_ends_with_it_however_it_ends(kubectl: Played, ending: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "colocated_rl_cli", "top", "sums"],
+        env=kubectl.environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()  # a first event: it follows
+        assert kubectl.is_running()
+        process.send_signal(ending)
+        code = process.wait(DEADLINE_S)
+    assert code == (-signal.SIGKILL if ending is signal.SIGKILL else Exit.INTERRUPTED)
+    until = time.monotonic() + DEADLINE_S
+    while kubectl.is_running():
+        assert time.monotonic() < until, "kubectl goes on"
+        time.sleep(0.01)  # another process ends: nothing to await
+
+
+# -------------------------------------------------------------------------------------------------------- on a terminal
+class Screen:
+    """A terminal of a given size on which a program runs, and what it wrote."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], *, columns: int, rows: int) -> None:
+        self._typed, terminal = pty.openpty()
+        self.resize(columns, rows)
+        self.process = subprocess.Popen(
+            command, env=environment | {"TERM": "xterm-256color"}, stdin=terminal, stdout=terminal, stderr=terminal,
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(terminal)
+        self.written = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while select.select([self._typed], [], []):
+            try:
+                text = os.read(self._typed, 1 << 16)
+            except OSError:  # the program has ended
+                return
+            self.written += text.decode(errors="replace")
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self._typed, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def wait_for(self, pattern: str, *, after: int = 0) -> int:
+        """Where a pattern has ended in what was written."""
+        until = time.monotonic() + DEADLINE_S
+        while (found := re.compile(pattern, re.DOTALL).search(self.written, after)) is None:
+            assert time.monotonic() < until, f"not seen: {pattern}\n{self.written[-3000:]}"
+            time.sleep(0.01)  # a terminal has no event for what is on it
+        return found.end()
+
+
+def test_top_uses_the_whole_screen_follows_its_size_and_gives_it_back(kubectl: Played, api: ClusterApi) -> None:
+    command = [sys.executable, "-m", "colocated_rl_cli", "top", "sums"]
+    screen = Screen(command, kubectl.environment, columns=100, rows=30)
+    at = screen.wait_for(r"\x1b\[\?1049h.*default/sums ─+╮.*sums-gpu-0-0 .*Serving")
+    assert 100 == max(len(line) for line in re.findall(r"╭.*?╮", screen.written))
+    screen.resize(70, 20)
+    screen.wait_for(r"╭─ default/sums ─{53}╮", after=at)
+    assert "\x1b[2J" not in screen.written[at:], "a screen that is cleared flickers"
+    api.jobs["sums"]["status"] |= {"phase": "Complete", "step": 3}
+    kubectl.change()
+    assert Exit.FINE == screen.process.wait(DEADLINE_S)
+    screen.wait_for(r"\x1b\[\?1049l.*Complete.*step 3 of 3")
+
+
+def test_questions_are_asked_on_a_terminal(kubectl: Played, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    command = [sys.executable, "-m", "colocated_rl_cli", "init", "--file", str(file)]
+    screen = Screen(command, kubectl.environment, columns=100, rows=30)
+    for question, answer in (("name of the job", "sums"), ("claim that holds the model", "m"), ("chain_sum", "")):
+        screen.wait_for(question)
+        os.write(screen._typed, f"{answer}\n".encode())
+    assert Exit.FINE == screen.process.wait(DEADLINE_S), screen.written
+    assert "name: chain_sum" in file.read_text()
+
+
+# ------------------------------------------------------------------------------------------------------------ its words
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["ex"], ["explain"]),
+        (["explain", "-"], ["--context", "--help", "--kubeconfig", "--namespace", "--output"]),
+        (["explain", "sums", "-o", ""], ["json", "text", "yaml"]),
+        (["samples", "sums", "--state", "tr"], ["trained"]),
+        (["completion", ""], ["bash", "fish", "zsh"]),
+        (["nothing", ""], []),
+    ],
+)
+def test_words_are_completed(words: list[str], expected: list[str]) -> None:
+    assert expected == complete(build("colocated-rl"), words, {})
+
+
+def test_names_of_jobs_are_completed_from_the_cluster(run: Run, kubectl: Played) -> None:
+    assert ["sums"] == run("__complete", "explain", "s").stdout.split()
+    words = "import sys; from colocated_rl_cli.__main__ import complete; sys.exit(complete())"
+    done = subprocess.run(
+        [sys.executable, "-c", words, "top", ""], env=kubectl.environment, capture_output=True, text=True, check=True
+    )
+    assert ["sums", ":4"] == done.stdout.split()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_has_a_script(run: Run, shell: str) -> None:
+    assert "colocated-rl __complete" in run("completion", shell).stdout
+
+
+def test_every_command_explains_itself() -> None:
+    assert len({command.name for command in COMMANDS}) == len(COMMANDS)
+    assert all(command.summary[0].islower() and not command.summary.endswith(".") for command in COMMANDS)
+
+
+def test_the_page_of_the_documentation_is_as_generated() -> None:
+    words = [sys.executable, "-m", "colocated_rl_cli.document", "--check", "--root", str(CHECKOUT.root)]
+    assert "" == subprocess.run(words, capture_output=True, text=True, check=True).stderr

@@ -1,0 +1,322 @@
+"""`explain`: why a job does not move, from status, pods and the members' own pages."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builders import make_manifest
+from colocated_rl_api import names
+from colocated_rl_api.ladder import LADDER, Rung
+from colocated_rl_cli.commands import told
+from colocated_rl_cli.errors import NotAllowed
+from colocated_rl_cli.explanation import MOVERS, Evidence, Explanation, explain
+from colocated_rl_cli.remedies import REMEDIES
+from colocated_rl_operator.reasons import Cause, Reason
+from setup.layout import CHECKOUT
+
+NOW = datetime(2026, 1, 1, 1, tzinfo=UTC)
+Body = dict[str, Any]
+
+
+def job(*, status: Body | None = None, generation: int = 1, **spec: Any) -> Body:
+    manifest = make_manifest(**spec)
+    return {
+        **manifest,
+        "metadata": {**manifest["metadata"], "uid": "u", "generation": generation, "creationTimestamp": "2026-01-01"},
+        "status": status or {},
+    }
+
+
+def condition(kind: str, value: str, reason: str, message: str = "") -> Body:
+    return {
+        "type": kind, "status": value, "reason": reason, "message": message,
+        "lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": 1,
+    }  # fmt: skip
+
+
+def running(**more: Any) -> Body:
+    """A status in the middle of a job."""
+    return {
+        "observedGeneration": 1, "phase": "Rollout", "step": 1, "epoch": 4, "lineage": 1, "targetStep": 1,
+        "cause": "NextStep", "rung": "Serving", "ready": "2/2", "conditions": [condition("Ready", "True", "Serving")],
+        **more,
+    }  # fmt: skip
+
+
+def pod(seat: str, **status: Any) -> Body:
+    role, _, replica = seat.partition("-")
+    labels = {names.ROLE_LABEL: role, names.ATTEMPT_LABEL: "0", **({names.REPLICA_LABEL: replica} if replica else {})}
+    return {
+        "metadata": {"name": f"sums-{seat}-0", "labels": labels},
+        "status": {"phase": "Running", "containerStatuses": [{"name": "c", "state": {"running": {}}}], **status},
+    }
+
+
+PODS = [pod("gpu-0"), pod("gpu-1"), pod("rollout")]
+
+
+def gpu_page(*, open_gate: bool = True, target: str = "1-1", problem: Body | None = None, **more: Any) -> Body:
+    engine = {"name": "engine-0", "state": "Ready", "incarnation": "i", "version": "1-1"}
+    trainer = {"rank": 0, "state": "Offloaded", "lineage": 1, "step": 1, "exported": "1-1"}
+    facts = {
+        "type": "podFacts", "epoch": 4, "gate": {"open": open_gate, "settled": not open_gate},
+        "engines": [engine], "trainers": [trainer], "problem": problem, **more,
+    }  # fmt: skip
+    step, _, lineage = target.partition("-")
+    target_of = {"epoch": facts["epoch"], "goal": "Climb", "step": step, "lineage": lineage, "rung": "Serving"}
+    return {"facts": facts, "hello": {}, "target": target_of}
+
+
+def rollout_page(**more: Any) -> Body:
+    facts = {"type": "rolloutFacts", "epoch": 4, "gatesOpen": 2, "tokensPerSecond": 900.0, **more}
+    return {"facts": facts, "hello": {}, "target": None}
+
+
+def pages(**more: Any) -> Body:
+    return {"sums-gpu-0-0": gpu_page(), "sums-gpu-1-0": gpu_page(), "sums-rollout-0": rollout_page()} | more
+
+
+def explained(
+    one: Body, pods: list[Body] | None = None, states: Mapping[str, Any] | None = None, **more: Any
+) -> Explanation:
+    seen = pages() if states is None else states
+    return explain(Evidence(one, PODS if pods is None else pods, more.pop("events", []), seen, NOW, **more))
+
+
+def reasons(found: Explanation) -> list[tuple[str, str | None]]:
+    return [(cause.reason, cause.pod) for cause in found.causes]
+
+
+# ----------------------------------------------------------------------------------------------------- nothing is wrong
+def test_a_job_in_rollout_waits_for_its_batch() -> None:
+    states = pages(**{"sums-rollout-0": rollout_page(samples={"completed": 3, "running": 5, "interrupted": 1})})
+    found = explained(job(status=running()), states=states)
+    assert not found.is_problem
+    assert "rollout fills batch 2: 3 of 8 samples finished, 6 under way, 900 tokens/s" == found.waits_for
+    assert {"sums-gpu-0-0": "Serving", "sums-gpu-1-0": "Serving"} == found.rungs
+
+
+def test_a_sealed_batch_waits_for_the_evaluation_that_is_due() -> None:
+    sealed = {"step": 2, "groups": 4, "samples": 8, "lossTokens": 10}
+    states = pages(**{"sums-rollout-0": rollout_page(sealed=sealed)})
+    evaluated = explained(job(status=running(), evaluation={"everySteps": 1, "deadlineSeconds": 60}), states=states)
+    assert "batch 2 is sealed; the evaluation of step 1 has to end first" in str(evaluated.waits_for)
+    assert "batch 2 is sealed: the switch begins" == explained(job(status=running()), states=states).waits_for
+
+
+def test_a_pod_that_lags_is_named_with_its_rung_how_long_and_the_deadline() -> None:
+    status = running(phase="Switching", targetStep=2, rung="Paused")
+    closed = gpu_page(open_gate=False, target="2-1")
+    closed["facts"]["engines"][0]["paused"] = True
+    drained = gpu_page(open_gate=False, target="2-1")
+    drained["facts"]["engines"][0] |= {"paused": True, "drained": True}
+    states = pages(**{"sums-gpu-0-0": closed, "sums-gpu-1-0": drained})
+    found = explained(job(status=status), states=states, since={"sums-gpu-0-0": NOW.timestamp() - 12})
+    assert {"sums-gpu-0-0": "Paused", "sums-gpu-1-0": "Drained"} == found.rungs
+    assert (
+        "sums-gpu-0-0 at Paused, for 12 s now: the engine's scheduler says that it is idle (at most 60 s: "
+        "switch.engineCallSeconds)"
+    ) == found.waits_for
+
+
+def test_a_job_that_is_over_has_nothing_to_explain() -> None:
+    over = [condition("Complete", "True", "Completed"), condition("Ready", "True", "Completed")]
+    found = explained(job(status=running(phase="Complete", conditions=over)), pods=[])
+    assert ([], None, False) == (list(found.causes), found.waits_for, found.is_problem)
+
+
+# ------------------------------------------------------------------------------------------------------- the job itself
+def test_a_job_that_no_operator_has_seen() -> None:
+    assert [("NotSeen", None)] == reasons(explained(job(), pods=[], states={}))
+
+
+def test_a_spec_that_the_operator_has_not_read_yet() -> None:
+    found = explained(job(status=running(), generation=2))
+    assert ([("SpecNotSeen", None)], False) == (reasons(found), found.is_problem)
+
+
+@pytest.mark.parametrize(
+    "reason", ["InvalidSpec", "ObjectRefused", "BackoffLimitExceeded", "PodsReadyDeadlineExceeded"]
+)
+def test_a_stalled_job_is_a_problem_with_the_operators_words(reason: str) -> None:
+    found = explained(job(status=running(conditions=[condition("Stalled", "True", reason, "the words")])))
+    assert (reason, "the words", True) == (found.causes[0].reason, found.causes[0].message, found.is_problem)
+    assert found.causes[0].remedy.do in told(found)
+
+
+def test_a_job_that_does_not_end_after_its_deletion() -> None:
+    deleted = job(status=running())
+    deleted["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert ("Deleted", None) in reasons(explained(deleted))
+
+
+# ----------------------------------------------------------------------------------------------------------------- pods
+def waiting(reason: str, message: str = "") -> Body:
+    return {
+        "phase": "Pending",
+        "containerStatuses": [{"name": "gpu", "state": {"waiting": {"reason": reason, "message": message}}}],
+    }
+
+
+def crashed(reason: str = "Error", message: str = "CUDA error") -> Body:
+    ended = {"terminated": {"exitCode": 1, "reason": reason, "message": message}}
+    state = {"waiting": {"reason": "CrashLoopBackOff"}}
+    return {"containerStatuses": [{"name": "gpu", "restartCount": 3, "state": state, "lastState": ended}]}
+
+
+def unschedulable() -> Body:
+    words = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+    return {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", "message": words}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "said"),
+    [
+        (unschedulable(), "Unschedulable", "Insufficient nvidia.com/gpu"),
+        (
+            waiting("ImagePullBackOff", "no such image"),
+            "ImageNotPulled",
+            "container gpu: ImagePullBackOff: no such image",
+        ),
+        (crashed(), "ContainerCrashes", "CUDA error"),
+        (crashed("OOMKilled"), "OutOfMemory", "container gpu, 3 restarts"),
+        ({"phase": "Failed", "reason": "Evicted", "message": "node was low on memory"}, "Evicted", "low on memory"),
+        (waiting("ContainerCreating"), "PodStarting", "Pending"),
+    ],
+)
+def test_a_pod_that_does_not_run_is_named_with_its_cause(status: Body, reason: str, said: str) -> None:
+    found = explained(job(status=running(rung="Unknown")), [pod("gpu-0", **status), *PODS[1:]], {})
+    [cause] = [cause for cause in found.causes if cause.pod == "sums-gpu-0-0"]
+    assert reason == cause.reason
+    assert said in cause.message
+
+
+def test_a_volume_that_is_not_there_is_found_in_the_pods_events() -> None:
+    event = {"involvedObject": {"name": "sums-gpu-0-0"}, "reason": "FailedMount", "message": "claim model not found"}
+    found = explained(
+        job(status=running(rung="Unknown")),
+        [pod("gpu-0", **waiting("ContainerCreating")), *PODS[1:]],
+        {},
+        events=[event],
+    )
+    assert ("VolumeNotMounted", "sums-gpu-0-0") in reasons(found)
+
+
+def test_a_seat_without_a_pod_is_told() -> None:
+    assert [("NoPod", None)] == reasons(explained(job(status=running()), pods=PODS[1:]))
+
+
+def test_a_former_attempt_that_ended_is_passed_over() -> None:
+    old, new = pod("gpu-0", phase="Failed"), pod("gpu-0")
+    new["metadata"] |= {"name": "sums-gpu-0-1", "labels": {**old["metadata"]["labels"], names.ATTEMPT_LABEL: "1"}}
+    states = pages(**{"sums-gpu-0-1": gpu_page()})
+    del states["sums-gpu-0-0"]
+    assert [] == reasons(explained(job(status=running()), [old, new, *PODS[1:]], states))
+
+
+# -------------------------------------------------------------------------------------------------------------- members
+def test_a_members_own_problem_comes_with_its_rung_and_remedy() -> None:
+    problem = {"reason": "TrainerDied", "message": "rank 0 ended with code 1; last words: out of memory"}
+    states = pages(**{"sums-gpu-1-0": gpu_page(problem=problem)})
+    found = explained(job(status=running()), states=states)
+    assert [("TrainerDied", "sums-gpu-1-0")] == reasons(found)
+    text = told(found)
+    for part in ("TrainerDied, sums-gpu-1-0 at Serving", "last words: out of memory", REMEDIES["TrainerDied"].do):
+        assert part in text
+
+
+def test_a_page_is_newer_than_the_status() -> None:
+    healed = running(
+        outOfLine=[{"name": "sums-gpu-0-0", "rung": "Serving", "reason": "EngineLost", "message": "it died"}]
+    )
+    assert [] == reasons(explained(job(status=healed)))
+
+
+def test_without_the_right_to_read_pages_the_status_stands_in() -> None:
+    status = running(
+        outOfLine=[{"name": "sums-gpu-0-0", "rung": "Drained", "reason": "EngineLost", "message": "it died"}]
+    )
+    refused = {name: NotAllowed("no right to pods/portforward") for name in pages()}
+    found = explained(job(status=status), states=refused)
+    assert [("EngineLost", "sums-gpu-0-0")] == reasons(found)
+    assert "Drained" == found.causes[0].rung
+    assert "3 of 3 members' pages were not read, the status stands in: no right to pods/portforward" == found.notes[0]
+
+
+def test_a_pod_that_is_silent_under_the_new_epoch_is_named() -> None:
+    states = pages(**{"sums-gpu-0-0": gpu_page(epoch=3)})
+    found = explained(job(status=running(rung="Unknown")), states=states)
+    assert ("MemberSilent", "sums-gpu-0-0") in reasons(found)
+
+
+def test_open_gates_without_tokens_are_a_problem() -> None:
+    states = pages(**{"sums-rollout-0": rollout_page(tokensPerSecond=0.0)})
+    found = explained(job(status=running()), states=states)
+    assert ([("NothingGenerated", "sums-rollout-0")], True) == (reasons(found), found.is_problem)
+
+
+def test_a_page_of_another_version_is_passed_over() -> None:
+    odd = {"facts": {"type": "podFacts", "gate": 7}}
+    assert [] == reasons(explained(job(status=running()), states=pages(**{"sums-gpu-0-0": odd})))
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+def reasons_in_sources() -> set[str]:
+    """Every reason that a member puts into a Problem: arguments named or placed as one, in agent and rollout."""
+    found = set()
+    for folder in ("workloads/agent", "workloads/rollout"):
+        for file in (CHECKOUT.root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Call):
+                    found |= _reasons_of(node)
+    return found
+
+
+def _reasons_of(call: ast.Call) -> set[str]:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name not in {"Problem", "Wait", "_fail", "_failed", "failed", "_stop", "_replace", "RewardFailed"}:
+        return set()
+    given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "reason")]
+    texts = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return {text for text in texts if re.fullmatch(r"([A-Z][a-z]+){2,}", text)}
+
+
+def test_every_reason_that_a_member_gives_has_a_remedy() -> None:
+    given = reasons_in_sources()
+    assert len(given) > 15
+    assert set() == given - REMEDIES.keys()
+
+
+def test_every_cause_and_reason_of_the_operator_that_is_trouble_has_a_remedy() -> None:
+    trouble = {str(cause) for cause in Cause if cause.is_failure or cause.is_recovery}
+    trouble |= {Reason.INVALID_SPEC, Reason.OBJECT_REFUSED, Reason.PODS_STARTING, Reason.DELETED}
+    assert set() == trouble - REMEDIES.keys()
+
+
+def test_no_remedy_is_for_a_reason_that_nobody_gives() -> None:
+    texts = "".join(
+        file.read_text()
+        for folder in ("workloads/agent", "workloads/rollout", "operator/colocated_rl_operator", "operator/cli")
+        for file in (CHECKOUT.root / folder).rglob("*.py")
+        if file.name != "remedies.py"
+    )
+    assert set() == {reason for reason in REMEDIES if f'"{reason}"' not in texts}
+
+
+def test_every_rung_says_who_moves_a_pod_from_it() -> None:
+    assert {Rung.UNKNOWN, *LADDER} == MOVERS.keys()
+
+
+def test_the_table_is_in_the_documentation() -> None:
+    text = Path(CHECKOUT.root / "docs/cli.md").read_text()
+    missing = [
+        reason for reason, remedy in REMEDIES.items() if f"| `{reason}` | {remedy.means} | {remedy.do} |" not in text
+    ]
+    assert [] == missing
