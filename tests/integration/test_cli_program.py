@@ -177,6 +177,17 @@ def test_a_bundle_holds_everything_that_may_be_read(run: Run, api: ClusterApi, t
     assert "pods/sums-gpu-0-0/metrics.txt" in unread
 
 
+def test_a_job_is_suspended_and_resumed(run: Run, api: ClusterApi) -> None:
+    assert "default/sums: not suspended already" in run("resume", "sums").stdout
+    assert "default/sums: suspended: its pods end" in run("suspend", "sums").stdout
+    assert api.jobs["sums"]["spec"]["suspend"] is True
+    assert "default/sums: resumed" in run("resume", "sums").stdout
+    assert api.jobs["sums"]["spec"]["suspend"] is False
+    api.jobs["sums"]["status"]["phase"] = "Complete"
+    done = run("suspend", "sums")
+    assert (Exit.PROBLEM, True) == (done.code, "it is over (Complete)" in done.stderr)
+
+
 # ------------------------------------------------------------------------------------------------------ what goes wrong
 @pytest.mark.parametrize(
     ("refused", "said"),

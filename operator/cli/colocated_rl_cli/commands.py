@@ -201,6 +201,30 @@ async def evaluations(args: Namespace) -> Exit:
     return Exit.FINE
 
 
+# ------------------------------------------------------------------------------------------------------------- steering
+async def suspend(args: Namespace) -> Exit:
+    return await _steer(args, suspend=True, said="its pods end and its devices are free; its volumes are kept")
+
+
+async def resume(args: Namespace) -> Exit:
+    return await _steer(args, suspend=False, said="its pods are made again, and it goes on where it stood")
+
+
+async def _steer(args: Namespace, *, suspend: bool, said: str) -> Exit:
+    async with Api.reach(login(args), args.namespace) as api:
+        job = await api.job(args.job)
+        name = f"{api.namespace}/{args.job}"
+        if job.get("status", {}).get("phase") in ("Complete", "Failed"):
+            complain(f"{name}: it is over ({job['status']['phase']}): make a new job")
+            return Exit.PROBLEM
+        if bool(job["spec"].get("suspend")) is suspend:
+            say(f"{name}: {'suspended' if suspend else 'not suspended'} already")
+            return Exit.FINE
+        await api.change_job(args.job, {"spec": {"suspend": suspend}})
+    say(f"{name}: {'suspended' if suspend else 'resumed'}: {said}")
+    return Exit.FINE
+
+
 # -------------------------------------------------------------------------------------------------------------- records
 async def _kept(api: Api, name: str, job: Mapping[str, Any]) -> Records:
     watch = JobWatch(api, name)

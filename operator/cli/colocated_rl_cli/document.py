@@ -52,6 +52,7 @@ RIGHTS = (
         "the same; with `create` of pods/portforward (`get` before Kubernetes 1.35) the members' own pages too",
         "`view`; with pages `edit`",
     ),
+    ("`suspend`, `resume`", "`get, patch` of colocatedrljobs", "`edit`"),
     ("`samples`", "the same, pods/portforward included", "`edit`"),
     (
         "`bundle`",

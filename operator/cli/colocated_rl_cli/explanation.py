@@ -16,8 +16,8 @@ import pydantic
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus
-from colocated_rl_api.ladder import Rung, slowest, standing
+from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, Phase
+from colocated_rl_api.ladder import TIME_SLICED, Ladder, Rung
 from colocated_rl_api.member_wire import PodFacts, PodTarget, Problem, RolloutFacts
 from colocated_rl_cli import remedies
 from colocated_rl_cli.errors import CliError
@@ -72,7 +72,7 @@ def explain(seen: Evidence) -> Explanation:
     facts = _facts(seen)
     rungs = _rungs(status, seen, facts)
     causes = [*_of_job(job, status)]
-    if not _is_over(status):
+    if not (_is_over(status) or status.phase in (Phase.SUSPENDING, Phase.SUSPENDED)):
         causes += _of_pods(seen, status)
         causes += _of_members(status, facts, rungs, {cause.pod for cause in causes})
         causes += _of_rollout(status, facts)
@@ -111,6 +111,8 @@ def _holds(status: ColocatedRLJobStatus, kind: str) -> bool:
 def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Cause]:
     if job["metadata"].get("deletionTimestamp"):
         yield Cause("Deleted", f"since {job['metadata']['deletionTimestamp']}")
+    elif job["spec"].get("managedBy", names.OPERATOR) != names.OPERATOR:
+        yield Cause("ManagedByAnother", str(job["spec"]["managedBy"]))
     elif status.observed_generation is None:
         yield Cause("NotSeen", f"created {job['metadata'].get('creationTimestamp')}, and it has no status")
     elif status.observed_generation < job["metadata"].get("generation", 0):
@@ -118,12 +120,14 @@ def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Cause]:
     for one in status.conditions:
         if one.status is ConditionStatus.TRUE and one.type in ("Stalled", "Suspended"):
             yield Cause("Suspended" if one.type == "Suspended" else one.reason, one.message)
+    if status.phase is Phase.SUSPENDING:
+        yield Cause("Suspending", "")
 
 
 # ---------------------------------------------------------------------------------------------------------------- pods
 def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Cause]:
     """What kubelet and the scheduler say; of each seat the newest pod."""
-    if status.observed_generation is None or _holds(status, "Suspended"):
+    if status.observed_generation is None:
         return
     current = _current(seen.pods)
     replicas = seen.job["spec"].get("replicas", 1)
@@ -214,8 +218,22 @@ def _rungs(
         if not isinstance(known, PodFacts):
             continue
         is_current = target is not None and target.epoch >= (status.epoch or 0) and known.epoch == target.epoch
-        found[name] = standing(known, target.version) if target is not None and is_current else Rung.UNKNOWN
+        reached = _ladder(seen.job).standing(known, target.version) if target is not None and is_current else None
+        found[name] = reached or Rung.UNKNOWN
     return found
+
+
+def _spec(job: Object) -> ColocatedRLJobSpec | None:
+    """None for one in words of another version."""
+    try:
+        return ColocatedRLJobSpec.model_validate(job["spec"])
+    except pydantic.ValidationError:
+        return None
+
+
+def _ladder(job: Object) -> Ladder:
+    spec = _spec(job)
+    return spec.rollout.ladder if spec else TIME_SLICED
 
 
 def _target(state: Any) -> PodTarget | None:
@@ -292,7 +310,13 @@ def _waits_for(
     rungs: Mapping[str, Rung],
 ) -> str:
     known = {pod: rung for pod, rung in rungs.items() if rung is not Rung.UNKNOWN}
-    at = slowest(known.values()) if known else Rung(status.rung) if status.rung in set(Rung) else Rung.UNKNOWN
+    at = (
+        _ladder(seen.job).slowest(known.values())
+        if known
+        else Rung(status.rung)
+        if status.rung in set(Rung)
+        else Rung.UNKNOWN
+    )
     if at is Rung.SERVING:
         rollout = next((said for said in facts.values() if isinstance(said, RolloutFacts)), None)
         return _batch(seen, status, rollout)
@@ -303,7 +327,10 @@ def _waits_for(
 
 
 def _bound(seen: Evidence, at: Rung) -> str:
-    switch = ColocatedRLJobSpec.model_validate(seen.job["spec"]).switch
+    spec = _spec(seen.job)
+    if spec is None:
+        return ""
+    switch = spec.switch
     if at is Rung.RELEASED:
         return (
             f" (at most {switch.trainer_start_seconds} s to start, "
@@ -319,8 +346,9 @@ def _bound(seen: Evidence, at: Rung) -> str:
 
 def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts | None) -> str:
     """All gates are open: what the next step needs."""
-    spec = ColocatedRLJobSpec.model_validate(seen.job["spec"])
-    step = status.step or 0
+    spec, step = _spec(seen.job), status.step or 0
+    if spec is None:
+        return f"the batch of step {step + 1}"
     if step >= spec.steps:
         return "the last checkpoint and the last evaluation"
     samples = (rollout.samples if rollout else status.rollout.samples if status.rollout else {}) or {}

@@ -152,6 +152,11 @@ COMMANDS = (
     ),
     Command("eval", "list the evaluations", commands.evaluations, _add_job_and_output, True),
     Command(
+        "suspend", "free the devices of a job, and keep its volumes", commands.suspend, _add_job, True,
+        "Sets spec.suspend; it returns at once, and the pods end within a minute.",
+    ),
+    Command("resume", "let a suspended job go on where it stood", commands.resume, _add_job, True),
+    Command(
         "timeline", "show who held each GPU, and why", commands.show_timeline, _add_timeline, True,
         "From the log lines of the job's pods, as far back as their nodes keep them (10 MiB each, usually), its events "
         "and status.",

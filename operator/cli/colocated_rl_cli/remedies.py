@@ -55,7 +55,17 @@ REMEDIES: dict[str, Remedy] = {
         "wait a minute; if it stays, the operator is not running: start it, or remove the finalizer "
         "rl.colocate.dev/finalizer from the job",
     ),
-    "Suspended": Remedy("spec.suspend is true", "kubectl crlj resume JOB"),
+    "DeadlineExceeded": Remedy(
+        "the job was not complete within activeDeadlineSeconds",
+        "make a new job with more time; it goes on from the newest checkpoint if it has the same name and its volumes "
+        "were kept",
+    ),
+    "ManagedByAnother": Remedy(
+        "spec.managedBy names another controller: the operator leaves the job alone",
+        "ask that controller, or make a new job without managedBy",
+    ),
+    "Suspending": Remedy("spec.suspend is true: members stop, then pods go", "wait", heals=True),
+    "Suspended": Remedy("spec.suspend is true: the job has no pods, its volumes are kept", "kubectl crlj resume JOB"),
     # --- the operator, of a climb that begins again
     "PodReplaced": Remedy(
         "a GPU pod was replaced, so the trainers start together again",
@@ -183,6 +193,11 @@ REMEDIES: dict[str, Remedy] = {
     "RewardTimedOut": Remedy(
         "the reward function took too long on the answers of a group, which was given up for it",
         "make the function faster, or bound what it tries",
+        heals=True,
+    ),
+    "ReplyGarbled": Remedy(
+        "the reward function's process gave an answer that nobody can read, on a group which was given up for it",
+        "see that the function writes nothing to the pipe that it was started with",
         heals=True,
     ),
     "RewardProcessDied": Remedy(
