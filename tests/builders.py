@@ -11,7 +11,7 @@ from typing import Any
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.ladder import RESIDENT, TIME_SLICED, Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineFacts,
     EngineState,
@@ -41,6 +41,10 @@ CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 # ------------------------------------------------------------------------------------------------------------- the job
+ROLLOUT: dict[str, Any] = {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 2}
+RESIDENT_ROLLOUT = ROLLOUT | {"offload": []}
+
+
 def make_manifest(name: str = "sums", **spec: Any) -> dict[str, Any]:
     """A job as a person writes it: on the CPU, two replicas, three steps. Keywords replace parts of the spec."""
     usual: dict[str, Any] = {
@@ -48,7 +52,7 @@ def make_manifest(name: str = "sums", **spec: Any) -> dict[str, Any]:
         "replicas": 2,
         "model": {"claimName": "model"},
         "gpus": {"count": 0},
-        "rollout": {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 2},
+        "rollout": ROLLOUT,
     }
     return {
         "apiVersion": names.API_VERSION,
@@ -107,8 +111,10 @@ def pod_facts(
     return PodFacts(epoch=epoch, gate=gate, engines=(engine_facts,), trainers=(trainer_facts,))
 
 
-def facts_at(rung: Rung, at: WeightVersion, *, epoch: int = 1) -> PodFacts:
+def facts_at(rung: Rung, at: WeightVersion, *, epoch: int = 1, ladder: Ladder = TIME_SLICED) -> PodFacts:
     """Facts of a pod that stands at `rung` on its way to `at`, having served the step before."""
+    if ladder is RESIDENT:
+        return _resident_facts_at(rung, at, epoch=epoch)
     before = WeightVersion(max(0, at.step - 1), at.lineage)
     old, done = trainer(before.step, at.lineage, exported=before), trainer(at.step, at.lineage, exported=at)
     onloaded = {"state": TrainerState.ONLOADED}
@@ -128,6 +134,27 @@ def facts_at(rung: Rung, at: WeightVersion, *, epoch: int = 1) -> PodFacts:
         Rung.SERVING: (engine(at), done),
     }
     is_open = rung in (Rung.SEALED, Rung.SERVING)
+    return pod_facts(*parts[rung], epoch=epoch, is_open=is_open, settled=rung is not Rung.CLOSED)
+
+
+def _resident_facts_at(rung: Rung, at: WeightVersion, *, epoch: int) -> PodFacts:
+    before = WeightVersion(max(0, at.step - 1), at.lineage)
+    on_device = {"state": TrainerState.ONLOADED}
+    old = trainer(before.step, at.lineage, exported=before, **on_device)
+    trained = trainer(at.step, at.lineage, exported=before, **on_device)
+    done = trainer(at.step, at.lineage, exported=at, **on_device)
+    parts: dict[Rung, tuple[EngineFacts, TrainerFacts]] = {
+        Rung.SEALED: (engine(before), old),
+        Rung.TRAINED: (engine(before), trained),
+        Rung.EXPORTED: (engine(before), done),
+        Rung.CLOSED: (engine(before), done),
+        Rung.SETTLED: (engine(before), done),
+        Rung.PAUSED: (engine(before, paused=True), done),
+        Rung.DRAINED: (engine(before, paused=True, drained=True), done),
+        Rung.UPDATED: (engine(at, paused=True, drained=True), done),
+        Rung.SERVING: (engine(at), done),
+    }
+    is_open = rung in (Rung.SEALED, Rung.TRAINED, Rung.EXPORTED, Rung.SERVING)
     return pod_facts(*parts[rung], epoch=epoch, is_open=is_open, settled=rung is not Rung.CLOSED)
 
 

@@ -59,7 +59,15 @@ def engine_process(
     (port,) = free_ports(1)
     config, output = root / "engine.yaml", root / "output"
     config.write_text(engine_config(ADMIN_KEY))
-    command = engine_command(model=model, version=version, port=port, config=config, gpus=0, extra=(*CPU_FLAGS, *flags))
+    command = engine_command(
+        model=model,
+        version=version,
+        port=port,
+        config=config,
+        gpus=0,
+        memory_saver=False,
+        extra=(*CPU_FLAGS, *flags),
+    )
     environment = {
         "PATH": f"{binaries or CHECKOUT.environment('gpu') / 'bin'}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",

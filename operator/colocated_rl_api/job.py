@@ -221,6 +221,23 @@ class Interruption(StrEnum):
     RETRY = "Retry"  # start over
 
 
+class EngineMemory(StrEnum):
+    WEIGHTS = "Weights"
+    KV_CACHE = "KVCache"
+    CUDA_GRAPH = "CUDAGraph"
+
+
+_OFFLOADED_WORDS = (
+    "offload is [Weights, KVCache, CUDAGraph], where engines and trainer take turns, or [], where both stay on the "
+    "devices: parts of it alone are not released"
+)
+_OFFLOAD = Rule(
+    field="offload",
+    rule=f"!has(self.offload) || size(self.offload) in [0, {len(EngineMemory)}]",
+    message=_OFFLOADED_WORDS,
+)
+
+
 class AtMaxStaleness(StrEnum):
     WAIT = "Wait"  # the batch waits for the group
     MASK = "Mask"  # the tokens are context and not trained
@@ -235,10 +252,18 @@ class Filter(StrEnum):
 class Rollout(Part):
     """Generating samples, all the time, across training steps."""
 
-    model_config = ConfigDict(json_schema_extra=rules(_OWNED_FLAGS, _CONCURRENCY))
+    model_config = ConfigDict(json_schema_extra=rules(_OWNED_FLAGS, _CONCURRENCY, _OFFLOAD))
 
     colocate_with: Literal["trainer"] = Field(
-        default="trainer", description="Role whose devices the engines share: they take turns at the batch barrier."
+        default="trainer", description="Role whose devices the engines share; offload says how."
+    )
+    offload: list[Annotated[EngineMemory, Field(strict=False)]] = Field(
+        default=list(EngineMemory),
+        max_length=len(EngineMemory),
+        json_schema_extra={"x-kubernetes-list-type": "set"},
+        description="Memory that the engines release while the trainer works: all of it, and the two take turns; or "
+        "none ([]), and both stay on the devices: rollout goes on beside training, and weights are pushed under a "
+        "short pause. Then engineArgs must leave the trainer its memory (--mem-fraction-static).",
     )
     engine_args: list[Annotated[str, Field(max_length=256)]] = Field(
         default_factory=list, max_length=64, description="Further flags of the SGLang server, one list item each word."
@@ -292,7 +317,8 @@ class Rollout(Part):
 
     @property
     def placement(self) -> Placement:
-        return Placement.TIME_SLICED
+        """Who computes when follows from it; nobody picks that by hand."""
+        return Placement.TIME_SLICED if self.offload else Placement.RESIDENT
 
     @property
     def ladder(self) -> Ladder:
@@ -316,6 +342,10 @@ class Rollout(Part):
                     f"engineArgs has {arg}, which is or abbreviates a flag that the operator sets or that no switch "
                     "survives: remove it"
                 )
+        if len(set(self.offload)) != len(self.offload):
+            raise ValueError(f"offload is a set: {', '.join(self.offload)} has one of them twice")
+        if len(self.offload) not in (0, len(EngineMemory)):
+            raise ValueError(_OFFLOADED_WORDS)
         admitted = (self.max_staleness + 1) * self.batch_size
         if self.concurrency > admitted:
             raise ValueError(

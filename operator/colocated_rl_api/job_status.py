@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from pydantic import ConfigDict, Field
 
+from colocated_rl_api.ladder import Placement
 from colocated_rl_api.parts import Part
 
 
@@ -16,7 +17,7 @@ class Phase(StrEnum):
     PENDING = "Pending"  # pods not there yet
     STARTING = "Starting"  # first climb
     ROLLOUT = "Rollout"
-    SWITCHING = "Switching"  # GPUs change hands
+    SWITCHING = "Switching"  # GPUs change hands, or engines take new weights
     TRAINING = "Training"
     RECOVERING = "Recovering"  # climbing again after a loss
     SUSPENDING = "Suspending"  # pods on their way out
@@ -31,6 +32,7 @@ class Holder(StrEnum):
     NOBODY = "Nobody"
     ROLLOUT = "Rollout"
     TRAINER = "Trainer"
+    BOTH = "Both"  # resident: rollout goes on beside training
     SWITCHING = "Switching"
 
 
@@ -102,6 +104,10 @@ class ColocatedRLJobStatus(StatusPart):
     cause: str | None = Field(default=None, max_length=64, description="Why the epoch was raised.")
     group: str | None = Field(default=None, max_length=64, description="Hash of the pods that form the trainer group.")
     restarts: int | None = Field(default=None, description="Trainer restarts after failures, against backoffLimit.")
+    placement: Placement | None = Field(
+        default=None,
+        description="How engines and trainer share the GPUs, derived from rollout.colocateWith and rollout.offload.",
+    )
     gpu_holder: Holder | None = Field(default=None, description="Who computes on the GPUs.")
     rung: str | None = Field(default=None, max_length=32, description="Rung of the slowest pod.")
     ready: str | None = Field(

@@ -69,6 +69,7 @@ class Placement(StrEnum):
     """How engines and trainer share the devices; `status.placement`."""
 
     TIME_SLICED = "TimeSliced"  # they take turns
+    RESIDENT = "Resident"  # both stay; engines take new weights under a pause
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,9 +148,33 @@ def _starts_on(pod: PodFacts, at: WeightVersion) -> bool:
     )
 
 
+# ----------------------------------------------------------------------------------------------------------- resident
+def _stands_resident(pod: PodFacts, at: WeightVersion) -> Rung:
+    """Below Exported the engine serves older weights, or is on its way there, whatever the trainer does."""
+    if all(_is_updated(engine, at) for engine in pod.engines):
+        return Rung.SERVING if _serves(pod) else Rung.UPDATED
+    if not _is_trained(pod, at):
+        return Rung.SEALED
+    if not _is_exported(pod, at) or any(_is_starting(engine) and engine.starts_on != at for engine in pod.engines):
+        return Rung.TRAINED  # no other gate closes while an engine is on its way up: all would wait for it
+    if pod.gate.open:
+        return Rung.EXPORTED
+    if not pod.gate.settled:
+        return Rung.CLOSED
+    if not all(engine.is_absent or engine.is_paused or _is_starting(engine) for engine in pod.engines):
+        return Rung.SETTLED
+    if not all(engine.is_absent or engine.is_drained or _is_starting(engine) for engine in pod.engines):
+        return Rung.PAUSED
+    return Rung.DRAINED
+
+
 # ---------------------------------------------------------------------------------------------------- facts of a pod
 def _is_updated(engine: EngineFacts, at: WeightVersion) -> bool:
     return engine.is_ready and engine.version == at and engine.weights_mapped
+
+
+def _is_starting(engine: EngineFacts) -> bool:
+    return not (engine.is_absent or engine.is_ready)
 
 
 def _serves(pod: PodFacts) -> bool:
@@ -191,4 +216,24 @@ TIME_SLICED = Ladder(
     finished_at=Rung.TRAINED,
     stands=_stands_time_sliced,
 )
-LADDERS: Mapping[Placement, Ladder] = {ladder.placement: ladder for ladder in (TIME_SLICED,)}
+RESIDENT = Ladder(
+    Placement.RESIDENT,
+    rungs=(
+        Rung.SEALED,
+        Rung.TRAINED,
+        Rung.EXPORTED,
+        Rung.CLOSED,
+        Rung.SETTLED,
+        Rung.PAUSED,
+        Rung.DRAINED,
+        Rung.UPDATED,
+        Rung.SERVING,
+    ),
+    barriers=frozenset(
+        {Rung.SEALED, Rung.TRAINED, Rung.EXPORTED, Rung.PAUSED, Rung.DRAINED, Rung.UPDATED, Rung.SERVING}
+    ),
+    training=frozenset({Rung.SEALED, Rung.TRAINED}),
+    finished_at=Rung.UPDATED,
+    stands=_stands_resident,
+)
+LADDERS: Mapping[Placement, Ladder] = {ladder.placement: ladder for ladder in (TIME_SLICED, RESIDENT)}

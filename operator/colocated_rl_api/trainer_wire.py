@@ -5,9 +5,10 @@ opens `SOCKET` and answers:
 
 * `GET /v1/state` -> `TrainerStatus`, at any time, also during a step.
 * `POST /v1/onload` `{}`: state to the device. `POST /v1/offload` `{}`: state to host memory, device to the residue.
+  Never asked for in a resident job.
 * `POST /v1/train` `TrainRequest`: one optimizer step on one sealed batch. Collective: every rank is asked.
 * `POST /v1/export` `ExportRequest`: write weights with a manifest (`colocated_rl_api.weights`) into `directory`.
-* `POST /v1/save` `SaveRequest`: checkpoint of the finished step, from the host copy; durable when it answers.
+* `POST /v1/save` `SaveRequest`: checkpoint of the finished step, on or off the device; durable when it answers.
 
 Each answers 200 with `TrainerStatus` when the effect holds. Every request is idempotent: asked again for an effect that
 holds, it answers at once; asked again while it is under way, it waits for that one. 409 with `TrainerError` when it

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from colocated_rl_api import names
 from colocated_rl_api.job import Switch
-from colocated_rl_api.ladder import Rung
+from colocated_rl_api.ladder import RESIDENT, Ladder, Rung
 from colocated_rl_api.member_wire import Endpoint, Goal, PodTarget, Rendezvous, RolloutTarget
 from colocated_rl_operator.actions import DeletePod, PodAction, Wait
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Member, Observation, PodPhase
@@ -143,13 +143,15 @@ def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | None:
     """Every member reported under this epoch."""
     spec, serving = seen.job.spec, seen.slowest is Rung.SERVING
     updated = seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)
-    if serving and now.step < spec.steps and _has_next_batch(seen, now) and _is_evaluated(seen, now):
+    evaluated = _evaluating(seen) is None
+    may_train = evaluated or seen.job.ladder is RESIDENT  # there only the update waits
+    if serving and now.step < spec.steps and _has_next_batch(seen, now) and may_train:
         following = replace(now, step=now.step + 1)
         if seen.trainer_died:
             return _restart(seen, following, Cause.TRAINER_DIED, "a trainer died while rollout ran: all start again")
         return _raise(seen, following, Cause.NEXT_STEP, f"step {following.step}")
     is_last = serving and now.step >= spec.steps
-    if is_last and seen.saved_step >= now.step and _is_evaluated(seen, now):
+    if is_last and seen.saved_step >= now.step and evaluated:
         return _raise(seen, now, Cause.ALL_STEPS_DONE, f"all {spec.steps} steps are done")
     if seen.trainer_died and (not updated or (is_last and seen.saved_step < now.step)):
         return _restart(seen, now, Cause.TRAINER_DIED, "a trainer died: all start again from the newest checkpoint")
@@ -197,19 +199,38 @@ def _has_next_batch(seen: Observation, now: Climb) -> bool:
     return facts is not None and facts.sealed is not None and facts.sealed.step == now.step + 1
 
 
-def _is_evaluated(seen: Observation, now: Climb) -> bool:
-    """No evaluation of this version is due, or it is done, or the switch has waited for it long enough."""
-    evaluation, facts = seen.job.spec.evaluation, seen.rollout_facts
-    if evaluation is None or not (now.step in (0, seen.job.spec.steps) or now.step % evaluation.every_steps == 0):
-        return True
-    if facts is not None and facts.evaluated is not None and facts.evaluated.step >= now.step:
-        return True
-    serving_since = seen.memory.reached.get(Rung.SERVING)
-    return serving_since is not None and seen.now >= serving_since + evaluation.deadline_seconds
+@dataclass(frozen=True)
+class Evaluating:
+    """An evaluation of the weights that all engines serve, which do not change before it is done or too late."""
+
+    step: int
+    ends: float  # at the latest
+
+
+def _evaluating(seen: Observation) -> Evaluating | None:
+    """None: none is due, or it is done, or it was waited for long enough."""
+    evaluation, facts, climb, ladder = seen.job.spec.evaluation, seen.rollout_facts, seen.climb, seen.job.ladder
+    if evaluation is None or climb is None:
+        return None
+    version, since = seen.served, seen.memory.epoch_at
+    if seen.slowest is Rung.SERVING or version == climb.version:
+        version, since = climb.version, seen.memory.reached.get(Rung.SERVING, seen.now)
+    elif version is None or ladder is not RESIDENT or not ladder.reaches(Rung.EXPORTED, seen.slowest):
+        return None
+    if not (version.step in (0, seen.job.spec.steps) or version.step % evaluation.every_steps == 0):
+        return None
+    is_done = facts is not None and facts.evaluated is not None and facts.evaluated.step >= version.step
+    ends = since + evaluation.deadline_seconds
+    return None if is_done or seen.now >= ends else Evaluating(version.step, ends)
+
+
+def _keeps_gates_open(seen: Observation) -> Evaluating | None:
+    """What a group that has new weights for its engines waits for, and nothing else."""
+    return _evaluating(seen) if seen.slowest is Rung.EXPORTED and seen.job.ladder is RESIDENT else None
 
 
 # ----------------------------------------------------------------------------------------------------------- deadlines
-def patience_s(barrier: Rung, switch: Switch) -> float:
+def patience_s(ladder: Ladder, barrier: Rung, switch: Switch) -> float:
     """How long a group may stand still below a barrier: the members' own deadlines on the way, and a margin."""
     call, step = switch.engine_call_seconds, switch.trainer_progress_seconds
     match barrier:
@@ -219,6 +240,8 @@ def patience_s(barrier: Rung, switch: Switch) -> float:
             return 3 * call + MARGIN_S
         case Rung.TRAINED:
             return switch.trainer_start_seconds + step + MARGIN_S
+        case Rung.EXPORTED if ladder is RESIDENT:
+            return max(2 * step, switch.engine_start_seconds) + MARGIN_S  # of one that was lost meanwhile
         case Rung.EXPORTED:
             return 2 * step + MARGIN_S
         case Rung.UPDATED:
@@ -230,7 +253,9 @@ def patience_s(barrier: Rung, switch: Switch) -> float:
 
 
 def _deadline(seen: Observation) -> float:
-    return seen.memory.progress_at + patience_s(seen.job.ladder.next_barrier(seen.slowest), seen.job.spec.switch)
+    ladder, evaluating = seen.job.ladder, _keeps_gates_open(seen)
+    since = max(seen.memory.progress_at, evaluating.ends) if evaluating else seen.memory.progress_at
+    return since + patience_s(ladder, ladder.next_barrier(seen.slowest), seen.job.spec.switch)
 
 
 def _active_until(seen: Observation) -> float | None:
@@ -246,8 +271,8 @@ def _climb(seen: Observation) -> Plan:
         wakes.append(seen.memory.unready_since + seen.job.spec.pods_ready_deadline_seconds)
     elif seen.climb is not None:
         wakes.append(_deadline(seen))
-    if seen.slowest is Rung.SERVING and seen.job.spec.evaluation and Rung.SERVING in seen.memory.reached:
-        wakes.append(seen.memory.reached[Rung.SERVING] + seen.job.spec.evaluation.deadline_seconds)
+    if evaluating := _evaluating(seen):
+        wakes.append(evaluating.ends)
     return Plan(
         climb=seen.climb,
         standings=seen.standings,
@@ -282,7 +307,7 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
         batches=Endpoint(pod=rollout.name, address=rollout.address, port=names.DATA_PORT),
         is_last=climb.step >= seen.job.spec.steps,
     )
-    granted = common.model_copy(update={"rung": ladder.next_barrier(seen.slowest)})
+    granted = common.model_copy(update={"rung": _granted(seen)})
     for member in seen.gpu_members:
         if member.pod_facts is None:
             continue
@@ -293,8 +318,12 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
     return targets
 
 
+def _granted(seen: Observation) -> Rung:
+    """One barrier beyond the slowest; but no gate closes on an evaluation of the weights behind it."""
+    return Rung.EXPORTED if _keeps_gates_open(seen) else seen.job.ladder.next_barrier(seen.slowest)
+
+
 def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
-    is_served = seen.slowest is Rung.SERVING or seen.served == climb.version
     finished = climb.step if seen.is_finished else climb.step - 1
     return RolloutTarget(
         epoch=climb.epoch,
@@ -306,7 +335,7 @@ def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
             for member in seen.gpu_members
             if member.address is not None
         ),
-        evaluate=climb.step if is_served and not _is_evaluated(seen, climb) else None,
+        evaluate=evaluating.step if (evaluating := _evaluating(seen)) else None,
         last_step=seen.job.spec.steps,
     )
 

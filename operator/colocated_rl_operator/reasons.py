@@ -51,13 +51,14 @@ class ConditionType(StrEnum):
     RECONCILING = "Reconciling"  # kstatus: on the way there
     STALLED = "Stalled"  # kstatus: a person must do something
     PODS_READY = "PodsReady"
+    GPU_SHARING_READY = "GPUSharingReady"  # every engine has served beside or in turn with its trainer
     SUSPENDED = "Suspended"  # no pod of the job is there, and none is made
     COMPLETE = "Complete"
     FAILED = "Failed"
 
 
 class Reason(StrEnum):
-    """Reasons of conditions, besides the causes above."""
+    """Reasons of conditions, besides the causes above and, of GPUSharingReady, the placement."""
 
     SERVING = "Serving"  # every gate is open on the target's version
     CLIMBING = "Climbing"

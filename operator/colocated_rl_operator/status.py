@@ -24,7 +24,7 @@ from colocated_rl_api.job_status import (
     PodOutOfLine,
     RolloutStatus,
 )
-from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_operator.observation import Observation, rests
 from colocated_rl_operator.plan import Plan
@@ -33,6 +33,12 @@ from colocated_rl_operator.reasons import Cause, ConditionType, Reason
 PROGRESS_S = 10.0
 BLINK_S = 5.0  # members that are away for less (a take-over, a restarted agent) change no word
 MAX_OUT_OF_LINE = 10
+
+
+SHARING = {
+    Placement.TIME_SLICED: "engines and trainers take turns: the GPUs change hands once a batch is sealed",
+    Placement.RESIDENT: "engines and trainers stay on the GPUs: gates close only while engines take new weights",
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ def report(
         cause=climb.cause if climb else None,
         group=climb.group if climb else None,
         restarts=climb.restarts if climb else None,
-        gpu_holder=_holder(phase),
+        placement=ladder.placement,
+        gpu_holder=_holder(phase, ladder),
         rung=slowest.value if climb and not plan.is_over and not is_resting else None,
         ready=before.ready if answering and not seen.all_answer else _ready(seen),
         pods_by_rung=dict(Counter(rung.value for rung in plan.standings.values())),
@@ -78,7 +85,7 @@ def report(
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
         start_time=None if is_resting else before.start_time or at,
         completion_time=before.completion_time or (at if plan.is_over else None),
-        conditions=_conditions(seen, plan, phase, before.conditions, at, stall, answering=answering),
+        conditions=_conditions(seen, plan, phase, served, before.conditions, at, stall, answering=answering),
     )
 
 
@@ -160,8 +167,10 @@ def _phase(
     return Phase.TRAINING if slowest in seen.job.ladder.training else Phase.SWITCHING
 
 
-def _holder(phase: Phase) -> Holder:
+def _holder(phase: Phase, ladder: Ladder) -> Holder:
     match phase:
+        case Phase.TRAINING if ladder.placement is Placement.RESIDENT:
+            return Holder.BOTH
         case Phase.ROLLOUT:
             return Holder.ROLLOUT
         case Phase.TRAINING:
@@ -200,6 +209,7 @@ def _conditions(
     seen: Observation,
     plan: Plan,
     phase: Phase,
+    served: WeightVersion | None,
     before: list[Condition],
     at: datetime,
     stall: Stall | None,
@@ -219,6 +229,8 @@ def _conditions(
         stalled = (False, str(Reason.NOT_STALLED), "")
     done = f"all {seen.job.spec.steps} steps are done" if is_complete else ""
     failure = plan.message if is_failed else ""
+    placement = seen.job.ladder.placement
+    sharing = (str(placement), SHARING[placement])
     is_suspended = phase is Phase.SUSPENDED
     if phase in (Phase.SUSPENDING, Phase.SUSPENDED):
         suspended, pods_ready = ready[1], (False, ready[1], "")
@@ -230,6 +242,7 @@ def _conditions(
         stamp(ConditionType.RECONCILING, not ready[0] and not (is_failed or is_suspended), ready[1], waiting),
         stamp(ConditionType.STALLED, *stalled),
         stamp(ConditionType.PODS_READY, *pods_ready),
+        stamp(ConditionType.GPU_SHARING_READY, served is not None and not plan.is_over, *sharing),
         stamp(ConditionType.SUSPENDED, is_suspended, suspended, kept),
         stamp(ConditionType.COMPLETE, is_complete, Reason.COMPLETED if is_complete else Reason.STEPS_REMAIN, done),
         stamp(ConditionType.FAILED, is_failed, str(cause) if is_failed else Reason.NOT_FAILED, failure),

@@ -142,7 +142,7 @@ def reason_of(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_h40_started_engine_is_what_a_switch_needs_and_names_its_version(engine: Engine) -> None:
-    info = await engine.require_suitable(gpus=0)
+    info = await engine.require_suitable(memory_saver=False)
     assert "float32" == info.dtype
     assert await engine.weight_version() == OLD
     assert await engine.is_up()
@@ -382,7 +382,7 @@ async def test_h6_request_that_is_aborted_in_the_queue_has_no_tokens(engine: Eng
 
 
 async def test_pool_and_memory_of_an_engine_are_told(engine: Engine) -> None:
-    info = await engine.require_suitable(gpus=0)
+    info = await engine.require_suitable(memory_saver=False)
     assert POOL_TOKENS == info.pool_tokens
     assert info.mapped_bytes is not None
     assert info.mapped_bytes > 0

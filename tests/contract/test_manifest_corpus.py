@@ -162,6 +162,7 @@ MAY_NOT_CHANGE = {
     "gpus.count": 7,
     "gpus.resources.limits.memory": "7Gi",
     "rollout.batchSize": 700,
+    "rollout.offload": [],
     "rollout.engineArgs": ["--dtype", "bfloat16"],
     "rollout.prompts.reasoningGym.config": {"other_terms": 2},
     "trainer.config": {"otherRate": 1},

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
-from builders import make_job
+from builders import RESIDENT_ROLLOUT, ROLLOUT, make_job
 from colocated_rl_operator.reasons import Cause
 from fakes.explore import explore
 from fakes.model import MORTAL, Model
@@ -14,6 +15,7 @@ from fakes.model import MORTAL, Model
 MOST_STATES = 2_000_000
 
 
+@pytest.mark.parametrize("rollout", [ROLLOUT, RESIDENT_ROLLOUT], ids=["time-sliced", "resident"])
 @pytest.mark.parametrize(
     ("replicas", "deaths", "of", "suspensions"),
     [
@@ -27,13 +29,18 @@ MOST_STATES = 2_000_000
     ids=lambda value: "any" if value == MORTAL else "-".join(value) or "nobody" if isinstance(value, tuple) else None,
 )
 def test_every_state_is_safe_and_leads_to_an_end(
-    replicas: int, deaths: int, of: tuple[str, ...], suspensions: int, capsys: pytest.CaptureFixture[str]
+    replicas: int,
+    deaths: int,
+    of: tuple[str, ...],
+    suspensions: int,
+    rollout: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1})
+    job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, rollout=rollout)
     explored = explore(Model(job, deaths=deaths, of=of, suspensions=suspensions), limit=MOST_STATES)
     bounds = f"pods: {replicas}, deaths: {deaths} of {', '.join(of) or 'nobody'}, suspensions: {suspensions}"
     with capsys.disabled():
-        sys.stdout.write(f"\n{bounds}, {explored.words()}\n")
+        sys.stdout.write(f"\n{job.ladder.placement}, {bounds}, {explored.words()}\n")
     assert 0 == explored.frontier
     assert [] == explored.hopeless
     assert {Cause.ALL_STEPS_DONE} == explored.ends.keys(), "a death costs one restart, and there are more"

@@ -13,10 +13,11 @@ targets take their time and may be overtaken. Each move is checked for what must
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 
 from builders import absent_engine, absent_trainer, make_member, released_engine, rollout_facts
-from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.ladder import RESIDENT, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineFacts,
     EngineState,
@@ -84,6 +85,7 @@ class GpuPod(SimPod):
     gate: GateFacts = field(default_factory=lambda: GateFacts(open=False, settled=True))
     engine: EngineFacts = GONE
     trainer: TrainerFacts = NO_TRAINER
+    export: WeightVersion | None = None  # newest
     sent: PodTarget | None = None  # newest over the present connection
     inbox: list[PodTarget] = field(default_factory=list)
 
@@ -170,7 +172,8 @@ class Group:
                 self.must_have_stood(pod.target.epoch, before, f"{pod.seat} went on to {after}")
             self._note(pod)
         uses = pod.trainer.state in (TrainerState.ONLOADED, TrainerState.TRAINING)
-        must(not uses or _maps_nothing(pod.engine), f"{pod.seat}: trainer and engine are both on the device")
+        shares = self.ladder is RESIDENT
+        must(shares or not uses or _maps_nothing(pod.engine), f"{pod.seat}: trainer and engine are both on the device")
         return True
 
     def _move(self, pod: GpuPod, target: PodTarget, rung: Rung) -> bool:
@@ -178,8 +181,13 @@ class Group:
             pod.gate, pod.engine, pod.trainer = GateFacts(open=False, settled=True), GONE, NO_TRAINER
             pod.stopped = True
             return True
+        if self.ladder is RESIDENT and self._serve_on(pod, target):
+            return True
         if self.ladder.reaches(rung, target.rung):
             return rung is Rung.SERVING and self._save(pod, target.step)
+        if self.ladder is RESIDENT:
+            is_due = self.ladder.reaches(target.rung, Rung.TRAINED) and not _is_done(pod, target)
+            return is_due and self._train(pod, target)
         holds_it = pod.engine.version == target.version and pod.engine.weights_mapped
         if self.ladder.reaches(target.rung, Rung.CLOSED) and not holds_it and self._go_down(pod, target):
             return True
@@ -188,6 +196,49 @@ class Group:
         if self.ladder.reaches(target.rung, Rung.UPDATED) and _is_done(pod, target):
             return self._go_up(pod, target)
         return False
+
+    def _serve_on(self, pod: GpuPod, target: PodTarget) -> bool:
+        """The engine of a resident pod: it serves what there is, and takes what all have."""
+        engine, at = pod.engine, target.version
+        asks = partial(self.ladder.reaches, target.rung)
+        if engine.is_absent:
+            if pod.export is None or (pod.export == at and not asks(Rung.UPDATED)):
+                return False
+            pod.engine = self._new_engine(pod.export)
+        elif engine.state is EngineState.STARTING:
+            if engine.starts_on == at and not asks(Rung.UPDATED):
+                return False
+            update = {"state": EngineState.READY, "version": engine.starts_on, "starts_on": None}
+            pod.engine = engine.model_copy(update=update)
+        elif engine.version != at and _is_done(pod, target) and (asks(Rung.PAUSED) or engine.paused):
+            return self._push(pod, target)
+        elif engine.version == at and not asks(Rung.SERVING):
+            return False
+        elif engine.paused:
+            pod.engine = engine.model_copy(update={"paused": False, "drained": False})
+        elif not pod.gate.open:
+            pod.gate = GateFacts(open=True, settled=False)
+        else:
+            return False
+        return True
+
+    def _push(self, pod: GpuPod, target: PodTarget) -> bool:
+        engine = pod.engine
+        if pod.gate.open:
+            self.must_have_stood(target.epoch, Rung.EXPORTED, f"{pod.seat} closed its gate")
+            pod.gate = GateFacts(open=False, settled=False)
+        elif not pod.gate.settled:
+            pod.gate = GateFacts(open=False, settled=True)
+        elif not engine.paused:
+            pod.engine = engine.model_copy(update={"paused": True})
+        elif self.ladder.reaches(target.rung, Rung.DRAINED) and not engine.drained:
+            pod.engine = engine.model_copy(update={"drained": True})
+        elif self.ladder.reaches(target.rung, Rung.UPDATED):
+            must(engine.drained and pod.gate.settled, f"{pod.seat} was updated before it was drained")
+            pod.engine = engine.model_copy(update={"version": target.version})
+        else:
+            return False
+        return True
 
     def _go_down(self, pod: GpuPod, target: PodTarget) -> bool:
         engine = pod.engine
@@ -238,9 +289,14 @@ class Group:
                 trained.append(step)
         elif self.ladder.reaches(target.rung, Rung.EXPORTED):
             pod.trainer = rank.model_copy(update={"exported": target.version})
+            pod.export = target.version
         else:
             return False
         return True
+
+    def _new_engine(self, version: WeightVersion) -> EngineFacts:
+        incarnation = f"e{next(self.incarnations)}"
+        return EngineFacts(name="engine-0", state=EngineState.STARTING, incarnation=incarnation, starts_on=version)
 
     def _new_trainer(self, state: TrainerState, lineage: int) -> TrainerFacts:
         return TrainerFacts(rank=0, state=state, incarnation=f"t{next(self.incarnations)}", lineage=lineage)
@@ -260,12 +316,7 @@ class Group:
         if not pod.trainer.is_offloaded:
             pod.trainer = pod.trainer.model_copy(update={"state": TrainerState.OFFLOADED})
         elif engine.is_absent:
-            pod.engine = EngineFacts(
-                name="engine-0",
-                state=EngineState.STARTING,
-                incarnation=f"e{next(self.incarnations)}",
-                starts_on=version,
-            )
+            pod.engine = self._new_engine(version)
         elif engine.state is EngineState.STARTING:
             pod.engine = engine.model_copy(update={"state": EngineState.READY, "version": version, "starts_on": None})
         elif engine.version != version:

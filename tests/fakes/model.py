@@ -25,8 +25,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from colocated_rl_agent import actions as do
-from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
+from colocated_rl_api.ladder import RESIDENT, Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
+    EngineState,
     Goal,
     PodFacts,
     PodTarget,
@@ -160,7 +161,7 @@ class Model:
         self.has_precondition = has_precondition
         self.plans = 0  # that were made
         self._plans: dict[object, Plan] = {}
-        self._actions: dict[object, do.Action | do.Wait] = {}
+        self._actions: dict[object, tuple[do.Action, ...]] = {}
         self._reports: dict[Seen, PodFacts] = {}  # one that says just that
 
     def start(self) -> State:
@@ -363,17 +364,26 @@ class Model:
     # ----------------------------------------------------------------------------------------------------------- agents
     def _agents_act(self, state: State) -> Iterator[tuple[str, State]]:
         for index, pod in enumerate(state.pods):
-            if not pod.alive or pod.stopped or isinstance(action := self._action(pod), do.Wait):
+            if not pod.alive or pod.stopped:
                 continue
-            check(pod, action)
-            name = f"{type(action).__name__} {index}"
-            if (after := self._effect(state, index, action)) is not None:
-                yield name, after
-            elif self._is_alone(state, index):
-                broken = rank_view(pod.rank).broke("nobody answers")
-                yield f"{name} fails", state.with_pod(index, pod._replace(rank=Rank.of(broken)))
+            for action in self._choices(pod):
+                check(pod, action)
+                self._check_closing(state, pod, action)
+                name = f"{type(action).__name__} {index}"
+                if (after := self._effect(state, index, action)) is not None:
+                    yield name, after
+                elif self._is_alone(state, index):
+                    broken = rank_view(pod.rank).broke("nobody answers")
+                    yield f"{name} fails", state.with_pod(index, pod._replace(rank=Rank.of(broken)))
 
-    def _action(self, pod: Pod) -> do.Action | do.Wait:
+    def _check_closing(self, state: State, pod: Pod, action: do.Action) -> None:
+        """A resident engine that is well closes its gate when every pod has the new weights, or for good."""
+        is_healthy = pod.engine is not None and pod.belief.state is EngineState.READY and pod.belief.broken is None
+        is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB
+        if isinstance(action, do.CloseGate) and pod.ladder is RESIDENT and is_healthy and is_climb:
+            must_have_stood(state.pods, pod.epoch, [Rung.EXPORTED], "a gate closes")
+
+    def _choices(self, pod: Pod) -> tuple[do.Action, ...]:
         key = (view_key(pod), pod.target)
         if key not in self._actions:
             self._actions[key] = chosen(pod)
@@ -402,7 +412,7 @@ class Model:
             case _:
                 pod = act(before, action)
         must(
-            not pod.rank.is_on_device or pod.engine is None or pod.engine.mapped == (),
+            not pod.rank.is_on_device or pod.engine is None or pod.engine.mapped == () or pod.ladder is RESIDENT,
             "engine and trainer share the device",
         )
         after = state._replace(saved=saved).with_pod(index, pod := pod.noted())
@@ -457,9 +467,10 @@ class Model:
                 continue
             unheard = state._replace(operator=state.operator.lost(index))
             yield f"agent {index} dies", unheard.with_pod(index, agent_restarts(pod))
-            if isinstance(action := self._action(pod), CALLS):
-                left = called_unheard(pod, action, has_journal=self.has_journal)
-                yield f"agent {index} dies in {type(action).__name__}", unheard.with_pod(index, agent_restarts(left))
+            for action in self._choices(pod):
+                if isinstance(action, CALLS):
+                    left = agent_restarts(called_unheard(pod, action, has_journal=self.has_journal))
+                    yield f"agent {index} dies in {type(action).__name__}", unheard.with_pod(index, left)
             if pod.engine is not None:
                 yield f"engine {index} dies", state.with_pod(index, pod.without_engine().noted())
             if pod.rank.is_alive:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from colocated_rl_agent import actions as do
-from colocated_rl_agent.facts import Rules, next_action
+from colocated_rl_agent.facts import Rules, next_actions
 from colocated_rl_agent.journal import EngineStarted, EpochAccepted, Intent, Outcome, Record
 from colocated_rl_agent.journal import Memory as Journal
 from colocated_rl_agent.views import TAGS, WEIGHTS, EngineView, PodView, RankView
@@ -282,9 +282,10 @@ def wire_target(target: Target) -> PodTarget:
     return PodTarget(**target._asdict(), rendezvous=rendezvous, batches=batches)
 
 
-def chosen(pod: Pod) -> do.Action | do.Wait:
+def chosen(pod: Pod) -> tuple[do.Action, ...]:
     """What the agent does next."""
-    return next_action(view_of(pod), wire_target(pod.target) if pod.target else None, RULES[pod.ladder])
+    choices = next_actions(view_of(pod), wire_target(pod.target) if pod.target else None, RULES[pod.ladder])
+    return tuple(choice for choice in choices if not isinstance(choice, do.Wait))
 
 
 # --------------------------------------------------------------------------------------------------- what may befall it
@@ -295,7 +296,8 @@ def admit(pod: Pod, target: Target, *, has_fence: bool) -> Pod:
     if isinstance(fence.admit(wire_target(target)), Refusal):
         return pod
     must(target.epoch >= pod.epoch, f"a target of epoch {target.epoch} was accepted after one of epoch {pod.epoch}")
-    whole = pod.whole if pod.whole == target.version else None  # another one is never asked for again
+    is_needed = pod.whole == target.version or not RULES[pod.ladder].releases
+    whole = pod.whole if is_needed else None  # no engine starts on another one
     pod = pod._replace(target=target, whole=whole)
     return pod.wrote(*(EpochAccepted(epoch=epoch) for epoch in epochs)).noted()
 
@@ -303,7 +305,10 @@ def admit(pod: Pod, target: Target, *, has_fence: bool) -> Pod:
 def check(pod: Pod, action: do.Action) -> None:
     """What must be so, whatever the agent believes."""
     engine, name = pod.engine, type(action).__name__
+    takes_turns = RULES[pod.ladder].releases
     match action:
+        case do.Release() | do.Resume() | do.Offload() if not takes_turns:
+            must(False, f"{name} on the resident ladder")
         case do.Release():
             must(engine is not None and engine.paused and engine.is_drained, "released before it was drained")
             must(engine is not None and engine.mapped == TAGS, "released twice")
@@ -311,12 +316,16 @@ def check(pod: Pod, action: do.Action) -> None:
         case do.Resume(tags=tags):
             must(engine is not None and not set(tags) & set(engine.mapped), "resumed twice")
             must(not pod.rank.is_on_device, f"{name} while a trainer is on the device")
-        case do.Update():
+        case do.Update(version=version):
             must(engine is not None and WEIGHTS in engine.mapped, "updated without memory")
+            was_drained = engine is not None and (engine.is_drained or engine.mapped != TAGS)  # or it was not released
+            must(engine is not None and engine.paused and was_drained, "updated before it was drained")
+            must(not pod.gate_open and pod.in_flight == 0, "updated with requests in flight")
+            must(pod.whole == version, "an engine takes an export that nobody has verified")
         case do.StartEngine(version=version):
-            must(not pod.rank.is_on_device, f"{name} while a trainer is on the device")
+            must(not (takes_turns and pod.rank.is_on_device), f"{name} while a trainer is on the device")
             must(pod.whole == version, "an engine starts on an export that nobody has verified")
-        case do.Onload() | do.Train() | do.Export():
+        case do.Onload() | do.Train() | do.Export() if takes_turns:
             must(engine is None or engine.mapped == (), f"{name} while engine memory is mapped")
         case do.OpenGate(version=version):
             must(engine is not None and engine.mapped == TAGS and not engine.paused, "a gate opens on half an engine")

@@ -4,8 +4,8 @@
 
 The weight of version STEP-LINEAGE is STEP + LINEAGE / 8. Checkpoints are files named by their step. A test makes it
 fail by a file `fault` beside its socket, with one line ROUTE ACTION, used once: ROUTE and crash, hang, slow or error,
-and also `export torn`, `export lies` (the probe is of other weights) and `offload leaks`. With FAKE_DEVICE in its
-environment it says there what it holds of the device.
+and also `export torn`, `export lies` (the probe is of other weights) and `offload leaks`. A file `asked` there has the
+routes of all requests, in order. With FAKE_DEVICE in its environment it says there what it holds of the device.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class Rank:
 
     def answer(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         with self.lock:
+            with (self.socket.parent / "asked").open("a") as asked:
+                asked.write(f"{route}\n")
             fault = self.fail_if_told(route)
             if fault == "error":
                 return 500, {"error": "ToldToFail", "message": f"{route} was told to fail"}
@@ -109,7 +111,7 @@ class Rank:
         self.exported = body["version"]
 
     def save(self, body: dict[str, Any], fault: str) -> None:
-        assert self.state == "Offloaded", self.state
+        assert self.state in ("Offloaded", "Onloaded"), self.state
         (self.checkpoints / f"step-{body['step']}").touch()
         self.saved = body["step"]
 

@@ -37,13 +37,16 @@ from fakes.weights import write_export
 VERSION = WeightVersion(0, 1)
 
 
-def make_command(gpus: int, *extra: str, pool_tokens: int | None = None) -> EngineCommand:
+def make_command(
+    gpus: int, *extra: str, memory_saver: bool | None = None, pool_tokens: int | None = None
+) -> EngineCommand:
     return engine_command(
         model=Path("/weights/0-1"),
         version=VERSION,
         port=30000,
         config=Path("/c.yaml"),
         gpus=gpus,
+        memory_saver=gpus > 0 if memory_saver is None else memory_saver,
         extra=extra,
         pool_tokens=pool_tokens,
     )
@@ -56,9 +59,13 @@ def test_h22_h48_h60_engine_listens_on_loopback_and_names_its_version_from_the_s
     assert argv.endswith("--dtype float32")
 
 
-def test_memory_saver_is_asked_for_exactly_where_there_are_devices() -> None:
+def test_resident_engine_goes_without_memory_saver_and_its_limits() -> None:
+    """Nothing is released, so graphs may be as the engine likes them best."""
+    resident = make_command(1, memory_saver=False)
     assert "--enable-memory-saver" in make_command(1).argv
-    assert "--enable-memory-saver" not in make_command(0).argv
+    assert not {"--enable-memory-saver", PREFILL_GRAPHS} & {*resident.argv}
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in resident.env
+    assert "SGLANG_USE_CPU_ENGINE" not in resident.env
 
 
 def test_cuda_graphs_can_be_released_where_there_are_devices() -> None:
@@ -116,9 +123,9 @@ async def fake(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, SGLang]]:
 async def test_h43_engine_without_memory_saver_is_refused_where_there_are_devices(
     fake: tuple[FakeEngine, SGLang],
 ) -> None:
-    await fake[1].require_suitable(gpus=0)
+    await fake[1].require_suitable(memory_saver=False)
     with pytest.raises(Unsuitable, match="--enable-memory-saver"):
-        await fake[1].require_suitable(gpus=1)
+        await fake[1].require_suitable(memory_saver=True)
 
 
 @pytest.mark.parametrize(
@@ -145,19 +152,19 @@ async def test_h19_h20_h42_h59_engine_that_no_switch_is_safe_with_is_refused_by_
     engine, driver = fake
     engine.info = said
     with pytest.raises(Unsuitable, match=remedy):
-        await driver.require_suitable(gpus=0)
+        await driver.require_suitable(memory_saver=False)
 
 
 async def test_h60_nothing_of_the_keys_is_kept_of_what_the_engine_says(fake: tuple[FakeEngine, SGLang]) -> None:
-    assert "key" not in repr(await fake[1].require_suitable(gpus=0))
+    assert "key" not in repr(await fake[1].require_suitable(memory_saver=False))
 
 
 async def test_memory_that_an_engine_does_not_tell_is_unknown(fake: tuple[FakeEngine, SGLang]) -> None:
     engine, driver = fake
-    info = await driver.require_suitable(gpus=0)
+    info = await driver.require_suitable(memory_saver=False)
     assert (32768, 50 * 2**30) == (info.pool_tokens, info.mapped_bytes)
     engine.info = {"internal_states": []}
-    info = await driver.require_suitable(gpus=0)
+    info = await driver.require_suitable(memory_saver=False)
     assert (None, None) == (info.pool_tokens, info.mapped_bytes)
 
 

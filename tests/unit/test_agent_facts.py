@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import assert_never
+from typing import Any, assert_never
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from colocated_rl_agent import actions as do
-from colocated_rl_agent.facts import Rules, next_action
+from colocated_rl_agent.facts import Rules, next_actions
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS, EngineView, PodView, RankView
-from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
+from colocated_rl_api.ladder import LADDERS, RESIDENT, TIME_SLICED, Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import Endpoint, EngineState, Goal, PodTarget, Rendezvous, TagState, TrainerState
 
 V0, V1, V2, V3 = (WeightVersion(step, 1) for step in range(4))
 RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2, probe=True)
 NOW = 100.0
+
+
+def next_action(pod: PodView, target: PodTarget | None, rules: Rules) -> do.Action | do.Wait:
+    """Of a time-sliced pod, whose engine and trainers take turns."""
+    (action,) = next_actions(pod, target, rules)
+    return action
 
 
 def make_target(version: WeightVersion, rung: Rung, *, goal: Goal = Goal.CLIMB) -> PodTarget:
@@ -224,6 +230,119 @@ def test_ending_pod_hands_back_samples_and_then_ends_everything(goal_or_signal: 
     assert [do.CloseGate, do.AbortAll, do.KillEngine, do.StopTrainers, do.EndPod] == taken
 
 
+# --------------------------------------------------------------------------------------------- the resident ladder
+IDLE = do.Wait()
+BESIDE = replace(RULES, ladder=RESIDENT)
+SERVING_V0 = make_pod(gate_open=True, rank=onloaded(V0))
+
+
+def beside(pod: PodView, version: WeightVersion, rung: Rung) -> tuple[do.Action | do.Wait, ...]:
+    """What the trainers do, and what the engine does beside them."""
+    return next_actions(pod, make_target(version, rung), BESIDE)
+
+
+def has_new_weights(**changes: Any) -> PodView:
+    """V1 is there for an engine that serves V0."""
+    return replace(make_pod(gate_open=True, rank=onloaded(V1), whole=V1), **changes)
+
+
+UPDATED_IN_PLACE = drained_engine().was_updated(V1)
+
+
+@pytest.mark.parametrize(
+    ("pod", "target", "trainers", "engine"),
+    [
+        # start-up: an engine needs weights, which the trainers make
+        (NEW_POD, (V0, Rung.SEALED), IDLE, IDLE),
+        (NEW_POD, (V0, Rung.TRAINED), do.StartTrainers(1), IDLE),
+        (replace(NEW_POD, ranks=(replace(make_rank(), exported=None),)), (V0, Rung.EXPORTED), do.Onload(), IDLE),
+        (replace(NEW_POD, ranks=(onloaded(V0),)), (V0, Rung.EXPORTED), do.VerifyExport(V0), IDLE),
+        (replace(NEW_POD, ranks=(onloaded(V0),), whole=V0), (V0, Rung.DRAINED), IDLE, IDLE),
+        (replace(NEW_POD, ranks=(onloaded(V0),), whole=V0), (V0, Rung.UPDATED), IDLE, do.StartEngine(V0)),
+        # training beside rollout
+        (SERVING_V0, (V1, Rung.SEALED), IDLE, IDLE),
+        (SERVING_V0, (V1, Rung.TRAINED), do.FetchShards(1), IDLE),
+        (replace(SERVING_V0, shards=1), (V1, Rung.TRAINED), do.Train(1), IDLE),
+        (has_new_weights(), (V1, Rung.EXPORTED), IDLE, IDLE),
+        (has_new_weights(whole=V0), (V1, Rung.EXPORTED), do.VerifyExport(V1), IDLE),
+        # an engine that is lost starts on what there is, whatever the trainers do
+        (replace(SERVING_V0, gate_open=False, engine=EngineView()), (V1, Rung.SEALED), IDLE, do.StartEngine(V0)),
+        (
+            replace(SERVING_V0, gate_open=False, engine=EngineView(), shards=1),
+            (V1, Rung.TRAINED),
+            do.Train(1),
+            do.StartEngine(V0),
+        ),
+        (
+            replace(SERVING_V0, gate_open=False, engine=EngineView(), whole=None),
+            (V1, Rung.SEALED),
+            IDLE,
+            do.VerifyExport(V0),
+        ),
+        (replace(SERVING_V0, gate_open=False), (V1, Rung.SEALED), IDLE, do.OpenGate(V0)),
+        (
+            replace(SERVING_V0, gate_open=False, engine=replace(make_engine(), agrees=False)),
+            (V1, Rung.SEALED),
+            IDLE,
+            do.CheckProbe(V0),
+        ),
+        (has_new_weights(gate_open=False), (V1, Rung.EXPORTED), IDLE, do.OpenGate(V0)),
+        # new weights
+        (has_new_weights(), (V1, Rung.PAUSED), IDLE, do.CloseGate()),
+        (has_new_weights(gate_open=False, in_flight=2), (V1, Rung.PAUSED), IDLE, do.AbortAll(NOW + 30)),
+        (has_new_weights(gate_open=False), (V1, Rung.PAUSED), IDLE, do.Pause()),
+        (has_new_weights(gate_open=False, engine=make_engine().was_paused()), (V1, Rung.PAUSED), IDLE, IDLE),
+        (has_new_weights(gate_open=False, engine=make_engine().was_paused()), (V1, Rung.DRAINED), IDLE, do.Flush()),
+        (has_new_weights(gate_open=False, engine=drained_engine()), (V1, Rung.DRAINED), IDLE, IDLE),
+        (has_new_weights(gate_open=False, engine=drained_engine()), (V1, Rung.UPDATED), IDLE, do.Update(V1)),
+        (has_new_weights(gate_open=False, engine=UPDATED_IN_PLACE), (V1, Rung.UPDATED), IDLE, IDLE),
+        (has_new_weights(gate_open=False, engine=UPDATED_IN_PLACE), (V1, Rung.SERVING), IDLE, do.Flush()),
+        (
+            has_new_weights(gate_open=False, engine=UPDATED_IN_PLACE.was_flushed()),
+            (V1, Rung.SERVING),
+            IDLE,
+            do.Continue(),
+        ),
+        (has_new_weights(gate_open=False, engine=make_engine(V1)), (V1, Rung.SERVING), IDLE, do.OpenGate(V1)),
+        # at rest, and a checkpoint from the device
+        (has_new_weights(engine=make_engine(V1), stale_exports=True), (V1, Rung.SERVING), do.RemoveExports(V1), IDLE),
+        (
+            make_pod(gate_open=True, engine=make_engine(V2), rank=replace(onloaded(V2), saved=0), whole=V2),
+            (V2, Rung.SERVING),
+            do.Save(2),
+            IDLE,
+        ),
+        (
+            make_pod(gate_open=True, engine=make_engine(V2), rank=replace(onloaded(V2), saved=0), whole=V2),
+            (V3, Rung.TRAINED),
+            do.Save(2),
+            IDLE,
+        ),
+    ],
+)
+def test_next_actions_of_a_resident_pod_are(
+    pod: PodView,
+    target: tuple[WeightVersion, Rung],
+    trainers: do.Action | do.Wait,
+    engine: do.Action | do.Wait,
+) -> None:
+    assert (trainers, engine) == beside(pod, *target)
+
+
+def test_resident_engine_serves_older_weights_again_when_a_switch_is_given_up() -> None:
+    """Its trainers died while it was drained: they take their time, and it has weights to serve."""
+    pod = has_new_weights(gate_open=False, engine=drained_engine())
+    assert do.Continue() == beside(pod, WeightVersion(1, 2), Rung.SEALED)[1]
+    pod = replace(pod, engine=replace(UPDATED_IN_PLACE.was_flushed().was_continued(), agrees=False))
+    assert do.CheckProbe(V1) == beside(pod, WeightVersion(1, 2), Rung.SEALED)[1], "or newer ones of the lineage before"
+
+
+def test_h23_h25_resident_engine_that_is_paused_waits_for_its_group() -> None:
+    """An agent that was restarted between Paused and Updated does not open its gate again."""
+    pod = has_new_weights(gate_open=False, engine=make_engine().was_paused())
+    assert (IDLE, IDLE) == beside(pod, V1, Rung.EXPORTED)
+
+
 # ------------------------------------------------------------------------------------------ a pod in which all may fail
 CANT_FAIL = (do.KillEngine, do.StopTrainers, do.CloseGate, do.OpenGate)
 
@@ -260,6 +379,7 @@ class World:
     """A pod, its operator, and the checks. `view` is what the agent believes, the rest is so."""
 
     view: PodView
+    ladder: Ladder = TIME_SLICED
     epoch_version: WeightVersion = V0
     engine: Engine | None = None
     on_device: bool = False
@@ -268,30 +388,34 @@ class World:
     releases: set[tuple[int, int]] = field(default_factory=set)  # (engine, closing)
     started: int = 0
     pending: bool = False
-    last_wait: do.Wait | None = None
+    turns: int = 0
+    last_waits: tuple[do.Action | do.Wait, ...] = ()
 
     # ------------------------------------------------------------------------------------------------- the operator
     def target(self) -> PodTarget:
         """A trainer that died calls for a new lineage, unless the pod serves; else one barrier up."""
         at = self.epoch_version
-        rung = TIME_SLICED.standing(self.view.facts(), at)
+        rung = self.ladder.standing(self.view.facts(), at)
         rank = self.view.ranks[0]
         if rung is not Rung.SERVING and rank.lineage == at.lineage and not rank.is_alive:
             self.epoch_version = at = WeightVersion(at.step, at.lineage + 1)
-            rung = TIME_SLICED.standing(self.view.facts(), at)
-        return make_target(at, TIME_SLICED.next_barrier(rung))
+            rung = self.ladder.standing(self.view.facts(), at)
+        return make_target(at, self.ladder.next_barrier(rung))
 
     # --------------------------------------------------------------------------------------------------- what happens
     def advance(self, chance: Chance) -> None:
         self.befall(chance)
         elapsed = 40.0 if chance is Chance.TIME_PASSES else 0.01
         self.view = replace(self.view, now=self.view.now + elapsed)
-        action = next_action(self.view, self.target(), RULES)
-        if isinstance(action, do.Wait):
-            self.last_wait = action
-            if action.until is not None:
-                self.view = replace(self.view, now=max(self.view.now, action.until))
+        choices = next_actions(self.view, self.target(), replace(RULES, ladder=self.ladder))
+        actions = [choice for choice in choices if not isinstance(choice, do.Wait)]
+        if not actions:
+            self.last_waits = choices
+            until = max((choice.until or 0.0 for choice in choices if isinstance(choice, do.Wait)), default=0.0)
+            self.view = replace(self.view, now=max(self.view.now, until))
             return
+        self.turns += 1
+        action = actions[self.turns % len(actions)]
         self.check(action)
         before = self.view
         fails = chance in (Chance.FAILS, Chance.FAILS_AFTER_ITS_EFFECT) and not isinstance(action, CANT_FAIL)
@@ -376,6 +500,11 @@ class World:
     def check(self, action: do.Action) -> None:
         """What must be true of the pod, not of what the agent believes, when an action is taken."""
         engine = self.engine
+        if self.ladder is RESIDENT:
+            assert not isinstance(action, do.Release | do.Resume | do.Offload), "nothing leaves the device"
+            is_well = self.view.engine.state is EngineState.READY and self.view.engine.broken is None
+            if isinstance(action, do.CloseGate) and is_well:
+                assert self.view.whole == self.epoch_version, "no gate closes before the new weights are there"
         if isinstance(action, do.Release):
             assert engine is not None
             assert not self.view.gate_open
@@ -386,22 +515,30 @@ class World:
             assert (engine.number, self.closings) not in self.releases, "once per incarnation and closing"
             self.releases.add((engine.number, self.closings))
         if isinstance(action, do.StartEngine | do.Resume):
-            assert not self.on_device, "no engine memory while a trainer is on the device"
+            assert self.ladder is RESIDENT or not self.on_device, "no engine memory while a trainer is on the device"
         if isinstance(action, do.StartEngine | do.Update):
             assert self.view.whole == action.version
+        if isinstance(action, do.Update):
+            assert engine is not None
+            assert not self.view.gate_open
+            assert self.view.in_flight == 0
+            assert engine.paused
+            assert self.ladder is TIME_SLICED or engine.flushed_in == self.closings, "drained since the gate closed"
         if isinstance(action, do.Resume):
             assert engine is not None
             assert set(action.tags) <= engine.released
         if isinstance(action, do.Onload | do.Train | do.Export):
-            assert engine is None or engine.released == set(TAGS), "no trainer while engine memory is mapped"
+            is_off = engine is None or engine.released == set(TAGS)
+            assert self.ladder is RESIDENT or is_off, "no trainer while engine memory is mapped"
         if isinstance(action, do.Update):
             assert engine is not None
             assert WEIGHTS not in engine.released
         if isinstance(action, do.Continue | do.OpenGate):
             assert engine is not None
             assert not engine.released
-            assert engine.version == self.epoch_version
+            assert self.ladder is RESIDENT or engine.version == self.epoch_version
         if isinstance(action, do.OpenGate):
+            assert action.version == self.view.engine.version
             assert engine is not None
             assert not engine.paused
             assert self.view.engine.agrees
@@ -484,15 +621,18 @@ class World:
 
 @settings(max_examples=150, deadline=None)
 @example({15: Chance.AGENT_RESTARTS, 19: Chance.TRAINER_DIES, 29: Chance.TRAINER_DIES}, 1)
+@pytest.mark.parametrize("ladder", LADDERS.values(), ids=LADDERS)
 @given(st.dictionaries(st.integers(0, 70), st.sampled_from(Chance), max_size=8), st.integers(1, 3))
-def test_pod_keeps_every_promise_and_arrives_whatever_fails_on_the_way(chances: dict[int, Chance], steps: int) -> None:
+def test_pod_keeps_every_promise_and_arrives_whatever_fails_on_the_way(
+    ladder: Ladder, chances: dict[int, Chance], steps: int
+) -> None:
     """chances: what happens at which action; all others go well."""
-    world, action = World(NEW_POD), 0
+    world, action = World(NEW_POD, ladder), 0
     for step in range(steps + 1):
         world.epoch_version = WeightVersion(step, world.epoch_version.lineage)
-        while TIME_SLICED.standing(world.view.facts(), world.epoch_version) is not Rung.SERVING:
+        while ladder.standing(world.view.facts(), world.epoch_version) is not Rung.SERVING:
             world.advance(chances.get(action, Chance.GOES_WELL))
             action += 1
-            assert action < 600, f"stuck below Serving: {world.last_wait}, {world.view}"
+            assert action < 600, f"stuck below Serving: {world.last_waits}, {world.view}"
         world.view = replace(world.view, in_flight=2)
     assert WeightVersion(steps, world.epoch_version.lineage) == world.view.engine.version

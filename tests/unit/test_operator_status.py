@@ -116,7 +116,9 @@ def test_failure_stalls_at_once_and_names_its_cause() -> None:
     status = ended(Cause.BACKOFF_LIMIT, is_over=False)
     found = conditions(status)
     assert (Phase.FAILED, None) == (status.phase, status.completion_time)
-    assert {"Failed", "Stalled", "PodsReady"} == {kind for kind, (is_true, _) in found.items() if is_true}
+    assert {"Failed", "Stalled", "PodsReady", "GPUSharingReady"} == {
+        kind for kind, (is_true, _) in found.items() if is_true
+    }
     assert "BackoffLimitExceeded" == found["Failed"][1]
 
 

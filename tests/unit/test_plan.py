@@ -251,7 +251,7 @@ def test_backoff_limit_ends_the_job() -> None:
 @pytest.mark.parametrize("rung", [rung for rung in TIME_SLICED.rungs if rung is not Rung.SERVING])
 def test_every_rung_has_a_deadline(rung: Rung) -> None:
     seen = climbing(rung, rung)
-    patience = patience_s(TIME_SLICED.next_barrier(rung), seen.job.spec.switch)
+    patience = patience_s(TIME_SLICED, TIME_SLICED.next_barrier(rung), seen.job.spec.switch)
     assert not plan(later(seen, patience - 1)).raises
     assert plan(seen).wake_at == seen.now + patience
     climb = plan(later(seen, patience)).climb
@@ -262,7 +262,7 @@ def test_every_rung_has_a_deadline(rung: Rung) -> None:
 def test_an_engine_that_starts_again_and_again_is_no_progress() -> None:
     """Each new incarnation moved the deadline, so a job whose engine can't start stood at Offloaded for ever."""
     seen = climbing(Rung.OFFLOADED, Rung.OFFLOADED)
-    patience = patience_s(TIME_SLICED.next_barrier(Rung.OFFLOADED), seen.job.spec.switch)
+    patience = patience_s(TIME_SLICED, TIME_SLICED.next_barrier(Rung.OFFLOADED), seen.job.spec.switch)
     problem = Problem(reason="EngineDied", message="engine-0 ended with code 1: no such model")
     for crash in range(1, 11):
         facts = facts_at(Rung.OFFLOADED, V1)

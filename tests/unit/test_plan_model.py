@@ -14,10 +14,11 @@ from dataclasses import replace
 
 import pytest
 
-from builders import make_job
+from builders import RESIDENT_ROLLOUT, ROLLOUT, make_job
 from colocated_rl_agent import facts
+from colocated_rl_agent.actions import Offload
 from colocated_rl_agent.views import EngineView
-from colocated_rl_api.ladder import Ladder, Rung
+from colocated_rl_api.ladder import Ladder, Placement, Rung
 from colocated_rl_operator import plan
 from colocated_rl_operator.observation import Job, Observation
 from colocated_rl_operator.reasons import Cause
@@ -30,8 +31,9 @@ MOST_MOVES = 2000  # of one walk
 DEATHS_AT = 0.02  # of the moves of a walk
 
 
-def job(replicas: int) -> Job:
-    return make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1})
+def job(replicas: int, placement: Placement = Placement.TIME_SLICED) -> Job:
+    rollout = {Placement.TIME_SLICED: ROLLOUT, Placement.RESIDENT: RESIDENT_ROLLOUT}[placement]
+    return make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, rollout=rollout)
 
 
 def assert_all_is_well(explored: Explored) -> None:
@@ -40,21 +42,24 @@ def assert_all_is_well(explored: Explored) -> None:
     assert {Cause.ALL_STEPS_DONE} == explored.ends.keys()
 
 
+@pytest.mark.parametrize("placement", Placement)
 @pytest.mark.parametrize(("replicas", "deaths", "suspensions"), [(1, 1, 0), (2, 0, 0), (1, 0, 1)])
 def test_every_state_is_safe_and_leads_to_an_end(
-    replicas: int, deaths: int, suspensions: int, capsys: pytest.CaptureFixture[str]
+    replicas: int, deaths: int, suspensions: int, placement: Placement, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    explored = explore(Model(job(replicas), deaths=deaths, suspensions=suspensions), limit=MOST_STATES)
+    explored = explore(Model(job(replicas, placement), deaths=deaths, suspensions=suspensions), limit=MOST_STATES)
+    bounds = f"{placement}, pods: {replicas}, deaths: {deaths}, suspensions: {suspensions}"
     with capsys.disabled():
-        sys.stdout.write(f"\npods: {replicas}, deaths: {deaths}, suspensions: {suspensions}, {explored.words()}\n")
+        sys.stdout.write(f"\n{bounds}, {explored.words()}\n")
     assert_all_is_well(explored)
 
 
+@pytest.mark.parametrize("placement", Placement)
 @pytest.mark.parametrize(("replicas", "deaths"), [(2, 3), (3, 2)])
 @pytest.mark.parametrize("seed", range(20))
-def test_walks_at_random_are_safe_and_end(replicas: int, deaths: int, seed: int) -> None:
+def test_walks_at_random_are_safe_and_end(replicas: int, deaths: int, seed: int, placement: Placement) -> None:
     rng = random.Random(seed)
-    model = Model(job(replicas), deaths=deaths)
+    model = Model(job(replicas, placement), deaths=deaths)
     state = model.start()
     for _ in range(MOST_MOVES):
         following = model.successors(state)
@@ -67,11 +72,12 @@ def test_walks_at_random_are_safe_and_end(replicas: int, deaths: int, seed: int)
     assert Cause.ALL_STEPS_DONE is state.operator.climb.cause
 
 
-def test_a_plan_depends_on_nothing_that_the_models_reports_leave_out() -> None:
+@pytest.mark.parametrize("placement", Placement)
+def test_a_plan_depends_on_nothing_that_the_models_reports_leave_out(placement: Placement) -> None:
     """Reports that the model takes for the same get the same plan, whatever else they say."""
     rng, compared = random.Random(1), 0
     for _ in range(10):
-        model = Model(job(2), deaths=2)
+        model = Model(job(2, placement), deaths=2)
         state = model.start()
         while following := model.successors(state):
             _, state = rng.choice(following)
@@ -129,3 +135,41 @@ def test_a_state_without_a_way_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(plan, "_deadline", lambda seen: seen.now + 1)
     explored = explore(Model(job(1), deaths=1), limit=MOST_STATES)
     assert any("trainer 0 dies" in way for way in explored.hopeless)
+
+
+# ------------------------------------------------------------------------------------------- and of the resident ladder
+def test_an_update_of_an_engine_that_nobody_drained_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineView, "was_paused", lambda view: replace(view, paused=True, drained=True))
+    with pytest.raises(Broken, match="updated before it was drained"):
+        explore(Model(job(1, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
+
+
+def test_a_gate_that_closes_before_every_pod_has_the_new_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the agent, as soon as its own export is whole."""
+    asks_for = facts.Rules.asks_for
+    monkeypatch.setattr(
+        facts.Rules,
+        "asks_for",
+        lambda rules, target, rung: asks_for(rules, target, Rung.EXPORTED if rung is Rung.PAUSED else rung),
+    )
+    with pytest.raises(Broken, match=r"a gate closes in epoch 2 before gpu-\d stood at Exported"):
+        explore(Model(job(2, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
+
+
+def test_a_gate_that_opens_on_new_weights_before_every_engine_holds_them_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asks_for = facts.Rules.asks_for
+    monkeypatch.setattr(
+        facts.Rules,
+        "asks_for",
+        lambda rules, target, rung: asks_for(rules, target, Rung.UPDATED if rung is Rung.SERVING else rung),
+    )
+    with pytest.raises(Broken, match=r"OpenGate led to Serving in epoch 1 before gpu-\d stood at Updated"):
+        explore(Model(job(2, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
+
+
+def test_a_trainer_that_leaves_the_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "_rest", lambda pod, target, rules: Offload())
+    with pytest.raises(Broken, match="Offload on the resident ladder"):
+        explore(Model(job(1, Placement.RESIDENT), deaths=0), limit=MOST_STATES)

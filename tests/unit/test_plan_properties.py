@@ -9,14 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from builders import make_job
-from colocated_rl_api.ladder import TIME_SLICED, Ladder, Rung
+from builders import RESIDENT_ROLLOUT, ROLLOUT, make_job
+from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung
 from colocated_rl_operator import observation
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause
@@ -26,9 +25,10 @@ MOVES_TO_THE_END = 4000
 ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT), str(Cause.PODS_NOT_READY)}
 
 
-def make_group(replicas: int = 2, **spec: Any) -> Simulation:
-    job = make_job(replicas=replicas, steps=3, checkpoint={"everySteps": 2}, evaluation={"everySteps": 2}, **spec)
-    return Simulation(job)
+def make_group(replicas: int = 2, placement: Placement = Placement.TIME_SLICED) -> Simulation:
+    rollout = {Placement.TIME_SLICED: ROLLOUT, Placement.RESIDENT: RESIDENT_ROLLOUT}[placement]
+    often = {"everySteps": 2}
+    return Simulation(make_job(replicas=replicas, rollout=rollout, steps=3, checkpoint=often, evaluation=often))
 
 
 def fault(group: Simulation, rng: random.Random) -> str:
@@ -101,9 +101,11 @@ def everybody_moves(group: Simulation) -> tuple[Plan, bool]:
     return decided, busy
 
 
-def walk(seed: int, *, replicas: int, faults: int, moves: int = 300) -> Simulation:
+def walk(
+    seed: int, *, replicas: int, faults: int, moves: int = 300, placement: Placement = Placement.TIME_SLICED
+) -> Simulation:
     rng = random.Random(seed)
-    group = make_group(replicas)
+    group = make_group(replicas, placement)
     at = {rng.randrange(moves) for _ in range(faults)}
     for index in range(moves):
         if index in at:
@@ -124,21 +126,34 @@ def test_every_walk_ends_and_no_invariant_breaks(seed: int, replicas: int, fault
         assert str(Cause.ALL_STEPS_DONE) == group.outcome
 
 
+@given(seed=st.integers(0, 2**32), replicas=st.integers(1, 3), faults=st.integers(0, 6))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_walk_of_a_resident_job_ends_and_no_invariant_breaks(seed: int, replicas: int, faults: int) -> None:
+    group = walk(seed, replicas=replicas, faults=faults, placement=Placement.RESIDENT)
+    assert group.outcome in ENDS
+    if faults <= group.job.spec.backoff_limit:
+        assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+@pytest.mark.parametrize("placement", Placement)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_an_undisturbed_job_raises_one_epoch_for_each_step_and_sends_each_barrier_once(replicas: int) -> None:
-    group = make_group(replicas)
+def test_an_undisturbed_job_raises_one_epoch_for_each_step_and_sends_each_barrier_once(
+    replicas: int, placement: Placement
+) -> None:
+    group = make_group(replicas, placement)
     settle(group)
     assert str(Cause.ALL_STEPS_DONE) == group.outcome
     assert group.climb is not None
     assert 1 + 3 + 1 == group.climb.epoch  # first start, three steps, the end
     assert {1: [1, 2, 3]} == group.trained_in
-    assert group.sent <= (replicas * (len(TIME_SLICED.barriers) + 1) + 6) * group.climb.epoch
+    assert group.sent <= (replicas * (len(group.ladder.barriers) + 1) + 6) * group.climb.epoch
 
 
 @pytest.mark.parametrize("kind", ["engine_dies", "trainer_dies", "agent_restarts", "pod_is_lost", "connection_breaks"])
 @pytest.mark.parametrize("round_of_fault", range(0, 60, 3))
-def test_one_fault_at_any_time_is_healed(kind: str, round_of_fault: int) -> None:
-    group = make_group()
+@pytest.mark.parametrize("placement", Placement)
+def test_one_fault_at_any_time_is_healed(kind: str, round_of_fault: int, placement: Placement) -> None:
+    group = make_group(placement=placement)
     for _ in range(round_of_fault):
         everybody_moves(group)
     if group.pods:

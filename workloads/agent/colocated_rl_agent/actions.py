@@ -103,6 +103,14 @@ class Resume(_Action):
 
 
 @dataclass(frozen=True)
+class VerifyExport(_Action):
+    """Every file against the manifest, before an engine sees it: it takes missing and torn tensors in silence."""
+
+    lane = Lane.ENGINE
+    version: WeightVersion
+
+
+@dataclass(frozen=True)
 class Update(_Action):
     """Load the export, and read the version back."""
 
@@ -171,14 +179,6 @@ class Export(_Action):
 
 
 @dataclass(frozen=True)
-class VerifyExport(_Action):
-    """Every file against the manifest: engines accept missing and torn tensors in silence (H51, H52)."""
-
-    lane = Lane.TRAINERS
-    version: WeightVersion
-
-
-@dataclass(frozen=True)
 class Offload(_Action):
     lane = Lane.TRAINERS
 
@@ -228,9 +228,9 @@ TrainerAction = (
     | Onload
     | Train
     | Export
-    | VerifyExport
     | Offload
     | Save
     | RemoveExports
 )
-Action = CloseGate | OpenGate | EngineAction | TrainerAction | EndPod
+LaneAction = EngineAction | TrainerAction | VerifyExport | EndPod
+Action = CloseGate | OpenGate | LaneAction

@@ -24,7 +24,7 @@ from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.devices import Devices, require_room
 from colocated_rl_agent.engine import Engine
 from colocated_rl_agent.exports import Exports, ExportTorn
-from colocated_rl_agent.facts import next_action
+from colocated_rl_agent.facts import next_actions
 from colocated_rl_agent.gate import Gate
 from colocated_rl_agent.journal import Journal
 from colocated_rl_agent.metrics import Metrics
@@ -184,22 +184,27 @@ class Agent:
         view, target = self._view(), self.server.target
         if target is not None and self._runner_known:
             self._climb.stands(self._ladder.standing(view.facts(), target.version), epoch=target.epoch, now=view.now)
-        chosen = next_action(view, target, self._settings.rules)
-        self._problems.chosen(chosen)
-        match chosen:
+        choices = next_actions(view, target, self._settings.rules)
+        self._problems.chosen(choices)
+        untils = [self._begin(choice, now=view.now) for choice in choices]
+        return min((until for until in untils if until is not None), default=None)
+
+    def _begin(self, choice: do.Action | do.Wait, *, now: float) -> float | None:
+        """When to choose again if nothing happens before."""
+        match choice:
             case do.Wait(until=until):
                 return until
             case do.CloseGate():
                 self._close_gate()
-                return view.now
+                return now
             case do.OpenGate():
                 self._gate.open(self._engine.backend())
-                return view.now
+                return now
             case _:
-                self._put_in_lane(chosen)
-                return getattr(chosen, "until", None)
+                self._put_in_lane(choice)
+                return getattr(choice, "until", None)
 
-    def _put_in_lane(self, chosen: do.EngineAction | do.TrainerAction | do.EndPod) -> None:
+    def _put_in_lane(self, chosen: do.LaneAction) -> None:
         running = self._lanes.get(chosen.lane)
         if running is not None:
             action, task = running
@@ -209,7 +214,7 @@ class Agent:
         task = self._tasks.create_task(self._run_lane(chosen), name=type(chosen).__name__)
         self._lanes[chosen.lane] = chosen, task
 
-    async def _run_lane(self, action: do.EngineAction | do.TrainerAction | do.EndPod) -> None:
+    async def _run_lane(self, action: do.LaneAction) -> None:
         began, target = time.monotonic(), self.server.target
         try:
             await self._carry_out(action)
@@ -230,9 +235,12 @@ class Agent:
             self._wake_up()
 
     # ------------------------------------------------------------------------------------------------------------ act
-    async def _carry_out(self, action: do.EngineAction | do.TrainerAction | do.EndPod) -> None:
+    async def _carry_out(self, action: do.LaneAction) -> None:
         if isinstance(action, do.EndPod):
             await self._end_pod(action.code)
+            return
+        if isinstance(action, do.VerifyExport):
+            await self._verify_export(action.version)
             return
         if isinstance(action, do.EngineAction):
             await self._act_on_engine(action)
@@ -286,8 +294,6 @@ class Agent:
                 await trainers.train(step)
             case do.Export(version=version):
                 await trainers.export(version)
-            case do.VerifyExport(version=version):
-                await self._verify_export(version)
             case do.Offload():
                 await trainers.offload(self._require_room)
             case do.Save(step=step):
@@ -320,7 +326,7 @@ class Agent:
         try:
             await self._exports.verify(version)
         except ExportTorn as error:
-            self._trainers.broke(self._settings.ranks[0], f"its export can't be used: {error}")
+            self._trainers.export_torn(version, str(error))
 
     async def _check_probe(self, version: WeightVersion) -> None:
         try:

@@ -95,6 +95,7 @@ class Engine:
             port=settings.engine_port,
             config=config,
             gpus=settings.gpus,
+            memory_saver=settings.memory_saver,
             extra=settings.job.spec.rollout.engine_args,
             pool_tokens=self._journal.memory.pool_tokens,
         )
@@ -208,7 +209,7 @@ class Engine:
 
     async def _look_at(self, client: SGLang) -> ServerInfo:
         """Raises DriverError."""
-        info = await client.require_suitable(gpus=self._settings.gpus)
+        info = await client.require_suitable(memory_saver=self._settings.memory_saver)
         self._dtype, self._mapped_bytes = info.dtype, info.mapped_bytes
         return info
 

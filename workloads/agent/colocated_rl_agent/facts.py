@@ -1,17 +1,27 @@
-"""The action table: from what the agent knows and where the operator wants the pod, the next safe action. Pure.
+"""The action table: from what the agent knows and where the operator wants the pod, the next safe actions. Pure.
 
 Level-triggered: called after every change, it stores nothing, so an agent that was restarted in the middle of a switch
-goes on where the facts stand. Read top to bottom it is the ladder.
+goes on where the facts stand. Read top to bottom it is the ladder: first the time-sliced one, on which engine and
+trainers take turns, then the resident one, on which each goes on by itself until there are new weights.
 
 It never goes beyond the target's rung, and never back because a target of the same version is lower. Whatever it
 chooses:
 
-* nothing is released unless the engine is settled, paused and drained since the gate last closed, and nothing twice;
-* no trainer is let onto the device while an engine maps memory, and no engine is started or resumed while a trainer is
-  on it (an engine without a process maps nothing);
 * an engine whose state can't be known is replaced, never repaired; a trainer that failed is stopped, and the operator
   decides on a new lineage: a rank alone can't rejoin its group;
+* an engine starts on, and is updated to, an export that was compared with its manifest;
 * the gate opens last.
+
+Time-sliced:
+
+* nothing is released unless the engine is settled, paused and drained since the gate last closed, and nothing twice;
+* no trainer is let onto the device while an engine maps memory, and no engine is started or resumed while a trainer is
+  on it (an engine without a process maps nothing).
+
+Resident:
+
+* nothing is released, resumed or offloaded;
+* no gate closes for a switch before the new weights are there, and an engine takes them settled, paused and drained.
 """
 
 from __future__ import annotations
@@ -48,7 +58,7 @@ from colocated_rl_agent.actions import (
     Wait,
 )
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, WEIGHTS, PodView
-from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
+from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import EngineState, Goal, PodTarget, TagState, TrainerState
 
 TERMINATED = 143  # exit code of a container that was told to end: 128 + SIGTERM
@@ -67,6 +77,11 @@ class Rules:
         """Whether the target lies at `rung` or above it."""
         return self.ladder.reaches(target.rung, rung)
 
+    @property
+    def releases(self) -> bool:
+        """Whether engines give their memory up for the trainers."""
+        return self.ladder.placement is Placement.TIME_SLICED
+
     def standing(self, pod: PodView, target: PodTarget) -> Rung:
         return self.ladder.standing(pod.facts(), target.version)
 
@@ -74,28 +89,25 @@ class Rules:
         return step > 0 and step % self.checkpoint_every == 0
 
 
-def next_action(pod: PodView, target: PodTarget | None, rules: Rules) -> Action | Wait:
-    """The next safe action, or what is being waited for."""
+def next_actions(pod: PodView, target: PodTarget | None, rules: Rules) -> tuple[Action | Wait, ...]:
+    """The next safe action, or what is being waited for; of engine and trainers each, where they don't take turns."""
     if pod.stopped:
-        return Wait()
+        return (Wait(),)
     if not pod.runner_known:
-        return Wait(reason="RunnerUnreachable", message="the GPU container's runner does not answer on its socket")
+        return (Wait(reason="RunnerUnreachable", message="the GPU container's runner does not answer on its socket"),)
     if (action := _replace(pod)) is not None:
-        return action
+        return (action,)
     if pod.terminating:
-        return _end(pod, rules, code=TERMINATED)
+        return (_end(pod, rules, code=TERMINATED),)
     if target is None:
-        return Wait()
+        return (Wait(),)
     if target.goal is Goal.STOP:
-        return _end(pod, rules, code=0)
-    if rules.ladder.reaches(rules.standing(pod, target), target.rung):
-        return _rest(pod, target, rules)
-    if not pod.engine.holds(target.version):
-        if (action := _lower(pod, target, rules)) is not None:
-            return action
-        if (action := _train(pod, target, rules)) is not None:
-            return action
-    return _raise(pod, target, rules)
+        return (_end(pod, rules, code=0),)
+    match rules.ladder.placement:
+        case Placement.TIME_SLICED:
+            return (_take_turns(pod, target, rules),)
+        case Placement.RESIDENT:
+            return _train_beside(pod, target, rules), _serve_on(pod, target, rules)
 
 
 def _replace(pod: PodView) -> Action | Wait | None:
@@ -107,6 +119,20 @@ def _replace(pod: PodView) -> Action | Wait | None:
         return KillEngine(engine.broken)
     broken = next((rank.broken for rank in pod.ranks if rank.broken is not None), None)
     return StopTrainers(broken) if broken is not None else None
+
+
+# -------------------------------------------------------------------------------------------------------- time-sliced
+def _take_turns(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    if rules.ladder.reaches(rules.standing(pod, target), target.rung):
+        return _rest(pod, target, rules)
+    if not pod.engine.holds(target.version):
+        if (action := _lower(pod, target, rules)) is not None:
+            return action
+        if not _may_rise(pod, target, rules):  # no engine maps memory here
+            if (action := _train(pod, target, rules)) is not None:
+                return action
+            return Offload() if rules.asks_for(target, Rung.OFFLOADED) else Wait()
+    return _raise(pod, target, rules)
 
 
 def _lower(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
@@ -136,10 +162,8 @@ def _lower(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
 
 
 def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
-    """Released to Offloaded; no engine maps memory here. None when the trainers are off the device again."""
+    """To the export of the target's version. None once it is whole."""
     ranks, at = pod.ranks, target.version
-    if _may_rise(pod, target, rules):
-        return None
     if not rules.asks_for(target, Rung.TRAINED):
         return Wait()
     if target.rendezvous is None or target.batches is None:
@@ -157,11 +181,7 @@ def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
         return Wait()
     if any(rank.exported != at for rank in ranks):
         return Onload() if _any_offloaded(pod) else Export(at)
-    if pod.whole != at:
-        return VerifyExport(at)
-    if not rules.asks_for(target, Rung.OFFLOADED):
-        return Wait()
-    return Offload()
+    return VerifyExport(at) if pod.whole != at else None
 
 
 def _form_group(pod: PodView, lineage: int) -> Action | Wait | None:
@@ -185,7 +205,7 @@ def _form_group(pod: PodView, lineage: int) -> Action | Wait | None:
 def _step(pod: PodView, done: int, rules: Rules) -> Action | Wait:
     """One step after `done`, or what must come before it. A checkpoint that is due is durable before the next step."""
     if rules.checkpoint_is_due(done) and _lacks_checkpoint(pod, done):
-        return Save(done) if all(rank.is_off_device for rank in pod.ranks) else Offload()
+        return Save(done) if _may_save(pod, rules) else Offload()
     if pod.shards != done + 1:
         return FetchShards(done + 1) if pod.now >= pod.fetch_after else Wait(until=pod.fetch_after)
     return Onload() if _any_offloaded(pod) else Train(done + 1)
@@ -201,7 +221,7 @@ def _raise(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     if engine.is_absent:
         return StartEngine(at) if pod.now >= engine.start_after else Wait(until=engine.start_after)
     if engine.state is EngineState.STARTING:
-        return AwaitEngine(engine.start_by) if pod.now < engine.start_by else KillEngine("it did not start in time")
+        return _await_engine(pod)
     if engine.tags[WEIGHTS] is TagState.RELEASED:
         return Resume((WEIGHTS,))
     if engine.version != at:
@@ -210,26 +230,110 @@ def _raise(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
         return Wait()
     if not engine.is_whole:
         return Resume((KV_CACHE, CUDA_GRAPH))
+    return _open(pod, rules) if rules.asks_for(target, Rung.SERVING) else Wait()
+
+
+def _may_rise(pod: PodView, target: PodTarget, rules: Rules) -> bool:
+    """Whether the devices are the engine's, and the weights for it are there."""
+    at: WeightVersion = target.version
+    offloaded = all(
+        rank.state is TrainerState.OFFLOADED
+        and rank.lineage == at.lineage
+        and rank.step == at.step
+        and rank.exported == at
+        for rank in pod.ranks
+    )
+    engine = pod.engine
+    clean = (
+        engine.is_absent
+        or engine.is_released
+        or (engine.state is EngineState.STARTING and engine.starts_on == at)
+        or (engine.version is None and engine.paused and engine.drained)
+    )
+    return offloaded and pod.whole == at and clean and rules.asks_for(target, Rung.UPDATED)
+
+
+# ----------------------------------------------------------------------------------------------------------- resident
+def _serve_on(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """The engine serves what it holds, until there are newer weights on every pod."""
+    engine, at = pod.engine, target.version
+    if engine.is_absent:
+        return _start_again(pod, target, rules)
+    if engine.state is EngineState.STARTING:
+        may_be_up = engine.starts_on != at or rules.asks_for(target, Rung.UPDATED)
+        return _await_engine(pod) if may_be_up else Wait()
+    if engine.holds(at):
+        return _open(pod, rules) if rules.asks_for(target, Rung.SERVING) else Wait()
+    if pod.whole == at and (engine.paused or rules.asks_for(target, Rung.PAUSED)):
+        return _push(pod, target, rules)
+    return _open(pod, rules)
+
+
+def _start_again(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """On the newest export that is whole; on that of the target only when the group goes on to it."""
+    if pod.whole is None:  # an agent that has seen none: the trainers know of one, or will make one
+        exported = {rank.exported for rank in pod.ranks}
+        newest = exported.pop() if len(exported) == 1 else None
+        return VerifyExport(newest) if newest not in (None, target.version) else Wait()
+    if pod.whole == target.version and not rules.asks_for(target, Rung.UPDATED):
+        return Wait()
+    start_after = pod.engine.start_after
+    return StartEngine(pod.whole) if pod.now >= start_after else Wait(until=start_after)
+
+
+def _push(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """Exported to Updated: new weights into memory that stays mapped."""
+    engine = pod.engine
+    if pod.gate_open:
+        return CloseGate()
+    if pod.in_flight > 0:
+        return _settle(pod, rules)
+    if not engine.paused:
+        return Pause()
+    if not rules.asks_for(target, Rung.DRAINED):
+        return Wait()
+    if not (engine.drained and engine.flushed):
+        return Flush()
+    return Update(target.version) if rules.asks_for(target, Rung.UPDATED) else Wait()
+
+
+def _train_beside(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """The trainers' state stays on the device from the first step on."""
+    if pod.engine.holds(target.version):
+        return _rest(pod, target, rules)
+    return _train(pod, target, rules) or Wait()
+
+
+# --------------------------------------------------------------------------------------------------------------- both
+def _await_engine(pod: PodView) -> Action:
+    start_by = pod.engine.start_by
+    return AwaitEngine(start_by) if pod.now < start_by else KillEngine("it did not start in time")
+
+
+def _open(pod: PodView, rules: Rules) -> Action | Wait:
+    """From an engine that holds some weights, all of it mapped, to an open gate."""
+    engine = pod.engine
+    assert engine.version is not None, "a gate opens on a version"
+    if pod.gate_open:
+        return Wait()
     if not engine.flushed:
         return Flush()
     if engine.paused:
         return Continue()
     if rules.probe and not engine.agrees:
-        return CheckProbe(at)
-    return OpenGate(at) if rules.asks_for(target, Rung.SERVING) else Wait()
+        return CheckProbe(engine.version)
+    return OpenGate(engine.version)
 
 
 def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     """The pod stands where it should. What can be done beside rollout is done now."""
     if rules.standing(pod, target) is not Rung.SERVING:
         return Wait()
-    can_save = all(rank.state is TrainerState.OFFLOADED and rank.step == target.step for rank in pod.ranks)
-    is_due = target.is_last or rules.checkpoint_is_due(target.step)
-    if can_save and is_due and _lacks_checkpoint(pod, target.step):
-        return Save(target.step)
-    if pod.stale_exports:
+    if pod.stale_exports:  # first: the next one may be about to be written, and there is room for two
         return RemoveExports(keep=target.version)
-    return Wait()
+    is_due = target.is_last or rules.checkpoint_is_due(target.step)
+    is_there = all(rank.step == target.step for rank in pod.ranks) and _may_save(pod, rules)
+    return Save(target.step) if is_due and is_there and _lacks_checkpoint(pod, target.step) else Wait()
 
 
 def _end(pod: PodView, rules: Rules, *, code: int) -> Action | Wait:
@@ -254,24 +358,12 @@ def _settle(pod: PodView, rules: Rules) -> Action | Wait:
     return AbortAll(until)
 
 
-def _may_rise(pod: PodView, target: PodTarget, rules: Rules) -> bool:
-    """Whether the devices are the engine's, and the weights for it are there."""
-    at: WeightVersion = target.version
-    offloaded = all(
-        rank.state is TrainerState.OFFLOADED
-        and rank.lineage == at.lineage
-        and rank.step == at.step
-        and rank.exported == at
+def _may_save(pod: PodView, rules: Rules) -> bool:
+    """Idle, and off the device where an engine wants it: checkpoints are written beside rollout."""
+    return all(
+        rank.state is TrainerState.OFFLOADED or (rank.state is TrainerState.ONLOADED and not rules.releases)
         for rank in pod.ranks
     )
-    engine = pod.engine
-    clean = (
-        engine.is_absent
-        or engine.is_released
-        or (engine.state is EngineState.STARTING and engine.starts_on == at)
-        or (engine.version is None and engine.paused and engine.drained)
-    )
-    return offloaded and pod.whole == at and clean and rules.asks_for(target, Rung.UPDATED)
 
 
 def _any_offloaded(pod: PodView) -> bool:

@@ -155,11 +155,14 @@ def _history(engine: EngineMemory) -> list[Intent]:
     start = EngineView().started(engine.incarnation, engine.version, start_by=0.0).answered(engine.version)
     if engine.view.tags == start.tags and engine.view.version == start.version:
         return []
+    update = Intent(incarnation=engine.incarnation, call="update", version=engine.view.version)
+    if not engine.view.released:
+        return [update]  # resident: nothing ever was
     calls = [Intent(incarnation=engine.incarnation, call="release", tags=TAGS)]
     if resumed := tuple(tag for tag in TAGS if engine.view.tags[tag] == start.tags[tag]):
         calls.append(Intent(incarnation=engine.incarnation, call="resume", tags=resumed))
     if engine.view.version is not None:
-        calls.append(Intent(incarnation=engine.incarnation, call="update", version=engine.view.version))
+        calls.append(update)
     return calls
 
 

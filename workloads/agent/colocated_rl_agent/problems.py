@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from colocated_rl_agent.actions import Action, Wait
 from colocated_rl_api.logs import log
@@ -33,11 +34,12 @@ class Problems:
     def rung_gained(self) -> None:
         self._failure = None
 
-    def chosen(self, choice: Action | Wait) -> None:
+    def chosen(self, choices: Iterable[Action | Wait]) -> None:
         """What the agent does next: a wait may have a reason that somebody should know."""
         waits_for = None
-        if isinstance(choice, Wait) and choice.reason:
-            waits_for = Problem(reason=choice.reason, message=choice.message[:MESSAGE_CHARS])
+        for choice in choices:
+            if isinstance(choice, Wait) and choice.reason:
+                waits_for = Problem(reason=choice.reason, message=choice.message[:MESSAGE_CHARS])
         if waits_for is not None and waits_for != self._waits_for:
             log(LOG, "waiting", reason=waits_for.reason, message=waits_for.message)
         self._waits_for = waits_for

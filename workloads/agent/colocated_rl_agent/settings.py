@@ -75,6 +75,11 @@ class Settings:
         return self.job.spec.gpus.count
 
     @property
+    def memory_saver(self) -> bool:
+        """Whether the engine must be able to give device memory up."""
+        return self.gpus > 0 and self.rules.releases
+
+    @property
     def ranks(self) -> range:
         """Trainer ranks of this pod, as the whole group counts them: one for each device, one without."""
         each = max(1, self.gpus)

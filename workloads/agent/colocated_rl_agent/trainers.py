@@ -207,6 +207,12 @@ class Trainers:
                 return
         log(LOG, "checkpoint saved", step=step, took_s=round(time.monotonic() - started, 4))
 
+    def export_torn(self, version: WeightVersion, reason: str) -> None:
+        """Whoever has written it, or agreed to it, can't go on; others have another one."""
+        for view in self.views:
+            if view.exported == version:
+                self.broke(view.rank, f"its export can't be used: {reason}")
+
     def broke(self, rank: int, reason: str) -> None:
         """This rank can't go on: it will be stopped."""
         view = self._views[rank]

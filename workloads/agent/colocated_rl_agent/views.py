@@ -94,7 +94,7 @@ class EngineView:
         return replace(self, tags={**self.tags, **dict.fromkeys(tags, TagState.MAPPED)}, flushed=False)
 
     def was_updated(self, version: WeightVersion) -> EngineView:
-        return replace(self, version=version, agrees=False)
+        return replace(self, version=version, agrees=False, flushed=False)
 
     def was_continued(self) -> EngineView:
         return replace(self, paused=False, drained=False)

@@ -70,7 +70,7 @@ class Loop(Protocol):
         """Bring the state to the device."""
 
     def offload(self) -> None:
-        """Take the state off the device: what stays there is missing to the rollout engine."""
+        """Take the state off the device: what stays there is missing to the rollout engine. Not in a resident job."""
 
     def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
         """Do step `step` on this rank's shard of its batch (`colocated_rl_api.batch`) and return its metrics.
@@ -85,7 +85,10 @@ class Loop(Protocol):
         """
 
     def save(self, step: int, keep: int) -> None:
-        """Write a checkpoint of `step`, the last finished one, durably; keep the newest `keep`."""
+        """Write a checkpoint of `step`, the last finished one, durably; keep the newest `keep`.
+
+        The state is off the device, or on it in a resident job.
+        """
 
     def replay_from(self) -> int:
         """The oldest step that `load` may return to from now on: the batches after it are kept.

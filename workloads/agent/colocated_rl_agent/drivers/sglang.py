@@ -49,10 +49,13 @@ def engine_command(
     port: int,
     config: Path,
     gpus: int,
+    memory_saver: bool,
     extra: Sequence[str],
     pool_tokens: int | None = None,
 ) -> EngineCommand:
     """`config`: written by `engine_config`. `extra`: spec.rollout.engineArgs, which may not set any of ours.
+
+    `memory_saver`: it will give device memory up and take it back; others go without what that costs.
 
     `pool_tokens`: KV pool of the pod's first engine, for those that replace it: budgets were checked with that one, and
     a replacement starts beside what the trainer leaves on the device.
@@ -66,9 +69,9 @@ def engine_command(
         "--port", str(port),
         "--sleep-on-idle",  # an idle engine must not take the trainer's cores
     ]  # fmt: skip
-    if gpus > 0:
+    if memory_saver:
         argv.append("--enable-memory-saver")
-    defaults = {PREFILL_GRAPHS: "disabled"} if gpus > 0 else {}
+    defaults = {PREFILL_GRAPHS: "disabled"} if memory_saver else {}
     if pool_tokens is not None:
         defaults[POOL] = str(pool_tokens)
     for flag, value in defaults.items():
@@ -86,9 +89,9 @@ def engine_command(
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(ENGINE_KEEP_ALIVE_S),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",  # a curious /health must not generate (H16)
     }
-    if gpus > 0:
+    if memory_saver:
         env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # releasing cuda_graph frees nothing without it
-    else:
+    if gpus == 0:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     return EngineCommand((*argv, *extra), env)
 
@@ -202,8 +205,8 @@ class SGLang:
         except ValueError as error:
             raise CallRefused(f"engine serves {info.model_path}: {error}") from error
 
-    async def require_suitable(self, *, gpus: int) -> ServerInfo:
-        """Raises Unsuitable with the flag or the package to change."""
+    async def require_suitable(self, *, memory_saver: bool) -> ServerInfo:
+        """Raises Unsuitable with the flag or the package to change. memory_saver: whether it must have one."""
         try:
             info = ServerInfo.model_validate(await self._call("GET", "/server_info"))
         except ValidationError as error:
@@ -215,7 +218,10 @@ class SGLang:
                 f"SGLang {info.version} is not known: use {SUPPORTED_VERSIONS[-1]}",
             ),
             (info.frontend != "python", "unset SGLANG_RUST_SERVER: only the Python HTTP server is supported"),
-            (gpus > 0 and not info.enable_memory_saver, "--enable-memory-saver is off: releasing would free nothing"),
+            (
+                memory_saver and not info.enable_memory_saver,
+                "--enable-memory-saver is off: releasing would free nothing",
+            ),
             (info.dp_size != 1, "--dp-size must be 1: use more replicas instead"),
             (info.tokenizer_worker_num != 1, "--tokenizer-worker-num must be 1: a pause would return early"),
             (info.incremental_streaming_output, "remove --incremental-streaming-output: aborts would repeat a token"),
