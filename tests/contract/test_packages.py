@@ -54,7 +54,8 @@ def test_contract_is_installed_and_imported_with_pydantic_alone(python: Path, tm
 def test_persons_own_trainer_needs_only_the_helper(python: Path, tmp_path: Path) -> None:
     run(CHECKOUT.uv, "pip", "install", "--python", python, wheel("operator"), wheel("workloads-trainer"))
     assert {"colocated-rl", "colocated-rl-trainer", *OF_PYDANTIC} == libraries(python)
-    assert "imported" == run(python, "-c", "import colocated_rl_trainer.rank_server; print('imported')", cwd=tmp_path)
+    imports = "import colocated_rl_trainer.rank_server, colocated_rl_trainer.conformance.checks"
+    assert "imported" == run(python, "-c", f"{imports}; print('imported')", cwd=tmp_path)
 
 
 def test_command_line_is_installed_without_torch_or_the_operators_libraries(python: Path, tmp_path: Path) -> None:

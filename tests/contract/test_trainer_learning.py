@@ -13,7 +13,7 @@ import pytest
 import torch
 from contract.trainer_in_process import OneRank
 
-from fakes.shards import Sample
+from colocated_rl_trainer.conformance.shards import Sample
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
 GROUPS, GROUP_SIZE, RESPONSE = 16, 16, 3

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from contract.trainer_in_process import OneRank
-from contract.trainer_process import Refusal, TrainerGroup, TrainerKind, running
 from safetensors.torch import load_file
 
+from colocated_rl_trainer.conformance.ranks import Refusal, TrainerGroup, TrainerKind, running
+from colocated_rl_trainer.conformance.shards import Sample, write_shards
 from colocated_rl_trainer.group import Group, GroupLost, _waiting_for_peers, form_group, interface_towards
 from colocated_rl_trainer.rank import Refused
-from fakes.shards import Sample, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
 CONFIG: dict[str, object] = {"learningRate": 1e-2, "minibatches": 2, "microBatchTokens": 60, "threads": 1}

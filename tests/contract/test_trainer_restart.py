@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract.trainer_process import Launch, Refusal, TrainerGroup, TrainerKind, running
 from safetensors.torch import load_file
 
-from fakes.shards import Sample, write_shards
+from colocated_rl_trainer.conformance.ranks import Launch, NotThere, Refusal, TrainerGroup, TrainerKind, running
+from colocated_rl_trainer.conformance.shards import Sample, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 from fakes.watched_trainer import PLACES, fork
 
@@ -80,7 +80,7 @@ class Run:
         """The step that all stand at."""
         try:
             (step,) = {status.step for status in group.wait_loaded()}
-        except AssertionError as error:
+        except NotThere as error:
             raise Lost(str(error)) from error
         assert step is not None
         return step

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract.trainer_process import Launch, TrainerKind, running
 from safetensors.torch import load_file
 
-from fakes.shards import Sample, write_shards
+from colocated_rl_trainer.conformance.ranks import Launch, TrainerKind, running
+from colocated_rl_trainer.conformance.shards import Sample, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 from fakes.watched_trainer import fork
 

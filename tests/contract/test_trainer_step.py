@@ -13,9 +13,9 @@ from contract.trainer_in_process import OneRank
 
 from colocated_rl_api.batch import BatchHeader
 from colocated_rl_trainer.batch import BadShard, Shard, Use, deal_minibatches
+from colocated_rl_trainer.conformance.shards import Sample, columns, write_shard, write_shards
 from colocated_rl_trainer.loop import DeviceFull, Diverged
 from colocated_rl_trainer.weights import load_model
-from fakes.shards import Sample, columns, write_shard, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
 Weights = Mapping[str, torch.Tensor]

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from contract.trainer_in_process import only_rank
-from contract.trainer_process import TrainerKind, running
 from safetensors.torch import load_file
 from torch.optim import AdamW, Optimizer
 
+from colocated_rl_trainer.conformance.ranks import TrainerKind, running
+from colocated_rl_trainer.conformance.shards import Sample, write_shards
 from colocated_rl_trainer.rank import Rank
 from colocated_rl_trainer.weights import load_model
 from examples.own_trainer.trainer import Reinforce
-from fakes.shards import Sample, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 from setup.layout import CHECKOUT
 

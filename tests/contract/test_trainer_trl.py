@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from colocated_rl_trainer.batch import Shard, Use
+from colocated_rl_trainer.conformance.shards import Sample, write_shards
 from colocated_rl_trainer.loss import importance_ratio
-from fakes.shards import Sample, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 from setup.environments import PEERS
 from setup.layout import CHECKOUT

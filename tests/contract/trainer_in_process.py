@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from contract.trainer_process import job_file
 
+from colocated_rl_trainer.conformance.ranks import job_file
+from colocated_rl_trainer.conformance.shards import Sample, write_shards
 from colocated_rl_trainer.loop import ReferenceTrainer
 from colocated_rl_trainer.settings import RankSettings, TrainerConfig
-from fakes.shards import Sample, write_shards
 
 
 def only_rank(folder: Path, model: Path, config: Mapping[str, object]) -> RankSettings:

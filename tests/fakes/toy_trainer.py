@@ -40,6 +40,7 @@ class ToyLoop:
             header = json.loads(content[8 : 8 + size])
         except (OSError, ValueError, struct.error) as error:
             raise Refused(f"{shard} is no shard: {error}") from error
+        watch.progress()
         watch.mark_dirty()
         self._numbers = [number + step for number in self._numbers]
         return {"columns": float(len(header))}

@@ -16,9 +16,9 @@ from contract.trainer_in_process import OneRank
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_trainer.conformance.shards import Sample
 from engines import ADMIN_KEY, engine_process
 from fakes.engine_model import write_engine_export
-from fakes.shards import Sample
 
 TEMPERATURE = 0.8
 PROMPTS = [[5, 6, 7, 8], [40, 41], [100, 3, 100, 3, 100, 3], [250, 251, 252]]

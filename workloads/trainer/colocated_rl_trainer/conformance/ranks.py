@@ -36,6 +36,10 @@ class Refusal(Exception):
         self.message = message
 
 
+class NotThere(Exception):
+    """A rank ended, or did not come to where it was waited for. The message has its output."""
+
+
 class Launch(Protocol):
     """A process that was started: `subprocess.Popen`, as far as it is needed."""
 
@@ -91,17 +95,17 @@ class TrainerProcess:
         return self.ask("/v1/save", {"step": step, "keep": keep})
 
     def wait_until(self, holds: Callable[[TrainerStatus], bool], within_s: float = START_S) -> TrainerStatus:
-        """Poll the state. Fails with the process's output if it ends or the time is over."""
+        """Poll the state. Raises NotThere if the process ends or the time is over."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise AssertionError(f"trainer ended with {self.process.returncode}:\n{self.log.read_text()}")
+                raise NotThere(f"trainer ended with {self.process.returncode}:\n{self.log.read_text()}")
             with contextlib.suppress(FileNotFoundError, ConnectionError):
                 status = self.status
                 if holds(status):
                     return status
             time.sleep(0.02)
-        raise AssertionError(f"trainer did not get there within {within_s} s:\n{self.log.read_text()}")
+        raise NotThere(f"trainer did not get there within {within_s} s:\n{self.log.read_text()}")
 
     def wait_loaded(self) -> TrainerStatus:
         return self.wait_until(lambda status: status.state is not TrainerState.STARTING)
@@ -110,10 +114,14 @@ class TrainerProcess:
         lines = (line for line in self.log.read_text().splitlines() if line.startswith("{"))
         return [line for line in map(json.loads, lines) if line["event"] == name]
 
-    def end(self, how: signal.Signals = signal.SIGKILL) -> int:
+    def end(self, how: signal.Signals = signal.SIGKILL, *, within_s: float = ANSWER_S) -> int:
+        """Its exit code. Raises TimeoutError."""
         if self.process.poll() is None:
             self.process.send_signal(how)
-        return self.process.wait(ANSWER_S)
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"rank at {self.socket} still runs {within_s:.0f} s after {how.name}") from error
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,7 @@ class TrainerGroup:
         size: int,
         lineage: int = 1,
         keep: int = 2,
+        device: str = "cpu",
         launch: Launcher | None = None,
     ) -> None:
         self.kind = kind
@@ -144,6 +153,7 @@ class TrainerGroup:
         self.folder = folder
         self.size = size
         self.lineage = lineage
+        self.device = device
         self.checkpoints = folder / "checkpoints"
         self.checkpoints.mkdir(exist_ok=True)
         (folder / "trainer.json").write_text(json.dumps(kind.config))
@@ -166,7 +176,7 @@ class TrainerGroup:
             TrainerEnvironment.LOCAL_RANK: 0,
             TrainerEnvironment.MASTER_ADDR: "127.0.0.1",
             TrainerEnvironment.MASTER_PORT: port,
-            TrainerEnvironment.DEVICE: "cpu",
+            TrainerEnvironment.DEVICE: self.device,
         }
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | {str(name): str(value) for name, value in told.items()}
         return TrainerProcess(self._launch, environment, self.folder / f"rank-{rank}-lineage-{self.lineage}.log")
@@ -196,9 +206,12 @@ class TrainerGroup:
     def export(self, step: int) -> list[Path]:
         """The directory of each pod."""
         version = WeightVersion(step, self.lineage)
-        folders = [self.folder / f"pod-{number}" / str(version) for number in range(self.size)]
+        folders = [self.export_directory(number, step) for number in range(self.size)]
         self.all(lambda number, rank: rank.export(version, folders[number]))
         return folders
+
+    def export_directory(self, pod: int, step: int) -> Path:
+        return self.folder / f"pod-{pod}" / str(WeightVersion(step, self.lineage))
 
     def save(self, step: int, keep: int = 2) -> list[TrainerStatus]:
         return self.all(lambda _, rank: rank.save(step, keep))
@@ -210,9 +223,16 @@ class TrainerGroup:
 
 @contextlib.contextmanager
 def running(
-    kind: TrainerKind, folder: Path, *, size: int, lineage: int = 1, keep: int = 2, launch: Launcher | None = None
+    kind: TrainerKind,
+    folder: Path,
+    *,
+    size: int,
+    lineage: int = 1,
+    keep: int = 2,
+    device: str = "cpu",
+    launch: Launcher | None = None,
 ) -> Iterator[TrainerGroup]:
-    group = TrainerGroup(kind, folder, size=size, lineage=lineage, keep=keep, launch=launch)
+    group = TrainerGroup(kind, folder, size=size, lineage=lineage, keep=keep, device=device, launch=launch)
     try:
         yield group
     finally:

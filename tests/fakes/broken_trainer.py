@@ -1,0 +1,74 @@
+"""A trainer with one defect: `python broken_trainer.py DEFECT`. Shows that the conformance suite sees it."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from colocated_rl_api.weights import Probe
+from colocated_rl_trainer.rank import Loop, Watch
+from colocated_rl_trainer.rank_server import serve
+from fakes.toy_trainer import ToyLoop
+
+
+class ForgetsItsCheckpoints(ToyLoop):
+    def load(self) -> int:
+        return 0
+
+
+class LoadsOtherWeights(ToyLoop):
+    def load(self) -> int:
+        step = super().load()
+        self._numbers[0] += step
+        return step
+
+
+class TakesATornShard(ToyLoop):
+    def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
+        watch.progress()
+        watch.mark_dirty()
+        return {}
+
+
+class MakesNoProgress(ToyLoop):
+    def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
+        return super().train(step, shard, _Deaf(watch))
+
+
+class _Deaf:
+    def __init__(self, watch: Watch) -> None:
+        self.mark_dirty = watch.mark_dirty
+
+    def progress(self) -> None: ...
+
+
+class WritesOnlyInItsFirstPod(ToyLoop):
+    def export(self, directory: Path) -> Probe | None:
+        return super().export(directory) if self._settings.rank == 0 else None
+
+
+class DiffersByPod(ToyLoop):
+    def export(self, directory: Path) -> Probe | None:
+        probe = super().export(directory)
+        file = directory / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-4] + struct.pack("<f", self._settings.rank))
+        return probe
+
+
+class PromisesWhatItHasNotYet(ToyLoop):
+    def replay_from(self) -> int:
+        return super().replay_from() + 1
+
+
+DEFECTS: Mapping[str, type[Loop]] = {
+    defect.__name__: defect
+    for defect in (
+        ForgetsItsCheckpoints, LoadsOtherWeights, TakesATornShard, MakesNoProgress, WritesOnlyInItsFirstPod,
+        DiffersByPod, PromisesWhatItHasNotYet,
+    )
+}  # fmt: skip
+
+if __name__ == "__main__":
+    serve(DEFECTS[sys.argv[1]])

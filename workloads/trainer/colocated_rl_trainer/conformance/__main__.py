@@ -1,0 +1,82 @@
+"""`python3 -m colocated_rl_trainer.conformance --model DIR -- COMMAND ...`: run every check, say how each went.
+
+Exit code 0 if all held, 1 if one did not, 2 if the trainer did not load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from colocated_rl_trainer.conformance.checks import CHECKS, Broken, Check
+from colocated_rl_trainer.conformance.ranks import NotThere, Refusal, TrainerGroup, TrainerKind, running
+
+HELD, BROKEN, NOT_LOADED = 0, 1, 2
+LAST_LINES = 5  # of each rank's output, after a failure
+
+
+def main(words: Sequence[str]) -> int:
+    options = _options(words)
+    config = json.loads(options.config.read_bytes()) if options.config else {}
+    kind = TrainerKind("yours", options.command, options.model.resolve(), config)
+    with (
+        tempfile.TemporaryDirectory(prefix="conformance-") as scratch,
+        running(kind, Path(scratch), size=options.ranks, device=options.device) as trainer,
+    ):
+        try:
+            trainer.wait_loaded()
+            trainer.onload()
+        except (NotThere, Refusal, OSError, ValidationError) as error:
+            _say(f"the trainer did not load: {error}")
+            return NOT_LOADED
+        broken = sum(not _holds(trainer, check) for check in CHECKS)
+        if broken:
+            for line in _last_words(trainer):
+                _say(line)
+    _say(f"{len(CHECKS) - broken} of {len(CHECKS)} checks held")
+    return BROKEN if broken else HELD
+
+
+def _holds(trainer: TrainerGroup, check: Check) -> bool:
+    name = check.__name__.replace("_", " ")
+    try:
+        check(trainer)
+    except Broken as error:
+        _say(f"BROKEN  {name}: {error}")
+    except (NotThere, Refusal, OSError, ValidationError) as error:
+        _say(f"BROKEN  {name}: {type(error).__name__}: {error}")
+    else:
+        _say(f"held    {name}")
+        return True
+    return False
+
+
+def _last_words(trainer: TrainerGroup) -> Iterator[str]:
+    for number, rank in enumerate(trainer.ranks):
+        yield f"last output of rank {number}:"
+        yield from (f"    {line}" for line in rank.log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python3 -m colocated_rl_trainer.conformance", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="directory of a small model, Hugging Face format")
+    parser.add_argument("--config", type=Path, help="JSON file: what spec.trainer.config would be")
+    parser.add_argument("--ranks", type=int, default=2, help="of the group, each as in a pod of its own (2)")
+    parser.add_argument("--device", default="cpu", help="of each rank: cpu or cuda:N (cpu)")
+    parser.add_argument("command", nargs="+", help="the trainer, after --: what spec.trainer.command would be")
+    return parser.parse_args(words)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

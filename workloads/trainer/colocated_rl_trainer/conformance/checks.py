@@ -1,0 +1,308 @@
+"""What every trainer has to do, one function each, in the order in which they are run on one group of ranks.
+
+Each takes the ranks ONLOADED and leaves them so, at the step that they stand at; the last one ends them. Batches are of
+random tokens: nothing is said about how well a trainer learns. A check that fails raises Broken.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import TrainerState
+from colocated_rl_api.trainer_wire import PROTOCOL, TrainerStatus
+from colocated_rl_api.weights import MANIFEST, Manifest
+from colocated_rl_trainer.conformance.ranks import Refusal, TrainerGroup, running
+from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.manifest import sha256_of, tensor_entries
+
+PROMPT_END_S = 5.0
+GROUPS, GROUP_SIZE = 4, 4
+
+Check = Callable[[TrainerGroup], None]
+
+
+class Broken(AssertionError):
+    """The trainer does not do what the protocol says."""
+
+
+def expect(holds: bool, message: str) -> None:
+    if not holds:
+        raise Broken(message)
+
+
+# ---------------------------------------------------------------------------------------------------------- the checks
+def says_who_it_is_and_where_it_stands(trainer: TrainerGroup) -> None:
+    for number, rank in enumerate(trainer.ranks):
+        status = rank.status
+        told = (status.protocol, status.rank, status.lineage)
+        wanted = (PROTOCOL, number, trainer.lineage)
+        expect(told == wanted, f"(protocol, rank, lineage) of rank {number} are {told}, not {wanted}")
+        expect(status.step is not None and not status.dirty, f"rank {number} has loaded and says {status}")
+
+
+def lets_its_group_use_the_socket(trainer: TrainerGroup) -> None:
+    for rank in trainer.ranks:
+        mode = rank.socket.stat().st_mode & 0o777
+        expect(mode & 0o077 == 0o060, f"{rank.socket} has mode {mode:o}: the agent is of the group, and no one else")
+
+
+def can_be_asked_twice_for_each_move(trainer: TrainerGroup) -> None:
+    for move, state in ((trainer.offload, TrainerState.OFFLOADED), (trainer.onload, TrainerState.ONLOADED)):
+        for _ in range(2):
+            told = {status.state for status in move()}
+            expect(told == {state}, f"after {move.__name__} ranks are {told}")
+
+
+def trains_a_step_once_and_answers_it_again(trainer: TrainerGroup) -> None:
+    step, files = _next_batch(trainer)
+    first = trainer.train(step, files)
+    again = trainer.train(step, files)
+    expect({status.step for status in first} == {step}, f"step {step} is trained, and ranks stand at {_steps(first)}")
+    expect(first == again, f"asked for step {step} again, it did not answer what it had: {first[0]}, then {again[0]}")
+    expect(not any(status.dirty for status in first), f"step {step} is finished, and a rank is still dirty")
+
+
+def trains_once_what_is_asked_twice_at_once(trainer: TrainerGroup) -> None:
+    step, files = _next_batch(trainer)
+    joined: list[list[TrainerStatus]] = []
+    other = threading.Thread(target=lambda: joined.append(trainer.train(step, files)))
+    other.start()
+    first = trainer.train(step, files)
+    other.join()
+    expect(joined == [first], f"two requests for step {step} at once had two answers")
+    expect(_step_of(trainer) == step, f"two requests for step {step} at once led to step {_step_of(trainer)}")
+
+
+def answers_its_state_during_a_step(trainer: TrainerGroup) -> None:
+    step, files = _next_batch(trainer)
+    training = threading.Thread(target=lambda: trainer.train(step, files))
+    training.start()
+    states = {trainer.ranks[0].status.state}
+    while training.is_alive():
+        states.add(trainer.ranks[0].status.state)
+    training.join()
+    expect(states <= {TrainerState.ONLOADED, TrainerState.TRAINING}, f"during a step it says {states}")
+
+
+def makes_progress_in_a_step(trainer: TrainerGroup) -> None:
+    """Or a step that takes longer than its deadline is taken for one that hangs."""
+    before = [rank.status.progress for rank in trainer.ranks]
+    step, files = _next_batch(trainer)
+    after = [status.progress for status in trainer.train(step, files)]
+    rises = [late > early for early, late in zip(before, after, strict=True)]
+    expect(all(rises), f"`progress` was {before} before step {step} and is {after} after it: call watch.progress()")
+
+
+def refuses_a_step_that_is_not_next(trainer: TrainerGroup) -> None:
+    step = _step_of(trainer)
+    for ahead in (-1, 2):
+        _expect_conflict(
+            trainer, f"training step {step + ahead} at step {step}",
+            lambda ahead=ahead: trainer.ranks[0].train(step + ahead, trainer.folder / "no-such-shard"),  # type: ignore[misc]
+        )  # fmt: skip
+    expect(_step_of(trainer) == step, f"a refused step led from {step} to {_step_of(trainer)}")
+
+
+def does_no_work_while_offloaded(trainer: TrainerGroup) -> None:
+    step, files = _next_batch(trainer)
+    never = trainer.folder / "never"
+    trainer.offload()
+    _expect_conflict(trainer, "training while offloaded", lambda: trainer.ranks[0].train(step, files[0]))
+    version = WeightVersion(step - 1, trainer.lineage)
+    _expect_conflict(trainer, "exporting while offloaded", lambda: trainer.ranks[0].export(version, never))
+    trainer.onload()
+    expect(not never.exists(), "a refused export left a directory")
+
+
+def changes_nothing_for_a_request_that_makes_no_sense(trainer: TrainerGroup) -> None:
+    rank = trainer.ranks[0]
+    before = rank.status
+    for body in ("{", "[]", '{"step": "one"}', '{"step": 1}'):
+        code, content = rank.ask_raw("POST", "/v1/train", body)
+        expect(code == 400, f"POST /v1/train {body} is answered {code}, not 400")
+        expect(bool(content.get("error") and content.get("message")), f"400 without error and message: {content}")
+    expect(rank.status == before, f"senseless requests changed the state: {before}, then {rank.status}")
+
+
+def exports_what_is_whole_named_and_readable(trainer: TrainerGroup) -> None:
+    step = train_next(trainer)
+    for folder in trainer.export(step):
+        expect((folder / MANIFEST).is_file(), f"{folder} has no {MANIFEST}")
+        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+        files = sorted(folder.glob("*.safetensors"))
+        tensors = {name: entry for file in files for name, entry in tensor_entries(file).items()}
+        wanted = WeightVersion(step, trainer.lineage)
+        expect(manifest.version == wanted, f"the manifest names {manifest.version}, not {wanted}")
+        expect(manifest.sha256 == {file.name: sha256_of(file) for file in files}, "hashes are not those of the files")
+        expect(manifest.tensors == tensors, "tensors of the manifest are not those of the files")
+        hidden = [file.name for file in folder.iterdir() if file.stat().st_mode & 0o060 != 0o060]
+        expect(not hidden, f"the group can't read and write {hidden}")
+        if manifest.probe is not None:
+            lengths = (len(manifest.probe.input_ids), len(manifest.probe.logp) + 1)
+            expect(lengths[0] == lengths[1], "a probe has a log-probability for each token but the first")
+    told = {rank.status.exported for rank in trainer.ranks}
+    expect(told == {WeightVersion(step, trainer.lineage)}, f"ranks say that they exported {told}")
+
+
+def exports_the_same_weights_in_every_pod(trainer: TrainerGroup) -> None:
+    hashes = {json.dumps(_hashes(folder)) for folder in trainer.export(train_next(trainer))}
+    expect(len(hashes) == 1, "weights of one version differ between pods")
+
+
+def writes_an_export_once(trainer: TrainerGroup) -> None:
+    step = train_next(trainer)
+    files = [folder / MANIFEST for folder in trainer.export(step)]
+    first = [file.stat().st_mtime_ns for file in files]
+    trainer.export(step)
+    expect(first == [file.stat().st_mtime_ns for file in files], "an export that was whole was written again")
+
+
+def replaces_a_torn_export(trainer: TrainerGroup) -> None:
+    step = train_next(trainer)
+    torn = trainer.export_directory(0, step)
+    torn.mkdir()
+    (torn / "left.safetensors").write_bytes(b"half")
+    trainer.export(step)
+    expect((torn / MANIFEST).exists(), f"a torn export stayed without its {MANIFEST}")
+    expect(not (torn / "left.safetensors").exists(), "a file of a torn export stayed")
+
+
+def refuses_to_export_other_weights(trainer: TrainerGroup) -> None:
+    step, never = _step_of(trainer), trainer.folder / "never"
+    for version in (WeightVersion(step, trainer.lineage + 1), WeightVersion(step + 1, trainer.lineage)):
+        _expect_conflict(
+            trainer, f"exporting {version} at {step}-{trainer.lineage}",
+            lambda version=version: trainer.ranks[0].export(version, never),  # type: ignore[misc]
+        )  # fmt: skip
+    expect(not never.exists(), "a refused export left a directory")
+
+
+def saves_while_offloaded(trainer: TrainerGroup) -> None:
+    step = train_next(trainer)
+    trainer.offload()
+    for _ in range(2):
+        for status in trainer.save(step):
+            expect(status.saved == step, f"saved step {step}, and `saved` is {status.saved}")
+            oldest = status.replay_from
+            expect(oldest is None or oldest <= step, f"`replay_from` is {oldest}, after the checkpoint of step {step}")
+    trainer.onload()
+
+
+def goes_on_from_its_checkpoint_when_it_is_killed(trainer: TrainerGroup) -> None:
+    """Ends the ranks, and has the next lineage start where they saved."""
+    saved = train_next(trainer)
+    exported = _hashes(trainer.export(saved)[0])
+    trainer.save(saved)
+    lost = train_next(trainer)
+    trainer.end()
+    with running(
+        trainer.kind, trainer.folder, size=trainer.size, lineage=trainer.lineage + 1, device=trainer.device
+    ) as again:
+        told = {(status.step, status.saved) for status in again.wait_loaded()}
+        expect(told == {(saved, saved)}, f"saved at step {saved}; after a restart (step, saved) are {told}")
+        again.onload()
+        expect(exported == _hashes(again.export(saved)[0]), f"weights of step {saved} are others after a restart")
+        again.train(lost, batch(again, lost))
+        refuses_a_shard_that_is_torn(again)
+        _end_by_signal(again)
+
+
+def refuses_a_shard_that_is_torn(trainer: TrainerGroup) -> None:
+    """It may end over it; it may not take it for a step."""
+    step, files = _next_batch(trainer)
+    torn = trainer.folder / "torn"
+    torn.write_bytes(files[0].read_bytes()[:100])
+    try:
+        trainer.train(step, [torn] * trainer.size)
+    except (Refusal, OSError):
+        for rank in trainer.ranks:
+            if rank.process.poll() is None:
+                status = rank.status
+                expect((status.step, status.dirty) == (step - 1, False), f"over a torn shard it came to be {status}")
+        return
+    raise Broken("a shard that is cut off after 100 bytes was trained on")
+
+
+CHECKS: Sequence[Check] = (
+    says_who_it_is_and_where_it_stands,
+    lets_its_group_use_the_socket,
+    can_be_asked_twice_for_each_move,
+    trains_a_step_once_and_answers_it_again,
+    trains_once_what_is_asked_twice_at_once,
+    answers_its_state_during_a_step,
+    makes_progress_in_a_step,
+    refuses_a_step_that_is_not_next,
+    does_no_work_while_offloaded,
+    changes_nothing_for_a_request_that_makes_no_sense,
+    exports_what_is_whole_named_and_readable,
+    exports_the_same_weights_in_every_pod,
+    writes_an_export_once,
+    replaces_a_torn_export,
+    refuses_to_export_other_weights,
+    saves_while_offloaded,
+    goes_on_from_its_checkpoint_when_it_is_killed,  # the last: it ends them
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+def batch(trainer: TrainerGroup, step: int) -> list[Path]:
+    """Random tokens that the trainer's model knows; the same ones for the same step."""
+    config = trainer.kind.model / "config.json"
+    vocabulary = json.loads(config.read_bytes()).get("vocab_size", 32) if config.exists() else 32
+    chance = random.Random(step)
+    samples = []
+    for number in range(GROUPS * GROUP_SIZE):
+        prompt, response = ([chance.randrange(vocabulary) for _ in range(length)] for length in (4, 2 + number % 5))
+        reward, group = float(number % 3 == 0), number // GROUP_SIZE
+        samples.append(Sample(prompt, response, [-3.0] * len(response), reward, group, step - 1))
+    return write_shards(trainer.folder, samples, step=step, split=trainer.size)
+
+
+def train_next(trainer: TrainerGroup) -> int:
+    """The step that was trained."""
+    step, files = _next_batch(trainer)
+    trainer.train(step, files)
+    return step
+
+
+def _next_batch(trainer: TrainerGroup) -> tuple[int, list[Path]]:
+    step = _step_of(trainer) + 1
+    return step, batch(trainer, step)
+
+
+def _step_of(trainer: TrainerGroup) -> int:
+    step = trainer.ranks[0].status.step
+    if step is None:
+        raise Broken("rank 0 has loaded, and its step is null")
+    return step
+
+
+def _steps(statuses: Sequence[TrainerStatus]) -> list[int | None]:
+    return [status.step for status in statuses]
+
+
+def _expect_conflict(trainer: TrainerGroup, what: str, ask: Callable[[], TrainerStatus]) -> None:
+    try:
+        ask()
+    except Refusal as refusal:
+        expect(refusal.code == 409, f"{what} is answered {refusal.code}, not 409")
+        return
+    raise Broken(f"{what} is not refused")
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return Manifest.model_validate_json((folder / MANIFEST).read_bytes()).sha256
+
+
+def _end_by_signal(trainer: TrainerGroup) -> None:
+    for number, rank in enumerate(trainer.ranks):
+        try:
+            rank.end(signal.SIGTERM, within_s=PROMPT_END_S)
+        except TimeoutError as error:
+            raise Broken(f"rank {number} still runs {PROMPT_END_S:.0f} s after SIGTERM") from error
