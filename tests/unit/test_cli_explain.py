@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from builders import make_manifest
+from builders import RESIDENT_ROLLOUT, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.ladder import Rung
 from colocated_rl_cli.commands import told
@@ -124,6 +124,24 @@ def test_a_pod_that_lags_is_named_with_its_rung_how_long_and_the_deadline() -> N
         "sums-gpu-0-0 at Paused, for 12 s now: the engine's scheduler says that it is idle (at most 60 s: "
         "switch.engineCallSeconds)"
     ) == found.waits_for
+
+
+def test_a_resident_pod_waits_for_its_own_ladder() -> None:
+    """Below Exported nothing is about to close, and nobody leaves a device."""
+    training = gpu_page(target="2-1", trainers=[{"rank": 0, "state": "Training", "lineage": 1, "step": 1}])
+    states = pages(**{f"sums-gpu-{replica}-0": training for replica in (0, 1)})
+    status = running(phase="Training", targetStep=2, rung="Sealed")
+    found = explained(job(status=status, rollout=RESIDENT_ROLLOUT), states=states)
+    assert {"sums-gpu-0-0": "Sealed", "sums-gpu-1-0": "Sealed"} == found.rungs
+    assert "the trainer makes the step beside rollout" in str(found.waits_for)
+    assert "switch.trainerProgressSeconds" in str(found.waits_for)
+
+
+def test_a_sealed_batch_of_a_resident_job_waits_for_no_evaluation() -> None:
+    sealed = {"step": 2, "groups": 4, "samples": 8, "lossTokens": 10}
+    states = pages(**{"sums-rollout-0": rollout_page(sealed=sealed)})
+    one = job(status=running(), evaluation={"everySteps": 1}, rollout=RESIDENT_ROLLOUT)
+    assert "batch 2 is sealed: the step begins" == explained(one, states=states).waits_for
 
 
 def test_a_job_that_is_over_has_nothing_to_explain() -> None:

@@ -127,7 +127,7 @@ def test_every_walk_ends_and_no_invariant_breaks(seed: int, replicas: int, fault
 
 
 @given(seed=st.integers(0, 2**32), replicas=st.integers(1, 3), faults=st.integers(0, 6))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_walk_of_a_resident_job_ends_and_no_invariant_breaks(seed: int, replicas: int, faults: int) -> None:
     group = walk(seed, replicas=replicas, faults=faults, placement=Placement.RESIDENT)
     assert group.outcome in ENDS

@@ -17,7 +17,7 @@ import pydantic
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, Phase
-from colocated_rl_api.ladder import TIME_SLICED, Ladder, Rung
+from colocated_rl_api.ladder import RESIDENT, TIME_SLICED, Ladder, Rung
 from colocated_rl_api.member_wire import PodFacts, PodTarget, Problem, RolloutFacts
 from colocated_rl_cli import remedies
 from colocated_rl_cli.errors import CliError
@@ -301,6 +301,12 @@ MOVERS: dict[Rung, Mover] = {
     Rung.RESTORED: Mover("the probe agrees and the gate opens", "engine_call_seconds"),
     Rung.SERVING: Mover("rollout fills the next batch", None),
 }
+RESIDENT_MOVERS = MOVERS | {
+    Rung.SEALED: Mover("the trainer makes the step beside rollout (after a start: loads its checkpoint)", None),
+    Rung.EXPORTED: Mover("its agent closes the gate, once no evaluation needs the older weights", "settle_seconds"),
+    Rung.DRAINED: Mover("the engine loads the new weights, or starts on them", "engine_start_seconds"),
+    Rung.UPDATED: Mover("the probe agrees and the gate opens", "engine_call_seconds"),
+}
 
 
 def _waits_for(
@@ -323,7 +329,11 @@ def _waits_for(
     who = sorted(pod for pod, rung in known.items() if rung is at) or ["every pod"]
     since = max((seen.since[pod] for pod in who if pod in seen.since), default=None)
     lasted = f", for {max(0.0, seen.now.timestamp() - since):.0f} s now" if since is not None else ""
-    return f"{_listed(who)} at {at}{lasted}: {MOVERS[at].words}{_bound(seen, at)}"
+    return f"{_listed(who)} at {at}{lasted}: {_mover(seen, at).words}{_bound(seen, at)}"
+
+
+def _mover(seen: Evidence, at: Rung) -> Mover:
+    return (RESIDENT_MOVERS if _ladder(seen.job) is RESIDENT else MOVERS)[at]
 
 
 def _bound(seen: Evidence, at: Rung) -> str:
@@ -331,13 +341,13 @@ def _bound(seen: Evidence, at: Rung) -> str:
     if spec is None:
         return ""
     switch = spec.switch
-    if at is Rung.RELEASED:
+    if _ladder(seen.job).next_barrier(at) is Rung.TRAINED:
         return (
             f" (at most {switch.trainer_start_seconds} s to start, "
             f"{switch.trainer_progress_seconds} s without progress: "
             "switch.trainerStartSeconds, switch.trainerProgressSeconds)"
         )
-    name = MOVERS[at].deadline
+    name = _mover(seen, at).deadline
     if name is None:
         return ""
     alias = type(switch).model_fields[name].alias
@@ -354,18 +364,22 @@ def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts |
     samples = (rollout.samples if rollout else status.rollout.samples if status.rollout else {}) or {}
     if rollout and rollout.sealed and rollout.sealed.step > step:
         evaluated = rollout.evaluated.step if rollout.evaluated else None
-        if spec.evaluation and evaluated != step:
+        if spec.evaluation and evaluated != step and spec.rollout.ladder is TIME_SLICED:
             return (
                 f"batch {rollout.sealed.step} is sealed; the evaluation of step {step} has to end first (at most "
                 f"{spec.evaluation.deadline_seconds} s: evaluation.deadlineSeconds)"
             )
-        return f"batch {rollout.sealed.step} is sealed: the switch begins"
+        return f"batch {rollout.sealed.step} is sealed: the {_begins(spec)} begins"
     wanted = spec.rollout.batch_size * spec.rollout.group_size
     done = samples.get("completed", 0)
     under_way = sum(samples.get(state, 0) for state in ("running", "interrupted", "scoring"))
     rate = rollout.tokens_per_second if rollout else status.rollout.tokens_per_second if status.rollout else None
     pace = f", {rate:.0f} tokens/s" if rate is not None else ""
     return f"rollout fills batch {step + 1}: {done} of {wanted} samples finished, {under_way} under way{pace}"
+
+
+def _begins(spec: ColocatedRLJobSpec) -> str:
+    return "switch" if spec.rollout.ladder is TIME_SLICED else "step"
 
 
 # --------------------------------------------------------------------------------------------------------------- words
