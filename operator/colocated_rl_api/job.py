@@ -18,7 +18,18 @@ from pydantic.alias_generators import to_camel
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import LADDERS, Ladder, Placement
 from colocated_rl_api.names import OPERATOR
-from colocated_rl_api.parts import Options, Part, Quantity, Resources, Rule, Volume, rules, should_match
+from colocated_rl_api.parts import (
+    Options,
+    Part,
+    Quantity,
+    Resources,
+    Rule,
+    Volume,
+    fixed,
+    fixed_while_running,
+    rules,
+    should_match,
+)
 
 JOB_NAME_MAX = 40  # longest derived name: NAME-gpu-REPLICA-ATTEMPT, at most 63 characters
 
@@ -183,7 +194,13 @@ class Prompts(Part):
 class Sampling(Part):
     """How tokens are drawn. Only what the engine's log-probabilities describe exactly."""
 
-    temperature: float = Field(default=1.0, ge=0.01, le=10, description="Softmax temperature of rollout and training.")
+    temperature: float = Field(
+        default=1.0,
+        ge=0.01,
+        le=10,
+        description="Softmax temperature of rollout and training. May change; what was sampled before is trained as "
+        "sampled by other weights would be, by its behaviour log-probabilities.",
+    )
 
 
 OWNED_ENGINE_FLAGS = (
@@ -252,7 +269,18 @@ class Filter(StrEnum):
 class Rollout(Part):
     """Generating samples, all the time, across training steps."""
 
-    model_config = ConfigDict(json_schema_extra=rules(_OWNED_FLAGS, _CONCURRENCY, _OFFLOAD))
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            _OWNED_FLAGS,
+            _CONCURRENCY,
+            _OFFLOAD,
+            *fixed(
+                *("colocateWith", "offload", "engineArgs", "prompts", "maxPromptTokens", "maxResponseTokens"),
+                *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
+                *("maxFilteredPerBatch", "resources"),
+            ),
+        )
+    )
 
     colocate_with: Literal["trainer"] = Field(
         default="trainer", description="Role whose devices the engines share; offload says how."
@@ -276,7 +304,7 @@ class Rollout(Part):
     batch_size: int = Field(ge=1, le=65_536, description="Groups (prompts) in the batch of one training step.")
     group_size: int = Field(ge=2, le=1024, description="Samples of each prompt; advantages are relative to their mean.")
     max_concurrency: int | None = Field(
-        default=None, ge=1, le=1_048_576, description="Groups in flight at most; batchSize when absent."
+        default=None, ge=1, le=1_048_576, description="Groups in flight at most; batchSize when absent. May change."
     )
     max_staleness: int = Field(
         default=1,
@@ -441,12 +469,6 @@ class Storage(Part):
     volume: Volume = Field(default_factory=Volume, description="Local or block storage: SQLite needs real locks.")
 
 
-_IMMUTABLE = (
-    "replicas", "model", "gpus", "rollout", "trainer", "weightSync", "checkpoint", "storage", "switch", "evaluation",
-    "managedBy",
-)  # fmt: skip
-
-
 _is_manager, _manager_rule = should_match(
     r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?",
     f"should be a domain, / and a name: {OPERATOR}",
@@ -459,19 +481,16 @@ class ColocatedRLJobSpec(Part):
 
     model_config = ConfigDict(
         json_schema_extra=rules(
-            *(
-                Rule(
-                    name,
-                    f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})",
-                    f"{name} can't change once the job exists: make a new job with the new value",
-                )
-                for name in _IMMUTABLE
-            )
+            *fixed("replicas", "model", "gpus", "trainer", "weightSync", "checkpoint", "storage", "managedBy"),
+            *fixed_while_running("switch"),
         )
     )
 
     steps: int = Field(
-        ge=1, le=1_000_000, description="Training steps; the job is complete after the last. May change."
+        ge=1,
+        le=1_000_000,
+        description="Training steps; the job is complete after the last. May change; with no more than are done it is "
+        "complete at once.",
     )
     suspend: bool = Field(
         default=False,
@@ -484,17 +503,27 @@ class ColocatedRLJobSpec(Part):
     model: Model = Field(description="Starting weights.")
     gpus: Gpus = Field(default_factory=Gpus, description="Devices of each replica.")
     rollout: Rollout = Field(description="Generating samples.")
-    evaluation: Evaluation | None = Field(default=None, description="No evaluation when absent.")
+    evaluation: Evaluation | None = Field(
+        default=None, description="No evaluation when absent. May change, for the next one."
+    )
     trainer: Trainer = Field(default_factory=Trainer, description="Training on them.")
     weight_sync: WeightSync = Field(default_factory=WeightSync, description="How new weights reach the engines.")
-    switch: Switch = Field(default_factory=Switch, description="Deadlines of a switch.")
+    switch: Switch = Field(
+        default_factory=Switch, description="Deadlines of a switch. May change while the job is suspended."
+    )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Checkpoints of the trainer.")
     storage: Storage = Field(default_factory=Storage, description="Store of the rollout controller.")
     backoff_limit: int = Field(
-        default=6, ge=0, le=1000, description="Restarts of the trainers after failures before the job is failed."
+        default=6,
+        ge=0,
+        le=1000,
+        description="Restarts of the trainers after failures before the job is failed. May change.",
     )
     pods_ready_deadline_seconds: int = Field(
-        default=1800, ge=1, le=604_800, description="All members must answer within this time, or the job is failed."
+        default=1800,
+        ge=1,
+        le=604_800,
+        description="All members must answer within this time, or the job is failed. May change.",
     )
     active_deadline_seconds: int | None = Field(
         default=None,

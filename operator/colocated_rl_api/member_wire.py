@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 from pydantic.alias_generators import to_camel
 
-from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.job import ColocatedRLJobSpec, Evaluation
 from colocated_rl_api.ladder import Rung, WeightVersion
 
 WIRE_VERSION = 1
@@ -260,7 +260,11 @@ class RolloutTarget(Wire):
     saved_step: int  # in every checkpoint that trainers may go back to: batches up to here are not needed again
     engines: tuple[Endpoint, ...]  # gates to use; whether they are open is for the gates to say
     evaluate: int | None = None  # evaluate this step's weights now; the switch waits for it
-    last_step: int | None = None  # spec.steps as it is now; None: as the job's file says
+    # what of the spec may change, as it is now; None: as the job's file says
+    last_step: int | None = None  # spec.steps
+    concurrency: int | None = None  # groups in flight at most
+    temperature: float | None = None  # of requests from here on
+    evaluation: Evaluation | None = None  # how, from the next one on
 
 
 class Hello(Wire):

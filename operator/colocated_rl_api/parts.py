@@ -71,6 +71,31 @@ def rules(*given: Rule) -> dict[str, Any]:
     }
 
 
+def fixed(*fields: str) -> tuple[Rule, ...]:
+    """Fields of one part that keep their value, or their absence, as long as the job exists."""
+    return tuple(
+        Rule(name, _is_kept(name), f"{name} can't change once the job exists: make a new job with the new value")
+        for name in fields
+    )
+
+
+def fixed_while_running(*fields: str) -> tuple[Rule, ...]:
+    """Fields of the spec that pods read when they are made."""
+    return tuple(
+        Rule(
+            name,
+            f"(has(oldSelf.suspend) && oldSelf.suspend) || ({_is_kept(name)})",
+            f"{name} can't change while the job runs: set suspend to true, change it, and set suspend to false again",
+        )
+        for name in fields
+    )
+
+
+def _is_kept(name: str) -> str:
+    """A rule of the parent: the field's own would not be asked when it is added or removed."""
+    return f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})"
+
+
 def should_match(pattern: str, words: str) -> tuple[AfterValidator, dict[str, Any]]:
     """A pattern with words for whoever misses it: a validator, and the same in CEL, where the value may be a number."""
 

@@ -217,7 +217,7 @@ def _evaluating(seen: Observation) -> Evaluating | None:
         version, since = climb.version, seen.memory.reached.get(Rung.SERVING, seen.now)
     elif version is None or ladder is not RESIDENT or not ladder.reaches(Rung.EXPORTED, seen.slowest):
         return None
-    if not (version.step in (0, seen.job.spec.steps) or version.step % evaluation.every_steps == 0):
+    if version.step < seen.job.spec.steps and version.step % evaluation.every_steps != 0:
         return None
     is_done = facts is not None and facts.evaluated is not None and facts.evaluated.step >= version.step
     ends = since + evaluation.deadline_seconds
@@ -324,6 +324,7 @@ def _granted(seen: Observation) -> Rung:
 
 
 def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
+    spec = seen.job.spec
     finished = climb.step if seen.is_finished else climb.step - 1
     return RolloutTarget(
         epoch=climb.epoch,
@@ -336,7 +337,10 @@ def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
             if member.address is not None
         ),
         evaluate=evaluating.step if (evaluating := _evaluating(seen)) else None,
-        last_step=seen.job.spec.steps,
+        last_step=spec.steps,
+        concurrency=spec.rollout.concurrency,
+        temperature=spec.rollout.sampling.temperature,
+        evaluation=spec.evaluation,
     )
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from colocated_rl_api import names
-from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec
+from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec, Rollout
 from colocated_rl_cli.manifest import judge
 from colocated_rl_cli.yaml_text import read
 from colocated_rl_operator.crd import Schema, structural_schema
@@ -155,25 +155,37 @@ MAY_CHANGE = {
     "podsReadyDeadlineSeconds": 7,
     "activeDeadlineSeconds": 7,
     "ttlSecondsAfterFinished": 7,
+    "rollout.maxConcurrency": 7,
+    "rollout.sampling.temperature": 0.7,
+    "evaluation.samples": 7,
+    "evaluation": None,
 }
+MAY_CHANGE_WHILE_SUSPENDED = {"switch.settleSeconds": 7}
 MAY_NOT_CHANGE = {
     "replicas": 7,
     "model.path": "other",
     "gpus.count": 7,
     "gpus.resources.limits.memory": "7Gi",
-    "rollout.batchSize": 700,
     "rollout.offload": [],
     "rollout.engineArgs": ["--dtype", "bfloat16"],
     "rollout.prompts.reasoningGym.config": {"other_terms": 2},
+    "rollout.maxPromptTokens": 7,
+    "rollout.maxResponseTokens": 7,
+    "rollout.batchSize": 700,
+    "rollout.groupSize": 7,
+    "rollout.maxStaleness": 7,
+    "rollout.atMaxStaleness": "Drop",
+    "rollout.interruption": "Retry",
+    "rollout.filters": ["Truncated"],
+    "rollout.maxFilteredPerBatch": 7,
+    "rollout.resources.limits.memory": "7Gi",
     "trainer.config": {"otherRate": 1},
     "weightSync.verify": "Version",
     "checkpoint.everySteps": 7,
     "storage.volume.size": "7Gi",
-    "switch.settleSeconds": 7,
-    "evaluation.samples": 7,
-    "evaluation": None,
     "managedBy": None,
 }
+ONLY_ONE_VALUE = {"rollout.colocateWith"}
 
 
 def full(name: str) -> Document:
@@ -208,17 +220,24 @@ def changed(job: Document, path: str, value: object) -> Document:
 
 
 def test_every_field_of_the_spec_either_may_change_or_may_not() -> None:
-    immutable = {path.split(".")[0] for path in MAY_NOT_CHANGE}
-    assert {field.alias for field in ColocatedRLJobSpec.model_fields.values()} == immutable | MAY_CHANGE.keys()
+    named = {field_of(path) for path in (*MAY_CHANGE, *MAY_CHANGE_WHILE_SUSPENDED, *MAY_NOT_CHANGE, *ONLY_ONE_VALUE)}
+    spec = {str(field.alias) for field in ColocatedRLJobSpec.model_fields.values()} - {"rollout"}
+    assert named == spec | {f"rollout.{field.alias}" for field in Rollout.model_fields.values()}
+
+
+def field_of(path: str) -> str:
+    """The field that a change of `path` is said of: rollout's are looked at one by one."""
+    return ".".join(path.split(".")[: 2 if path.startswith("rollout.") else 1])
 
 
 @pytest.mark.parametrize("path", MAY_NOT_CHANGE)
 def test_change_that_cannot_be_honoured_is_refused(api: ApiServer, stored_job: Document, path: str) -> None:
     name = stored_job["metadata"]["name"]
     answer = api.request("PUT", f"{JOBS}/{name}?{DRY_RUN}", changed(stored_job, path, MAY_NOT_CHANGE[path]))
-    field = path.split(".")[0]
+    field = field_of(path)
     assert [f"spec.{field}"] == answer.fields
-    assert f"{field} can't change once the job exists: make a new job with the new value" in answer.message
+    words = f"{field.split('.')[-1]} can't change once the job exists: make a new job with the new value"
+    assert words in answer.message
 
 
 @pytest.mark.parametrize("path", MAY_CHANGE)
@@ -228,12 +247,28 @@ def test_change_that_can_be_honoured_is_accepted(api: ApiServer, stored_job: Doc
     assert answer.is_accepted, answer.message
 
 
-def test_evaluation_cannot_be_added_later(api: ApiServer) -> None:
-    without = full("without-evaluation")
-    evaluation = without["spec"].pop("evaluation")
+@pytest.mark.parametrize("path", MAY_CHANGE_WHILE_SUSPENDED)
+def test_what_pods_read_when_they_are_made_may_change_while_there_are_none(api: ApiServer, path: str) -> None:
+    job = full("suspended")
+    job["spec"]["suspend"] = True
+    with stored(api, job) as suspended:
+        later = changed(suspended, path, MAY_CHANGE_WHILE_SUSPENDED[path])
+        assert api.request("PUT", f"{JOBS}/suspended?{DRY_RUN}", changed(later, "suspend", False)).is_accepted
+        running = api.request("PUT", f"{JOBS}/suspended", changed(suspended, "suspend", False)).body
+        refused = api.request(
+            "PUT", f"{JOBS}/suspended?{DRY_RUN}", changed(running, path, MAY_CHANGE_WHILE_SUSPENDED[path])
+        )
+    assert [f"spec.{field_of(path)}"] == refused.fields
+    assert "set suspend to true, change it, and set suspend to false again" in refused.message
+
+
+@pytest.mark.parametrize(("field", "is_accepted"), [("evaluation", True), ("managedBy", False)])
+def test_what_can_be_added_later(api: ApiServer, field: str, is_accepted: bool) -> None:
+    without = full("without")
+    value = without["spec"].pop(field)
     with stored(api, without) as job:
-        later = changed(job, "evaluation", evaluation)
-        assert ["spec.evaluation"] == api.request("PUT", f"{JOBS}/without-evaluation?{DRY_RUN}", later).fields
+        answer = api.request("PUT", f"{JOBS}/without?{DRY_RUN}", changed(job, field, value))
+    assert is_accepted == answer.is_accepted
 
 
 # ----------------------------------------------------------------------------------------------------------- property

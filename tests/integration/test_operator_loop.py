@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from builders import make_job, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.ladder import Rung
-from colocated_rl_api.member_wire import Goal, PodTarget
+from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_operator.act import Doors
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.case import Pods, Wakeups
@@ -558,6 +558,18 @@ async def test_a_change_of_the_spec_in_between_does_not_lose_the_epoch(world: Wo
         world.kubelet.let_go("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert 4 == world.status["step"]
+
+
+async def test_steps_that_are_lowered_complete_the_job(world: World) -> None:
+    world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == 2)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step") == 2)
+        change(world, steps=1, evaluation=None)
+        rollout = world.kubelet.of_seat("rollout")
+        await world.until(lambda: isinstance(rollout.seen[-1], RolloutTarget) and rollout.seen[-1].last_step == 1)
+        world.kubelet.let_go("rollout")
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert (2, 2) == (world.status["step"], world.status["targetStep"])
 
 
 async def test_an_epoch_raised_by_somebody_else_is_gone_beyond_after_a_look_at_the_lease(world: World) -> None:

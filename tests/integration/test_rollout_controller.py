@@ -28,6 +28,7 @@ from safetensors.numpy import load
 
 from colocated_rl_api import names
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_api.job import Evaluation as EvaluationSpec
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint, Goal, RolloutFacts
 from colocated_rl_rollout.controller import Controller
@@ -472,7 +473,6 @@ async def test_an_evaluation_that_nobody_can_score_has_no_result(job: JobOnDisk,
     prompts = job.spec.rollout.prompts
     async with task_processes(prompts, tmp_path, command=command) as failing, running(job, failing) as scene:
         evaluation = scene.controller._evaluation
-        assert evaluation
         await scene.target(evaluate=0)
         await scene.open(V0)
         await until(lambda: evaluation.problem and evaluation.problem.reason == "EvaluationImpossible")
@@ -522,6 +522,49 @@ async def test_the_last_step_is_the_one_that_the_spec_names_now(job: JobOnDisk, 
         await scene.samples(trained=2 * BATCH, running=0, completed=0)
         await scene.target(3, trained_step=1, last_step=2)
         await scene.sealed(2)
+
+
+async def test_concurrency_and_temperature_are_those_that_the_spec_names_now(
+    job: JobOnDisk, processes: TaskProcesses
+) -> None:
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0, pace=0)
+        await scene.generating(2 * BATCH)
+        await scene.target(concurrency=BATCH + 2)
+        await scene.generating(2 * (BATCH + 2))
+        assert {1.0} == temperatures(scene)
+        await scene.close()
+        await scene.samples(interrupted=2 * (BATCH + 2))
+        await scene.target(concurrency=BATCH + 2, temperature=0.5)
+        await scene.open(V0)
+        await scene.sealed(1)
+        assert {1.0, 0.5} == temperatures(scene)
+        assert {0.5} == {header.temperature for header in (await scene.batch(1)).headers}
+
+
+def temperatures(scene: Scene) -> set[float]:
+    return {request["sampling_params"]["temperature"] for gate in scene.gates for request in gate.requests}
+
+
+async def test_an_evaluation_may_come_later_and_change_for_the_next_one(
+    tmp_path: Path, processes: TaskProcesses
+) -> None:
+    job = JobOnDisk.write(tmp_path, make_spec().model_copy(update={"evaluation": None}))
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        await scene.target(2, evaluate=0, evaluation=EvaluationSpec(samples=4))
+        facts = await scene.operator.until(lambda facts: facts.evaluated)
+        assert facts.evaluated
+        assert (0, 4, None) == (facts.evaluated.step, facts.evaluated.samples, facts.evaluated.best)
+        await scene.open(V1)
+        await scene.target(3, trained_step=1, evaluate=1, evaluation=EvaluationSpec(samples=6, responses=2))
+        facts = await scene.operator.until(lambda facts: facts.evaluated and facts.evaluated.step == 1)
+        assert facts.evaluated
+        assert 12 == facts.evaluated.samples
+        assert facts.evaluated.best is not None
 
 
 async def test_goal_stop_ends_the_controller(job: JobOnDisk, processes: TaskProcesses) -> None:

@@ -330,6 +330,40 @@ def test_targets_say_which_step_is_the_last_as_the_spec_says_now(steps: int, exp
     assert {expected} == {target.is_last for target in targets if isinstance(target, PodTarget)}
 
 
+def test_steps_that_are_lowered_end_the_job_where_it_stands_and_raised_ones_let_it_go_on() -> None:
+    seen = climbing(Rung.SERVING, Rung.SERVING, climb=make_climb(5), rollout=rollout_facts(sealed=6, trained=5))
+    saved = [
+        replace(member, facts=member.pod_facts.model_copy(update={"trainers": (trainer(5, 1, saved=5),)}))
+        if member.pod_facts
+        else member
+        for member in seen.members
+    ]
+    for steps, cause in ((2, Cause.ALL_STEPS_DONE), (5, Cause.ALL_STEPS_DONE), (6, Cause.NEXT_STEP)):
+        climb = plan(remember(replace(seen, members=tuple(saved), job=make_job(steps=steps)))).climb
+        assert climb is not None
+        assert cause is climb.cause
+    assert not plan(replace(seen, job=make_job(steps=2))).raises, "its checkpoint is not durable yet"
+
+
+def test_a_job_that_is_cut_short_is_evaluated_where_it_ends() -> None:
+    job = make_job(steps=1, evaluation={"everySteps": 10})
+    seen = climbing(Rung.SERVING, Rung.SERVING, climb=make_climb(3), job=job, rollout=rollout_facts(trained=3))
+    assert 3 == rollout_target(plan(seen)).evaluate
+
+
+def test_the_rollout_controller_is_told_what_of_the_spec_may_change_as_it_is_now() -> None:
+    rollout = {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 2}
+    job = make_job(
+        steps=7,
+        rollout=rollout | {"maxConcurrency": 3, "sampling": {"temperature": 0.5}},
+        evaluation={"everySteps": 2, "samples": 9},
+    )
+    target = rollout_target(plan(climbing(Rung.SERVING, Rung.SERVING, job=job)))
+    assert (7, 3, 0.5, job.spec.evaluation) == (
+        *(target.last_step, target.concurrency, target.temperature, target.evaluation),
+    )
+
+
 def test_the_job_is_done_after_the_last_step_once_its_checkpoint_is_durable() -> None:
     assert not plan(last(saved=None)).raises
     decided = plan(last(saved=1))

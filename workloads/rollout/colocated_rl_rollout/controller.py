@@ -82,19 +82,16 @@ class Controller:
             position=store.cursor,
             changed=self._wake,
         )
-        self._evaluation: Evaluation | None = None
-        if spec.evaluation:
-            self._evaluation = Evaluation(
-                samples=spec.evaluation.samples,
-                responses=spec.evaluation.responses,
-                limit=spec.rollout.max_response_tokens,
-                temperature=spec.rollout.sampling.temperature,
-                store=store,
-                prompts=self._prompts,
-                chat=chat,
-                processes=self._processes,
-                changed=self._wake,
-            )
+        self._evaluation = Evaluation(
+            spec.evaluation,
+            limit=spec.rollout.max_response_tokens,
+            temperature=spec.rollout.sampling.temperature,
+            store=store,
+            prompts=self._prompts,
+            chat=chat,
+            processes=self._processes,
+            changed=self._wake,
+        )
         turns = Turns(
             chat,
             self._metrics,
@@ -103,7 +100,7 @@ class Controller:
             at_most=settings.gateway_turns,
             parked_at_most_s=settings.gateway_parked_s,
         )
-        gateway = Gateway(
+        self._gateway = gateway = Gateway(
             model=job.name,
             chat=chat,
             turns=turns,
@@ -162,9 +159,8 @@ class Controller:
                     group.create_task(self._prompts.run(), name="prompts"),
                     group.create_task(self._engines.run(), name="engines"),
                     group.create_task(self._report(), name="report"),
+                    group.create_task(self._evaluation.prepare(), name="evaluation"),
                 ]
-                if self._evaluation:
-                    supporters.append(group.create_task(self._evaluation.prepare(), name="evaluation"))
                 worker = group.create_task(self._worker.run(), name="worker")
                 await self._ending.wait()
                 await self._end(worker)
@@ -191,17 +187,27 @@ class Controller:
     # ------------------------------------------------------------------------------------------------- targets
     def _accept(self, target: RolloutTarget) -> None:
         self._engines.follow(target.engines)
-        if target.last_step is not None:
-            self._worker.last_step = target.last_step
+        self._tune(target)
         if self._store.commit(target.trained_step):
             self._worker.discard_stale()
         self._store.forget(target.saved_step)
-        if self._evaluation:
-            self._evaluation.ask(target.evaluate)
+        self._evaluation.ask(target.evaluate)
         if target.goal is Goal.STOP:
             self._stop = True
             self._ending.set()
         self._wake()
+
+    def _tune(self, target: RolloutTarget) -> None:
+        """What of the spec may change has effect with what begins from here on."""
+        worker, evaluation, gateway = self._worker, self._evaluation, self._gateway
+        if target.last_step is not None:
+            worker.last_step = target.last_step
+        if target.concurrency is not None:
+            worker.concurrency = target.concurrency
+        if target.temperature is not None:
+            worker.temperature = evaluation.temperature = gateway.temperature = target.temperature
+        if target.evaluation is not None:
+            evaluation.how = target.evaluation
 
     def _count_tokens(self, tokens: int) -> None:
         self._rate.add(tokens)
@@ -259,7 +265,7 @@ class Controller:
     def _problem(self) -> Problem | None:
         """Why there is no progress; the first of those who know."""
         parts = (self._store, self._prompts, self._worker, self._processes, self._evaluation)
-        found = (part.problem for part in parts if part and part.problem)
+        found = (part.problem for part in parts if part.problem)
         return next(found, self._worker.no_signal)
 
     def _counts(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection
 
+from colocated_rl_api.job import Evaluation as Rules
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import EvaluationResult, Problem
@@ -82,13 +83,15 @@ class Scoreboard:
 
 
 class Evaluation:
-    """Evaluates when asked. `changed` is called when there is something to send, a result, or a problem."""
+    """Evaluates when asked. `changed` is called when there is something to send, a result, or a problem.
+
+    how: None until the job has an evaluation. A change of it, and of the temperature, is for the next one.
+    """
 
     def __init__(
         self,
+        how: Rules | None,
         *,
-        samples: int,
-        responses: int,
         limit: int,
         temperature: float,
         store: Store,
@@ -97,17 +100,19 @@ class Evaluation:
         processes: TaskProcesses,
         changed: Callable[[], None],
     ) -> None:
-        self._samples = samples
-        self._responses = responses
+        self.how = how
+        self.temperature = temperature
         self._limit = limit
-        self._temperature = temperature
         self._store = store
         self._prompts = prompts
         self._chat = chat
         self._processes = processes
         self._changed = changed
-        self._held_out: list[Prompt] | None = None
+        self._held_out: list[Prompt] = []
+        self._found_for: int | None = None  # so many were wanted of them
+        self._wanted = asyncio.Event()
         self._board: Scoreboard | None = None
+        self._board_temperature = temperature
         self._asked: int | None = None
         self._under_way: dict[int, asyncio.Task[None]] = {}
         self._began = 0.0
@@ -125,10 +130,17 @@ class Evaluation:
             self._begin()
 
     async def prepare(self) -> None:
-        """Find the held-out prompts."""
-        while self._held_out is None:
+        """Find the held-out prompts, and find them again whenever more or fewer are wanted."""
+        while True:
+            self._wanted.clear()
+            if self.how is not None and self._found_for != self.how.samples:
+                await self._find(self.how.samples)
+            await self._wanted.wait()
+
+    async def _find(self, samples: int) -> None:
+        while self._found_for != samples:
             try:
-                self._held_out = await self._prompts.held_out(self._samples)
+                self._held_out, self._found_for = await self._prompts.held_out(samples), samples
             except RewardFailed as error:
                 log(LOG, "held-out prompts not made", logging.WARNING, reason=str(error))
                 self.problem = Problem(reason="HeldOutPromptsNotMade", message=f"{error}; asked again"[:1024])
@@ -138,8 +150,8 @@ class Evaluation:
                 self._stop(error)
                 return
         self.problem = None
-        if len(self._held_out) < self._samples:
-            log(LOG, "fewer held-out prompts", logging.WARNING, samples=len(self._held_out), wanted=self._samples)
+        if len(self._held_out) < samples:
+            log(LOG, "fewer held-out prompts", logging.WARNING, samples=len(self._held_out), wanted=samples)
         self._begin()
 
     def _stop(self, error: Exception) -> None:
@@ -171,8 +183,11 @@ class Evaluation:
         for task in self._under_way.values():
             task.cancel()
         self._under_way.clear()
-        if self._asked is not None and self._held_out is not None:
-            self._board = Scoreboard(self._asked, prompts=len(self._held_out), responses=self._responses)
+        if self._asked is not None and self.how is not None and self._found_for != self.how.samples:
+            self._wanted.set()
+        elif self._asked is not None and self.how is not None:
+            self._board_temperature = self.temperature
+            self._board = Scoreboard(self._asked, prompts=len(self._held_out), responses=self.how.responses)
             self._began = time.monotonic()
             self._redone = self._unscored = 0
             log(LOG, "evaluation began", step=self._asked, samples=len(self._held_out))
@@ -180,8 +195,8 @@ class Evaluation:
 
     # ------------------------------------------------------------------------------------------------- one answer
     async def _answer(self, board: Scoreboard, place: int, engine: EngineClient) -> None:
-        prompt = (self._held_out or [])[place // self._responses]
-        request = GenerateRequest(list(prompt.ids), self._limit, self._temperature, self._chat.end_ids)
+        prompt = self._held_out[place // board.responses]
+        request = GenerateRequest(list(prompt.ids), self._limit, self._board_temperature, self._chat.end_ids)
         try:
             generated = await engine.generate(request)
         except GateRefused as error:

@@ -45,7 +45,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Gateway:
-    """limit, temperature: of a request that does not say; the first also bounds the others."""
+    """limit, temperature: of a request that does not say; the first also bounds the others, the second may change."""
 
     def __init__(
         self, *, model: str, chat: Chat, turns: Turns, metrics: Metrics, limit: int, temperature: float, created: int
@@ -55,7 +55,7 @@ class Gateway:
         self._turns = turns
         self._metrics = metrics
         self._limit = limit
-        self._temperature = temperature
+        self.temperature = temperature
         self._created = created
         self._reading = asyncio.Semaphore(READING_AT_MOST)
 
@@ -99,7 +99,7 @@ class Gateway:
         def read(text: bytes) -> tuple[Asked, Form]:
             body, form = read_body(ChatBody, text, model=self._model)
             prompt = prompt_of(read_chat(body, self._chat), self._chat)
-            return asked(body, prompt, limit=self._limit, temperature=self._temperature), form
+            return asked(body, prompt, limit=self._limit, temperature=self.temperature), form
 
         return await self._complete(request, *await self._read(request, read))
 
@@ -107,7 +107,7 @@ class Gateway:
         def read(text: bytes) -> tuple[Asked, Form]:
             body, form = read_body(TextBody, text, model=self._model)
             prompt = text_prompt_of(body, self._chat)
-            return asked(body, prompt, limit=self._limit, temperature=self._temperature), form
+            return asked(body, prompt, limit=self._limit, temperature=self.temperature), form
 
         return await self._complete(request, *await self._read(request, read))
 

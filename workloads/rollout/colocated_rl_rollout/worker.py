@@ -85,7 +85,10 @@ class Worker:
         self._collecting_since = time.monotonic()
         self._looks_again: asyncio.TimerHandle | None = None  # for room on the volume
         self._draining = False
-        self.last_step = spec.steps  # nothing is made for later ones; may change while the job runs
+        # these may change while the job runs
+        self.last_step = spec.steps  # nothing is made for later ones
+        self.concurrency = spec.rollout.concurrency
+        self.temperature = spec.rollout.sampling.temperature
         self._filtered = 0  # groups, since the last batch
         self.problem: Problem | None = None
         self.no_signal: Problem | None = None
@@ -136,7 +139,7 @@ class Worker:
             live=len(groups) - completed,
             completed=completed,
             sealed=self._store.sealed_groups,
-            concurrency=self._rollout.concurrency,
+            concurrency=self.concurrency,
             batch_size=self._rollout.batch_size,
             max_staleness=self._rollout.max_staleness,
             steps_left=self.last_step + 1 - self._store.next_step,
@@ -191,7 +194,7 @@ class Worker:
         request = GenerateRequest(
             [*sample.group.prompt.ids, *sample.tokens.ids.tolist()],
             remaining(sample.tokens, limit=self._rollout.max_response_tokens),
-            self._rollout.sampling.temperature,
+            self.temperature,
             self._chat.end_ids,
         )
         try:
@@ -344,7 +347,7 @@ class Worker:
                 groups,
                 step=step,
                 shards=trainer_ranks(self._spec),
-                temperature=self._rollout.sampling.temperature,
+                temperature=self.temperature,
                 seed=self._rollout.prompts.source.seed,
                 oldest_step=step - 1 - self._rollout.max_staleness,
             )
