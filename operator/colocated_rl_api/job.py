@@ -487,10 +487,7 @@ class ColocatedRLJobSpec(Part):
     )
 
     steps: int = Field(
-        ge=1,
-        le=1_000_000,
-        description="Training steps; the job is complete after the last. May change; with no more than are done it is "
-        "complete at once.",
+        ge=1, le=1_000_000, description="Training steps; the job is complete after the last. May change."
     )
     suspend: bool = Field(
         default=False,
@@ -539,10 +536,8 @@ class ColocatedRLJobSpec(Part):
         description="From completion or failure to the deletion of the job and its pods; retained volumes stay. Never "
         "when absent. May change.",
     )
-    managed_by: Annotated[str, _is_manager] | None = Field(
+    managed_by: Annotated[str, Field(max_length=63, json_schema_extra=_manager_rule), _is_manager] | None = Field(
         default=None,
-        max_length=63,
-        json_schema_extra=_manager_rule,
         description=f"Controller that acts on the job: {OPERATOR}, which is meant when absent. A job of another one is "
         "left alone, its status and finalizers too.",
     )

@@ -94,7 +94,9 @@ class PodOutOfLine(StatusPart):
 class ColocatedRLJobStatus(StatusPart):
     """What the operator knows. Written by the operator alone."""
 
-    observed_generation: int | None = Field(default=None, description="Generation of the spec that this answers.")
+    observed_generation: int | None = Field(
+        default=None, description="Generation of the spec that this answers; -1 before the first look."
+    )
     phase: Phase | None = Field(default=None, description="Summary for people.")
     step: int | None = Field(default=None, description="Last finished step.")
     weight_version: str | None = Field(default=None, max_length=32, description="STEP-LINEAGE that all engines serve.")

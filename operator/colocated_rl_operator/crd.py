@@ -27,6 +27,7 @@ from pydantic_core import core_schema
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_operator.reasons import Cause, ConditionType, Reason
 
 Schema = dict[str, Any]
 
@@ -105,6 +106,7 @@ def resource_schema() -> Schema:
     """The schema of the whole resource."""
     status = structural_schema(ColocatedRLJobStatus, path=".status")
     _drop_defaults(status)
+    status["default"] = {"observedGeneration": -1}  # else kstatus takes a job that nobody has looked at for one at rest
     extra = ColocatedRLJob.model_config.get("json_schema_extra")
     return {
         "type": "object",
@@ -311,8 +313,27 @@ def _rules_of(schema: Schema, *, path: str) -> Iterator[tuple[str, str]]:
         yield from _rules_of(field, path=f"{path}.{name}")
 
 
+def _reasons() -> Iterator[str]:
+    """Every word that a program may wait for."""
+    waited_for = "`kubectl wait --for=condition=TYPE`. kstatus, hence Flux and `helm --wait`, reads the first three."
+    members = (
+        "Of conditions, besides the causes. Completed, InvalidSpec, ObjectRefused and PodDeleted are events too. "
+        "What members say of themselves in `status.outOfLine` is in [cli.md](cli.md#reasons-and-what-to-do)."
+    )
+    told = "In `status.cause`, and as reasons of conditions. Each but OperatorRestarted is told by an event."
+    for heading, words, said in (
+        ("## Conditions", ConditionType, waited_for),
+        ("## Causes", Cause, told),
+        ("## Reasons", Reason, members),
+    ):
+        yield from ("", heading, "", said, "", "| | what it means | what to do |", "|---|---|---|")
+        for word in words:
+            advice = f"{word.advice[0].upper()}{word.advice[1:]}." if word.advice else ""
+            yield f"| `{word}` | {word.meaning} | {advice} |"
+
+
 def reference_page() -> str:
-    """`docs/reference.md`: every field with type, unit, default and bounds."""
+    """`docs/reference.md`: every field with type, unit, default and bounds; every reason."""
     schema = resource_schema()
     spec, status = schema["properties"]["spec"], schema["properties"]["status"]
     lines = [
@@ -343,6 +364,7 @@ def reference_page() -> str:
         f"{f' {fact.bounds[0].upper()}{fact.bounds[1:]}.' if fact.bounds.startswith('one of') else ''} |"
         for fact in facts_of(status, path="status")
     ]
+    lines += _reasons()
     lines += ["", "## Columns", "", "| `kubectl get` | from | |", "|---|---|---|"]
     lines += [
         f"| {name.upper()}{' (`-o wide`)' if priority else ''} | `{path}` | {text} |"

@@ -108,14 +108,15 @@ def _complaint(error: Any) -> str:
 def _climb(status: ColocatedRLJobStatus) -> Climb | None:
     if status.epoch is None or status.target_step is None or status.lineage is None or status.cause is None:
         return None
-    if status.cause not in set(Cause):
+    causes = {str(cause): cause for cause in Cause}
+    if status.cause not in causes:
         raise JobInvalid(f"status.cause is {status.cause}, which this operator does not know: run the newer one again")
     return Climb(
         epoch=status.epoch,
         step=status.target_step,
         lineage=status.lineage,
         group=status.group or "",
-        cause=Cause(status.cause),
+        cause=causes[status.cause],
         restarts=status.restarts or 0,
     )
 

@@ -1,27 +1,77 @@
-"""Every reason that the operator gives, in conditions, events, status.cause and logs. Stable: people alert on them."""
+"""Every reason that the operator gives, in conditions, events, status.cause and logs. Stable: people alert on them.
+
+Each says here what it means and what a person can do; `docs/reference.md` is made of it. There is no other way to give
+a reason: conditions and events take these types.
+"""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
 from colocated_rl_api.member_wire import Goal
 
 
-class Cause(StrEnum):
-    """Why the epoch was raised; `status.cause`."""
+class Told(StrEnum):
+    """A word for programs, with what it means, and what to do about it: "" if nothing."""
 
-    FIRST_START = "FirstStart"
-    NEXT_STEP = "NextStep"
-    TAKEOVER = "OperatorRestarted"  # or another operator had the job meanwhile: same goal, new epoch
-    POD_REPLACED = "PodReplaced"
-    TRAINER_DIED = "TrainerDied"
-    RUNG_DEADLINE = "RungDeadlineExceeded"
-    ALL_STEPS_DONE = "AllStepsDone"
-    BACKOFF_LIMIT = "BackoffLimitExceeded"
-    PODS_NOT_READY = "PodsReadyDeadlineExceeded"
-    DEADLINE = "DeadlineExceeded"
-    SUSPENDED = "Suspended"  # members stop, then pods go, until spec.suspend is false
-    RESUMED = "Resumed"
+    meaning: str
+    advice: str
+
+    def __new__(cls, word: str, meaning: str, advice: str = "") -> Self:
+        told = str.__new__(cls, word)
+        told._value_ = word
+        told.meaning, told.advice = meaning, advice
+        return told
+
+
+_MORE_RESTARTS = "read why in the event and in the pod's log; raise backoffLimit if restarts are expected"
+
+
+class Cause(Told):
+    """Why the epoch was raised; `status.cause`, and an event for each but OperatorRestarted."""
+
+    FIRST_START = "FirstStart", "Every member answers: the trainers start for the first time."
+    NEXT_STEP = "NextStep", "The batch of the next step is sealed: the GPUs change hands."
+    TAKEOVER = "OperatorRestarted", "Another operator process has the job, or had it meanwhile: the goal is the same."
+    POD_REPLACED = (
+        "PodReplaced",
+        "A GPU pod was lost and made again: the trainers start together again from the newest checkpoint.",
+        "see PodDeleted, or why its node let it go; " + _MORE_RESTARTS,
+    )
+    TRAINER_DIED = (
+        "TrainerDied",
+        "A trainer's process ended: the trainers start together again from the newest checkpoint.",
+        _MORE_RESTARTS,
+    )
+    RUNG_DEADLINE = (
+        "RungDeadlineExceeded",
+        "A pod stayed where it was for longer than spec.switch allows: the trainers start together again.",
+        "the event names pod and rung, status.outOfLine says what it waits for; if it is slow and well, raise that "
+        "deadline of spec.switch while the job is suspended",
+    )
+    ALL_STEPS_DONE = "AllStepsDone", "The last step is done and saved: members are told to stop."
+    BACKOFF_LIMIT = (
+        "BackoffLimitExceeded",
+        "The trainers were restarted after failures more than backoffLimit times: the job has failed.",
+        "the message tells of the last failure; the pods' logs are there until the job is deleted",
+    )
+    PODS_NOT_READY = (
+        "PodsReadyDeadlineExceeded",
+        "Not every member answered within podsReadyDeadlineSeconds: the job has failed and its GPUs are free.",
+        "the message names who was missing and why: quota, nodes, images, claims; make the job again",
+    )
+    DEADLINE = (
+        "DeadlineExceeded",
+        "The job was active for longer than activeDeadlineSeconds: it has failed.",
+        "make a new job with more time; it may start from this one's checkpoints",
+    )
+    SUSPENDED = (
+        "Suspended",
+        "The spec says suspend: members stop, then pods go, and volumes stay.",
+        "set spec.suspend to false for the job to go on",
+    )
+    RESUMED = "Resumed", "The spec says suspend no more: pods are made, and the trainers start together."
 
     @property
     def is_failure(self) -> bool:
@@ -46,32 +96,65 @@ class Waiting(StrEnum):
     STOPPING = "MembersStopping"
 
 
-class ConditionType(StrEnum):
-    READY = "Ready"  # kstatus: the job does what its spec says, or has done it
-    RECONCILING = "Reconciling"  # kstatus: on the way there
-    STALLED = "Stalled"  # kstatus: a person must do something
-    PODS_READY = "PodsReady"
-    GPU_SHARING_READY = "GPUSharingReady"  # every engine has served beside or in turn with its trainer
-    SUSPENDED = "Suspended"  # no pod of the job is there, and none is made
-    COMPLETE = "Complete"
-    FAILED = "Failed"
+class ConditionType(Told):
+    """Conditions of a job, all of them always there."""
+
+    READY = (
+        "Ready",
+        "The job does what its spec says: every engine has served the present lineage, also through switches. It stays "
+        "true when the job is complete.",
+    )
+    RECONCILING = "Reconciling", "The job is on its way to Ready, or to Suspended."
+    STALLED = "Stalled", "A person must act.", "the message says on what"
+    PODS_READY = "PodsReady", "Every member answers: GPU pods and the rollout controller."
+    GPU_SHARING_READY = (
+        "GPUSharingReady",
+        "Every engine has served, in turn with its trainer or beside it; the reason is the placement.",
+    )
+    SUSPENDED = "Suspended", "The job is suspended and none of its pods is left."
+    COMPLETE = "Complete", "All steps are done and saved, and every member has stopped."
+    FAILED = "Failed", "The job will not go on.", "the reason and the message say why"
 
 
-class Reason(StrEnum):
-    """Reasons of conditions, besides the causes above and, of GPUSharingReady, the placement."""
+class Reason(Told):
+    """Reasons besides the causes. Completed and those behind it are told by an event too, but for PodNotRunning."""
 
-    SERVING = "Serving"  # every gate is open on the target's version
-    CLIMBING = "Climbing"
-    PODS_STARTING = "PodsStarting"
-    MEMBERS_ANSWER = "MembersAnswer"
-    JOB_ENDED = "JobEnded"
-    SUSPENDING = "Suspending"  # pods are on their way out
-    NOT_SUSPENDED = "NotSuspended"
-    STEPS_REMAIN = "StepsRemain"
-    COMPLETED = "Completed"
-    NOT_FAILED = "NotFailed"
-    NOT_STALLED = "NotStalled"
-    INVALID_SPEC = "InvalidSpec"
-    DELETED = "Deleted"
-    POD_DELETED = "PodDeleted"  # events: a pod that stays silent or does not end
-    OBJECT_REFUSED = "ObjectRefused"  # the API server does not admit an object of the job
+    SERVING = "Serving", "Engines serve, or change hands in an ordinary switch."
+    CLIMBING = "Climbing", "Trainers and engines start."
+    PODS_STARTING = (
+        "PodsStarting",
+        "Not every member answers yet, or again.",
+        "the message names them; podsReadyDeadlineSeconds after the loss the job fails",
+    )
+    MEMBERS_ANSWER = "MembersAnswer", "Every member answers."
+    JOB_ENDED = "JobEnded", "The job is complete or has failed: its members have stopped."
+    TIME_SLICED = "TimeSliced", "Engines and trainer take turns on the GPUs."
+    RESIDENT = "Resident", "Engines and trainer both stay on the GPUs."
+    SUSPENDING = "Suspending", "Members stop, then their pods go."
+    NOT_SUSPENDED = "NotSuspended", "The job runs, or has ended."
+    STEPS_REMAIN = "StepsRemain", "There are steps to do."
+    NOT_FAILED = "NotFailed", "Nothing that ends the job has happened."
+    NOT_STALLED = "NotStalled", "No person is needed."
+    DELETED = "Deleted", "The job is being deleted: members were told to stop, pods are going."
+    COMPLETED = "Completed", "All steps are done."
+    INVALID_SPEC = (
+        "InvalidSpec",
+        "The spec breaks a rule that the API server could not see, or the status is of a newer operator; what runs "
+        "stays as it is.",
+        "put right what the message names",
+    )
+    OBJECT_REFUSED = (
+        "ObjectRefused",
+        "The API server does not admit an object of the job: quota, pod security, a webhook, a missing right.",
+        "the message has the server's words; it is tried again every 30 s",
+    )
+    POD_DELETED = (
+        "PodDeleted",
+        "A pod was deleted because its member stayed silent or did not stop, or because its node did not end it.",
+        "the message says which, and the last words of its container if there are any; look at its node",
+    )
+    POD_NOT_RUNNING = (
+        "PodNotRunning",
+        "A container of the pod does not run; a reason of status.outOfLine alone.",
+        "the message is kubelet's, with the container's last words",
+    )

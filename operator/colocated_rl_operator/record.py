@@ -23,6 +23,7 @@ from colocated_rl_api.logs import log
 from colocated_rl_operator.errors import ApiUnreachable, Conflict, StaleEpoch
 from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Body
+from colocated_rl_operator.reasons import Told
 
 LOG = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class News:
     """An event about the job; action: CamelCase verb phrase, what the operator does about it."""
 
     kind: Literal["Normal", "Warning"]
-    reason: str
+    reason: Told
     note: str
     action: str
 

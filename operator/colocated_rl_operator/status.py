@@ -28,16 +28,22 @@ from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_operator.observation import Observation, rests
 from colocated_rl_operator.plan import Plan
-from colocated_rl_operator.reasons import Cause, ConditionType, Reason
+from colocated_rl_operator.reasons import Cause, ConditionType, Reason, Told
 
 PROGRESS_S = 10.0
 BLINK_S = 5.0  # members that are away for less (a take-over, a restarted agent) change no word
 MAX_OUT_OF_LINE = 10
 
 
-SHARING = {
-    Placement.TIME_SLICED: "engines and trainers take turns: the GPUs change hands once a batch is sealed",
-    Placement.RESIDENT: "engines and trainers stay on the GPUs: gates close only while engines take new weights",
+SHARING: dict[Placement, tuple[Reason, str]] = {
+    Placement.TIME_SLICED: (
+        Reason.TIME_SLICED,
+        "engines and trainers take turns: the GPUs change hands once a batch is sealed",
+    ),
+    Placement.RESIDENT: (
+        Reason.RESIDENT,
+        "engines and trainers stay on the GPUs: gates close only while engines take new weights",
+    ),
 }
 
 
@@ -190,7 +196,7 @@ class _Stamp:
         self._generation = generation
         self._at = at
 
-    def __call__(self, kind: ConditionType, value: bool, reason: str, message: str) -> Condition:
+    def __call__(self, kind: ConditionType, value: bool, reason: Told, message: str) -> Condition:
         status = ConditionStatus.TRUE if value else ConditionStatus.FALSE
         old = self._before.get(kind)
         if old and old.status is status and old.reason == reason and not message:
@@ -221,21 +227,19 @@ def _conditions(
     cause = plan.climb.cause if plan.climb else None
     ready = _readiness(phase, cause)
     waiting = plan.wait.message if plan.wait and not answering else ""
+    stalled: tuple[bool, Told, str] = (False, Reason.NOT_STALLED, "")
     if is_failed and cause:
-        stalled = (True, str(cause), plan.message)
+        stalled = (True, cause, plan.message)
     elif stall is not None:
-        stalled = (True, str(stall.reason), stall.message)
-    else:
-        stalled = (False, str(Reason.NOT_STALLED), "")
+        stalled = (True, stall.reason, stall.message)
     done = f"all {seen.job.spec.steps} steps are done" if is_complete else ""
     failure = plan.message if is_failed else ""
-    placement = seen.job.ladder.placement
-    sharing = (str(placement), SHARING[placement])
+    sharing = SHARING[seen.job.ladder.placement]
     is_suspended = phase is Phase.SUSPENDED
+    suspended: Told = Reason.NOT_SUSPENDED
+    pods_ready = _pods_ready(plan, waiting, answering=answering)
     if phase in (Phase.SUSPENDING, Phase.SUSPENDED):
         suspended, pods_ready = ready[1], (False, ready[1], "")
-    else:
-        suspended, pods_ready = str(Reason.NOT_SUSPENDED), _pods_ready(plan, waiting, answering=answering)
     kept = "its pods are gone, its volumes are kept: it goes on when spec.suspend is false" if is_suspended else ""
     return [
         stamp(ConditionType.READY, ready[0], ready[1], failure or waiting),
@@ -245,17 +249,17 @@ def _conditions(
         stamp(ConditionType.GPU_SHARING_READY, served is not None and not plan.is_over, *sharing),
         stamp(ConditionType.SUSPENDED, is_suspended, suspended, kept),
         stamp(ConditionType.COMPLETE, is_complete, Reason.COMPLETED if is_complete else Reason.STEPS_REMAIN, done),
-        stamp(ConditionType.FAILED, is_failed, str(cause) if is_failed else Reason.NOT_FAILED, failure),
+        stamp(ConditionType.FAILED, is_failed, cause if is_failed and cause else Reason.NOT_FAILED, failure),
     ]
 
 
-def _pods_ready(plan: Plan, waiting: str, *, answering: bool) -> tuple[bool, str, str]:
+def _pods_ready(plan: Plan, waiting: str, *, answering: bool) -> tuple[bool, Told, str]:
     if plan.is_over:
         return False, Reason.JOB_ENDED, ""
     return (True, Reason.MEMBERS_ANSWER, "") if answering else (False, Reason.PODS_STARTING, waiting)
 
 
-def _readiness(phase: Phase, cause: Cause | None) -> tuple[bool, str]:
+def _readiness(phase: Phase, cause: Cause | None) -> tuple[bool, Told]:
     match phase:
         case Phase.COMPLETE:
             return True, Reason.COMPLETED
@@ -270,7 +274,7 @@ def _readiness(phase: Phase, cause: Cause | None) -> tuple[bool, str]:
         case Phase.SUSPENDED:
             return False, Cause.SUSPENDED
         case Phase.RECOVERING | Phase.FAILED:
-            return False, str(cause) if cause else Reason.CLIMBING
+            return False, cause or Reason.CLIMBING
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -281,7 +285,7 @@ def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
     for member in seen.current.values():
         rung, problem = plan.standings.get(member.name), member.facts.problem if member.facts else None
         if problem is None and member.trouble is not None:
-            problem = Problem(reason="PodNotRunning", message=member.trouble[:1024])
+            problem = Problem(reason=Reason.POD_NOT_RUNNING, message=member.trouble[:1024])
         if problem is not None:
             found.append(PodOutOfLine(name=member.name, rung=rung, reason=problem.reason, message=problem.message))
         elif rung is not usual and rung is not None:

@@ -87,7 +87,7 @@ def test_columns_say_where_a_job_stands(kubectl: Kubectl, api: ApiServer, job: D
 def test_status_is_written_only_through_its_own_door(api: ApiServer, job: Document) -> None:
     name = job["metadata"]["name"]
     answer = api.request("PATCH", f"{JOBS}/{name}", {"status": STATUS}, content_type="application/merge-patch+json")
-    assert "status" not in answer.body
+    assert {"observedGeneration": -1} == answer.body["status"]
     assert job["metadata"]["generation"] == write_status(api, name, STATUS)["metadata"]["generation"]
 
 
@@ -115,6 +115,12 @@ def test_condition_without_a_reason_is_refused(api: ApiServer, job: Document) ->
         content_type="application/merge-patch+json",
     )
     assert "status.conditions[0].reason" in answer.fields
+
+
+def test_a_job_that_no_operator_has_seen_is_not_taken_for_one_at_rest(kubectl: Kubectl, job: Document) -> None:
+    """kstatus finds a job without conditions Current, and `helm --wait` returned before anything had begun."""
+    assert {"observedGeneration": -1} == job["status"]
+    kubectl("wait", "--for=jsonpath={.status.observedGeneration}=-1", f"{names.SHORT_NAME}/{job['metadata']['name']}")
 
 
 def test_kubectl_wait_follows_conditions(kubectl: Kubectl, api: ApiServer, job: Document) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
-from contract.api_server import Kubectl
+from contract.api_server import Helm, Kubectl
 
 from builders import make_job, make_manifest
 from colocated_rl_api import names
@@ -32,7 +32,7 @@ from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_operator.authority import SECRET_NAME
 from colocated_rl_operator.cluster import ClusterAccess, find_cluster
-from fakes.group import Group
+from fakes.group import GpuPod, Group
 from fakes.member import FakeKubelet
 from setup.layout import CHECKOUT
 
@@ -453,10 +453,47 @@ async def test_a_job_of_another_controller_is_left_alone(world: World) -> None:
     async with world.operator():
         await world.until(lambda: world.is_complete)
         [job] = [job for job in await world.api.all(JOBS) if job["metadata"]["name"] == "theirs"]
-        assert (None, None) == (job.get("status"), job["metadata"].get("finalizers"))
+        assert ({"observedGeneration": -1}, None) == (job["status"], job["metadata"].get("finalizers"))
         assert not [pod for pod in await world.api.all(PODS) if "theirs" in pod["metadata"]["name"]]
         await world.api.call("DELETE", f"{JOBS}/theirs")
         assert not [job for job in await world.api.all(JOBS) if job["metadata"]["name"] == "theirs"]
+
+
+async def test_kubectl_waits_for_a_failure(world: World, kubectl: AsyncKubectl) -> None:
+    patch = {"spec": {"backoffLimit": 0}}
+    await world.api.call("PATCH", f"{JOBS}/sums", patch, "application/merge-patch+json")
+    world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 1)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Switching")
+        member = world.kubelet.of_seat("gpu-0")
+        assert isinstance(member.pod, GpuPod)
+        world.group.trainer_dies(member.pod)
+        member.poke()
+        world.kubelet.let_go("gpu-1")
+        await kubectl("wait", "--for=condition=Failed", f"{names.SHORT_NAME}/sums", "--timeout=30s")
+        await kubectl("wait", "--for=condition=Stalled", f"{names.SHORT_NAME}/sums", "--timeout=30s")
+    assert "BackoffLimitExceeded" == world.condition("Failed")["reason"]
+
+
+async def test_helm_waits_until_the_job_serves(world: World, tmp_path: Path) -> None:
+    """By kstatus. The job is there before, and helm takes it over; its generation stays."""
+    chart = tmp_path / "chart"
+    (chart / "templates").mkdir(parents=True)
+    (chart / "Chart.yaml").write_text("{apiVersion: v2, name: sums, version: 0.0.1}")
+    (chart / "templates/job.yaml").write_text(yaml.safe_dump(make_manifest(**SPEC)))
+    helm = Helm(CHECKOUT.localcluster, world.kubeconfig)
+    options = ("--take-ownership", "--force-conflicts", "--wait", "--timeout", "60s")
+    stay_in_rollout(world)
+    world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget))
+    installing = asyncio.create_task(asyncio.to_thread(helm, "install", "sums", chart, *options))
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Starting")
+        await world.until(lambda: "meta.helm.sh/release-name" in world.job["metadata"].get("annotations", {}))
+        assert not installing.done()
+        world.kubelet.let_go("gpu-1")
+        async with asyncio.timeout(DEADLINE_S):
+            await installing
+    assert "True" == world.condition("Ready")["status"]
 
 
 async def test_an_evicted_pod_is_replaced_while_the_other_goes_on(world: World) -> None:

@@ -153,6 +153,7 @@ def test_a_job_that_is_over_has_nothing_to_explain() -> None:
 # ------------------------------------------------------------------------------------------------------- the job itself
 def test_a_job_that_no_operator_has_seen() -> None:
     assert [("NotSeen", None)] == reasons(explained(job(), pods=[], states={}))
+    assert [("NotSeen", None)] == reasons(explained(job(status={"observedGeneration": -1}), pods=[], states={}))
 
 
 def test_a_spec_that_the_operator_has_not_read_yet() -> None:

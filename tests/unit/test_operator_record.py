@@ -12,6 +12,7 @@ from builders import UID
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_operator.errors import ApiUnreachable, Conflict, Refused, StaleEpoch
 from colocated_rl_operator.events import About, Events
+from colocated_rl_operator.reasons import Cause
 from colocated_rl_operator.record import News, Record
 
 DEADLINE_S = 10.0
@@ -78,7 +79,7 @@ def at(step: int, *, epoch: int = 1) -> ColocatedRLJobStatus:
 
 
 def news(note: str) -> News:
-    return News("Normal", "NextStep", note, action="RaiseEpoch")
+    return News("Normal", Cause.NEXT_STEP, note, action="RaiseEpoch")
 
 
 async def until(record: Record) -> None:

@@ -171,6 +171,47 @@ def test_a_resumed_job_starts_again_by_the_clock_and_in_words() -> None:
     assert (Phase.STARTING, later) == (status.phase, status.start_time)
 
 
+# -------------------------------------------------------------------------------------------------------------- kstatus
+def kstatus(status: ColocatedRLJobStatus, *, generation: int) -> str:
+    """What Flux and `helm --wait` make of it: sigs.k8s.io/cli-utils, pkg/kstatus/status, for an unknown kind."""
+    found = conditions(status)
+    if status.observed_generation != generation:
+        return "InProgress"
+    if found.get("Reconciling", (False, ""))[0]:
+        return "InProgress"
+    if found.get("Stalled", (False, ""))[0]:
+        return "Failed"
+    if "Ready" in found:
+        return "Current" if found["Ready"][0] else "InProgress"
+    return "Current"
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (Observation(now=0.0, job=make_job(), members=()), "InProgress"),
+        (seen_at(Rung.RELEASED, Rung.RELEASED, climb=make_climb(0), served=None), "InProgress"),
+        (seen_at(Rung.SERVING, Rung.SERVING), "Current"),
+        (seen_at(Rung.RELEASED, Rung.RELEASED), "Current"),
+        (seen_at(Rung.RELEASED, Rung.RELEASED, climb=make_climb(1, 2, cause=Cause.TRAINER_DIED)), "InProgress"),
+        (seen_at(Rung.SERVING, Rung.SERVING, climb=make_climb(1, cause=Cause.DEADLINE)), "Failed"),
+        (suspending(), "InProgress"),
+        (suspending(members=()), "InProgress"),
+    ],
+    ids=["pending", "starting", "rollout", "training", "recovering", "failed", "suspending", "suspended"],
+)
+def test_kstatus_reads_what_people_expect(seen: Observation, expected: str) -> None:
+    status = status_of(seen)
+    assert expected == kstatus(status, generation=1)
+    assert "InProgress" == kstatus(status, generation=2), "the spec has changed since"
+
+
+def test_kstatus_reads_an_invalid_spec_as_failed_and_a_complete_job_as_current() -> None:
+    broken = invalid("spec.steps is 0", generation=2, before=status_of(seen_at(Rung.SERVING)), at=CREATED)
+    assert "Failed" == kstatus(broken, generation=2)
+    assert "Current" == kstatus(ended(Cause.ALL_STEPS_DONE, is_over=True), generation=1)
+
+
 # ----------------------------------------------------------------------------------------------------------- conditions
 def test_the_time_of_a_condition_moves_only_with_its_status() -> None:
     seen = seen_at(Rung.SERVING, Rung.SERVING)

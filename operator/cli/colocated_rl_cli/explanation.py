@@ -113,7 +113,7 @@ def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Cause]:
         yield Cause("Deleted", f"since {job['metadata']['deletionTimestamp']}")
     elif job["spec"].get("managedBy", names.OPERATOR) != names.OPERATOR:
         yield Cause("ManagedByAnother", str(job["spec"]["managedBy"]))
-    elif status.observed_generation is None:
+    elif status.observed_generation in (None, -1):  # the schema's default
         yield Cause("NotSeen", f"created {job['metadata'].get('creationTimestamp')}, and it has no status")
     elif status.observed_generation < job["metadata"].get("generation", 0):
         yield Cause("SpecNotSeen", f"generation {job['metadata']['generation']}, seen {status.observed_generation}")

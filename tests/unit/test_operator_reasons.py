@@ -1,0 +1,30 @@
+"""Every reason that the operator gives has a sentence, and a place in the reference.
+
+Conditions and events take no other type than `Told`, so there are no others. What members say of themselves as text is
+compared with its remedies in `test_cli_explain`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from colocated_rl_operator import crd
+from colocated_rl_operator.reasons import Cause, ConditionType, Reason, Told
+
+TOLD: list[Told] = [*ConditionType, *Cause, *Reason]
+
+
+@pytest.mark.parametrize("told", TOLD, ids=str)
+def test_a_reason_is_a_word_with_a_sentence_and_an_advice_that_stands_in_the_reference(told: Told) -> None:
+    assert re.fullmatch("[A-Z][A-Za-z]+", told)
+    assert re.fullmatch(r"[A-Z].*\.", told.meaning)
+    assert not told.advice or re.fullmatch(r"[a-z].*[^.]", told.advice)
+    assert f"| `{told}` | {told.meaning} |" in crd.reference_page()
+
+
+def test_what_needs_a_person_says_what_to_do() -> None:
+    silent = {told for told in (*Cause, *Reason) if not told.advice}
+    assert not {cause for cause in Cause if cause.is_failure or cause.is_recovery} & silent
+    assert not {Reason.INVALID_SPEC, Reason.OBJECT_REFUSED, Reason.POD_DELETED, Reason.OPERATOR_CUT_OFF} & silent
