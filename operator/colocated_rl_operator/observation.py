@@ -96,6 +96,7 @@ class Member:
     created_at: float  # or first seen by this process
     address: str | None = None
     ends_at: float | None = None  # when the grace of its deletion is over; None: not being deleted
+    is_ready: bool = False  # its node says that it answers there
     trouble: str | None = None  # why its containers don't run, in kubelet's words and their last ones
     silent_since: float | None = None  # running, and not connected since
     highest_epoch: int = 0  # that it ever accepted, as it says
@@ -132,6 +133,7 @@ class Memory:
     progress: int = 0  # digest of what counts as progress
     progress_at: float = 0.0
     unready_since: float | None = None  # not all members answer since; None: they do
+    awaited_since: float | None = None  # the same, while that may be their fault: podsReadyDeadlineSeconds runs
     last_switch_s: float | None = None  # None: no whole switch seen yet
     attempts: dict[str, int] = field(default_factory=dict)  # highest attempt seen, by seat
     stopped: frozenset[str] = frozenset()  # UIDs of members that said that they had stopped
@@ -217,6 +219,17 @@ class Observation:
         return rests(self.job, self.climb)
 
     @property
+    def is_deaf(self) -> bool:
+        """The fault is on this side: every pod has answered before, its node says that it does, and we hear nobody."""
+        seats = (*self.job.gpu_seats, ROLLOUT_SEAT)
+        return (
+            self.climb is not None
+            and self.climb.group == self.group
+            and not any(member.facts for member in self.members)
+            and all(seat in self.current and self.current[seat].is_ready for seat in seats)
+        )
+
+    @property
     def highest_epoch(self) -> int:
         """Of the record and of every member."""
         return max([self.climb.epoch if self.climb else 0, *(member.highest_epoch for member in self.members)])
@@ -268,15 +281,18 @@ def remember(seen: Observation) -> Observation:
     attempts = dict(memory.attempts)
     for member in seen.members:
         attempts[member.seat] = max(member.attempt, attempts.get(member.seat, 0))
-    is_awaited = not (seen.all_answer or seen.rests)
-    unready_since = (now if memory.unready_since is None else memory.unready_since) if is_awaited else None
+    is_unready = not (seen.all_answer or seen.rests)
+    unready_since = (now if memory.unready_since is None else memory.unready_since) if is_unready else None
+    awaited_since = (now if memory.awaited_since is None else memory.awaited_since) if is_unready else None
+    if awaited_since is not None and seen.is_deaf:
+        awaited_since = now
     stopped = frozenset(
         member.uid
         for member in seen.members
         if member.uid in memory.stopped or (member.facts is not None and member.facts.stopped)
     )
     memory = replace(memory, reached=reached, highest=highest, attempts=attempts, stopped=stopped)
-    memory = replace(memory, unready_since=unready_since)
+    memory = replace(memory, unready_since=unready_since, awaited_since=awaited_since)
     return replace(seen, memory=memory)
 
 

@@ -144,11 +144,16 @@ def _member(case: Case, pod: Body, seat: str, attempt: int, answer: Answer | Non
         created_at=case.first_seen.setdefault(uid, now),
         address=status.get("podIP"),
         ends_at=ends_at,
+        is_ready=_is_ready(status),
         trouble=_trouble(status, is_restarting=restarts > case.restarts.get(uid, 0)),
         silent_since=answer.silent_since if answer else None,
         highest_epoch=answer.highest_epoch if answer else 0,
         facts=facts,
     )
+
+
+def _is_ready(status: Body) -> bool:
+    return any(item["type"] == "Ready" and item["status"] == "True" for item in status.get("conditions", ()))
 
 
 def _address(pod: Body, seat: str) -> Address | None:

@@ -115,11 +115,11 @@ def _decide_after_stop(seen: Observation, now: Climb) -> Decision | None:
 
 def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
     """No job goes on for longer than its spec allows."""
-    spec, unready_since, active_until = seen.job.spec, seen.memory.unready_since, _active_until(seen)
+    spec, awaited_since, active_until = seen.job.spec, seen.memory.awaited_since, _active_until(seen)
     if active_until is not None and seen.now >= active_until:
         message = f"not complete {spec.active_deadline_seconds} s after its start: activeDeadlineSeconds is over"
         return _raise(seen, now, Cause.DEADLINE, message)
-    if unready_since is not None and seen.now >= unready_since + spec.pods_ready_deadline_seconds:
+    if awaited_since is not None and seen.now >= awaited_since + spec.pods_ready_deadline_seconds:
         message = f"not every member answered within {spec.pods_ready_deadline_seconds} s: {_absentees(seen)}"
         return _raise(seen, now, Cause.PODS_NOT_READY, message)
     return None
@@ -267,8 +267,8 @@ def _active_until(seen: Observation) -> float | None:
 def _climb(seen: Observation) -> Plan:
     pods, wake_at = muster(seen)
     wakes = [wake for wake in (wake_at, _active_until(seen)) if wake is not None]
-    if seen.memory.unready_since is not None:
-        wakes.append(seen.memory.unready_since + seen.job.spec.pods_ready_deadline_seconds)
+    if seen.memory.awaited_since is not None:
+        wakes.append(seen.memory.awaited_since + seen.job.spec.pods_ready_deadline_seconds)
     elif seen.climb is not None:
         wakes.append(_deadline(seen))
     if evaluating := _evaluating(seen):

@@ -126,6 +126,12 @@ class Reason(Told):
         "Not every member answers yet, or again.",
         "the message names them; podsReadyDeadlineSeconds after the loss the job fails",
     )
+    OPERATOR_CUT_OFF = (
+        "OperatorCutOff",
+        "Every pod is ready, and the operator reaches none of those that it has reached before. What runs goes on, the "
+        "next switch waits, and no deadline of the pods runs.",
+        "look at the network between the operator and the job's pods",
+    )
     MEMBERS_ANSWER = "MembersAnswer", "Every member answers."
     JOB_ENDED = "JobEnded", "The job is complete or has failed: its members have stopped."
     TIME_SLICED = "TimeSliced", "Engines and trainer take turns on the GPUs."

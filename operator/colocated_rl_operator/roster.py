@@ -3,7 +3,8 @@
 A pod that ended, or whose member stays silent, is replaced by a pod with the next attempt number; one that ended keeps
 its logs. Where kubelet says that a container does not run, it is left to kubelet's restarts for longer: another pod
 would most likely fail in the same way, and with the pod its log goes. If nobody at all answers, the fault is more
-likely the operator's own network: then silence replaces nobody, and podsReadyDeadlineSeconds decides.
+likely the operator's own network: then silence replaces nobody, and podsReadyDeadlineSeconds decides, which does not
+run while every node says that its pod of the job answers.
 
 A GPU pod's seat is filled again at once, even while the old pod is still ending: epoch, lineage and pod UID fence it,
 and it owns no exclusive volume. The store's volume admits one pod, so the rollout seat waits until the old pod is gone,

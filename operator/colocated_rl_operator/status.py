@@ -237,7 +237,7 @@ def _conditions(
     sharing = SHARING[seen.job.ladder.placement]
     is_suspended = phase is Phase.SUSPENDED
     suspended: Told = Reason.NOT_SUSPENDED
-    pods_ready = _pods_ready(plan, waiting, answering=answering)
+    pods_ready = _pods_ready(plan, waiting, answering=answering, is_deaf=seen.is_deaf)
     if phase in (Phase.SUSPENDING, Phase.SUSPENDED):
         suspended, pods_ready = ready[1], (False, ready[1], "")
     kept = "its pods are gone, its volumes are kept: it goes on when spec.suspend is false" if is_suspended else ""
@@ -253,10 +253,12 @@ def _conditions(
     ]
 
 
-def _pods_ready(plan: Plan, waiting: str, *, answering: bool) -> tuple[bool, Told, str]:
+def _pods_ready(plan: Plan, waiting: str, *, answering: bool, is_deaf: bool) -> tuple[bool, Told, str]:
     if plan.is_over:
         return False, Reason.JOB_ENDED, ""
-    return (True, Reason.MEMBERS_ANSWER, "") if answering else (False, Reason.PODS_STARTING, waiting)
+    if answering:
+        return True, Reason.MEMBERS_ANSWER, ""
+    return False, Reason.OPERATOR_CUT_OFF if is_deaf else Reason.PODS_STARTING, waiting
 
 
 def _readiness(phase: Phase, cause: Cause | None) -> tuple[bool, Told]:

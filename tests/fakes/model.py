@@ -257,6 +257,7 @@ class Model:
             epoch=operator.climb.epoch if operator.climb else 0,
             raised=operator.raised,
             unready_since=0.0 if is_awaited else None,
+            awaited_since=0.0 if is_awaited else None,
             attempts={gpu_seat(index): pod.attempt for index, pod in enumerate(state.pods)}
             | {ROLLOUT_SEAT: rollout.attempt},
         )

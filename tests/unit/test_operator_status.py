@@ -97,6 +97,13 @@ def test_a_silent_member_is_named() -> None:
     assert ["sums-gpu-1-0"] == [pod.name for pod in status.out_of_line]
 
 
+def test_an_operator_that_is_cut_off_says_so() -> None:
+    seen = seen_at(Rung.SERVING, Rung.SERVING, served=V1)
+    members = tuple(replace(member, facts=None, is_ready=True) for member in seen.members)
+    status = status_of(replace(seen, members=members))
+    assert (False, Reason.OPERATOR_CUT_OFF) == conditions(status)["PodsReady"]
+
+
 # ----------------------------------------------------------------------------------------------------------------- ends
 def ended(cause: Cause, *, is_over: bool) -> ColocatedRLJobStatus:
     seen = seen_at(Rung.SERVING, Rung.SERVING, climb=make_climb(1, cause=cause), served=V1)

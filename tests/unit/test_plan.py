@@ -294,6 +294,39 @@ def test_members_that_never_answer_fail_the_job() -> None:
     assert "gpu-0 (pod Running, no connection)" in plan(later(seen, 60)).message
 
 
+def cut_off(seen: Observation) -> Observation:
+    """No member is heard, and their nodes say that all is well."""
+    members = [replace(each, facts=None, silent_since=seen.now, is_ready=True) for each in seen.members]
+    return remember(replace(seen, members=tuple(members)))
+
+
+def test_an_operator_that_is_cut_off_from_a_whole_job_fails_it_neither_then_nor_when_it_is_back() -> None:
+    job = make_job(podsReadyDeadlineSeconds=60)
+    seen = climbing(Rung.SERVING, Rung.SERVING, job=job)
+    deaf = cut_off(seen)
+    for _ in range(10):
+        deaf = later(deaf, 60)
+        assert not plan(deaf).raises
+        assert () == plan(deaf).pods
+    one_back = remember(replace(deaf, members=(seen.members[0], *deaf.members[1:])))
+    assert not plan(later(one_back, 59)).raises
+    climb = plan(later(one_back, 60)).climb
+    assert climb is not None
+    assert Cause.PODS_NOT_READY is climb.cause
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_node_that_does_not_say_that_its_pod_is_ready_makes_silence_count(index: int) -> None:
+    seen = cut_off(climbing(Rung.SERVING, Rung.SERVING, job=make_job(podsReadyDeadlineSeconds=60)))
+    members = [replace(each, is_ready=place != index) for place, each in enumerate(seen.members)]
+    assert plan(later(remember(replace(seen, members=tuple(members))), 60)).raises
+
+
+def test_pods_that_never_answered_are_no_sign_of_a_cut_off_operator() -> None:
+    seen = make_observation(make_job(podsReadyDeadlineSeconds=60), [None, None], climb=None, rollout=None)
+    assert plan(later(cut_off(seen), 60)).raises
+
+
 # -------------------------------------------------------------------------------------------------------------- the end
 @pytest.mark.parametrize(
     ("replay_from", "expected"), [((0, 0), 0), ((0, 1), 0), ((1, 1), 1), ((None, 1), 1), ((None, None), 2)]
