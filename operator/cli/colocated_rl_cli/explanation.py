@@ -99,6 +99,11 @@ def _headline(job: Object, status: ColocatedRLJobStatus) -> str:
     return ", ".join(parts)
 
 
+def _observed(status: ColocatedRLJobStatus) -> int | None:
+    """Newest generation that an operator has looked at; the schema says -1 of a job that none has seen."""
+    return None if status.observed_generation == -1 else status.observed_generation
+
+
 def _is_over(status: ColocatedRLJobStatus) -> bool:
     return _holds(status, "Complete") or _holds(status, "Failed")
 
@@ -113,10 +118,10 @@ def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Cause]:
         yield Cause("Deleted", f"since {job['metadata']['deletionTimestamp']}")
     elif job["spec"].get("managedBy", names.OPERATOR) != names.OPERATOR:
         yield Cause("ManagedByAnother", str(job["spec"]["managedBy"]))
-    elif status.observed_generation in (None, -1):  # the schema's default
+    elif (observed := _observed(status)) is None:
         yield Cause("NotSeen", f"created {job['metadata'].get('creationTimestamp')}, and it has no status")
-    elif status.observed_generation < job["metadata"].get("generation", 0):
-        yield Cause("SpecNotSeen", f"generation {job['metadata']['generation']}, seen {status.observed_generation}")
+    elif observed < job["metadata"].get("generation", 0):
+        yield Cause("SpecNotSeen", f"generation {job['metadata']['generation']}, seen {observed}")
     for one in status.conditions:
         if one.status is ConditionStatus.TRUE and one.type in ("Stalled", "Suspended"):
             yield Cause("Suspended" if one.type == "Suspended" else one.reason, one.message)
@@ -127,7 +132,7 @@ def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Cause]:
 # ---------------------------------------------------------------------------------------------------------------- pods
 def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Cause]:
     """What kubelet and the scheduler say; of each seat the newest pod."""
-    if status.observed_generation is None:
+    if _observed(status) is None:
         return
     current = _current(seen.pods)
     replicas = seen.job["spec"].get("replicas", 1)
