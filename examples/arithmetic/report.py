@@ -29,7 +29,7 @@ from examples.arithmetic.verdict import START_AT_MOST, TARGET, job_s
 
 def render(records: Records) -> str:
     """The report of a run."""
-    figures = read_figures(records.lines)
+    figures = read_figures(records.lines, records.ladder)
     title = f"{records.job['metadata']['name']}: rollout and training on the same devices"
     sections = [
         _headline(records, figures),
@@ -45,7 +45,7 @@ def render(records: Records) -> str:
 
 def summary(records: Records) -> list[tuple[str, str]]:
     """The run's figures, each with its name: for the terminal's last table and the report's."""
-    figures = read_figures(records.lines)
+    figures = read_figures(records.lines, records.ladder)
     spec, status = records.job["spec"], records.job.get("status", {})
     switches, shares, ages = switch_seconds(figures), holder_shares(figures), staleness_tokens(figures)
     tokens = sum(batch.tokens for batch in figures.batches)

@@ -41,7 +41,8 @@ class Pages(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-print(json.dumps({"ts": 1.0, "event": "evaluation ended", "step": 0, "mean": 0.25, "stderr": 0.01, "samples": 8}), flush=True)
+ended = {"ts": 1.0, "event": "evaluation ended", "step": 0, "mean": 0.25, "stderr": 0.01, "samples": 8}
+print(json.dumps(ended), flush=True)
 http.server.HTTPServer(("127.0.0.1", PORT), Pages).serve_forever()
 """.replace("SAMPLE", repr(SAMPLE)).replace("PORT", str(names.PAGES_PORT))
 PEOPLE = {"viewer": "view", "editor": "edit", "stranger": None}
@@ -159,7 +160,7 @@ def test_who_may_edit_reads_samples_through_port_forward(run: Run) -> None:
 def test_who_may_only_view_does_not_see_samples_and_reads_which_right_is_missing(run: Run) -> None:
     done = run("viewer", "samples", "sums")
     assert (Exit.NO_ANSWER, "") == (done.returncode, done.stdout)
-    assert 'cannot create resource "pods/portforward"' in done.stderr
+    assert 'resource "pods/portforward"' in done.stderr
     assert "docs/cli.md lists the rights that each command needs" in done.stderr
 
 

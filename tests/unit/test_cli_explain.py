@@ -144,6 +144,19 @@ def test_a_sealed_batch_of_a_resident_job_waits_for_no_evaluation() -> None:
     assert "batch 2 is sealed: the step begins" == explained(one, states=states).waits_for
 
 
+def test_a_suspended_job_is_explained_with_how_to_resume_it() -> None:
+    conditions = [condition("Suspended", "True", "Suspended", "its pods are gone")]
+    found = explained(job(status=running(phase="Suspended", conditions=conditions), suspend=True), pods=[], states={})
+    assert [("Suspended", None)] == reasons(found)
+    assert "kubectl crlj resume" in told(found)
+    suspending = explained(job(status=running(phase="Suspending"), suspend=True))
+    assert ([("Suspending", None)], False) == (reasons(suspending), suspending.is_problem)
+
+
+def test_a_job_of_another_controller_is_left_alone() -> None:
+    assert [("ManagedByAnother", None)] == reasons(explained(job(managedBy="a.com/b"), pods=[], states={}))
+
+
 def test_a_job_that_is_over_has_nothing_to_explain() -> None:
     over = [condition("Complete", "True", "Completed"), condition("Ready", "True", "Completed")]
     found = explained(job(status=running(phase="Complete", conditions=over)), pods=[])

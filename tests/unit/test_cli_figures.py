@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from colocated_rl_api.ladder import Rung
+from colocated_rl_api.ladder import RESIDENT, Rung
 from colocated_rl_cli.figures import (
     Holder,
     holder_shares,
@@ -73,6 +73,23 @@ def test_a_gate_that_closes_with_nothing_in_flight_ends_rollout_when_it_was_aske
     settled = [{**line, "took_s": 0.2} for line in rises("a", [("Settled", 0.2), *SWITCH[2:], *BACK], step=1, after=30)]
     figures = read_figures([*rises("a", START, step=0), *settled])
     assert read_figures(one_switch()).spans == figures.spans
+
+
+def test_in_a_resident_job_rollout_goes_on_beside_training_and_the_switch_is_the_closed_gate() -> None:
+    start = rises("a", [("Trained", 0.0), ("Exported", 1.0), ("Updated", 20.0), ("Serving", 21.0)], step=0)
+    step = [("Trained", 2.0), ("Exported", 2.5), ("Closed", 2.6), ("Drained", 2.8), ("Updated", 3.0), ("Serving", 3.1)]
+    climb = [
+        {**line, "took_s": 2.0} if line["rung"] == "Trained" else line for line in rises("a", step, step=1, after=30)
+    ]
+    figures = read_figures([*start, *climb], RESIDENT)
+    held = [(span.holder, span.start, span.end) for span in figures.spans if span.holder is not Holder.START]
+    assert [
+        (Holder.ROLLOUT, 21.0, 30.0), (Holder.BOTH, 30.0, 32.0), (Holder.BOTH, 32.0, 32.5),
+        (Holder.ROLLOUT, 32.5, 32.6),
+        (Holder.SWITCH, 32.6, 32.8), (Holder.SWITCH, 32.8, 33.0), (Holder.SWITCH, 33.0, 33.1),
+    ] == held  # fmt: skip
+    assert [pytest.approx(0.5)] == switch_seconds(figures)
+    assert Holder.SWITCH is standings([*start, *climb[:3]], RESIDENT)["a"].holder
 
 
 def test_nothing_before_the_first_serving_counts_as_a_switch() -> None:

@@ -2,7 +2,8 @@
 
 Lines are the JSON objects of `colocated_rl_api.logs`, in any order, also with lines of which nothing is known here.
 The holder of a pod's GPU is read from the rungs that its agent reached: rollout until the gate closes, then the switch,
-the trainer from Released until Offloaded, and the switch again until the gate opens on the new weights.
+the trainer from Released until Offloaded, and the switch again until the gate opens on the new weights. In a resident
+job rollout goes on beside training, and the switch is from the closed gate to the open one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from statistics import mean, median
 from typing import Any
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import TIME_SLICED, Rung
+from colocated_rl_api.ladder import RESIDENT, TIME_SLICED, Ladder, Rung
 
 Line = Mapping[str, Any]
 
@@ -30,6 +31,7 @@ class Holder(StrEnum):
     ROLLOUT = "rollout"
     SWITCH = "switch"
     TRAINER = "training"
+    BOTH = "rollout and training"
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class Figures:
     evaluations: tuple[Evaluated, ...]
     spans: tuple[Span, ...]
     marks: tuple[Mark, ...]
+    ladder: Ladder
     mismatch: float | None  # nats: mean over a step's tokens of |engine - trainer|, of the worst step; None: unmeasured
 
     @property
@@ -130,13 +133,13 @@ class Figures:
         return self.evaluations[-1] if self.evaluations else None
 
 
-def read_figures(lines: Iterable[Line]) -> Figures:
-    """Figures of one job from the log lines of its members."""
+def read_figures(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> Figures:
+    """Figures of one job from the log lines of its members. ladder: that it climbs."""
     ordered = sorted((line for line in lines if isinstance(line.get("ts"), int | float)), key=lambda line: line["ts"])
     return Figures(
         batches=tuple({one.step: one for one in map(_sealed, _named(ordered, "batch sealed"))}.values()),
         evaluations=tuple({one.step: one for one in map(_evaluated, _named(ordered, "evaluation ended"))}.values()),
-        spans=tuple(_spans(ordered)),
+        spans=tuple(_spans(ordered, ladder)),
         marks=tuple(
             Mark(
                 line["ts"], str(line.get("pod") or line.get("role") or ""), f"{line['event']}: {line.get('reason', '')}"
@@ -144,6 +147,7 @@ def read_figures(lines: Iterable[Line]) -> Figures:
             for line in ordered
             if line.get("level") in ("error", "critical")
         ),
+        ladder=ladder,
         mismatch=max(
             (
                 line["metrics"]["mismatch_mean"]
@@ -155,7 +159,7 @@ def read_figures(lines: Iterable[Line]) -> Figures:
     )
 
 
-def standings(lines: Iterable[Line]) -> dict[str, Standing]:
+def standings(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> dict[str, Standing]:
     """Of each pod, by name."""
     now: dict[str, Standing] = {}
     served: set[str] = set()
@@ -164,7 +168,7 @@ def standings(lines: Iterable[Line]) -> dict[str, Standing]:
             rung, pod = Rung(line["rung"]), line["pod"]
             if rung is Rung.SERVING:
                 served.add(pod)
-            now[pod] = Standing(rung, _holder(rung, None) if pod in served else Holder.START, line["ts"])
+            now[pod] = Standing(rung, _holder(rung, None, ladder) if pod in served else Holder.START, line["ts"])
     return dict(sorted(now.items()))
 
 
@@ -201,10 +205,12 @@ def switch_seconds(figures: Figures) -> list[float]:
     seconds = []
     for spans in by_step.values():
         training = [span for span in spans if span.holder is Holder.TRAINER]
-        if not training or all(span.towards is not Rung.SERVING for span in spans):
+        if all(span.towards is not Rung.SERVING for span in spans):
             continue  # under way when the records end
+        if not training and figures.ladder is not RESIDENT:
+            continue  # no step: an engine came back
         whole = max(span.end for span in spans) - min(span.start for span in spans)
-        held = max(span.end for span in training) - min(span.start for span in training)
+        held = max(span.end for span in training) - min(span.start for span in training) if training else 0.0
         seconds.append(max(0.0, whole - held))
     return seconds
 
@@ -250,7 +256,7 @@ def _evaluated(line: Line) -> Evaluated:
     return Evaluated(line["step"], line["ts"], line["mean"], line["stderr"], line["samples"])
 
 
-def _spans(lines: Sequence[Line]) -> list[Span]:
+def _spans(lines: Sequence[Line], ladder: Ladder) -> list[Span]:
     rises: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
         if line.get("role") != names.ROLE_GPU:  # the operator's lines are of the whole group
@@ -259,26 +265,41 @@ def _spans(lines: Sequence[Line]) -> list[Span]:
             rises[line["pod"]].append({**line, "rung": Rung.UNKNOWN})
         elif line.get("event") == "rung reached":
             rises[line["pod"]].append(line)
-    return [span for pod, of_pod in sorted(rises.items()) for span in _spans_of(pod, of_pod)]
+    return [span for pod, of_pod in sorted(rises.items()) for span in _spans_of(pod, of_pod, ladder)]
 
 
-def _spans_of(pod: str, rises: Sequence[Line]) -> list[Span]:
+def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[Span]:
     spans: list[Span] = []
     has_served = False
     for line, following in pairwise(rises):
         rung, towards = Rung(line["rung"]), Rung(following["rung"])
         has_served |= rung is Rung.SERVING
-        holder = _holder(rung, towards) if has_served else Holder.START
+        holder = _holder(rung, towards, ladder) if has_served else Holder.START
         start, end = line["ts"], following["ts"]
-        if rung is Rung.SERVING and towards not in UP_TO_CLOSED:  # nothing was in flight: the gate closed on the way
-            closed = max(start, end - following["took_s"])
-            spans.append(Span(pod, start, closed, holder, Rung.CLOSED, following["step"], following.get("epoch")))
-            start, holder = closed, _holder(Rung.CLOSED, towards)
+        first = _first_of_climb(ladder)
+        if rung is Rung.SERVING and ladder.reaches(towards, first) and towards is not first:  # passed on the way
+            began = max(start, end - following["took_s"])
+            spans.append(Span(pod, start, began, holder, first, following["step"], following.get("epoch")))
+            start, holder = began, _holder(first, towards, ladder)
         spans.append(Span(pod, start, end, holder, towards, following["step"], following.get("epoch")))
     return spans
 
 
-def _holder(rung: Rung, towards: Rung | None) -> Holder:
+def _first_of_climb(ladder: Ladder) -> Rung:
+    """With which a climb begins for the GPU: the gate closes, or the trainer begins beside rollout."""
+    return Rung.SEALED if ladder is RESIDENT else Rung.CLOSED
+
+
+def _holder(rung: Rung, towards: Rung | None, ladder: Ladder) -> Holder:
+    """Of the time from a rung to another; None: not there yet."""
+    if ladder is RESIDENT:
+        return _RESIDENT.get(rung, Holder.ROLLOUT)
     if towards in UP_TO_CLOSED or rung in (Rung.SEALED, Rung.SERVING, Rung.UNKNOWN):
         return Holder.ROLLOUT
     return Holder.TRAINER if rung in (Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED) else Holder.SWITCH
+
+
+_RESIDENT = {
+    **dict.fromkeys((Rung.SEALED, Rung.TRAINED), Holder.BOTH),
+    **dict.fromkeys((Rung.CLOSED, Rung.SETTLED, Rung.PAUSED, Rung.DRAINED, Rung.UPDATED), Holder.SWITCH),
+}

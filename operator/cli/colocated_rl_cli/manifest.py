@@ -162,7 +162,7 @@ def _map_faults(document: Document, path: Path, value: object) -> Iterator[Fault
         yield Fault(document.place(path), spelled(path), "should be a map of texts")
         return
     for key, text in value.items():
-        if not isinstance(text, str):
+        if not isinstance(text, str | None):
             yield Fault(
                 document.place((*path, key)), spelled((*path, key)), f"should be a text, not {text!r}: quote it"
             )

@@ -11,6 +11,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from colocated_rl_api.ladder import LADDERS, TIME_SLICED, Ladder, Placement
+
+
+def ladder_of(job: Mapping[str, Any]) -> Ladder:
+    """That a job climbs, as its status says; time-sliced before it says."""
+    placement = job.get("status", {}).get("placement")
+    return LADDERS[Placement(placement)] if placement in set(Placement) else TIME_SLICED
+
 
 @dataclass(frozen=True)
 class Records:
@@ -24,6 +32,10 @@ class Records:
     @classmethod
     def read(cls, file: Path) -> Self:
         return cls(**json.loads(file.read_text()))
+
+    @property
+    def ladder(self) -> Ladder:
+        return ladder_of(self.job)
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))

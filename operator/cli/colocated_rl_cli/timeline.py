@@ -27,9 +27,11 @@ from colocated_rl_cli.figures import (
 )
 from colocated_rl_cli.records import Records
 
-COLOURS = {Holder.START: "start", Holder.ROLLOUT: "rollout", Holder.SWITCH: "switch", Holder.TRAINER: "trainer"}
-LETTERS = {Holder.START: ".", Holder.ROLLOUT: "r", Holder.SWITCH: "s", Holder.TRAINER: "T"}
-KEY = [(COLOURS[holder], holder.value) for holder in Holder]
+COLOURS = {
+    Holder.START: "start", Holder.ROLLOUT: "rollout", Holder.SWITCH: "switch", Holder.TRAINER: "trainer",
+    Holder.BOTH: "both",
+}  # fmt: skip
+LETTERS = {Holder.START: ".", Holder.ROLLOUT: "r", Holder.SWITCH: "s", Holder.TRAINER: "T", Holder.BOTH: "b"}
 STYLE = Path(__file__).with_name("style.css")
 SPANS_AT_MOST = 20_000  # drawn; a browser has to read them all
 
@@ -37,7 +39,7 @@ SPANS_AT_MOST = 20_000  # drawn; a browser has to read them all
 # ---------------------------------------------------------------------------------------------------------------- text
 def text(records: Records, *, width: int = 100, steps: int = 10) -> str:
     """For a terminal: a bar for each pod, the newest steps, what went wrong."""
-    figures = read_figures(records.lines)
+    figures = read_figures(records.lines, records.ladder)
     if not figures.spans:
         return "nothing is known: no pod of the job has a log line about its GPU"
     return "\n".join([*_bars(figures, width), "", *_newest(records, figures, steps), "", *_marks(figures)]).rstrip()
@@ -50,7 +52,8 @@ def _bars(figures: Figures, width: int) -> Iterator[str]:
     for pod in figures.pods:
         yield f"{pod:{name_width}}  {_bar(figures, [span for span in figures.spans if span.pod == pod], cells)}"
     shares = ", ".join(f"{holder.value} {100 * share:.0f} %" for holder, share in holder_shares(figures).items())
-    yield "  ".join(f"{LETTERS[holder]} {holder.value}" for holder in Holder) + (f"; {shares}" if shares else "")
+    key = "  ".join(f"{LETTERS[holder]} {holder.value}" for holder in _present(figures.spans))
+    yield key + (f"; {shares}" if shares else "")
 
 
 def _bar(figures: Figures, spans: list[Span], cells: int) -> str:
@@ -106,7 +109,7 @@ def page(title: str, sections: Iterable[str]) -> str:
 
 def render(records: Records) -> str:
     """The timeline of a job as a page."""
-    figures, job = read_figures(records.lines), records.job
+    figures, job = read_figures(records.lines, records.ladder), records.job
     status = job.get("status", {})
     intro = (
         f"<p>Phase {escape(str(status.get('phase') or '-'))}, step {status.get('step') or 0} of "
@@ -148,7 +151,9 @@ def holders(figures: Figures) -> str:
         for pod in figures.pods
     ]
     words = _shares(holder_shares(figures))
-    chart = row_chart(rows, label=f"who held the device: {words}", key=KEY, unit="seconds since the first pod answered")
+    chart = row_chart(
+        rows, label=f"who held the device: {words}", key=_key(spans), unit="seconds since the first pod answered"
+    )
     marks = [(f"{mark.ts - began:.1f} s", mark.who, mark.text) for mark in figures.marks]
     return f"<h2>Who held each device</h2><p>After start-up: {escape(words) or 'not measured'}.</p>{chart}" + (
         details(f"{len(marks)} errors on the way", table(marks, heading=["when", "who", "what"])) if marks else ""
@@ -176,7 +181,7 @@ def switch(figures: Figures) -> str:
         for pod in figures.pods
     ]
     unit = "seconds since the gate closed" + (f", of step {spans[0].step}" if spans else "")
-    chart = row_chart(rows, label="rungs of a switch", key=KEY[2:], unit=unit, parted=True)
+    chart = row_chart(rows, label="rungs of a switch", key=_key(spans), unit=unit, parted=True)
     bars = bar_table(
         [
             (one.rung.value, one.mean_s, f"{one.mean_s:.3f} s, longest {one.longest_s:.3f} s", COLOURS[one.holder])
@@ -222,6 +227,16 @@ def every_step(figures: Figures) -> str:
 
 def details(name: str, body: str) -> str:
     return f"<details><summary>{escape(name)}</summary>{body}</details>"
+
+
+def _present(spans: Iterable[Span]) -> list[Holder]:
+    held = {span.holder for span in spans}
+    return [holder for holder in Holder if holder in held]
+
+
+def _key(spans: Iterable[Span]) -> list[tuple[str, str]]:
+    """Colour and meaning of what is drawn."""
+    return [(COLOURS[holder], holder.value) for holder in _present(spans)]
 
 
 # --------------------------------------------------------------------------------------------------------------- words

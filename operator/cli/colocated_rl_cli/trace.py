@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 def trace(records: Records) -> dict[str, Any]:
     """`traceEvents` with microseconds since the epoch."""
-    figures = read_figures(records.lines)
+    figures = read_figures(records.lines, records.ladder)
     numbers = {pod: number for number, pod in enumerate(figures.pods, start=JOB + 1)}
     events = [
         *_names(records, numbers),

@@ -17,8 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from colocated_rl_cli.figures import Figures, Holder, Line, Standing, read_figures, standings
+from colocated_rl_cli.records import ladder_of
 
-COLOURS = {Holder.START: "bright_black", Holder.ROLLOUT: "blue", Holder.SWITCH: "magenta", Holder.TRAINER: "yellow"}
+COLOURS = {
+    Holder.START: "bright_black", Holder.ROLLOUT: "blue", Holder.SWITCH: "magenta", Holder.TRAINER: "yellow",
+    Holder.BOTH: "cyan",
+}  # fmt: skip
 BLOCKS = " ▁▂▃▄▅▆▇█"
 SPARKS = 40
 STEPS_FOR_PACE = 20  # how long the rest takes is told from the newest of them
@@ -26,7 +30,7 @@ STEPS_FOR_PACE = 20  # how long the rest takes is told from the newest of them
 
 def frame(job: Mapping[str, Any], lines: Sequence[Line], *, now: float, trouble: str | None = None) -> RenderableType:
     """The job at this moment. now: seconds since the epoch. trouble: why what is shown may be old."""
-    spec, status, figures = job.get("spec", {}), job.get("status", {}), read_figures(lines)
+    spec, status, figures = job.get("spec", {}), job.get("status", {}), read_figures(lines, ladder_of(job))
     steps, step = int(spec.get("steps", 1)), int(status.get("step") or 0)
     head = Table.grid(padding=(0, 2))
     head.add_row(
@@ -40,7 +44,13 @@ def frame(job: Mapping[str, Any], lines: Sequence[Line], *, now: float, trouble:
         f"epoch {status.get('epoch') or '-'}",
         f"restarts {status.get('restarts') or 0}",
     ]
-    parts: list[RenderableType] = [head, Text("  ".join(words)), Text(), _pods(status, standings(lines), now), Text()]
+    parts: list[RenderableType] = [
+        head,
+        Text("  ".join(words)),
+        Text(),
+        _pods(status, standings(lines, ladder_of(job)), now),
+        Text(),
+    ]
     parts.append(_learning(figures, status, left_s=_left_s(figures, steps)))
     if trouble:
         parts.append(Text(f"\nnot up to date: {trouble}", style="red"))
