@@ -7,8 +7,10 @@ chart, the images and the model of this checkout, and ended with the session.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,17 +25,16 @@ OPERATOR_NAMESPACE = "colocated-rl-system"
 MODEL = CHECKOUT.build / "models/arithmetic"
 SCENARIOS = Path(__file__).parent
 
+CommandLine = Callable[..., str]
+
 
 @pytest.fixture(scope="session")
-def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubectl]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | None]:
+    """None: that of the environment."""
     if "KUBECONFIG" in os.environ:
-        yield _kubectl_of_environment
+        yield None
         return
     with Cluster.up(tmp_path_factory.mktemp("cluster"), images=CHECKOUT.images) as cluster:
-
-        def run(*words: str, stdin: str | None = None) -> str:
-            return cluster.kubectl(*words, stdin=stdin)
-
         chart = CHECKOUT.root / "charts/colocated-rl"
         cluster.kubectl("create", "namespace", OPERATOR_NAMESPACE)
         cluster.kubectl("create", "namespace", NAMESPACE)
@@ -45,7 +46,28 @@ def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubectl]:
         )
         for claim, path in (("arithmetic-model", MODEL), ("own-prompts", SCENARIOS / "own_prompts")):
             cluster.kubectl("apply", "-f", "-", stdin=_volume(claim, path))
-        yield run
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def kubectl(cluster: Cluster | None) -> Kubectl:
+    return _kubectl_of_environment if cluster is None else cluster.kubectl
+
+
+@pytest.fixture(scope="session")
+def command_line(cluster: Cluster | None) -> CommandLine:
+    """`kubectl crlj` in the namespace of these tests; what it printed."""
+    kubectl = {} if cluster is None else {"KUBECTL": shlex.join(cluster.command("kubectl"))}
+
+    def run(*words: str) -> str:
+        command = [sys.executable, "-m", "colocated_rl_cli", *words, "--namespace", NAMESPACE]
+        done = subprocess.run(
+            command, env=os.environ | kubectl, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, f"{' '.join(words)}: {done.stderr or done.stdout}"
+        return done.stdout
+
+    return run
 
 
 def _kubectl_of_environment(*words: str, stdin: str | None = None) -> str:

@@ -10,10 +10,11 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.conftest import OPERATOR_NAMESPACE, apply
+from e2e.conftest import OPERATOR_NAMESPACE, CommandLine, apply
 from e2e.running_job import Kubectl, Line, RunningJob, reached, wait_for
 
 from colocated_rl_api import names
@@ -95,6 +96,22 @@ def test_every_sample_is_in_exactly_one_state(job: RunningJob) -> None:
     for accounts in seen:
         assert accounts["admitted_ever"] == sum(accounts["by_state"].values()) + accounts["retired"]
         assert accounts["samples_of_no_group"] == 0
+
+
+def test_the_command_line_shows_the_job_as_it_is(job: RunningJob, command_line: CommandLine, tmp_path: Path) -> None:
+    explanation = json.loads(command_line("explain", job.name, "--output", "json"))
+    assert (False, []) == (explanation["isProblem"], explanation["notes"])
+    assert set(job.gpu_pods) == explanation["rungs"].keys()
+    shown = command_line("top", job.name, "--once")
+    assert all(pod in shown for pod in job.gpu_pods)
+    states = {sample["state"] for sample in json.loads(command_line("samples", job.name, "--output", "json"))}
+    assert states & {"running", "admitted", "interrupted", "completed", "sealed", "trained"}
+    assert 0 in {one["step"] for one in json.loads(command_line("eval", job.name, "--output", "json"))}
+    command_line("timeline", job.name, "--trace", str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    training = [event for event in events if event["ph"] == "X" and event["name"] == "training"]
+    assert len(training) >= 2 * 3
+    assert {"NextStep"} == {event["args"]["why"] for event in training}
 
 
 # ------------------------------------------------------------------------------------------------------- engine faults
