@@ -63,7 +63,15 @@ def api() -> ClusterApi:
     }  # fmt: skip
     target = {"epoch": 4, "goal": "Climb", "step": 2, "lineage": 1, "rung": "Serving"}
     rollout = {"type": "rolloutFacts", "epoch": 4, "gatesOpen": 1, "samples": {"completed": 3}}
-    sample = {"id": 7, "group_id": 1, "prompt_index": 3, "state": "trained", "reason": "", "attempts": 1}
+    sample = {
+        "id": 7,
+        "group_id": 1,
+        "prompt_index": 3,
+        "state": "trained",
+        "reason": "",
+        "attempts": 1,
+        "prompt": "1 + 1 = ?",
+    }
     api.pages = {
         ("sums-gpu-0-0", "/v1/state"): page({"hello": {}, "target": target, "facts": gpu}),
         ("sums-rollout-0", "/v1/state"): page({"hello": {}, "target": None, "facts": rollout}),
@@ -139,6 +147,9 @@ def test_samples_and_evaluations_are_tables_json_and_yaml(run: Run, api: Cluster
     assert ["ID", "GROUP_ID", "STATE", "REWARD", "FINISH", "ATTEMPTS", "STEP", "REASON"] == done.stdout.split()[:8]
     assert ["7", "1", "trained", "1", "stop", "1", "2", "-"] == done.stdout.splitlines()[1].split()
     assert b"GET /v1/samples?limit=5&state=trained HTTP/1.1" in api.forwarded[-1]
+    words = run("samples", "sums", "--text").stdout
+    assert ["7: trained, reward 1", "  prompt", "    1 + 1 = ?", "  response", "    -"] == words.splitlines()
+    assert b"text=1" in api.forwarded[-1]
     assert 7 == json.loads(run("samples", "sums", "-o", "json").stdout)[0]["id"]
     evaluated = run("eval", "sums").stdout.splitlines()
     assert [["0", "0.1855"], ["2", "0.5"], ["10", "0.7969"]] == [line.split()[:2] for line in evaluated[1:4]]

@@ -695,6 +695,7 @@ async def test_pages_and_metrics_show_what_there_is(job: JobOnDisk, processes: T
         for url, expected in (
             (f"http://127.0.0.1:{ports.pages}/v1/progress", '"lossTokens"'),
             (f"http://127.0.0.1:{ports.pages}/v1/samples?state=sealed&limit=2", '"state": "sealed"'),
+            (f"http://127.0.0.1:{ports.pages}/v1/samples?state=sealed&limit=1&text=1", '"response": null'),
             (f"http://127.0.0.1:{ports.metrics}/metrics", 'colocate_rollout_samples{state="sealed"} 6.0'),
         ):
             async with scene.session.get(url) as response:

@@ -532,3 +532,16 @@ async def test_people_see_the_newest_samples_first(store: Store) -> None:
     assert [3, 2, 1] == [row["id"] for row in store.recent(None, limit=10)]
     assert [2] == [row["id"] for row in store.recent(S.COMPLETED, limit=1)]
     store.close()
+
+
+async def test_people_read_what_was_written_until_a_batch_holds_it(store: Store) -> None:
+    group = completed_group(store)
+    store.admit(prompt(1), size=1)
+    await store.flushed()
+    words = {row["id"]: (row["prompt"], row["response"]) for row in store.recent(None, limit=10, text=str)}
+    asked, answer = (str(list(group.prompt.ids)), str(group.samples[0].tokens.ids.tolist()))
+    assert ((asked, answer), (str(list(prompt(1).ids)), None)) == (words[1], words[3])
+    seal(store, [group])
+    await store.flushed()
+    assert (None, None) == next((row["prompt"], row["response"]) for row in store.recent(S.SEALED, limit=1, text=str))
+    store.close()

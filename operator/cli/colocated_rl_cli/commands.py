@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Mapping
@@ -164,14 +165,23 @@ async def top(args: Namespace) -> Exit:
 
 
 async def samples(args: Namespace) -> Exit:
-    query = {"limit": str(args.limit), **({"state": args.state} if args.state else {})}
+    query = {"limit": str(args.limit)}
+    query |= ({"state": args.state} if args.state else {}) | ({"text": "1"} if args.text else {})
     async with Api.reach(login(args), args.namespace) as api:
         rows = (await page(api, await _rollout_pod(api, args.job), "/v1/samples", query))["samples"]
-    if args.output == "text":
+    if args.output == "text" and args.text:
+        say("\n\n".join(_in_words(row) for row in rows))
+    elif args.output == "text":
         say(table(rows, ["id", "group_id", "state", "reward", "finish", "attempts", "step", "reason"]))
     else:
         say(document(rows, args.output))
     return Exit.FINE
+
+
+def _in_words(row: Mapping[str, Any]) -> str:
+    reward = "-" if row["reward"] is None else f"{row['reward']:.4g}"
+    texts = [textwrap.indent(row.get(name) or "-", "    ") for name in ("prompt", "response")]
+    return f"{row['id']}: {row['state']}, reward {reward}\n  prompt\n{texts[0]}\n  response\n{texts[1]}"
 
 
 async def _rollout_pod(api: Api, job: str) -> str:

@@ -108,6 +108,7 @@ def _add_top(words: argparse.ArgumentParser) -> None:
 def _add_samples(words: argparse.ArgumentParser) -> None:
     _add_job_and_output(words)
     words.add_argument("--state", choices=STATES, metavar="STATE", help=f"only of this state: {', '.join(STATES)}")
+    words.add_argument("--text", action="store_true", help="prompts and responses too, of those not sealed yet")
     words.add_argument("--limit", metavar="N", type=int, default=20, help="at most so many, 1000 at most (%(default)s)")
 
 

@@ -138,7 +138,7 @@ class Controller:
             accept=self._accept,
             remember_epoch=store.remember_epoch,
             data=data_routes(store, tls, gateway),
-            pages=[*pages(store, lambda: self._facts), *gateway.routes()],
+            pages=[*pages(store, lambda: self._facts, chat.text), *gateway.routes()],
             ports=settings.ports,
             registry=registry,
         )

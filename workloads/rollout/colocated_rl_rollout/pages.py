@@ -45,8 +45,8 @@ def data_routes(store: Store, tls: MemberTls, gateway: Gateway) -> web.Applicati
     return application
 
 
-def pages(store: Store, facts: Callable[[], RolloutFacts]) -> list[web.RouteDef]:
-    """For people, on the pod's loopback."""
+def pages(store: Store, facts: Callable[[], RolloutFacts], text: Callable[[list[int]], str]) -> list[web.RouteDef]:
+    """For people, on the pod's loopback. text: what tokens say."""
 
     async def show_progress(_: web.Request) -> web.Response:
         ended = [
@@ -63,7 +63,8 @@ def pages(store: Store, facts: Callable[[], RolloutFacts]) -> list[web.RouteDef]
         if asked is not None and asked not in set(SampleState):
             raise _problem(400, f"state is one of {', '.join(SampleState)}")
         limit = min(_number(request, "limit", 100), SAMPLES_AT_MOST)
-        rows = await asyncio.to_thread(store.recent, SampleState(asked) if asked else None, limit=limit)
+        state, words = SampleState(asked) if asked else None, text if _number(request, "text", 0) else None
+        rows = await asyncio.to_thread(store.recent, state, limit=limit, text=words)
         return web.json_response({"samples": rows})
 
     return [web.get("/v1/progress", show_progress), web.get("/v1/samples", show_samples)]

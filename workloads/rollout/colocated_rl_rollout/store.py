@@ -267,14 +267,23 @@ class Store:
             del self._batches[step]
             remove_batch(self.batch_directory, step)
 
-    def recent(self, state: SampleState | None, *, limit: int) -> list[dict[str, Any]]:
-        """The newest samples, for people; those of batches that a checkpoint holds are only counted. Blocks."""
+    def recent(
+        self, state: SampleState | None, *, limit: int, text: Callable[[list[int]], str] | None = None
+    ) -> list[dict[str, Any]]:
+        """The newest samples, for people; those of batches that a checkpoint holds are only counted. Blocks.
+
+        text: turns tokens into words; then prompt and response are there too, of those that no batch holds yet.
+        """
         where, values = ("WHERE state = ?", [state]) if state else ("", [])
         database = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
         try:
             database.row_factory = sqlite3.Row
             rows = database.execute(f"{tables.RECENT} {where} ORDER BY samples.id DESC LIMIT ?", [*values, limit])
-            return [dict(row) for row in rows]
+            found = [dict(row) for row in rows]
+            if text is not None:
+                for sample in found:
+                    sample |= tables.written(database, sample["id"], sample["group_id"], text)
+            return found
         finally:
             database.close()
 

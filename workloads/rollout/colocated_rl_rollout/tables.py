@@ -7,7 +7,8 @@ stay until a checkpoint holds their step, and are only counted from then on (`re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,16 @@ def sample_of(row: Sequence[Any], group: Group) -> Sample:
         finish=Finish(finish) if finish else None,
         reward=reward,
     )
+
+
+def written(
+    database: sqlite3.Connection, sample: int, group: int, text: Callable[[list[int]], str]
+) -> dict[str, str | None]:
+    """Prompt and response of a sample; None where a batch holds them, or there is none yet."""
+    (prompt,) = database.execute("SELECT prompt FROM groups WHERE id = ?", [group]).fetchone()
+    segments = database.execute("SELECT ids FROM segments WHERE sample_id = ? ORDER BY attempt", [sample])
+    texts = {"prompt": prompt or b"", "response": b"".join(ids for (ids,) in segments)}
+    return {name: text(np.frombuffer(ids, np.int32).tolist()) if ids else None for name, ids in texts.items()}
 
 
 def packed(tokens: Tokens) -> tuple[bytes, bytes, str]:
