@@ -58,6 +58,8 @@ async def text_page(
             answered = await _forwarded(api, pod, port, request, what)
     except TimeoutError as error:
         raise NotReached(f"{what}: no answer through port-forward within {DEADLINE_S:.0f} s") from error
+    if not answered:  # a kubelet that says nothing of a refused connection
+        raise NotReached(f"{what}: port {port} of the pod gave no answer: does the member run, and listen there?")
     response = http.client.HTTPResponse(_Text(answered))  # type: ignore[arg-type]  # it calls makefile, no more
     try:
         response.begin()
