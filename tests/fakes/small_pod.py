@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.settings import Directories, Settings
-from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.ladder import RESIDENT, Rung, WeightVersion
 from colocated_rl_api.member_wire import Endpoint, Goal, JobFile, PodFacts, PodTarget, Refusal, Rendezvous, TrainerState
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import Ports
@@ -120,6 +120,7 @@ class SmallTrainer(Rank):
         super().__init__(environment)
         self._check, self._dies = check, dies
         self.faults: dict[str, str] = {}
+        self.has_left = False  # the device, after it was there
         self.load()
 
     def app(self) -> web.Application:
@@ -141,6 +142,7 @@ class SmallTrainer(Rank):
         if fault == "hang":
             await asyncio.Event().wait()
         getattr(self, route)(await request.json(), fault)
+        self.has_left |= route == "offload"
         self._check()
         if fault == "act_then_hang":
             await asyncio.Event().wait()
@@ -324,7 +326,11 @@ class SmallPod:
         task.add_done_callback(self._ending.discard)
 
     def check(self) -> None:
-        """I1: engine memory and a trainer on the device are never there together."""
+        """I1: engine memory and a trainer on the device are never there together, unless they are resident."""
+        if self.ladder is RESIDENT:
+            if (self.engine is not None and self.engine.released) or (self.trainer and self.trainer.has_left):
+                self.broken.append("something of a resident pod left the device")
+            return
         mapped = self.engine is not None and self.engine.released != set(TAGS)
         if mapped and self.trainer is not None and self.trainer.state in ("Onloaded", "Training"):
             self.broken.append(f"trainer {self.trainer.state} beside an engine that released {self.engine.released}")  # type: ignore[union-attr]

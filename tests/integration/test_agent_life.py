@@ -12,11 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
+from colocated_rl_api.ladder import LADDERS, TIME_SLICED, Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import Refusal
 from fakes.small_pod import ASKED, SmallPod, small_pod
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
+OFFLOADS: dict[Placement, dict[str, Any]] = {
+    Placement.TIME_SLICED: {},
+    Placement.RESIDENT: {"rollout": {"offload": []}},
+}
+both_ladders = pytest.mark.parametrize("placement", Placement)
 ENGINE_ROUTES = (
     "/abort_request", "/pause_generation", "/continue_generation", "/flush_cache", "/release_memory_occupation",
     "/resume_memory_occupation", "/update_weights_from_disk", "/model_info", "/ready", "/generate",
@@ -36,7 +41,7 @@ class Life:
         self.asked = []
 
     async def step(self, to: Rung) -> None:
-        if TIME_SLICED.standing(self.pod.facts, self.version) is Rung.SERVING:
+        if self.pod.ladder.standing(self.pod.facts, self.version) is Rung.SERVING:
             self.version = WeightVersion(self.version.step + 1, self.version.lineage)
         self.version = await self.pod.climb(self.version, to)
 
@@ -80,7 +85,6 @@ class Life:
 
 
 Move = Callable[[Life], Coroutine[Any, Any, None]]
-rungs = st.sampled_from([rung for rung in TIME_SLICED.rungs if rung is not Rung.SEALED])
 
 
 def move(
@@ -89,33 +93,39 @@ def move(
     return st.tuples(st.just(method), st.tuples(*arguments))
 
 
-MOVES = st.one_of(
-    move(Life.step, rungs),
-    move(Life.skip_barriers, rungs),
-    move(Life.be_told_by_the_past, rungs),
-    move(
-        Life.engine_fails, st.sampled_from(ENGINE_ROUTES), st.sampled_from(["hang", "error", "crash", "act_then_hang"])
-    ),
-    move(
-        Life.trainer_fails,
-        st.sampled_from(TRAINER_ROUTES),
-        st.sampled_from(["hang", "error", "crash", "act_then_hang"]),
-    ),
-    move(Life.child_dies, st.sampled_from(["engine-0", "trainer-0"])),
-    move(Life.agent_restarts, st.booleans()),
-    move(Life.container_restarts),
-    move(Life.ask, st.booleans(), st.sampled_from([None, 0.02])),
-    move(Life.time_passes, st.floats(0, 0.05)),
-)
+def moves_on(ladder: Ladder) -> st.SearchStrategy[Any]:
+    rungs = st.sampled_from(ladder.rungs[1:])
+    return st.one_of(
+        move(Life.step, rungs),
+        move(Life.skip_barriers, rungs),
+        move(Life.be_told_by_the_past, rungs),
+        move(
+            Life.engine_fails,
+            st.sampled_from(ENGINE_ROUTES),
+            st.sampled_from(["hang", "error", "crash", "act_then_hang"]),
+        ),
+        move(
+            Life.trainer_fails,
+            st.sampled_from(TRAINER_ROUTES),
+            st.sampled_from(["hang", "error", "crash", "act_then_hang"]),
+        ),
+        move(Life.child_dies, st.sampled_from(["engine-0", "trainer-0"])),
+        move(Life.agent_restarts, st.booleans()),
+        move(Life.container_restarts),
+        move(Life.ask, st.booleans(), st.sampled_from([None, 0.02])),
+        move(Life.time_passes, st.floats(0, 0.05)),
+    )
 
 
+@both_ladders
 @settings(max_examples=40, deadline=None)
-@given(st.lists(MOVES, max_size=7))
-def test_whatever_happens_nothing_is_broken_and_the_pod_serves_again(moves: list[tuple[Any, tuple[Any, ...]]]) -> None:
+@given(data=st.data())
+def test_whatever_happens_nothing_is_broken_and_the_pod_serves_again(placement: Placement, data: st.DataObject) -> None:
     """I1, I5, I6, I7 and the tokens of callers: `SmallPod.broken` is what none of it may do."""
+    moves = data.draw(st.lists(moves_on(LADDERS[placement]), max_size=7))
 
     async def live() -> None:
-        async with small_pod(checkpoint={"everySteps": 2}) as pod:
+        async with small_pod(checkpoint={"everySteps": 2}, **OFFLOADS[placement]) as pod:
             life = Life(pod)
             for what, arguments in moves:
                 await what(life, *arguments)
@@ -135,32 +145,37 @@ def test_whatever_happens_nothing_is_broken_and_the_pod_serves_again(moves: list
 WAYS = list(itertools.product(ASKED, (False, True), (None, 0.01)))
 
 
+@both_ladders
 @pytest.mark.parametrize("steps", [2])
-async def test_requests_at_every_instant_of_a_switch_all_end_and_the_count_balances(steps: int) -> None:
-    async with small_pod() as pod:
+async def test_requests_at_every_instant_of_a_switch_all_end_and_the_count_balances(
+    steps: int, placement: Placement
+) -> None:
+    async with small_pod(**OFFLOADS[placement]) as pod:
         life = Life(pod)
         instants: list[str] = []
 
         def ask_in_all_ways(route: str) -> None:
-            if route != "/generate":
+            if route not in ASKED:
                 instants.append(route)
                 for path, stream, leaves_after_s in WAYS:
                     asking = pod.ask(path=path, stream=stream, leaves_after_s=leaves_after_s)
                     life.asked.append(asyncio.create_task(asking))
 
         await life.step(Rung.SERVING)
+        engine = pod.engine
         pod.on_call = ask_in_all_ways
         for _ in range(steps):
             ask_in_all_ways("before the switch")
             await life.step(Rung.SERVING)
         pod.on_call = lambda route: None
         assert pod.engine is not None
+        assert engine is pod.engine, "none of them kept it from settling"
         while not all(asked.done() for asked in life.asked):
             pod.engine.abort("", everything=True)
             await asyncio.sleep(0.01)
         outcomes = [asked.result() for asked in life.asked]
         assert {"abort", "closed", "left"} >= set(outcomes), "nothing hangs, nothing breaks off"
-        assert len(instants) >= 8 * steps
+        assert len(instants) >= (8 if placement is Placement.TIME_SLICED else 6) * steps
         assert {} == pod.engine.samples, "nothing is generated for nobody"
         assert 0 == pod.agent._gate.in_flight
         assert [] == pod.broken
@@ -172,12 +187,23 @@ CALLS = (
 )  # fmt: skip
 
 
+RELEASES = ("/release_memory_occupation", "/resume_memory_occupation")
+
+
 @pytest.mark.parametrize("fault", ["hang", "error", "act_then_hang", "crash"])
-@pytest.mark.parametrize("route", CALLS)
+@pytest.mark.parametrize(
+    ("route", "placement"),
+    [
+        (route, placement)
+        for route in CALLS
+        for placement in Placement
+        if placement is not Placement.RESIDENT or route not in RELEASES
+    ],
+)
 async def test_h10_h15_h50_h54_call_without_a_good_answer_costs_the_engine_and_is_not_sent_again(
-    route: str, fault: str
+    route: str, placement: Placement, fault: str
 ) -> None:
-    async with small_pod() as pod:
+    async with small_pod(**OFFLOADS[placement]) as pod:
         await pod.climb(V0)
         engine = pod.engine
         assert engine is not None
@@ -192,9 +218,14 @@ async def test_h10_h15_h50_h54_call_without_a_good_answer_costs_the_engine_and_i
 
 
 @pytest.mark.parametrize("fault", ["hang", "act_then_hang"])
-@pytest.mark.parametrize("route", CALLS[2:5])
-async def test_h10_agent_that_dies_in_a_call_leaves_an_engine_that_nobody_calls_again(route: str, fault: str) -> None:
-    async with small_pod() as pod:
+@pytest.mark.parametrize(
+    ("route", "placement"),
+    [*((route, Placement.TIME_SLICED) for route in CALLS[2:5]), (CALLS[4], Placement.RESIDENT)],
+)
+async def test_h10_agent_that_dies_in_a_call_leaves_an_engine_that_nobody_calls_again(
+    route: str, placement: Placement, fault: str
+) -> None:
+    async with small_pod(**OFFLOADS[placement]) as pod:
         await pod.climb(V0)
         engine = pod.engine
         assert engine is not None
@@ -211,8 +242,9 @@ async def test_h10_agent_that_dies_in_a_call_leaves_an_engine_that_nobody_calls_
         assert [] == pod.broken
 
 
-async def test_h12_h25_h26_h50_weights_change_once_while_nothing_runs_and_leave_no_cache() -> None:
-    async with small_pod() as pod:
+@both_ladders
+async def test_h12_h25_h26_h50_weights_change_once_while_nothing_runs_and_leave_no_cache(placement: Placement) -> None:
+    async with small_pod(**OFFLOADS[placement]) as pod:
         await pod.climb(V0)
         seen: list[tuple[str, bool, int]] = []
 
@@ -232,8 +264,9 @@ async def test_h12_h25_h26_h50_weights_change_once_while_nothing_runs_and_leave_
         assert [] == pod.broken
 
 
-async def test_h55_engine_is_paused_only_when_nothing_is_in_flight() -> None:
-    async with small_pod() as pod:
+@both_ladders
+async def test_h55_engine_is_paused_only_when_nothing_is_in_flight(placement: Placement) -> None:
+    async with small_pod(**OFFLOADS[placement]) as pod:
         await pod.climb(V0)
         asked = [asyncio.create_task(pod.ask(stream=stream)) for stream in (False, True) * 3]
         in_flight: dict[str, int] = {}
