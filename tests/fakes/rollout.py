@@ -105,7 +105,11 @@ class Answers:
             if list(input_ids[place - len(self._prompt_end) : place]) == self._prompt_end
         )
         question = self._tokenizer.decode(list(input_ids[:start]))
-        return [*self._tokenizer.encode(self.text(question)).ids, self._end], input_ids[start:]
+        return [*self.ids(question), self._end], input_ids[start:]
+
+    def ids(self, question: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(self.text(question)).ids
+        return ids
 
     def text(self, question: str) -> str:
         found = re.search(r"problem: (.*) =", question)
@@ -248,14 +252,19 @@ class JobOnDisk:
 
 
 class Scripted(Answers):
-    """What the fake engine answers to a conversation, given as text without its special tokens."""
+    """What the fake engine answers to a conversation, which is given as text without its special tokens.
 
-    def __init__(self, model: Path, answer: Callable[[str], str]) -> None:
+    As text, or as tokens that no text would become.
+    """
+
+    def __init__(self, model: Path, answer: Callable[[str], str | list[int]]) -> None:
         super().__init__(model)
         self._answer = answer
 
-    def text(self, question: str) -> str:
-        return self._answer(question)
+    def ids(self, question: str) -> list[int]:
+        answer = self._answer(question)
+        ids: list[int] = answer if isinstance(answer, list) else self._tokenizer.encode(answer).ids
+        return ids
 
 
 class SilentProcesses(TaskProcesses):

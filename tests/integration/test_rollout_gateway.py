@@ -5,128 +5,35 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 import openai
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam, ChatCompletionToolParam
-from prometheus_client import CollectorRegistry
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam
 
 from colocated_rl_api import names
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.gateway import MAX_REQUEST_BYTES
 from colocated_rl_rollout.openai_requests import ONLY
-from colocated_rl_rollout.settings import read_settings
-from fakes.clients import openai_client
-from fakes.gate import FakeGate, Fault, logp_of
+from fakes.gate import Fault, logp_of
+from fakes.gateway import ANSWER, QUESTION, TOOLS, TOOLS_TEMPLATE, extra, gateway_running, text_of
+from fakes.gateway import GatewayScene as Scene
 from fakes.rollout import (
-    DEADLINE_S,
     JOB_UID,
     TOKEN,
-    JobOnDisk,
-    OperatorEnd,
-    Scripted,
-    SilentProcesses,
-    make_spec,
     until,
 )
 
 V0, V1, V2 = WeightVersion(0, 1), WeightVersion(1, 1), WeightVersion(2, 1)
-QUESTION: ChatCompletionMessageParam = {"role": "user", "content": "Where is it?"}
-ANSWER = "In the north, where «ünïcode» is."
-
-TOOLS: list[ChatCompletionToolParam] = [
-    {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"what": {}}}}}
-]
-TOOLS_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }} Write <tool_call>{}</tool_call>.<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls %}\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@dataclass
-class Scene:
-    """A running controller without prompts of its own, one gate, and clients."""
-
-    job: JobOnDisk
-    gate: FakeGate
-    operator: OperatorEnd
-    controller: Controller
-    registry: CollectorRegistry
-    client: openai.AsyncOpenAI  # on the pod's loopback
-
-    async def ask(self, *messages: ChatCompletionMessageParam, **options: Any) -> ChatCompletion:
-        completion = await self.client.chat.completions.create(model="job", messages=messages or [QUESTION], **options)
-        assert isinstance(completion, ChatCompletion)
-        return completion
-
-    async def generating(self, count: int = 1) -> None:
-        await until(lambda: self.gate.in_flight == count)
-
-    async def switch(self, version: WeightVersion, *, pace: int | None = None) -> None:
-        await self.gate.close()
-        await until(lambda: self.gate.in_flight == 0)
-        await self.gate.open(version, pace=pace)
-
-    def figure(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(f"colocate_gateway_{name}", labels) or 0.0
-
-
-@asynccontextmanager
-async def running(
-    directory: Path,
-    answer: Callable[[str], str] = lambda question: ANSWER,
-    *,
-    template: str | None = None,
-    arguments: Sequence[str] = (),
-    **rollout: Any,
-) -> AsyncIterator[Scene]:
-    job = JobOnDisk.write(directory, make_spec(**rollout))
-    if template:
-        (directory / "model" / "chat_template.jinja").write_text(template)
-    registry = CollectorRegistry()
-    async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        gate = FakeGate("job-gpu-0-0", job.tls, Scripted(directory / "model", answer))
-        await stack.enter_async_context(gate.listening())
-        settings = read_settings([*job.arguments, *arguments], job.environment)
-        controller = Controller(settings, session, SilentProcesses(job.spec, directory), registry)
-        serving = asyncio.create_task(controller.run())
-        try:
-            await until(lambda: controller.member.ports.control or serving.done())
-            operator = await stack.enter_async_context(job.operator(controller.member.ports.control))
-            await operator.send(1, (gate.endpoint,))
-            client = await stack.enter_async_context(openai_client(controller.member.ports.pages))
-            yield Scene(job, gate, operator, controller, registry, client)
-        finally:
-            controller.drain()
-            async with asyncio.timeout(DEADLINE_S):
-                await serving
 
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    async with running(tmp_path) as made:
+    async with gateway_running(tmp_path) as made:
         yield made
-
-
-def text_of(completion: ChatCompletion) -> str | None:
-    return completion.choices[0].message.content
-
-
-def extra(answer: Any) -> dict[str, Any]:
-    """What an answer says beyond OpenAI's API."""
-    found: dict[str, Any] = answer.model_extra["colocated_rl"]
-    return found
 
 
 async def test_a_chat_is_answered_and_counted(scene: Scene) -> None:
@@ -155,7 +62,7 @@ async def test_a_chat_is_answered_and_counted(scene: Scene) -> None:
 
 async def test_a_switch_at_every_instant_is_not_seen(tmp_path: Path) -> None:
     """However many tokens are there when the gate closes, none and all but one included, and twice in one answer."""
-    async with running(tmp_path) as scene:
+    async with gateway_running(tmp_path) as scene:
         size = len(ANSWER.encode()) + 1
         for pace in range(1, size):
             await scene.gate.open(V0, pace=pace)
@@ -211,7 +118,7 @@ async def test_the_model_is_listed_under_the_jobs_name(scene: Scene) -> None:
 # ---------------------------------------------------------------------------------------------------- streams
 async def test_a_stream_says_what_an_answer_at_once_says_whenever_a_switch_comes(tmp_path: Path) -> None:
     """In the middle of a character too: nothing that was told is ever taken back."""
-    async with running(tmp_path) as scene:
+    async with gateway_running(tmp_path) as scene:
         await scene.gate.open(V0)
         whole = await scene.ask(logprobs=True)
         assert whole.choices[0].logprobs is not None
@@ -291,7 +198,7 @@ async def test_a_text_is_streamed_too(scene: Scene) -> None:
 
 # ---------------------------------------------------------------------------------------------------- waiting
 async def test_a_request_waits_while_no_engine_is_open_and_so_many_at_most(tmp_path: Path) -> None:
-    async with running(tmp_path, arguments=("--gateway-turns", "2")) as scene:
+    async with gateway_running(tmp_path, arguments=("--gateway-turns", "2")) as scene:
         asked = [asyncio.create_task(scene.ask()) for _ in range(2)]
         await until(lambda: scene.figure("parked") == 2)
         with pytest.raises(openai.RateLimitError, match="2 requests are held, 2 of them until") as refused:
@@ -306,7 +213,7 @@ async def test_a_request_waits_while_no_engine_is_open_and_so_many_at_most(tmp_p
 
 
 async def test_a_request_that_waits_too_long_is_told_so(tmp_path: Path) -> None:
-    async with running(tmp_path, arguments=("--gateway-parked-seconds", "0.05")) as scene:
+    async with gateway_running(tmp_path, arguments=("--gateway-parked-seconds", "0.05")) as scene:
         with pytest.raises(openai.APIStatusError, match="no engine took it within 0 s: they are with the") as late:
             await scene.client.with_options(max_retries=2).chat.completions.create(model="job", messages=[QUESTION])
         assert (504, "no_engine") == (late.value.status_code, late.value.code)
@@ -356,7 +263,7 @@ async def test_a_client_that_leaves_takes_its_work_with_it(scene: Scene) -> None
 
 
 async def test_the_end_of_the_controller_is_said(tmp_path: Path) -> None:
-    async with running(tmp_path) as scene:
+    async with gateway_running(tmp_path) as scene:
         asked = asyncio.create_task(scene.ask())
         await until(lambda: scene.figure("parked") == 1)
         scene.controller.drain()
@@ -390,7 +297,7 @@ async def test_who_does_not_want_to_be_resumed_gets_what_there_is(scene: Scene) 
 
 
 async def test_a_job_that_starts_over_does_so_for_clients_too(tmp_path: Path) -> None:
-    async with running(tmp_path, interruption="Retry") as scene:
+    async with gateway_running(tmp_path, interruption="Retry") as scene:
         await scene.gate.open(V0, pace=5)
         chunks: list[ChatCompletionChunk] = []
         asked = asyncio.create_task(scene.ask()), asyncio.create_task(read_into(chunks, scene))
@@ -426,7 +333,7 @@ async def test_the_callers_parameters_are_never_changed(scene: Scene) -> None:
 @pytest.mark.parametrize("length", [92, 136, 2048])
 async def test_verl_budget_holds_over_any_number_of_resumes(tmp_path: Path, key: str | None, length: int) -> None:
     """As published: prompts of so many tokens, either key of the limit, or none: then the job's."""
-    async with running(tmp_path, lambda question: "and so on " * 99, maxResponseTokens=40) as scene:
+    async with gateway_running(tmp_path, lambda question: "and so on " * 99, maxResponseTokens=40) as scene:
         await scene.gate.open(V0, pace=3)
         limit = 33 if key else 40
         content = "x" * (length - len(scene.job.chat.prompt_ids("")))
@@ -503,7 +410,7 @@ async def test_another_model_is_not_found(scene: Scene) -> None:
 
 # ---------------------------------------------------------------------------------------------------- tools
 async def test_tool_calls_are_read_as_the_models_template_has_them_written(tmp_path: Path) -> None:
-    async with running(tmp_path, answer_with_tool, template=TOOLS_TEMPLATE, maxResponseTokens=200) as scene:
+    async with gateway_running(tmp_path, answer_with_tool, template=TOOLS_TEMPLATE, maxResponseTokens=200) as scene:
         for pace in (1, 12, 40, 80):
             await scene.gate.open(V0, pace=pace)
             chunks: list[ChatCompletionChunk] = []

@@ -18,14 +18,14 @@ from aiohttp import web
 from openai.types import Completion
 from prometheus_client import CollectorRegistry
 
+from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.gate import Backend, Gate
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
-from colocated_rl_member.data import data_application
 from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.settings import read_settings
-from fakes.clients import openai_client
 from fakes.engine import FakeEngine, Sample
+from fakes.gateway import openai_client
 from fakes.rollout import DEADLINE_S, JobOnDisk, SilentProcesses, make_spec, until
 from fakes.weights import logprob, write_export
 
@@ -105,7 +105,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     write_export(tmp_path / "export", version="0-1", weight=0.0)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        pods = [await pod_of(stack, job, session, number) for number in range(2)]
+        pods = [await pod_of(stack, job, number) for number in range(2)]
         settings = read_settings(job.arguments, job.environment)
         controller = Controller(settings, session, SilentProcesses(job.spec, tmp_path), CollectorRegistry())
         serving = asyncio.create_task(controller.run())
@@ -119,21 +119,20 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
             await serving
 
 
-async def pod_of(stack: AsyncExitStack, job: JobOnDisk, session: aiohttp.ClientSession, number: int) -> Pod:
+async def pod_of(stack: AsyncExitStack, job: JobOnDisk, number: int) -> Pod:
     engine = HeldEngine(job.directory / "export", "0-1", admin_key="", memory_saver=False, token_s=0.002)
-    gate = Gate(session)
-    application = data_application(job.tls, max_request_bytes=2**20)
-    application.add_routes(gate.routes())
+    gate = Gate()
     url = f"http://127.0.0.1:{await listen(stack, engine.app())}"
-    port = await listen(stack, application, job)
+    data = DataPort(gate.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context())
+    port = await stack.enter_async_context(data)
     return Pod(engine, gate, url, Endpoint(pod=f"job-gpu-{number}-0", address="127.0.0.1", port=port))
 
 
-async def listen(stack: AsyncExitStack, app: web.Application, tls: JobOnDisk | None = None) -> int:
+async def listen(stack: AsyncExitStack, app: web.Application) -> int:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05, handler_cancellation=True)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls.tls.data_context() if tls else None).start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     port: int = runner.addresses[0][1]
     return port
 

@@ -23,6 +23,7 @@ from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST
 from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.samples import NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens
+from colocated_rl_rollout.sessions import Sessions
 from colocated_rl_rollout.store import SPARE_BYTES, Store
 from colocated_rl_rollout.turns import Turns
 from colocated_rl_rollout.worker import Worker
@@ -76,6 +77,9 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
                 processes=processes,
                 evaluation=None,
                 turns=Turns(job.chat, metrics, keeps=True, changed=lambda: None, at_most=9, parked_at_most_s=9),
+                sessions=Sessions(
+                    store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0
+                ),
                 metrics=metrics,
                 changed=lambda: None,
                 full_retry_s=0.01,

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 import uuid
 
 import aiohttp
@@ -30,6 +31,7 @@ from colocated_rl_rollout.metrics import Metrics, StoreGauges, TokenRate
 from colocated_rl_rollout.pages import data_routes, pages
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.rewards import TaskProcesses
+from colocated_rl_rollout.sessions import Sessions
 from colocated_rl_rollout.settings import Settings
 from colocated_rl_rollout.store import Store
 from colocated_rl_rollout.turns import Turns
@@ -100,10 +102,19 @@ class Controller:
             at_most=settings.gateway_turns,
             parked_at_most_s=settings.gateway_parked_s,
         )
+        sessions = Sessions(
+            store,
+            self._metrics,
+            group_size=spec.rollout.group_size,
+            max_staleness=spec.rollout.max_staleness,
+            changed=self._wake,
+            clock=time.monotonic,
+        )
         self._gateway = gateway = Gateway(
             model=job.name,
             chat=chat,
             turns=turns,
+            sessions=sessions,
             metrics=self._metrics,
             limit=spec.rollout.max_response_tokens,
             temperature=spec.rollout.sampling.temperature,
@@ -118,6 +129,7 @@ class Controller:
             processes=self._processes,
             evaluation=self._evaluation,
             turns=turns,
+            sessions=sessions,
             metrics=self._metrics,
             changed=self._dirty.set,
         )

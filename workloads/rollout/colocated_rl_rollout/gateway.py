@@ -2,6 +2,8 @@
 
     POST /v1/chat/completions, /v1/completions      streamed or not
     GET  /v1/models, /v1/models/ID
+    all of them also below /v1/sessions/ID, or with a header X-Session-ID: turns of one session (`sessions`)
+    GET, DELETE /v1/sessions/ID, POST /v1/sessions/ID/reward
 
 A client sees no switch: while the engines are off its request waits, and a completion that was cut off goes on
 (`turns`). Every error has OpenAI's shape. Nothing is read without a bound, and no client is waited for without a
@@ -12,33 +14,44 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.openai_replies import Pieces, Reply
+from colocated_rl_rollout.openai_replies import Pieces, Reply, message_of, shown
 from colocated_rl_rollout.openai_requests import (
-    Asked,
+    Body,
     ChatBody,
+    Conversation,
     Form,
     RequestRefused,
     TextBody,
+    as_rendered,
     asked,
     prompt_of,
     read_body,
     read_chat,
+    read_reward,
     text_prompt_of,
 )
+from colocated_rl_rollout.sessions import RecordedTurn, Session, Sessions, prompt_after, setting_of
 from colocated_rl_rollout.turns import Turn, Turns
 
+ReadT = TypeVar("ReadT")
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 READING_AT_MOST = 16  # bodies at a time
 CLIENT_S = 30.0  # for a client to send its body, or to read an event
+SESSION_HEADER = "X-Session-ID"
+SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 SILENCE_S = 15.0  # of a stream whose request waits; a comment says that somebody is there
 COMMENT = b": waiting for an engine\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -48,11 +61,21 @@ class Gateway:
     """limit, temperature: of a request that does not say; the first also bounds the others, the second may change."""
 
     def __init__(
-        self, *, model: str, chat: Chat, turns: Turns, metrics: Metrics, limit: int, temperature: float, created: int
+        self,
+        *,
+        model: str,
+        chat: Chat,
+        turns: Turns,
+        sessions: Sessions,
+        metrics: Metrics,
+        limit: int,
+        temperature: float,
+        created: int,
     ) -> None:
         self._model = model
         self._chat = chat
         self._turns = turns
+        self._sessions = sessions
         self._metrics = metrics
         self._limit = limit
         self.temperature = temperature
@@ -60,11 +83,21 @@ class Gateway:
         self._reading = asyncio.Semaphore(READING_AT_MOST)
 
     def routes(self) -> list[web.RouteDef]:
+        session = "/v1/sessions/{session}"
         return [
-            web.post("/v1/chat/completions", self._answering(self._serve_chat)),
-            web.post("/v1/completions", self._answering(self._serve_text)),
-            web.get("/v1/models", self._answering(self._serve_models)),
-            web.get("/v1/models/{model:.{1,512}}", self._answering(self._serve_model)),
+            *(
+                route
+                for root in ("/v1", session)
+                for route in (
+                    web.post(f"{root}/chat/completions", self._answering(self._serve_chat)),
+                    web.post(f"{root}/completions", self._answering(self._serve_text)),
+                    web.get(f"{root}/models", self._answering(self._serve_models)),
+                    web.get(root + "/models/{model:.{1,512}}", self._answering(self._serve_model)),
+                )
+            ),
+            web.get(session, self._answering(self._serve_session)),
+            web.delete(session, self._answering(self._delete_session)),
+            web.post(f"{session}/reward", self._answering(self._serve_reward)),
         ]
 
     def _answering(
@@ -96,54 +129,130 @@ class Gateway:
         return {"id": self._model, "object": "model", "created": self._created, "owned_by": "colocated-rl"}
 
     async def _serve_chat(self, request: web.Request) -> web.StreamResponse:
-        def read(text: bytes) -> tuple[Asked, Form]:
-            body, form = read_body(ChatBody, text, model=self._model)
-            prompt = prompt_of(read_chat(body, self._chat), self._chat)
-            return asked(body, prompt, limit=self._limit, temperature=self.temperature), form
+        body, form = await self._read(request, partial(read_body, ChatBody, model=self._model))
+        conversation = read_chat(body, self._chat)
+        with self._session(request) as session:
+            parent = session.match(conversation) if session else None
+            prompt, parent = await asyncio.to_thread(self._prompt_of, conversation, parent)
+            setting = setting_of(conversation)
+            place = Place(session, parent, conversation.messages, setting) if session else None
+            return await self._complete(request, body, form, prompt, place)
 
-        return await self._complete(request, *await self._read(request, read))
+    def _prompt_of(
+        self, conversation: Conversation, parent: RecordedTurn | None
+    ) -> tuple[tuple[int, ...], RecordedTurn | None]:
+        """In a thread, because templates and tokenizers take their time. Raises RequestRefused."""
+        if parent is not None and (ids := prompt_after(parent, conversation, self._chat)) is not None:
+            return ids, parent
+        return prompt_of(conversation, self._chat), None
 
     async def _serve_text(self, request: web.Request) -> web.StreamResponse:
-        def read(text: bytes) -> tuple[Asked, Form]:
-            body, form = read_body(TextBody, text, model=self._model)
-            prompt = text_prompt_of(body, self._chat)
-            return asked(body, prompt, limit=self._limit, temperature=self.temperature), form
+        body, form = await self._read(request, partial(read_body, TextBody, model=self._model))
+        with self._session(request) as session:
+            prompt = await asyncio.to_thread(text_prompt_of, body, self._chat)
+            place = Place(session, session.match_ids(prompt), (), "") if session else None
+            return await self._complete(request, body, form, prompt, place)
 
-        return await self._complete(request, *await self._read(request, read))
+    # ------------------------------------------------------------------------------------------------- sessions
+    @contextmanager
+    def _session(self, request: web.Request) -> Iterator[Session | None]:
+        """Of a turn, while it lasts; None of one that belongs to none. Raises RequestRefused."""
+        if "session" not in request.match_info and SESSION_HEADER not in request.headers:
+            yield None
+            return
+        session = self._sessions.begin(_session_name(request))
+        try:
+            yield session
+        finally:
+            self._sessions.end(session)
+
+    async def _serve_session(self, request: web.Request) -> web.Response:
+        return web.json_response(shown(self._sessions.find(_session_name(request))))
+
+    async def _delete_session(self, request: web.Request) -> web.Response:
+        name = _session_name(request)
+        await self._sessions.delete(name)
+        return web.json_response({"id": name, "object": "session", "deleted": True})
+
+    async def _serve_reward(self, request: web.Request) -> web.Response:
+        name = _session_name(request)
+        given = await self._read(request, read_reward)
+        await self._sessions.reward(name, given.reward, given.group)
+        return web.json_response({"id": name, "object": "session", "reward": given.reward, "group": given.group})
 
     # ------------------------------------------------------------------------------------------------- a request
-    async def _read(self, request: web.Request, read: Callable[[bytes], tuple[Asked, Form]]) -> tuple[Asked, Form]:
-        """What is asked; in a thread, because templates and tokenizers take their time. Raises RequestRefused."""
+    async def _read(self, request: web.Request, read: Callable[[bytes], ReadT]) -> ReadT:
+        """What is asked. Raises RequestRefused."""
         if request.content_type != "application/json":
             raise RequestRefused(415, "the body is JSON: Content-Type: application/json")
         async with self._reading:
             return await asyncio.to_thread(read, await _body(request))
 
-    async def _complete(self, request: web.Request, asked: Asked, form: Form) -> web.StreamResponse:
-        reply = Reply(form, asked, self._model, int(time.time()), uuid.uuid4().hex)
-        with self._turns.begin(asked, streams=form.streams) as turn:
+    async def _complete(
+        self, request: web.Request, body: Body, form: Form, prompt: tuple[int, ...], place: Place | None
+    ) -> web.StreamResponse:
+        asking = asked(body, prompt, limit=self._limit, temperature=self.temperature)
+        if place is not None and asking.temperature != self.temperature:
+            message = (
+                f"temperature is {asking.temperature}, and the job's {self.temperature}: turns of a session use that"
+            )
+            raise RequestRefused(400, message, param="temperature", code="unsupported_value")
+        reply = Reply(form, asking, self._model, int(time.time()), uuid.uuid4().hex)
+        engine = place.parent.engine if place and place.parent else None
+        with self._turns.begin(asking, streams=form.streams, engine=engine) as turn:
             if form.streams:
-                return await self._stream(Stream(request), reply, turn)
+                return await self._stream(Stream(request), reply, turn, place)
             await turn.end()
+            await self._record(place, reply, turn)
             whole = reply.whole(self._chat, turn.tokens, turn.finish, segments=turn.segments)
             return web.json_response(whole)
 
-    async def _stream(self, stream: Stream, reply: Reply, turn: Turn) -> web.StreamResponse:
+    async def _stream(self, stream: Stream, reply: Reply, turn: Turn, place: Place | None) -> web.StreamResponse:
         pieces = Pieces(reply, self._chat)
         while not turn.ended:
             turn.grew.clear()
             await stream.tell(pieces.more(turn.so_far))
             if not await _soon(turn.grew, SILENCE_S):
                 await stream.write(COMMENT)
-        if turn.refused is not None:
+        try:
+            await turn.end()
+            await self._record(place, reply, turn)
+        except RequestRefused as refused:
             if not stream.begun:
-                raise turn.refused
-            self._metrics.refused_requests.labels(turn.refused.status).inc()
-            await stream.tell([turn.refused.body()])
+                raise
+            self._metrics.refused_requests.labels(refused.status).inc()
+            await stream.tell([refused.body()])
         else:
             await stream.tell(pieces.rest(turn.tokens, turn.finish, segments=turn.segments))
             await stream.write(DONE)
         return await stream.end()
+
+    async def _record(self, place: Place | None, reply: Reply, turn: Turn) -> None:
+        """Make the turn of a session durable, before its client hears of its end. Raises RequestRefused."""
+        if place is None:
+            return
+        text, calls = reply.read(self._chat, turn.tokens, turn.finish)
+        said = [*place.said, as_rendered(message_of(text, reply.called(calls)))] if reply.form.chat else []
+        await self._sessions.record(
+            place.session,
+            place.parent,
+            said,
+            place.setting,
+            prompt=turn.asked.prompt,
+            tokens=turn.tokens,
+            finish=turn.finish,
+            engine=turn.engine,
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a session a turn belongs."""
+
+    session: Session
+    parent: RecordedTurn | None
+    said: tuple[Mapping[str, Any], ...]
+    setting: str
 
 
 class ClientGone(Exception):
@@ -186,6 +295,14 @@ class Stream:
     async def end(self) -> web.StreamResponse:
         await self._response.write_eof()
         return self._response
+
+
+def _session_name(request: web.Request) -> str:
+    """Raises RequestRefused."""
+    name = str(request.match_info.get("session") or request.headers.get(SESSION_HEADER))
+    if not SESSION_NAME.fullmatch(name):
+        raise RequestRefused(400, "a session is named by up to 128 of A-Z, a-z, 0-9, '.', '_', ':', '@' and '-'")
+    return name
 
 
 def headers_of(refused: RequestRefused) -> dict[str, str]:

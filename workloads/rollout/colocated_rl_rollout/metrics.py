@@ -53,6 +53,12 @@ class Metrics:
             "Attempts that went on with a client's interrupted completion",
             registry=registry,
         )
+        self.sessions = Gauge(
+            "colocate_gateway_sessions", "Sessions of clients that are open, or wait for their group", registry=registry
+        )
+        self.sessions_ended = Counter(
+            "colocate_gateway_sessions_ended", "Sessions of clients by how they ended", ["ending"], registry=registry
+        )
         self.refused_requests = Counter(
             "colocate_gateway_refused",
             "Requests of clients that were answered with an error",

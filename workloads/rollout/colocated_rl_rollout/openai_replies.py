@@ -13,7 +13,8 @@ from typing import Any
 
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.openai_requests import Asked, Form
-from colocated_rl_rollout.samples import Finish, Tokens
+from colocated_rl_rollout.samples import NO_TOKENS, Finish, Tokens
+from colocated_rl_rollout.sessions import Session, tokens_of
 from colocated_rl_rollout.tool_calls import BEGIN, ToolCall, read_calls
 
 EXTENSION = "colocated_rl"
@@ -145,6 +146,32 @@ class Pieces:
         }
 
 
+def shown(session: Session) -> dict[str, Any]:
+    """A session, with its trajectory as it would be trained: the path of its newest turn."""
+    path = session.turns[-1].path if session.turns else []
+    tokens = tokens_of(path, after=len(path[0].context)) if path else NO_TOKENS
+    mask = [0] * len(tokens)
+    for span in tokens.spans:
+        mask[span.start : span.end] = [1] * (span.end - span.start)
+    trajectory = {
+        "prompt_token_ids": list(path[0].context) if path else [],
+        "token_ids": tokens.ids.tolist(),
+        "loss_mask": mask,
+        "logprobs": tokens.logp.tolist(),
+        "weight_versions": versions_of(tokens),
+    }
+    parents = {turn.parent.number for turn in session.turns if turn.parent}
+    return {
+        "id": session.id,
+        "object": "session",
+        "turns": len(session.turns),
+        "paths": len(session.turns) - len(parents),
+        "reward": session.reward,
+        "group": session.grouping,
+        "trajectory": trajectory,
+    }
+
+
 def message_of(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": (text or None) if calls else text}
     return message | ({"tool_calls": list(calls)} if calls else {})
@@ -155,10 +182,12 @@ def extension(tokens: Tokens, finish: Finish | None, segments: int) -> dict[str,
     return {
         "interrupted": finish is None,
         "segments": segments,
-        "weight_versions": [
-            {"version": str(span.version), "start": span.start, "end": span.end} for span in tokens.spans
-        ],
+        "weight_versions": versions_of(tokens),
     }
+
+
+def versions_of(tokens: Tokens) -> list[dict[str, Any]]:
+    return [{"version": str(span.version), "start": span.start, "end": span.end} for span in tokens.spans]
 
 
 def visible(text: str, stops: Sequence[str]) -> str:

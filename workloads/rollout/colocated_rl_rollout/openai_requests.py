@@ -110,44 +110,44 @@ class Conversation:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class _OpenPart(BaseModel):
+class OpenPart(BaseModel):
     """Members that are not named here are the template's."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _StreamOptions(_Part):
+class _StreamOptions(Part):
     include_usage: bool | None = None
 
 
-class _Text(_Part):
+class _Text(Part):
     type: Literal["text"]
     text: str
 
 
-class _Function(_OpenPart):
+class _Function(OpenPart):
     name: str = Field(min_length=1, max_length=256)
 
 
-class _Tool(_OpenPart):
+class _Tool(OpenPart):
     type: Literal["function"]
     function: _Function
 
 
-class _Called(_OpenPart):
+class _Called(OpenPart):
     name: str
     arguments: str | dict[str, Any] = ""
 
 
-class _ToolCall(_OpenPart):
+class _ToolCall(OpenPart):
     function: _Called
 
 
-class _Message(_OpenPart):
+class _Message(OpenPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Text] | None = None
     tool_calls: list[_ToolCall] | None = None
@@ -156,7 +156,7 @@ class _Message(_OpenPart):
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Body(_Part):
+class Body(Part):
     model: str
     max_tokens: int | None = Field(default=None, ge=1, le=TOKENS_AT_MOST)
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
@@ -186,6 +186,13 @@ class TextBody(Body):
     logprobs: int | None = Field(default=None, ge=0, le=0)
 
 
+class Reward(Part):
+    """What a session is worth, and the group that it is compared in: sessions of one task have one."""
+
+    reward: float = Field(allow_inf_nan=False, ge=-1e6, le=1e6)
+    group: str = Field(min_length=1, max_length=256)
+
+
 BodyT = TypeVar("BodyT", bound=Body)
 
 
@@ -210,6 +217,14 @@ def read_body(kind: type[BodyT], text: bytes, *, model: str) -> tuple[BodyT, For
         message = f"there is no model {_short(body.model)}: this job's is {model}"
         raise RequestRefused(404, message, param="model", code="model_not_found")
     return body, _form_of(body, may_call=may_call)
+
+
+def read_reward(text: bytes) -> Reward:
+    """Raises RequestRefused."""
+    try:
+        return Reward.model_validate_json(text)
+    except pydantic.ValidationError as error:
+        raise _refused(error) from error
 
 
 def _form_of(body: Body, *, may_call: bool) -> Form:

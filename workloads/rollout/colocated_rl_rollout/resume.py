@@ -95,8 +95,9 @@ def join(so_far: Tokens, segment: Tokens) -> Tokens:
     offset = len(so_far)
     spans = list(so_far.spans)
     for span in segment.spans:
-        if span.version == spans[-1].version:
-            spans[-1] = Span(span.version, spans[-1].start, span.end + offset)
+        last = spans[-1] if spans else None
+        if last and last.version == span.version and last.end == span.start + offset:
+            spans[-1] = Span(span.version, last.start, span.end + offset)
         else:
             spans.append(Span(span.version, span.start + offset, span.end + offset))
     return Tokens(np.concatenate([so_far.ids, segment.ids]), np.concatenate([so_far.logp, segment.logp]), tuple(spans))

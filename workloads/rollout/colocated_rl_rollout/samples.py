@@ -68,7 +68,8 @@ class Span:
 class Tokens:
     """A response, or a segment of one: ids, behaviour log-probabilities (nats) and the versions that made them.
 
-    The three describe the same tokens: spans follow one another without a gap from 0 to the last token.
+    The three describe the same tokens. Spans follow one another; a token in none of them was not written by the policy
+    (what a tool answered, between two turns of a session): it is context, and its log-probability says nothing.
     """
 
     ids: NDArray[np.int32]
@@ -95,13 +96,28 @@ class Tokens:
 NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), ())
 
 
+OF_SESSIONS = -1
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of the source. `position` counts over all passes of the data, `index` within one."""
+    """One prompt of the source. `position` counts over all passes of the data, `index` within one.
+
+    Of sessions that clients had both are OF_SESSIONS: no row of the data made it, and nothing can be generated for it.
+    """
 
     position: int
     index: int
     ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """What the turns of a session come to: everything after the group's prompt."""
+
+    tokens: Tokens
+    finish: Finish
+    reward: float
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +149,11 @@ class Group:
     def kept(self) -> list[Sample]:
         """The samples that may come into a batch, by id."""
         return [sample for sample in self.samples if sample.state in LIVE or sample.state is SampleState.COMPLETED]
+
+    @property
+    def is_of_sessions(self) -> bool:
+        """Its samples came whole from clients: none can be replaced by another."""
+        return self.prompt.index == OF_SESSIONS
 
     @property
     def is_complete(self) -> bool:

@@ -14,6 +14,7 @@ Refuses every move that `samples.NEXT` does not have: WrongMove is a bug, and en
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sqlite3
@@ -35,6 +36,7 @@ from colocated_rl_rollout.samples import (
     LIVE,
     NEXT,
     NO_TOKENS,
+    OF_SESSIONS,
     WAITING,
     Finish,
     Group,
@@ -42,6 +44,7 @@ from colocated_rl_rollout.samples import (
     Sample,
     SampleState,
     Tokens,
+    Trajectory,
 )
 
 LOG = logging.getLogger(__name__)
@@ -115,6 +118,20 @@ class Store:
         self._writer.write((tables.FACT, [("epoch", epoch)]))
         self._writer.flush(deadline_s=EPOCH_DEADLINE_S)
 
+    def write(self, *statements: Statement) -> None:
+        """Changes of tables that others keep (`sessions`), committed together and in order with all others."""
+        self._writer.write(*statements)
+
+    def rows(self, statement: str, *values: Any) -> list[sqlite3.Row]:
+        """What is durable of those tables. Blocks."""
+        with contextlib.closing(self._reader()) as database:
+            return database.execute(statement, values).fetchall()
+
+    def _reader(self) -> sqlite3.Connection:
+        database = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
+        database.row_factory = sqlite3.Row
+        return database
+
     def has_room(self) -> bool:
         """Whether the volume has room for more than what is accepted already; otherwise `problem` says what to do."""
         newest = self._batches.get(self.sealed.step) if self.sealed else None
@@ -144,6 +161,29 @@ class Store:
             (tables.GROUP, [(group.id, prompt.position, prompt.index, ids)]),
             (tables.FACT, [("cursor", self.cursor), ("groups", group.id)]),
             self._new_samples(group, size),
+        )
+        return group
+
+    def admit_whole(self, prompt: tuple[int, ...], trajectories: Sequence[Trajectory], *also: Statement) -> Group:
+        """A new group of samples that are completed already. also: what is to be durable together with it."""
+        self._group_count += 1
+        group = Group(self._group_count, Prompt(OF_SESSIONS, OF_SESSIONS, prompt))
+        first = self.counts.total() + 1
+        for number, each in enumerate(trajectories, first):
+            sample = Sample(number, group, SampleState.COMPLETED, each.tokens, segments=1, attempts=1)
+            sample.finish, sample.reward = each.finish, each.reward
+            group.samples.append(sample)
+        self.groups[group.id] = group
+        self.counts[SampleState.COMPLETED] += len(trajectories)
+        self._writer.write(
+            (tables.GROUP, [(group.id, OF_SESSIONS, OF_SESSIONS, np.asarray(prompt, np.int32).tobytes())]),
+            (tables.FACT, [("groups", group.id)]),
+            (
+                tables.WHOLE_SAMPLE,
+                [(each.id, group.id, each.state, each.attempts, each.finish, each.reward) for each in group.samples],
+            ),
+            (tables.SEGMENT, [(each.id, each.attempts, *tables.packed(each.tokens)) for each in group.samples]),
+            *also,
         )
         return group
 
@@ -275,17 +315,13 @@ class Store:
         text: turns tokens into words; then prompt and response are there too, of those that no batch holds yet.
         """
         where, values = ("WHERE state = ?", [state]) if state else ("", [])
-        database = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
-        try:
-            database.row_factory = sqlite3.Row
+        with contextlib.closing(self._reader()) as database:
             rows = database.execute(f"{tables.RECENT} {where} ORDER BY samples.id DESC LIMIT ?", [*values, limit])
             found = [dict(row) for row in rows]
             if text is not None:
                 for sample in found:
                     sample |= tables.written(database, sample["id"], sample["group_id"], text)
             return found
-        finally:
-            database.close()
 
     def record_evaluation(self, result: EvaluationResult) -> None:
         """An evaluation is finished."""

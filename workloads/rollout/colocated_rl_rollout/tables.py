@@ -1,7 +1,8 @@
 """The tables of the store: how they are made, the statements that change them, and what a row says. Knows no file.
 
 A prompt's ids stand with its group until it is sealed, tokens as segments of a sample until it is; rows of samples
-stay until a checkpoint holds their step, and are only counted from then on (`retired`).
+stay until a checkpoint holds their step, and are only counted from then on (`retired`). What clients had of the gateway
+stands as turns of their sessions, until it is samples of a group or given up.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_rollout.samples import Finish, Group, Sample, SampleState, Span, Tokens
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -36,6 +37,12 @@ CREATE TABLE segments (
 );
 CREATE TABLE batches (step INTEGER PRIMARY KEY, record TEXT NOT NULL, kept INTEGER NOT NULL DEFAULT 1);
 CREATE TABLE evaluations (number INTEGER PRIMARY KEY, step INTEGER NOT NULL, result TEXT NOT NULL);
+CREATE TABLE sessions (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, reward REAL, grouping TEXT);
+CREATE TABLE turns (
+    session_id TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER, said TEXT NOT NULL,
+    setting TEXT NOT NULL, context BLOB NOT NULL, ids BLOB NOT NULL, logp BLOB NOT NULL, spans TEXT NOT NULL,
+    finish TEXT, PRIMARY KEY (session_id, number)
+) WITHOUT ROWID;
 CREATE TABLE retired (state TEXT, reason TEXT, count INTEGER NOT NULL, PRIMARY KEY (state, reason)) WITHOUT ROWID;
 """
 
@@ -46,6 +53,7 @@ MOVE = "UPDATE samples SET state = ?, reason = ? WHERE id = ?"
 ATTEMPT = "UPDATE samples SET state = ?, attempts = ?, idle_attempts = ?, finish = ? WHERE id = ?"
 SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?)"
 DROP_SEGMENTS = "DELETE FROM segments WHERE sample_id = ?"
+WHOLE_SAMPLE = "INSERT INTO samples (id, group_id, state, attempts, finish, reward) VALUES (?, ?, ?, ?, ?, ?)"
 SCORE = "UPDATE samples SET state = ?, reward = ? WHERE id = ?"
 SEAL_GROUP = "UPDATE groups SET step = ?, prompt = NULL WHERE id = ?"
 GIVE_UP_GROUP = "UPDATE groups SET given_up = ?, prompt = NULL WHERE id = ?"
@@ -57,6 +65,11 @@ RETIRE = f"""
 INSERT INTO retired SELECT state, reason, COUNT(*) FROM samples WHERE group_id IN ({DONE}) GROUP BY state, reason
 ON CONFLICT (state, reason) DO UPDATE SET count = count + excluded.count
 """
+SESSION = "INSERT INTO sessions (id) VALUES (?)"
+REWARD_SESSION = "UPDATE sessions SET reward = ?, grouping = ? WHERE id = ?"
+TURN = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+DROP_SESSION = "DELETE FROM sessions WHERE id = ?"
+DROP_TURNS = "DELETE FROM turns WHERE session_id = ?"
 RECENT = """
 SELECT samples.id, group_id, prompt_index, state, reason, attempts, finish, reward, step
 FROM samples JOIN groups ON groups.id = group_id

@@ -38,6 +38,7 @@ from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.resume import exhausted, finish_of, join, remaining
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
 from colocated_rl_rollout.samples import NO_TOKENS, WAITING, Finish, Group, Sample, SampleState
+from colocated_rl_rollout.sessions import Sessions
 from colocated_rl_rollout.staleness import Candidate, choose, deadline, room
 from colocated_rl_rollout.store import Store
 from colocated_rl_rollout.turns import Turns
@@ -62,6 +63,7 @@ class Worker:
         processes: TaskProcesses,
         evaluation: Evaluation | None,
         turns: Turns,
+        sessions: Sessions,
         metrics: Metrics,
         changed: Callable[[], None],
         full_retry_s: float = FULL_RETRY_S,
@@ -76,6 +78,7 @@ class Worker:
         self._processes = processes
         self._evaluation = evaluation
         self._turns = turns
+        self._sessions = sessions
         self._metrics = metrics
         self._changed = changed
         self._wake = asyncio.Event()
@@ -149,6 +152,9 @@ class Worker:
                 self._looks_again = asyncio.get_running_loop().call_later(self._full_retry_s, self.wake)
             return
         for _ in range(admitted):
+            if (group := self._sessions.admit()) is not None:  # whole already: it only takes the place
+                self._filter(group)
+                continue
             prompt = self._prompts.take()
             if prompt is None:
                 return  # it wakes us when there is one
@@ -303,6 +309,10 @@ class Worker:
             return
         step = self._store.next_step
         late = [group for group in self._store.groups.values() if self._deadline(group) < step]
+        for group in [group for group in late if group.is_of_sessions]:  # nobody can make another sample for it
+            self._count_discarded(group.kept, "TooStale")
+            self._store.give_up(group, "TooStale")
+            late.remove(group)
         for sample in [sample for group in late for sample in group.kept]:
             oldest = deadline(sample.tokens.oldest_step, max_staleness=self._rollout.max_staleness)
             if oldest < step and (sample.state in WAITING or sample.state is SampleState.COMPLETED):

@@ -1,0 +1,110 @@
+"""A rollout controller without prompts of its own, one gate that a test steers, and clients of its gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import openai
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCompletionToolParam
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_rollout.controller import Controller
+from colocated_rl_rollout.settings import read_settings
+from fakes.gate import FakeGate
+from fakes.rollout import DEADLINE_S, JobOnDisk, OperatorEnd, Scripted, SilentProcesses, make_spec, until
+
+QUESTION: ChatCompletionMessageParam = {"role": "user", "content": "Where is it?"}
+ANSWER = "In the north, where «ünïcode» is."
+TOOLS: list[ChatCompletionToolParam] = [
+    {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"what": {}}}}}
+]
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }} Write <tool_call>{}</tool_call>.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def openai_client(port: int) -> openai.AsyncOpenAI:
+    """On the loopback of the rollout pod. Does not try again by itself, so that a test sees what was said."""
+    http = httpx.AsyncClient(trust_env=False, timeout=60)
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, http_client=http)
+
+
+@dataclass
+class GatewayScene:
+    """A running controller without prompts of its own, one gate, and clients."""
+
+    job: JobOnDisk
+    gate: FakeGate
+    operator: OperatorEnd
+    controller: Controller
+    registry: CollectorRegistry
+    client: openai.AsyncOpenAI  # on the pod's loopback
+
+    async def ask(self, *messages: ChatCompletionMessageParam, **options: Any) -> ChatCompletion:
+        completion = await self.client.chat.completions.create(model="job", messages=messages or [QUESTION], **options)
+        assert isinstance(completion, ChatCompletion)
+        return completion
+
+    async def generating(self, count: int = 1) -> None:
+        await until(lambda: self.gate.in_flight == count)
+
+    async def switch(self, version: WeightVersion, *, pace: int | None = None) -> None:
+        await self.gate.close()
+        await until(lambda: self.gate.in_flight == 0)
+        await self.gate.open(version, pace=pace)
+
+    def figure(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"colocate_gateway_{name}", labels) or 0.0
+
+
+@asynccontextmanager
+async def gateway_running(
+    directory: Path,
+    answer: Callable[[str], str | list[int]] = lambda question: ANSWER,
+    *,
+    template: str | None = None,
+    arguments: Sequence[str] = (),
+    **rollout: Any,
+) -> AsyncIterator[GatewayScene]:
+    job = JobOnDisk.write(directory, make_spec(**rollout))
+    if template:
+        (directory / "model" / "chat_template.jinja").write_text(template)
+    registry = CollectorRegistry()
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        gate = FakeGate("job-gpu-0-0", job.tls, Scripted(directory / "model", answer))
+        await stack.enter_async_context(gate.listening())
+        settings = read_settings([*job.arguments, *arguments], job.environment)
+        controller = Controller(settings, session, SilentProcesses(job.spec, directory), registry)
+        serving = asyncio.create_task(controller.run())
+        try:
+            await until(lambda: controller.member.ports.control or serving.done())
+            operator = await stack.enter_async_context(job.operator(controller.member.ports.control))
+            await operator.send(1, (gate.endpoint,))
+            client = await stack.enter_async_context(openai_client(controller.member.ports.pages))
+            yield GatewayScene(job, gate, operator, controller, registry, client)
+        finally:
+            controller.drain()
+            async with asyncio.timeout(DEADLINE_S):
+                await serving
+
+
+def text_of(completion: ChatCompletion) -> str | None:
+    return completion.choices[0].message.content
+
+
+def extra(answer: Any) -> dict[str, Any]:
+    """What an answer says beyond OpenAI's API."""
+    found: dict[str, Any] = answer.model_extra["colocated_rl"]
+    return found

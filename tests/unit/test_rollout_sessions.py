@@ -1,0 +1,198 @@
+"""Whatever comes, every recorded token is in a session, in a sample, or dropped and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.openai_requests import Conversation, RequestRefused
+from colocated_rl_rollout.samples import Finish, SampleState, Span, Tokens
+from colocated_rl_rollout.sessions import IDLE_S, Session, Sessions
+from colocated_rl_rollout.store import Store
+from fakes.rollout import JOB_UID
+
+NAMES = ("a", "b", "c", "d")
+GROUP_SIZE = 2
+
+
+class SessionsMachine(RuleBasedStateMachine):
+    """Turns, rewards, time, steps and restarts in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = TemporaryDirectory()
+        self.starts = 0
+        self.now = 0.0
+        self.recorded = 0  # tokens
+        self.dropped_before = 0.0  # by processes that are gone
+        self.trained = 0
+        self.start(Path(self.directory.name, "0"))
+
+    def start(self, path: Path) -> None:
+        self.path = path
+        self.registry = CollectorRegistry()
+        self.store = Store(path, job_uid=JOB_UID)
+        self.sessions = Sessions(
+            self.store,
+            Metrics(self.registry),
+            group_size=GROUP_SIZE,
+            max_staleness=1,
+            changed=lambda: None,
+            clock=lambda: self.now,
+        )
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.directory.cleanup()
+
+    @rule(name=st.sampled_from(NAMES), length=st.integers(1, 5), step=st.integers(0, 2), goes_on=st.booleans())
+    def turn(self, name: str, length: int, step: int, goes_on: bool) -> None:
+        with suppress(RequestRefused):
+            session = self.sessions.begin(name)
+            parent = session.turns[-1] if goes_on and session.turns else None
+            before = [message for turn in (parent.path if parent else []) for message in turn.said]
+            said = [*before, {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+            tokens = Tokens(
+                np.arange(length, dtype=np.int32),
+                -np.ones(length, np.float32),
+                (Span(WeightVersion(step, 1), 0, length),),
+            )
+            prompt = [*(parent.ids if parent else []), 7, 8]
+            record = self.sessions.record(
+                session, parent, said, "", prompt=prompt, tokens=tokens, finish=Finish.STOP, engine=None
+            )
+            asyncio.run(record)
+            self.recorded += length
+            self.sessions.end(session)
+
+    @rule(name=st.sampled_from(NAMES), reward=st.sampled_from([0.0, 1.0]), group=st.sampled_from(["g", "h"]))
+    def reward(self, name: str, reward: float, group: str) -> None:
+        with suppress(RequestRefused):
+            asyncio.run(self.sessions.reward(name, reward, group))
+
+    @rule(name=st.sampled_from(NAMES))
+    def delete(self, name: str) -> None:
+        with suppress(RequestRefused):
+            asyncio.run(self.sessions.delete(name))
+
+    @rule()
+    def admit(self) -> None:
+        group = self.sessions.admit()
+        if group is not None:
+            assert GROUP_SIZE == len(group.kept)
+            assert group.is_complete
+            assert {SampleState.COMPLETED} == {sample.state for sample in group.samples}
+
+    @rule(seconds=st.sampled_from([1.0, IDLE_S]))
+    def time(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def step(self) -> None:
+        self.store.trained_step += 1
+
+    @rule()
+    def kill(self) -> None:
+        """The copy is what a kill leaves of everything that was acknowledged."""
+        asyncio.run(self.store.flushed())
+        self.dropped_before += self.dropped()
+        trained = self.store.trained_step
+        self.starts += 1
+        path = Path(self.directory.name, str(self.starts))
+        shutil.copytree(self.path, path)
+        self.store.close()
+        self.start(path)
+        self.store.trained_step = trained
+
+    def dropped(self) -> float:
+        return sum(
+            sample.value
+            for metric in self.registry.collect()
+            for sample in metric.samples
+            if sample.name == "colocate_rollout_discarded_tokens_total"
+        )
+
+    def open(self) -> Iterator[Session]:
+        for name in NAMES:
+            with suppress(RequestRefused):
+                yield self.sessions.find(name)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        held = sum(len(turn.tokens) for session in self.open() for turn in session.turns)
+        samples = [sample for group in self.store.groups.values() for sample in group.samples]
+        sampled = sum(span.end - span.start for sample in samples for span in sample.tokens.spans)
+        assert self.recorded == held + sampled + self.dropped_before + self.dropped()
+        assert len(samples) == self.store.counts.total()
+
+
+TestSessions = SessionsMachine.TestCase
+TestSessions.settings = settings(max_examples=12, stateful_step_count=30, deadline=None)
+
+
+def test_the_longest_history_that_goes_on_is_taken(tmp_path: Path) -> None:
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = Sessions(
+        store,
+        Metrics(CollectorRegistry()),
+        group_size=2,
+        max_staleness=1,
+        changed=lambda: None,
+        clock=lambda: 0.0,
+    )
+    session = sessions.begin("s")
+    user, reply = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+    tokens = Tokens(np.array([1], np.int32), -np.ones(1, np.float32), (Span(WeightVersion(0, 1), 0, 1),))
+    parent = None
+    for turn in range(1, 4):
+        said = [user, reply] * turn
+        prompt = [*(parent.ids if parent else []), 7]
+        asyncio.run(
+            sessions.record(session, parent, said, "[null, {}]", prompt=prompt, tokens=tokens, finish=None, engine=None)
+        )
+        parent = session.turns[-1]
+    for known in range(4):
+        for more in ([user], [{**user, "content": "other"}]):
+            found = session.match(Conversation((*[user, reply] * known, *more)))
+            assert known == (found.number if found else 0)
+    loose = {"role": "assistant", "content": " ! ", "refusal": "not compared"}
+    found = session.match(Conversation((user, loose, user)))
+    assert found is session.turns[0]
+    assert session.match(Conversation((user, reply, user), options={"enable_thinking": False})) is None
+    store.close()
+
+
+@pytest.mark.parametrize("reward", [1.0])
+def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp_path: Path, reward: float) -> None:
+    registry = CollectorRegistry()
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = Sessions(
+        store, Metrics(registry), group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0
+    )
+    session = sessions.begin("s")
+    tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(3, 1), 0, 2),))
+    asyncio.run(sessions.record(session, None, [], "", prompt=[7], tokens=tokens, finish=None, engine=None))
+    sessions.end(session)
+    asyncio.run(sessions.reward("s", reward, "g"))
+    store.trained_step = 4
+    assert sessions.admit() is None
+    assert session is sessions.find("s"), "step 5 may train it"
+    store.trained_step = 5
+    assert sessions.admit() is None
+    with pytest.raises(RequestRefused):
+        sessions.find("s")
+    assert 2 == registry.get_sample_value("colocate_rollout_discarded_tokens_total", {"reason": "SessionTooStale"})
+    store.close()

@@ -1,0 +1,373 @@
+"""Sessions: a client's turns that belong together, recorded as they were generated, and what is trained of them.
+
+Every answered turn of a session is kept with the token ids that it was made of, never read from text again. Where the
+next turn's messages go on from recorded ones, its prompt is the recorded ids, and what the template puts between that
+reply and the next one: a tool's answer, a question. That part is context. Where they don't go on from any (a history
+that was edited, another agent), the turn begins a path of its own: a session is a tree.
+
+A reward ends a session: the path of its newest turn is its trajectory, other paths are dropped and counted. Sessions of
+one group wait until `groupSize` of them have theirs; then they become a group of samples, in one entry of the store.
+So a session is either here, open or rewarded, or samples, or dropped for a reason that is counted. It is durable before
+its client hears of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from colocated_rl_rollout import tables
+from colocated_rl_rollout.chat import Chat, Unrenderable
+from colocated_rl_rollout.database import Statement
+from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.openai_requests import Conversation, RequestRefused
+from colocated_rl_rollout.resume import join
+from colocated_rl_rollout.samples import NO_TOKENS, Finish, Group, Tokens, Trajectory
+from colocated_rl_rollout.staleness import deadline
+from colocated_rl_rollout.store import Store
+
+IDLE_S = 7200.0  # a session without a turn for so long is dropped
+LOOK_S = 60.0
+SESSIONS_AT_MOST = 16_384
+TOKENS_AT_MOST = 64 * 1024 * 1024  # of all sessions
+TURNS_AT_MOST = 1024  # of one
+RETRY_S = 60
+MARK = "\u2063colocated-rl-reply\u2063"  # stands for a reply while the template is asked what follows it
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedTurn:
+    """One answered turn. said: messages since the parent, its reply the last. context: ids between the parent's end and
+    the reply; of the first turn of a path the whole prompt.
+    """
+
+    number: int
+    parent: RecordedTurn | None
+    said: tuple[Mapping[str, Any], ...]
+    setting: str  # tools and template options
+    context: tuple[int, ...]
+    tokens: Tokens
+    finish: Finish | None
+    engine: str | None = None
+
+    @property
+    def path(self) -> list[RecordedTurn]:
+        """From the first turn to this one."""
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens up to the end of its reply."""
+        return [token for turn in self.path for token in (*turn.context, *turn.tokens.ids.tolist())]
+
+    @property
+    def messages(self) -> int:
+        return sum(len(turn.said) for turn in self.path)
+
+    @property
+    def size(self) -> int:
+        return len(self.context) + len(self.tokens)
+
+
+@dataclass(eq=False)
+class Session:
+    """Changed by `Sessions` alone."""
+
+    id: str
+    turns: list[RecordedTurn] = field(default_factory=list)
+    reward: float | None = None
+    grouping: str | None = None
+    used_at: float = 0.0
+    under_way: int = 0  # turns
+
+    @property
+    def size(self) -> int:
+        return sum(turn.size for turn in self.turns)
+
+    def match(self, conversation: Conversation) -> RecordedTurn | None:
+        """The turn with the longest history that the conversation goes on from."""
+        said, setting = [told(message) for message in conversation.messages], setting_of(conversation)
+        ends: dict[int, int] = {}  # messages up to the end of each turn that matches
+        for turn in self.turns:
+            start = ends.get(turn.parent.number, -1) if turn.parent else 0
+            end = start + len(turn.said)
+            if start >= 0 and turn.said and turn.setting == setting:
+                ends |= {turn.number: end} if [told(message) for message in turn.said] == said[start:end] else {}
+        best = max(ends, key=lambda number: (ends[number], number), default=None)
+        return None if best is None else self.turns[best - 1]
+
+    def match_ids(self, prompt: Sequence[int]) -> RecordedTurn | None:
+        """The turn with the longest tokens that a prompt goes on from."""
+        found = [(len(ids), turn.number) for turn in self.turns if list(prompt[: len(ids := turn.ids)]) == ids]
+        return self.turns[max(found)[1] - 1] if found else None
+
+
+class Sessions:
+    """All sessions of a job. clock: seconds. changed: called when a group is there."""
+
+    def __init__(
+        self,
+        store: Store,
+        metrics: Metrics,
+        *,
+        group_size: int,
+        max_staleness: int,
+        changed: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._group_size = group_size
+        self._max_staleness = max_staleness
+        self._changed = changed
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        self._rewarded: dict[str, Session] = {}  # those that wait for their group
+        self._held = 0  # tokens
+        self._looks_at = 0.0  # for idle ones
+        self._read()
+        metrics.sessions.set_function(lambda: len(self._sessions))
+
+    # ------------------------------------------------------------------------------------------------- turns
+    def begin(self, name: str) -> Session:
+        """The session of a turn that begins; `end` it. Raises RequestRefused."""
+        self._drop_idle()
+        session = self._sessions.get(name)
+        if session is None:
+            if len(self._sessions) >= SESSIONS_AT_MOST or self._held >= TOKENS_AT_MOST:
+                message = f"{len(self._sessions)} sessions hold {self._held} tokens: reward or delete some"
+                raise RequestRefused(429, message, code="too_many_sessions", retry_s=RETRY_S)
+            session = self._sessions[name] = Session(name)
+            self._store.write((tables.SESSION, [(name,)]))
+        elif session.reward is not None:
+            raise RequestRefused(409, f"session {name} has its reward: it takes no more turns", code="session_ended")
+        elif len(session.turns) >= TURNS_AT_MOST:
+            raise RequestRefused(409, f"session {name} has {TURNS_AT_MOST} turns already", code="session_too_long")
+        session.under_way += 1
+        session.used_at = self._clock()
+        return session
+
+    def end(self, session: Session) -> None:
+        session.under_way -= 1
+        session.used_at = self._clock()
+
+    async def record(
+        self,
+        session: Session,
+        parent: RecordedTurn | None,
+        said: Sequence[Mapping[str, Any]],
+        setting: str,
+        *,
+        prompt: Sequence[int],
+        tokens: Tokens,
+        finish: Finish | None,
+        engine: str | None,
+    ) -> None:
+        """Returns when the turn is durable: it may be told. Raises RequestRefused when the session is gone."""
+        if self._sessions.get(session.id) is not session or session.reward is not None:
+            raise RequestRefused(409, f"session {session.id} ended before this turn did", code="session_ended")
+        start = (len(parent.ids), parent.messages) if parent else (0, 0)
+        turn = RecordedTurn(
+            len(session.turns) + 1,
+            parent,
+            tuple(said[start[1] :]),
+            setting,
+            tuple(prompt[start[0] :]),
+            tokens,
+            finish,
+            engine,
+        )
+        session.turns.append(turn)
+        self._held += turn.size
+        self._store.write(_row_of(session, turn))
+        await self._store.flushed()
+
+    # ------------------------------------------------------------------------------------------------- rewards
+    def find(self, name: str) -> Session:
+        """Raises RequestRefused."""
+        if (session := self._sessions.get(name)) is None:
+            raise RequestRefused(404, f"there is no session {name}: it had no turn, or has ended", code="no_session")
+        return session
+
+    async def reward(self, name: str, reward: float, grouping: str) -> None:
+        """Returns when it is durable. The same reward again changes nothing. Raises RequestRefused."""
+        session = self.find(name)
+        if session.reward is not None:
+            if (session.reward, session.grouping) != (reward, grouping):
+                raise RequestRefused(409, f"session {name} has another reward already", code="session_ended")
+        elif session.under_way:
+            raise RequestRefused(409, f"session {name} has a turn under way: wait for it", code="session_busy")
+        elif not session.turns:
+            raise RequestRefused(409, f"session {name} has no answered turn", code="session_empty")
+        else:
+            session.reward, session.grouping = reward, grouping
+            self._rewarded[name] = session
+            self._store.write((tables.REWARD_SESSION, [(reward, grouping, name)]))
+            self._changed()
+        await self._store.flushed()
+
+    async def delete(self, name: str) -> None:
+        """Give a session up. Raises RequestRefused."""
+        self._drop(self.find(name), "Deleted")
+        await self._store.flushed()
+
+    def admit(self) -> Group | None:
+        """Make a group of samples of sessions that have their rewards, if there is one; the oldest."""
+        by_group: dict[str, list[Session]] = {}
+        for session in list(self._rewarded.values()):
+            if self._is_too_old(session):
+                self._drop(session, "TooStale")
+                continue
+            whole = by_group.setdefault(session.grouping or "", [])
+            whole.append(session)
+            if len(whole) == self._group_size:
+                return self._become_samples(whole)
+        return None
+
+    def _become_samples(self, sessions: Sequence[Session]) -> Group:
+        """Their prompts' common beginning is the group's; the rest of each is context of its sample."""
+        paths = [session.turns[-1].path for session in sessions]
+        places = zip(*(path[0].context for path in paths), strict=False)
+        prompt = tuple(place[0] for place in takewhile(lambda place: len({*place}) == 1, places))
+        trajectories = [
+            Trajectory(
+                tokens_of(path, after=len(prompt)),
+                Finish.STOP if path[-1].finish is Finish.STOP else Finish.LENGTH,
+                session.reward or 0.0,
+            )
+            for session, path in zip(sessions, paths, strict=True)
+        ]
+        for session, path in zip(sessions, paths, strict=True):
+            self._forget(session, "trained")
+            kept = {turn.number for turn in path}
+            self._count_dropped([turn for turn in session.turns if turn.number not in kept], "OtherPath")
+        return self._store.admit_whole(
+            prompt, trajectories, *(statement for session in sessions for statement in _removal(session))
+        )
+
+    def _is_too_old(self, session: Session) -> bool:
+        steps = [turn.tokens.oldest_step for turn in session.turns[-1].path]
+        oldest = min((step for step in steps if step is not None), default=None)
+        return deadline(oldest, max_staleness=self._max_staleness) < self._store.next_step
+
+    # ------------------------------------------------------------------------------------------------- giving up
+    def _drop_idle(self) -> None:
+        now = self._clock()
+        if now < self._looks_at:
+            return
+        self._looks_at = now + LOOK_S
+        for session in [each for each in self._sessions.values() if each.used_at < now - IDLE_S]:
+            if not session.under_way and session.reward is None:
+                self._drop(session, "Idle")
+
+    def _drop(self, session: Session, reason: str) -> None:
+        self._forget(session, reason)
+        self._count_dropped(session.turns, reason)
+        self._store.write(*_removal(session))
+
+    def _forget(self, session: Session, ending: str) -> None:
+        del self._sessions[session.id]
+        self._rewarded.pop(session.id, None)
+        self._held -= session.size
+        self._metrics.sessions_ended.labels(ending).inc()
+
+    def _count_dropped(self, turns: Sequence[RecordedTurn], reason: str) -> None:
+        self._metrics.discarded_tokens.labels(f"Session{reason}").inc(sum(len(turn.tokens) for turn in turns))
+
+    # ------------------------------------------------------------------------------------------------- reading
+    def _read(self) -> None:
+        now = self._clock()
+        for name, reward, grouping in self._store.rows("SELECT id, reward, grouping FROM sessions ORDER BY number"):
+            session = self._sessions[name] = Session(name, reward=reward, grouping=grouping, used_at=now)
+            if reward is not None:
+                self._rewarded[name] = session
+        for row in self._store.rows("SELECT * FROM turns ORDER BY session_id, number"):
+            session = self._sessions[row["session_id"]]
+            turn = RecordedTurn(
+                row["number"],
+                session.turns[row["parent"] - 1] if row["parent"] else None,
+                tuple(json.loads(row["said"])),
+                row["setting"],
+                tuple(np.frombuffer(row["context"], np.int32).tolist()),
+                tables.unpacked(row["ids"], row["logp"], row["spans"]),
+                Finish(row["finish"]) if row["finish"] else None,
+            )
+            session.turns.append(turn)
+            self._held += turn.size
+
+
+def prompt_after(turn: RecordedTurn, conversation: Conversation, chat: Chat) -> tuple[int, ...] | None:
+    """Prompt of a conversation that goes on from a recorded turn; None when the template does not say what is between.
+
+    The template is asked with a mark in the reply's place: what follows the mark follows the reply.
+    """
+    known = turn.messages
+    marked = [
+        *conversation.messages[: known - 1],
+        {"role": "assistant", "content": MARK},
+        *conversation.messages[known:],
+    ]
+    try:
+        text = chat.rendered(marked, tools=conversation.tools, options=conversation.options)
+        _, *after = text.split(MARK)
+        ends = [chat.token_text(token) for token in sorted(chat.end_ids)]
+        if len(after) != 1 or not any(after[0].startswith(end) for end in ends):
+            return None  # where tokens of the text begin would be a guess
+        ids = turn.ids
+        between = after[0]
+        if ids[-1] in chat.end_ids:  # written by the policy: it is not written twice
+            between = between.removeprefix(chat.token_text(ids[-1]))
+        return (*ids, *chat.encode(between))
+    except Unrenderable:
+        return None
+
+
+def tokens_of(path: Sequence[RecordedTurn], *, after: int = 0) -> Tokens:
+    """Everything of a path from token `after` of its first prompt on; what the policy did not write is in no span."""
+    whole = NO_TOKENS
+    for place, turn in enumerate(path):
+        context = turn.context[after:] if place == 0 else turn.context
+        whole = join(join(whole, context_tokens(context)), turn.tokens)
+    return whole
+
+
+def context_tokens(ids: Sequence[int]) -> Tokens:
+    return Tokens(np.array(ids, np.int32), np.zeros(len(ids), np.float32), ())
+
+
+def told(message: Mapping[str, Any]) -> Any:
+    """A message as it is compared. Clients add members to a reply, leave some out, and write JSON their own way."""
+    if message["role"] != "assistant":
+        return message
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    return message["content"].strip(), calls
+
+
+def setting_of(conversation: Conversation) -> str:
+    return json.dumps([conversation.tools, conversation.options], sort_keys=True)
+
+
+def _row_of(session: Session, turn: RecordedTurn) -> Statement:
+    row = (
+        session.id,
+        turn.number,
+        turn.parent.number if turn.parent else None,
+        json.dumps(turn.said),
+        turn.setting,
+        np.array(turn.context, np.int32).tobytes(),
+        *tables.packed(turn.tokens),
+        turn.finish,
+    )
+    return tables.TURN, [row]
+
+
+def _removal(session: Session) -> list[Statement]:
+    return [(tables.DROP_TURNS, [(session.id,)]), (tables.DROP_SESSION, [(session.id,)])]
