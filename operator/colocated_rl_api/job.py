@@ -208,9 +208,10 @@ OWNED_ENGINE_FLAGS = (
     "--admin-api-key", "--enable-memory-saver", "--sleep-on-idle", "--skip-server-warmup", "--dp-size",
     "--data-parallel-size", "--tokenizer-worker-num", "--incremental-streaming-output", "--delete-ckpt-after-loading",
     "--weight-cache-mode", "--max-queued-requests", "--skip-tokenizer-init", "--enable-hierarchical-cache",
-    "--disaggregation-mode", "--config",
+    "--disaggregation-mode", "--config", "--quantization", "--enable-lora", "--nnodes",
 )  # fmt: skip
-"""Engine flags that a job may not set: the operator sets them, or a switch is not safe with them (SGLang 0.5.23)."""
+"""Engine flags that a job may not set: the operator sets them, a switch is not safe with them (SGLang 0.5.23), or what
+they ask for is not supported yet."""
 
 _IS_OWNED = (
     "a.startsWith('--') && ["
@@ -221,7 +222,8 @@ _OWNED_FLAGS = Rule(
     field="engineArgs",
     rule=f"!has(self.engineArgs) || !self.engineArgs.exists(a, {_IS_OWNED})",
     message="engineArgs may not set " + ", ".join(OWNED_ENGINE_FLAGS) + ", nor an abbreviation of one",
-    said="'engineArgs has %s, which is or abbreviates a flag that the operator sets or that no switch survives: "
+    said="'engineArgs has %s, which is or abbreviates a flag that the operator sets, that no switch survives "
+    "or that is not supported yet: "
     f"remove it'.format([self.engineArgs.filter(a, {_IS_OWNED})[0]])",
 )
 _CONCURRENCY = Rule(
@@ -367,8 +369,8 @@ class Rollout(Part):
         for arg in self.engine_args:
             if arg.startswith("--") and any(flag.startswith(arg.split("=")[0]) for flag in OWNED_ENGINE_FLAGS):
                 raise ValueError(
-                    f"engineArgs has {arg}, which is or abbreviates a flag that the operator sets or that no switch "
-                    "survives: remove it"
+                    f"engineArgs has {arg}, which is or abbreviates a flag that the operator sets, that no switch "
+                    "survives or that is not supported yet: remove it"
                 )
         if len(set(self.offload)) != len(self.offload):
             raise ValueError(f"offload is a set: {', '.join(self.offload)} has one of them twice")

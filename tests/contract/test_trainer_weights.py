@@ -130,6 +130,27 @@ def test_packing_is_refused_where_samples_would_see_each_other(tmp_path: Path) -
         load_model(origin, packing=True)
 
 
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("quantization_config", "are quantized: give the original ones"),
+        ("vision_config", r"more than text \(qwen3\): not supported yet"),
+    ],
+)
+def test_model_that_cannot_be_trained_is_refused(tmp_path: Path, key: str, said: str) -> None:
+    origin = write_tiny_model(tmp_path / "model")
+    config = json.loads((origin / "config.json").read_bytes()) | {key: {}}
+    (origin / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(SettingsError, match=said):
+        load_model(origin)
+
+
+def test_directory_that_holds_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=rf"{tmp_path} holds no model in Hugging Face format"):
+        load_model(tmp_path)
+
+
 def test_what_the_volume_refuses_is_an_error_of_the_system(out: Path) -> None:
     """A full volume was taken for a broken trainer: safetensors has an error type of its own."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

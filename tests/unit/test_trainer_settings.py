@@ -78,12 +78,31 @@ def test_unknown_key_is_refused_with_the_nearest_and_all_known_ones(tmp_path: Pa
         ("importanceCap", 1), ("bypass", "perhaps"), ("microBatchTokens", 0), ("seed", -1), ("threads", 0),
         ("dtype", "float16"), ("reference", "Yesterday"), ("klCoefficient", -1), ("klEstimator", "K4"),
         ("maxTokenAge", -1), ("schedule", "Step"), ("decaySteps", 0), ("finalLearningRate", -1),
-        ("activationCheckpointing", "perhaps"),
+        ("activationCheckpointing", "perhaps"), ("trackers", ["Excel"]), ("wandbProject", ""),
     ],
 )  # fmt: skip
 def test_value_out_of_bounds_is_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(SettingsError, match=rf"spec\.trainer\.config: {key}\b.*, is "):
         TrainerConfig.read(_file(tmp_path, {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("critic", "there is no critic"),
+        ("valueCoefficient", "there is no critic"),
+        ("loraRank", "none as LoRA"),
+        ("tensorParallelSize", "every rank holds the whole model"),
+        ("megatron", "no helper for Megatron"),
+        ("quantization", "neither training nor rollout is quantized"),
+        ("cudaIpc", "weights reach the engines as files in memory"),
+    ],
+)
+def test_what_is_not_supported_yet_is_said_so(tmp_path: Path, key: str, said: str) -> None:
+    with pytest.raises(
+        SettingsError, match=rf"^{key} in spec\.trainer\.config: .*{said}.* Not supported yet: leave it out"
+    ):
+        TrainerConfig.read(_file(tmp_path, {key: 1}))
 
 
 @pytest.mark.parametrize(

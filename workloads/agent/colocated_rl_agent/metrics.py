@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -30,10 +30,22 @@ class Metrics:
             "colocate_engine_call_seconds", "Calls of a switch", ["call"], buckets=CALL_BUCKETS_S, registry=registry
         )
         self.incarnations = Counter("colocate_incarnations", "Processes started", ["child"], registry=registry)
+        self.step_figures = Gauge(
+            "colocate_trainer_figure",
+            "Of the last trained step, as the trainer names it",
+            ["rank", "figure"],
+            registry=registry,
+        )
         self.replaced = Counter("colocate_engine_replaced", "Engines that died or had to be killed", registry=registry)
 
     def show_in_flight(self, count: Callable[[], int]) -> None:
         self.in_flight.set_function(count)
+
+    def step_trained(self, rank: int, figures: Mapping[str, float]) -> None:
+        """What the trainer did not measure this time is not shown."""
+        self.step_figures.remove_by_labels({"rank": str(rank)})
+        for name, value in figures.items():
+            self.step_figures.labels(str(rank), name).set(value)
 
     def request_ended(self, outcome: str, tokens: int) -> None:
         self.requests.labels(outcome).inc()

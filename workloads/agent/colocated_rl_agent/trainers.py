@@ -192,6 +192,7 @@ class Trainers:
         )
         for rank, status in answers.items():
             figures = dict(list(status.metrics.items())[:MOST_METRICS])
+            self._metrics.step_trained(rank, figures)
             log(LOG, "step trained", step=status.step, rank=rank, lineage=status.lineage, metrics=figures)
 
     async def export(self, version: WeightVersion) -> None:

@@ -28,6 +28,7 @@ from colocated_rl_trainer.rank import Watch
 from colocated_rl_trainer.residency import Residency
 from colocated_rl_trainer.settings import RankSettings, TrainerConfig
 from colocated_rl_trainer.tally import Tally, metrics
+from colocated_rl_trainer.trackers import Tracker, check_trackers, make_trackers
 from colocated_rl_trainer.weights import checkpoint_activations, load_model, probe, write_model, write_tensors
 
 _LOG = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class ReferenceTrainer:
             max_token_age=config.max_token_age,
             equal_too=config.kl_coefficient > 0,
         )
+        check_trackers(config.trackers)
+        self._trackers: Sequence[Tracker] = ()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
 
@@ -93,6 +96,7 @@ class ReferenceTrainer:
         step, self._state.updates = self._group.gather((found.step if found else 0, self._state.updates))[0]
         for buffer in (self._state.parameters, *self._state.moments.values()):
             self._group.broadcast_in_place(buffer)
+        self._trackers = make_trackers(self._settings, self._config, step=step)
         return step
 
     def onload(self) -> None:
@@ -124,7 +128,10 @@ class ReferenceTrainer:
                 tally.add_update(gradient_norm)
         tally.add_mismatch(shard, known.start)
         told = metrics(self._group.gather(tally), has_reference=config.reference is not None)
-        return told | {"learning_rate": learning_rate}
+        told["learning_rate"] = learning_rate
+        for tracker in self._trackers:
+            tracker.tell(step, told)
+        return told
 
     def _score(self, shard: Shard, work: Sequence[_Work], watch: Watch) -> _Known:
         """What the step must know of the batch before its first update changes the weights."""

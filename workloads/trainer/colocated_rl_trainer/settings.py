@@ -78,7 +78,21 @@ class RankSettings:
 
 
 KL = Literal["K1", "K2", "K3"]  # estimators: `loss.kl_penalty`
+TrackerName = Literal["TensorBoard", "WandB"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+NOT_YET: Mapping[str, str] = {  # by a part of the key
+    "critic": "there is no critic, advantages are relative to the group.",
+    "value": "there is no critic, advantages are relative to the group.",
+    "lora": "all weights are trained, none as LoRA.",
+    "peft": "all weights are trained, none as LoRA.",
+    "megatron": "every rank holds the whole model, and there is no helper for Megatron.",
+    "parallel": "every rank holds the whole model.",
+    "fsdp": "every rank holds the whole model.",
+    "quant": "neither training nor rollout is quantized.",
+    "cudaipc": "weights reach the engines as files in memory.",
+}
 
 
 class TrainerConfig(BaseModel):
@@ -131,6 +145,10 @@ class TrainerConfig(BaseModel):
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of the division into minibatches.")
     threads: int | None = Field(default=None, ge=1, description="Of torch on the CPU; its own choice when absent.")
+    trackers: tuple[TrackerName, ...] = Field(
+        default=(), description="Told of each step's figures, besides log and metrics: TensorBoard, WandB."
+    )
+    wandb_project: str = Field(default="colocated-rl", min_length=1, description="Of Weights & Biases.")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Of the computation and of exports; parameters and optimizer state are float32."
     )
@@ -166,6 +184,12 @@ class TrainerConfig(BaseModel):
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for key in written:
             if key not in known:
+                for part, what in NOT_YET.items():
+                    if part in key.lower():
+                        raise SettingsError(
+                            f"{key} in spec.trainer.config: {what} Not supported yet: leave it out, or bring a trainer "
+                            "of your own (spec.trainer.command)"
+                        )
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f", did you mean {near[0]}?" if near else ""
                 raise SettingsError(f"unknown key {key} in spec.trainer.config{hint} (known: {', '.join(known)})")

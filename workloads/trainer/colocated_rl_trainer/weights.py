@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from colocated_rl_api.weights import MANIFEST, Probe
 from colocated_rl_trainer.checkpoint import CONTENTS, OPTIMIZER
 from colocated_rl_trainer.packing import PACKED_ATTENTION, check_packing
+from colocated_rl_trainer.settings import SettingsError
 
 FILE_BYTES = 4 * 1024**3  # of one safetensors file at most, unless a single tensor is larger
 PROBE_TOKENS = 32
@@ -42,6 +43,7 @@ def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
     packing: its attention can tell the samples of one row apart. Raises SettingsError if it can't be trained so.
     """
     transformers_logging.disable_progress_bar()
+    _check_trainable(directory)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, local_files_only=True, attn_implementation=PACKED_ATTENTION if packing else None
     )
@@ -97,6 +99,20 @@ def probe(model: PreTrainedModel, dtype: torch.dtype) -> Probe:
         logits = model(input_ids=row, use_cache=False).logits[0, :-1]
     logp = torch.log_softmax(logits.float(), dim=-1).gather(-1, row[0, 1:, None]).squeeze(-1)
     return Probe(input_ids=tuple(ids), logp=tuple(logp.tolist()))
+
+
+def _check_trainable(directory: Path) -> None:
+    """Raises SettingsError for what would load, and would not be trained as a person expects."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{directory} holds no model in Hugging Face format: {error}") from error
+    if "quantization_config" in config:
+        raise SettingsError(f"the weights in {directory} are quantized: give the original ones, these can't be trained")
+    if "vision_config" in config or "audio_config" in config:
+        raise SettingsError(
+            f"{directory} holds a model of more than text ({config.get('model_type')}): not supported yet"
+        )
 
 
 def _named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -1,0 +1,21 @@
+"""What an agent tells Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_agent.metrics import Metrics
+
+
+def test_figures_of_a_step_are_those_of_the_last_one_by_rank() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+
+    metrics.step_trained(0, {"loss": 0.5, "kl": 0.1})
+    metrics.step_trained(1, {"loss": 0.5})
+    metrics.step_trained(0, {"loss": 0.25})
+
+    def value(rank: int, figure: str) -> float | None:
+        return registry.get_sample_value("colocate_trainer_figure", {"rank": str(rank), "figure": figure})
+
+    assert [0.25, None, 0.5] == [value(0, "loss"), value(0, "kl"), value(1, "loss")]
