@@ -215,3 +215,19 @@ def test_a_port_where_nobody_listens_is_told(run: Run, tmp_path: Path) -> None:
         [line] = why.read().decode().splitlines()
     assert line.startswith(f"pods/{POD}/metrics.txt: page /metrics of pod {POD}: ")
     assert "connection refused" in line or f"port {names.METRICS_PORT} of the pod gave no answer" in line
+
+
+def test_kubectl_finds_it_as_a_plugin_and_completes_its_words(kubectl: Kubectl, tmp_path: Path) -> None:
+    (tmp_path / "kubectl").symlink_to(CHECKOUT.localcluster)
+    programs = CHECKOUT.python("dev").parent
+    environment = {**os.environ, "PATH": f"{tmp_path}:{programs}:{os.environ['PATH']}"}
+
+    def kubectl_says(*words: str | Path) -> str:
+        command = [tmp_path / "kubectl", *words]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+        ).stdout
+
+    example = CHECKOUT.root / "crds/examples/minimal.yaml"
+    assert f"{example}: fine: minimal\n" == kubectl_says("crlj", "validate", example)
+    assert ["explain", ":4"] == kubectl_says("__complete", "crlj", "exp").split()[:2]

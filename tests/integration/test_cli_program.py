@@ -391,6 +391,18 @@ def test_names_of_jobs_are_completed_from_the_cluster(run: Run, kubectl: Played)
     assert ["sums", ":4"] == done.stdout.split()
 
 
+def test_bash_completes_words(run: Run, tmp_path: Path) -> None:
+    named = tmp_path / "colocated-rl"
+    named.write_text(f'#!/bin/sh\nexec {sys.executable} -m colocated_rl_cli "$@"\n')
+    named.chmod(0o755)
+    typed = 'COMP_WORDS=(colocated-rl samples sums --state t); COMP_CWORD=4; _colocated_rl; echo "${COMPREPLY[@]}"'
+    done = subprocess.run(
+        ["bash", "-c", f"{run('completion', 'bash').stdout}\n{typed}"],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "trained\n" == done.stdout
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_has_a_script(run: Run, shell: str) -> None:
     assert "colocated-rl __complete" in run("completion", shell).stdout

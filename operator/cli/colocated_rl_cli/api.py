@@ -75,6 +75,12 @@ class Api:
         found = await self.get(self.pods, what=f"pods of job {self.namespace}/{job}", query=selector)
         return sorted(found["items"], key=lambda pod: str(pod["metadata"]["name"]))
 
+    async def operators(self) -> list[Object]:
+        """Pods of the operator in this namespace."""
+        selector = {"labelSelector": f"app.kubernetes.io/name={names.MANAGED_BY}"}
+        found = await self.get(self.pods, what=f"operator in namespace {self.namespace}", query=selector)
+        return list(found["items"])
+
     async def events_about(self, uid: str) -> list[Object]:
         """Oldest first. The API server forgets them after an hour, usually."""
         found = await self.get(
@@ -101,7 +107,10 @@ class Api:
         """What is there as ADDED, then each change, until the server ends it. Raises CliError."""
         async with self._asked("GET", path, what=what, query={**query, "watch": "1"}, deadline_s=None) as answer:
             async for line in _lines(answer, what):
-                event = json.loads(line)
+                try:
+                    event = json.loads(line)
+                except json.JSONDecodeError:
+                    return  # cut off by the end of the connection
                 if event["type"] == "ERROR":
                     return  # too old: the caller asks again from the beginning
                 yield event["type"], event["object"]

@@ -30,6 +30,7 @@ job.yaml, pods/*.yaml, claims.yaml, events.yaml   objects as the API server had 
 explanation.txt                                   what kubectl crlj explain said
 pods/POD/CONTAINER.log, .previous.log             logs, as far as kubelet keeps them
 pods/POD/state.json, progress.json, metrics.txt   the members' own pages
+operator/                                         the operator's pods and logs, where asked for
 not-read.txt                                      what could not be read, and why
 
 Not in it: Secrets, prompts and responses, values of environment variables, and whatever else looked like a secret: each
@@ -69,6 +70,14 @@ class Bundle:
         else:
             self.document(name, content)
 
+    async def listed(self, name: str, ask: Callable[[], Awaitable[list[Object]]]) -> list[Object]:
+        """What `ask` answers; nothing, and a note, where it does not."""
+        try:
+            return await ask()
+        except CliError as error:
+            self._not_read.append(f"{name}: {error}")
+            return []
+
     @property
     def names(self) -> list[str]:
         return sorted(self._files)
@@ -88,8 +97,8 @@ class Bundle:
             file.write(content.getvalue())
 
 
-async def collect(api: Api, job: Object, explanation: str) -> Bundle:
-    """Everything about a job."""
+async def collect(api: Api, job: Object, explanation: str, *, operator: str | None = None) -> Bundle:
+    """Everything about a job. operator: namespace of the operator, whose pods are wanted too."""
     name = job["metadata"]["name"]
     made = Bundle(f"{name}-bundle")
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -99,26 +108,32 @@ async def collect(api: Api, job: Object, explanation: str) -> Bundle:
     await made.read("version.json", lambda: api.get("/version", what="the API server's version"))
     await made.read("claims.yaml", lambda: _claims(api, name))
     await made.read("events.yaml", lambda: _events(api, job))
-    try:
-        pods = await api.pods_of(name)
-    except CliError:
-        await made.read("pods.yaml", lambda: api.pods_of(name))  # says why
-        pods = []
-    for pod in pods:
-        await _pod(api, made, pod)
+    for pod in await made.listed("pods", lambda: api.pods_of(name)):
+        await _pod(api, made, pod, folder="pods")
+        await _pages(api, made, pod)
+    if operator is not None:
+        other = Api(api.session, operator)
+        for pod in await made.listed("operator", other.operators):
+            await _pod(other, made, pod, folder="operator")
     return made
 
 
-async def _pod(api: Api, made: Bundle, pod: Object) -> None:
+async def _pod(api: Api, made: Bundle, pod: Object, *, folder: str) -> None:
+    """The object and its logs."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
-    made.document(f"pods/{name}.yaml", pod)
+    made.document(f"{folder}/{name}.yaml", pod)
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         log = partial(api.log, name, container["name"])
         if container.get("restartCount"):
-            await made.read(f"pods/{name}/{container['name']}.previous.log", partial(log, previous=True))
+            await made.read(f"{folder}/{name}/{container['name']}.previous.log", partial(log, previous=True))
         if "waiting" not in container.get("state", {}):
-            await made.read(f"pods/{name}/{container['name']}.log", log)
-    if status.get("phase") != "Running":
+            await made.read(f"{folder}/{name}/{container['name']}.log", log)
+
+
+async def _pages(api: Api, made: Bundle, pod: Object) -> None:
+    """What a member says of itself."""
+    name = pod["metadata"]["name"]
+    if pod.get("status", {}).get("phase") != "Running":
         return
     await made.read(f"pods/{name}/state.json", lambda: page(api, name, "/v1/state"))
     if pod["metadata"]["labels"].get(names.ROLE_LABEL) == names.ROLE_ROLLOUT:

@@ -32,6 +32,7 @@ from colocated_rl_cli.records import Records
 from colocated_rl_cli.trace import trace
 from colocated_rl_cli.view import frame
 
+OVER = ("Complete", "Failed")  # phases
 MANY_PODS = 64  # whose pages `explain` reads
 MANY_EVENTS = 10  # pods that don't run, of which it reads events
 
@@ -94,9 +95,22 @@ async def explain_job(args: Namespace) -> Exit:
     if args.output == "text":
         say(told(explanation))
     else:
-        causes = [{**asdict(cause), **cause.remedy._asdict()} for cause in explanation.causes]
-        say(document({**asdict(explanation), "causes": causes, "isProblem": explanation.is_problem}, args.output))
+        say(document(_explanation(explanation), args.output))
     return Exit.PROBLEM if explanation.is_problem else Exit.FINE
+
+
+def _explanation(found: Explanation) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "job": found.job,
+        "headline": found.headline,
+        "isProblem": found.is_problem,
+        "causes": [{**asdict(cause), **cause.remedy._asdict()} for cause in found.causes],
+        "waitsFor": found.waits_for,
+        "rungs": found.rungs,
+        "warnings": found.warnings,
+        "notes": found.notes,
+    }
 
 
 async def explained(api: Api, name: str) -> Explanation:
@@ -150,12 +164,11 @@ def told(explanation: Explanation) -> str:
 async def top(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
-        watch = JobWatch(api, args.job)
-        watch.job = job
-        if args.once:
-            records = await watch.collect()
+        if args.once or job.get("status", {}).get("phase") in OVER:
+            records = await _kept(api, args.job, job)
             Console().print(frame(job, records.lines, now=time.time()))
             return Exit.FINE
+        watch = JobWatch(api, args.job)
         console = Console()
         async with shown(watch, console, screen=True):
             await watch.until_ended()
@@ -224,7 +237,7 @@ async def _steer(args: Namespace, *, suspend: bool, said: str) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
         name = f"{api.namespace}/{args.job}"
-        if job.get("status", {}).get("phase") in ("Complete", "Failed"):
+        if job.get("status", {}).get("phase") in OVER:
             complain(f"{name}: it is over ({job['status']['phase']}): make a new job")
             return Exit.PROBLEM
         if bool(job["spec"].get("suspend")) is suspend:
@@ -279,7 +292,7 @@ def _write(path: str, text: str) -> None:
 async def make_bundle(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
-        made = await bundle.collect(api, job, told(await explained(api, args.job)))
+        made = await bundle.collect(api, job, told(await explained(api, args.job)), operator=args.operator)
     path = args.file or f"{args.job}-bundle.tar.gz"
     try:
         made.write(path)

@@ -137,8 +137,8 @@ def read_figures(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> Figures
     """Figures of one job from the log lines of its members. ladder: that it climbs."""
     ordered = sorted((line for line in lines if isinstance(line.get("ts"), int | float)), key=lambda line: line["ts"])
     return Figures(
-        batches=tuple({one.step: one for one in map(_sealed, _named(ordered, "batch sealed"))}.values()),
-        evaluations=tuple({one.step: one for one in map(_evaluated, _named(ordered, "evaluation ended"))}.values()),
+        batches=batches_of(ordered),
+        evaluations=evaluations_of(ordered),
         spans=tuple(_spans(ordered, ladder)),
         marks=tuple(
             Mark(
@@ -157,6 +157,15 @@ def read_figures(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> Figures
             default=None,
         ),
     )
+
+
+def batches_of(lines: Sequence[Line]) -> tuple[Sealed, ...]:
+    """In the order of the lines; one that was sealed again after a restart counts once."""
+    return tuple({one.step: one for one in map(_sealed, _named(lines, "batch sealed"))}.values())
+
+
+def evaluations_of(lines: Sequence[Line]) -> tuple[Evaluated, ...]:
+    return tuple({one.step: one for one in map(_evaluated, _named(lines, "evaluation ended"))}.values())
 
 
 def standings(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> dict[str, Standing]:

@@ -38,7 +38,7 @@ class JobWatch:
         self._refuse_lost = refuse_lost
         self._ended = asyncio.Event()
         self._failure: Exception | None = None
-        self._seen: set[tuple[str, str]] = set()  # pod and line, as they came
+        self._seen: set[int] = set()  # hashes of pod and line, as they came: all of them, which may be many
         self._followed: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -117,7 +117,7 @@ class JobWatch:
             return  # the container is started again, or the pod has gone
 
     def _read(self, pod: str, text: str) -> None:
-        key = (pod, text.strip())
+        key = hash((pod, text.strip()))
         if key in self._seen or not text.startswith("{"):
             return
         self._seen.add(key)

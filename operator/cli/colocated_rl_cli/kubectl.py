@@ -83,23 +83,28 @@ async def proxied(login: Login) -> AsyncIterator[Path]:
     try:
         socket = directory / "api"
         command = login.command("proxy", f"--unix-socket={socket}")
-        async with _tied(command, login.environment) as process:
-            await _until_it_serves(process)
+        complaints = directory / "complaints"
+        async with _tied(command, login.environment, complaints) as process:
+            await _until_it_serves(process, complaints)
             yield socket
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @asynccontextmanager
-async def _tied(command: Sequence[str], environment: Mapping[str, str]) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *("/bin/sh", "-c", _TIED, "sh", *command),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-        env=environment,
-        start_new_session=True,  # Ctrl-C is for this process alone
-    )
+async def _tied(
+    command: Sequence[str], environment: Mapping[str, str], complaints: Path
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """complaints: file for what it says to standard error; a pipe that nobody reads would stop it one day."""
+    with complaints.open("wb") as file:
+        process = await asyncio.create_subprocess_exec(
+            *("/bin/sh", "-c", _TIED, "sh", *command),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=file,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for this process alone
+        )
     assert process.stdin is not None
     try:
         yield process
@@ -114,17 +119,19 @@ async def _tied(command: Sequence[str], environment: Mapping[str, str]) -> Async
             await process.wait()
 
 
-async def _until_it_serves(process: asyncio.subprocess.Process) -> None:
+async def _until_it_serves(process: asyncio.subprocess.Process, complaints: Path) -> None:
     assert process.stdout is not None
-    assert process.stderr is not None
     try:
         async with asyncio.timeout(START_DEADLINE_S):
             if b"Starting to serve" in await process.stdout.readline():
                 return
-            complaint = await process.stderr.read(MAX_WORDS)
     except TimeoutError as error:
         raise NotReached(f"kubectl proxy did not start within {START_DEADLINE_S:.0f} s") from error
-    raise NotReached(f"kubectl proxy did not start: {_words(complaint) or 'it said nothing'}")
+    raise NotReached(f"kubectl proxy did not start: {_said(complaints) or 'it said nothing'}")
+
+
+def _said(file: Path) -> str:
+    return _words(file.read_bytes())
 
 
 def _words(text: bytes) -> str:

@@ -123,6 +123,7 @@ def _add_timeline(words: argparse.ArgumentParser) -> None:
 def _add_bundle(words: argparse.ArgumentParser) -> None:
     _add_job(words)
     words.add_argument("-f", "--file", metavar="FILE", help="write there; JOB-bundle.tar.gz when absent")
+    words.add_argument("--operator", metavar="NAMESPACE", help="the operator's pods too, which run in that namespace")
 
 
 def _add_completion(words: argparse.ArgumentParser) -> None:

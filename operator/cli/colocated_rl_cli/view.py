@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from colocated_rl_cli.figures import Figures, Holder, Line, Standing, read_figures, standings
+from colocated_rl_cli.figures import Evaluated, Holder, Line, Sealed, Standing, batches_of, evaluations_of, standings
 from colocated_rl_cli.records import ladder_of
 
 COLOURS = {
@@ -25,12 +25,13 @@ COLOURS = {
 }  # fmt: skip
 BLOCKS = " ▁▂▃▄▅▆▇█"
 SPARKS = 40
+ROWS_AT_MOST = 32  # of pods
 STEPS_FOR_PACE = 20  # how long the rest takes is told from the newest of them
 
 
 def frame(job: Mapping[str, Any], lines: Sequence[Line], *, now: float, trouble: str | None = None) -> RenderableType:
     """The job at this moment. now: seconds since the epoch. trouble: why what is shown may be old."""
-    spec, status, figures = job.get("spec", {}), job.get("status", {}), read_figures(lines, ladder_of(job))
+    spec, status = job.get("spec", {}), job.get("status", {})
     steps, step = int(spec.get("steps", 1)), int(status.get("step") or 0)
     head = Table.grid(padding=(0, 2))
     head.add_row(
@@ -51,7 +52,7 @@ def frame(job: Mapping[str, Any], lines: Sequence[Line], *, now: float, trouble:
         _pods(status, standings(lines, ladder_of(job)), now),
         Text(),
     ]
-    parts.append(_learning(figures, status, left_s=_left_s(figures, steps)))
+    parts.append(_learning(batches_of(lines), evaluations_of(lines), status, steps))
     if trouble:
         parts.append(Text(f"\nnot up to date: {trouble}", style="red"))
     return Panel(Group(*parts), title=_name(job), title_align="left")
@@ -84,12 +85,13 @@ def plain_line(line: Line) -> str | None:
 
 
 def _pods(status: Mapping[str, Any], standings: Mapping[str, Standing], now: float) -> Table:
-    """A row for each pod that said something, and for each that is out of line."""
+    """A row for each pod that said something; those that are out of line come first."""
     table = Table(box=None, pad_edge=False, header_style="bright_black")
     for name in ("pod", "rung", "GPU", "since", ""):
         table.add_column(name)
     odd = {pod["name"]: pod for pod in status.get("outOfLine", ())}
-    for name in sorted({*standings, *odd}):
+    known = sorted({*standings, *odd}, key=lambda name: (name not in odd, name))
+    for name in known[:ROWS_AT_MOST]:
         stands, problem = standings.get(name), odd.get(name, {})
         words = " ".join(part for part in (problem.get("reason"), problem.get("message")) if part)
         table.add_row(
@@ -99,18 +101,22 @@ def _pods(status: Mapping[str, Any], standings: Mapping[str, Standing], now: flo
             f"{max(0.0, now - stands.since):.1f} s" if stands else "",
             Text(words, style="red", overflow="ellipsis", no_wrap=True),
         )
+    if len(known) > ROWS_AT_MOST:
+        table.add_row(f"and {len(known) - ROWS_AT_MOST} more", "", "", "", "")
     if not table.row_count:
         table.add_row("-", "no pod has answered yet", "", "", "")
     return table
 
 
-def _learning(figures: Figures, status: Mapping[str, Any], *, left_s: float | None) -> Table:
+def _learning(
+    batches: Sequence[Sealed], evaluations: Sequence[Evaluated], status: Mapping[str, Any], steps: int
+) -> Table:
     rollout = status.get("rollout") or {}
     grid = Table.grid(padding=(0, 2))
-    rewards = [one.reward for one in figures.batches]
+    rewards, left_s = [one.reward for one in batches], _left_s(batches, steps)
     newest = rewards[-1] if rewards else rollout.get("reward")
     grid.add_row("reward", _number(newest, ".3f"), Text(_spark(rewards), style="blue"))
-    shares = [one.mean for one in figures.evaluations]
+    shares = [one.mean for one in evaluations]
     held_out = shares[-1] if shares else (status.get("evaluation") or {}).get("mean")
     grid.add_row("held-out reward", _number(held_out, ".3f"), Text(_spark(shares), style="green"))
     grid.add_row("staleness", _number(rollout.get("staleness"), ".2f", " steps"))
@@ -120,9 +126,9 @@ def _learning(figures: Figures, status: Mapping[str, Any], *, left_s: float | No
     return grid
 
 
-def _left_s(figures: Figures, steps: int) -> float | None:
+def _left_s(batches: Sequence[Sealed], steps: int) -> float | None:
     """None while fewer than three steps have shown the pace."""
-    newest = figures.batches[-STEPS_FOR_PACE:]
+    newest = batches[-STEPS_FOR_PACE:]
     if len(newest) < 3:
         return None
     pace = median(after.ts - before.ts for before, after in pairwise(newest))
