@@ -169,6 +169,12 @@ def test_a_job_that_no_operator_has_seen() -> None:
     assert [("NotSeen", None)] == reasons(explained(job(status={"observedGeneration": -1}), pods=[], states={}))
 
 
+def test_a_status_in_words_of_a_newer_operator_is_read_as_far_as_it_can_be() -> None:
+    found = explained(job(status=running(phase="Thinking")))
+    assert ("status.phase is in words that a newer kubectl crlj knows",) == found.notes
+    assert "step 1 of 3" in found.headline
+
+
 def test_a_spec_that_the_operator_has_not_read_yet() -> None:
     found = explained(job(status=running(), generation=2))
     assert ([("SpecNotSeen", None)], False) == (reasons(found), found.is_problem)

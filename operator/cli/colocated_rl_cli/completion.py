@@ -101,7 +101,10 @@ def _positionals(parser: argparse.ArgumentParser, before: Sequence[str], environ
 
 def _jobs(parser: argparse.ArgumentParser, before: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Of the namespace and the cluster that the words so far name."""
-    known, _ = parser.parse_known_args([*before[1:], "x"]) if len(before) > 1 else parser.parse_known_args(["x"])
+    try:
+        known, _ = parser.parse_known_args([*before[1:], "x"])
+    except SystemExit:
+        return []  # words that are wrong already
 
     async def ask() -> list[str]:
         login = Login.of(environment, kubeconfig=known.kubeconfig, context=known.context)

@@ -68,7 +68,7 @@ class Explanation:
 
 def explain(seen: Evidence) -> Explanation:
     job, metadata = seen.job, seen.job["metadata"]
-    status = ColocatedRLJobStatus.model_validate(job.get("status") or {})
+    status, unknown = _status(job)
     facts = _facts(seen)
     rungs = _rungs(status, seen, facts)
     causes = [*_of_job(job, status)]
@@ -83,8 +83,19 @@ def explain(seen: Evidence) -> Explanation:
         waits_for=None if causes or _is_over(status) else _waits_for(seen, status, facts, rungs),
         rungs={pod: rung.value for pod, rung in sorted(rungs.items())},
         warnings=tuple(_warnings(seen)),
-        notes=tuple(_notes(seen)),
+        notes=(*_notes(seen), *(f"status.{field} is in words that a newer kubectl crlj knows" for field in unknown)),
     )
+
+
+def _status(job: Object) -> tuple[ColocatedRLJobStatus, list[str]]:
+    """What can be read of it, and the fields that can't: a newer operator has more phases."""
+    told = dict(job.get("status") or {})
+    try:
+        return ColocatedRLJobStatus.model_validate(told), []
+    except pydantic.ValidationError as error:
+        unknown = sorted({str(one["loc"][0]) for one in error.errors()})
+    known = {field: value for field, value in told.items() if field not in unknown}
+    return ColocatedRLJobStatus.model_validate(known), unknown
 
 
 def _headline(job: Object, status: ColocatedRLJobStatus) -> str:

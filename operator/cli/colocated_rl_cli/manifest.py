@@ -16,6 +16,7 @@ import pydantic
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJob, Metadata
+from colocated_rl_cli.fields import Model, field_of, names_of, part_of
 from colocated_rl_cli.yaml_text import Document, Path, Place, Unreadable, read
 
 TEXTS = {"generateName", "selfLink"}  # beside those that the model has
@@ -24,7 +25,7 @@ OTHER_METADATA = {
     "generation", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "finalizers",
     "ownerReferences", "managedFields",
 }  # fmt: skip
-KNOWN_METADATA = TEXTS | MAPS_OF_TEXTS | OTHER_METADATA | {info.alias for info in Metadata.model_fields.values()}
+KNOWN_METADATA = TEXTS | MAPS_OF_TEXTS | OTHER_METADATA | {*names_of(Metadata)}
 
 
 @dataclass(frozen=True, order=True)
@@ -117,23 +118,14 @@ def _fault(document: Document, error: Any) -> Fault:
 
 def _meant(path: Path) -> str:
     """The known field that an unknown one looks like."""
-    model: Any = ColocatedRLJob
+    model: Model | None = ColocatedRLJob
     for part in path[:-1]:
-        field = next((info for name, info in model.model_fields.items() if part in (name, info.alias)), None)
-        model = _model_of(field.annotation) if field else None
-        if model is None:
-            return ""
-    known = [info.alias or name for name, info in model.model_fields.items()]
-    unknown = str(path[-1])
-    close = difflib.get_close_matches(unknown.lower().replace("_", ""), [name.lower() for name in known], n=1)
-    meant = next((name for name in known if close and name.lower() == close[0]), None)
-    return f": did you mean {meant}?" if meant else ""
-
-
-def _model_of(annotation: Any) -> Any:
-    """The model in an annotation that may be optional; None where there is none."""
-    candidates = [annotation, *getattr(annotation, "__args__", ())]
-    return next((one for one in candidates if isinstance(one, type) and issubclass(one, pydantic.BaseModel)), None)
+        model = part_of(field_of(model, str(part)))
+    if model is None:
+        return ""
+    known = {name.lower(): name for name in names_of(model)}
+    close = difflib.get_close_matches(str(path[-1]).lower().replace("_", ""), known, n=1)
+    return f": did you mean {known[close[0]]}?" if close else ""
 
 
 def spelled(path: Path) -> str:

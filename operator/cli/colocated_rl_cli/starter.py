@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import pydantic
 import yaml
 
 from colocated_rl_api import names
-from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec
+from colocated_rl_api.job import ColocatedRLJob
 from colocated_rl_cli.errors import UsageError
+from colocated_rl_cli.fields import Model, field_of, part_of
 from colocated_rl_cli.manifest import judge
 
 WIDTH = 110
@@ -99,30 +99,16 @@ def _at_claim(text: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
-def _lines(values: Mapping[str, Any], model: type[pydantic.BaseModel] | None, depth: int) -> Iterator[str]:
+def _lines(values: Mapping[str, Any], model: Model | None, depth: int) -> Iterator[str]:
     """Nested mappings as YAML, each field of the spec below what it means."""
     indent = "  " * depth
     for key, value in values.items():
-        field = _field(model, key)
-        if field is not None and field.description and model is not ColocatedRLJob:
-            yield from textwrap.wrap(
-                field.description, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
-            )
+        field = field_of(model, key)
+        if field is not None and field.description:
+            means = f"{indent}# "
+            yield from textwrap.wrap(field.description, WIDTH, initial_indent=means, subsequent_indent=means)
         if isinstance(value, Mapping):
             yield f"{indent}{key}:"
-            yield from _lines(value, _part(field), depth + 1)
+            yield from _lines(value, part_of(field), depth + 1)
         else:
             yield f"{indent}{yaml.safe_dump({key: value}, width=10_000).rstrip()}"
-
-
-def _field(model: type[pydantic.BaseModel] | None, key: str) -> Any:
-    if model is None or not issubclass(model, ColocatedRLJob | ColocatedRLJobSpec | pydantic.BaseModel):
-        return None
-    return next((info for name, info in model.model_fields.items() if key in (name, info.alias)), None)
-
-
-def _part(field: Any) -> type[pydantic.BaseModel] | None:
-    """The model of a field, optional or not."""
-    annotation = field.annotation if field else None
-    candidates = [annotation, *getattr(annotation, "__args__", ())]
-    return next((one for one in candidates if isinstance(one, type) and issubclass(one, pydantic.BaseModel)), None)
