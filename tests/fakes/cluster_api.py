@@ -32,6 +32,7 @@ class ClusterApi:
     refused: dict[str, int] = field(default_factory=dict)  # by the end of a path: answered with this status
     asked: list[str] = field(default_factory=list)
     forwarded: list[bytes] = field(default_factory=list)
+    is_ending: bool = False  # ends its watches at the next change
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def application(self) -> web.Application:
@@ -101,6 +102,9 @@ class ClusterApi:
             for one in objects():
                 await answer.write(json.dumps({"type": "ADDED", "object": one}).encode() + b"\n")
             await self.changed.wait()
+            if self.is_ending:
+                await answer.write(b'{"type": "MODIF')  # cut off
+                return answer
 
     async def _log(self, request: web.Request) -> web.StreamResponse:
         key = (request.match_info["pod"], request.query["container"])

@@ -355,6 +355,22 @@ def test_top_uses_the_whole_screen_follows_its_size_and_gives_it_back(kubectl: P
     screen.wait_for(r"\x1b\[\?1049l.*Complete.*step 3 of 3")
 
 
+def test_top_says_when_it_is_not_up_to_date_and_goes_on_when_the_server_is_back(
+    kubectl: Played, api: ClusterApi
+) -> None:
+    command = [sys.executable, "-m", "colocated_rl_cli", "top", "sums"]
+    screen = Screen(command, kubectl.environment, columns=120, rows=30)
+    screen.wait_for("sums-gpu-0-0 .*Serving")
+    api.refused[names.PLURAL], api.is_ending = 503, True
+    kubectl.change()
+    at = screen.wait_for("not up to date: job default/sums: the API server is not reached")
+    api.refused.clear()
+    api.is_ending = False
+    api.jobs["sums"]["status"] |= {"phase": "Complete", "step": 3}
+    screen.wait_for(r"\x1b\[\?1049l.*Complete.*step 3 of 3", after=at)
+    assert Exit.FINE == screen.process.wait(DEADLINE_S)
+
+
 def test_questions_are_asked_on_a_terminal(kubectl: Played, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     command = [sys.executable, "-m", "colocated_rl_cli", "init", "--file", str(file)]
