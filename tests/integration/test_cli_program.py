@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import pytest
 
@@ -318,16 +318,34 @@ class Screen:
         )  # fmt: skip
         os.close(terminal)
         self.written = ""
+        self._is_gone = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(DEADLINE_S)
+        if not self._is_gone:
+            os.close(self._typed)
+
+    def hang_up(self) -> None:
+        self._is_gone = True
+        os.close(self._typed)
+
+    def type(self, text: str) -> None:
+        os.write(self._typed, text.encode())
+
     def _read(self) -> None:
-        while select.select([self._typed], [], []):
+        while not self._is_gone:
             try:
-                text = os.read(self._typed, 1 << 16)
-            except OSError:  # the program has ended
+                if select.select([self._typed], [], [], 0.05)[0]:
+                    self.written += os.read(self._typed, 1 << 16).decode(errors="replace")
+            except (OSError, ValueError):  # the program has ended, or the terminal is gone
                 return
-            self.written += text.decode(errors="replace")
 
     def resize(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self._typed, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -343,43 +361,51 @@ class Screen:
 
 def test_top_uses_the_whole_screen_follows_its_size_and_gives_it_back(kubectl: Played, api: ClusterApi) -> None:
     command = [sys.executable, "-m", "colocated_rl_cli", "top", "sums"]
-    screen = Screen(command, kubectl.environment, columns=100, rows=30)
-    at = screen.wait_for(r"\x1b\[\?1049h.*default/sums ─+╮.*sums-gpu-0-0 .*Serving")
-    assert 100 == max(len(line) for line in re.findall(r"╭.*?╮", screen.written))
-    screen.resize(70, 20)
-    screen.wait_for(r"╭─ default/sums ─{53}╮", after=at)
-    assert "\x1b[2J" not in screen.written[at:], "a screen that is cleared flickers"
-    api.jobs["sums"]["status"] |= {"phase": "Complete", "step": 3}
-    kubectl.change()
-    assert Exit.FINE == screen.process.wait(DEADLINE_S)
-    screen.wait_for(r"\x1b\[\?1049l.*Complete.*step 3 of 3")
+    with Screen(command, kubectl.environment, columns=100, rows=30) as screen:
+        at = screen.wait_for(r"\x1b\[\?1049h.*default/sums ─+╮.*sums-gpu-0-0 .*Serving")
+        assert 100 == max(len(line) for line in re.findall(r"╭.*?╮", screen.written))
+        screen.resize(70, 20)
+        screen.wait_for(r"╭─ default/sums ─{53}╮", after=at)
+        assert "\x1b[2J" not in screen.written[at:], "a screen that is cleared flickers"
+        api.jobs["sums"]["status"] |= {"phase": "Complete", "step": 3}
+        kubectl.change()
+        assert Exit.FINE == screen.process.wait(DEADLINE_S)
+        screen.wait_for(r"\x1b\[\?1049l.*Complete.*step 3 of 3")
+
+
+def test_top_ends_when_its_terminal_is_gone(kubectl: Played) -> None:
+    command = [sys.executable, "-m", "colocated_rl_cli", "top", "sums"]
+    with Screen(command, kubectl.environment, columns=100, rows=30) as screen:
+        screen.wait_for("sums-gpu-0-0 .*Serving")
+        screen.hang_up()
+        screen.process.wait(DEADLINE_S)
 
 
 def test_top_says_when_it_is_not_up_to_date_and_goes_on_when_the_server_is_back(
     kubectl: Played, api: ClusterApi
 ) -> None:
     command = [sys.executable, "-m", "colocated_rl_cli", "top", "sums"]
-    screen = Screen(command, kubectl.environment, columns=120, rows=30)
-    screen.wait_for("sums-gpu-0-0 .*Serving")
-    api.refused[names.PLURAL], api.is_ending = 503, True
-    kubectl.change()
-    at = screen.wait_for("not up to date: job default/sums: the API server is not reached")
-    api.refused.clear()
-    api.is_ending = False
-    api.jobs["sums"]["status"] |= {"phase": "Complete", "step": 3}
-    screen.wait_for(r"\x1b\[\?1049l.*Complete.*step 3 of 3", after=at)
-    assert Exit.FINE == screen.process.wait(DEADLINE_S)
+    with Screen(command, kubectl.environment, columns=120, rows=30) as screen:
+        screen.wait_for("sums-gpu-0-0 .*Serving")
+        api.refused[names.PLURAL], api.is_ending = 503, True
+        kubectl.change()
+        at = screen.wait_for("not up to date: job default/sums: the API server is not reached")
+        api.refused.clear()
+        api.is_ending = False
+        api.jobs["sums"]["status"] |= {"phase": "Complete", "step": 3}
+        screen.wait_for(r"\x1b\[\?1049l.*Complete.*step 3 of 3", after=at)
+        assert Exit.FINE == screen.process.wait(DEADLINE_S)
 
 
 def test_questions_are_asked_on_a_terminal(kubectl: Played, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     command = [sys.executable, "-m", "colocated_rl_cli", "init", "--file", str(file)]
-    screen = Screen(command, kubectl.environment, columns=100, rows=30)
-    for question, answer in (("name of the job", "sums"), ("claim that holds the model", "m"), ("chain_sum", "")):
-        screen.wait_for(question)
-        os.write(screen._typed, f"{answer}\n".encode())
-    assert Exit.FINE == screen.process.wait(DEADLINE_S), screen.written
-    assert "name: chain_sum" in file.read_text()
+    with Screen(command, kubectl.environment, columns=100, rows=30) as screen:
+        for question, answer in (("name of the job", "sums"), ("claim that holds the model", "m"), ("chain_sum", "")):
+            screen.wait_for(question)
+            screen.type(f"{answer}\n")
+        assert Exit.FINE == screen.process.wait(DEADLINE_S), screen.written
+        assert "name: chain_sum" in file.read_text()
 
 
 # ------------------------------------------------------------------------------------------------------------ its words

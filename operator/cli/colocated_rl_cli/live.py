@@ -31,11 +31,18 @@ async def shown(watch: JobWatch, console: Console, *, screen: bool) -> AsyncIter
             live.update(frame(watch.job, watch.lines, now=time.time(), trouble=trouble), refresh=True)
 
         async def draw_on() -> None:
-            while True:
+            while console.is_terminal:  # one that is gone is none any more
                 draw()
                 await asyncio.sleep(EVERY_S)
 
+        looking = asyncio.current_task()
         drawing = asyncio.create_task(draw_on(), name="live/draw")
+
+        def end_with_it(drawn: asyncio.Task[None]) -> None:
+            if not drawn.cancelled() and looking is not None:
+                looking.cancel()  # nobody looks any more
+
+        drawing.add_done_callback(end_with_it)
         try:
             yield
             draw()
