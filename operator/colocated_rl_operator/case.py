@@ -8,7 +8,6 @@ is missing, its pods are listed again now and then.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 from colocated_rl_api import names
@@ -16,7 +15,8 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_operator.errors import NotFound
 from colocated_rl_operator.events import About
 from colocated_rl_operator.kube import Body, Kube
-from colocated_rl_operator.observation import Memory
+from colocated_rl_operator.members import Address, Answer
+from colocated_rl_operator.observation import Job, Member, Memory
 from colocated_rl_operator.record import Record
 from colocated_rl_operator.status import Stall
 
@@ -53,21 +53,47 @@ class Pods:
 
 
 class Wakeups:
-    """One event for each job: set by whoever has something new, cleared by the job's loop before it observes."""
+    """Two events for each job: something is new, and it can't wait. Cleared by the job's loop before it observes."""
 
     def __init__(self) -> None:
-        self._events: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._events: dict[str, tuple[asyncio.Event, asyncio.Event]] = {}
 
     def of(self, job_uid: str) -> asyncio.Event:
-        return self._events[job_uid]
+        return self._both(job_uid)[0]
 
-    def wake(self, job_uid: str) -> None:
+    def hurry(self, job_uid: str) -> asyncio.Event:
+        return self._both(job_uid)[1]
+
+    def wake(self, job_uid: str, *, hurry: bool = True) -> None:
         """Nothing, for a job that has no loop."""
         if job_uid in self._events:
-            self._events[job_uid].set()
+            woken, hurried = self._events[job_uid]
+            woken.set()
+            if hurry:
+                hurried.set()
+
+    def clear(self, job_uid: str) -> None:
+        for event in self._both(job_uid):
+            event.clear()
 
     def forget(self, job_uid: str) -> None:
         self._events.pop(job_uid, None)
+
+    def _both(self, job_uid: str) -> tuple[asyncio.Event, asyncio.Event]:
+        return self._events.setdefault(job_uid, (asyncio.Event(), asyncio.Event()))
+
+
+@dataclass
+class Look:
+    """What follows from one pod and its member's answer; looked at again when either is another one."""
+
+    pod: Body
+    name: str
+    seat: str
+    attempt: int
+    address: Address | None  # of its member, if that should answer
+    answer: Answer | None = None
+    member: Member | None = None
 
 
 @dataclass
@@ -75,9 +101,12 @@ class Case:
     """One job, as this process knows it."""
 
     record: Record
+    job: Job | None = None  # of the newest generation whose spec could be read
+    looks: dict[str, Look] = field(default_factory=dict)  # by pod UID
     reported_at: float = 0.0  # when its status was noted last
     memory: Memory = field(default_factory=Memory)
     is_waiting: bool = False  # for a member to come or to go
+    thought_s: float = 0.0  # that the last look at all members took
     listed_at: float = 0.0  # when its pods were
     first_seen: dict[str, float] = field(default_factory=dict)  # of each pod UID
     ending_since: dict[str, float] = field(default_factory=dict)

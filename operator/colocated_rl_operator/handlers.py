@@ -30,6 +30,7 @@ LOG = logging.getLogger(__name__)
 OURS = {names.MANAGED_BY_LABEL: names.MANAGED_BY}
 DISMISS_S = 15.0  # for a daemon to end by itself, on deletion and on exit; then it is cancelled
 CANCEL_S = 5.0
+LARGE_S, REST = 0.002, 4.0  # a job whose pass thinks for longer rests so much longer than that, unless there is hurry
 
 
 @dataclass
@@ -146,10 +147,12 @@ async def drive_job(body: Any, stopped: Any, office: Office) -> None:
     with bind(job=about.name, job_uid=about.uid):
         try:
             while not stopped:
-                woken.clear()  # before observing: a change during the pass must not be lost
+                office.wakeups.clear(about.uid)  # before observing: a change during the pass must not be lost
                 with doors.metrics.pass_s.time():
                     wait_s = await one_pass(case, body, doors)
                 await _first_of(woken, stopped, wait_s)
+                if case.thought_s > LARGE_S:
+                    await _first_of(office.wakeups.hurry(about.uid), stopped, REST * case.thought_s)
             if kopf.DaemonStoppingReason.RESOURCE_DELETED in stopped.reason:
                 await _let_go(case, body, office, woken)
         finally:

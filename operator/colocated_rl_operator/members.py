@@ -19,7 +19,7 @@ from asyncio import sslproto
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import aiohttp
 import pydantic
@@ -52,6 +52,12 @@ PING_S = HEARTBEAT_S * 4 / 3  # aiohttp allows half of it for the pong: lost aft
 Target = PodTarget | RolloutTarget
 
 
+class Changed(Protocol):
+    """A member of the job has something new. hurry: all who were told something have answered, or one is lost."""
+
+    def __call__(self, job_uid: str, *, hurry: bool = True) -> None: ...
+
+
 def bound_tls_memory() -> None:
     """16 KiB for each connection's read buffer instead of asyncio's 256 KiB: a thousand members fit into 30 MB."""
     sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
@@ -68,9 +74,12 @@ class Address:
     port: int = names.CONTROL_PORT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Answer:
-    """What is known of a member now. facts: None unless connected. silent_since: monotonic; None while connected."""
+    """What is known of a member now; the same object until that changes.
+
+    facts: None unless connected. silent_since: monotonic; None while connected.
+    """
 
     facts: PodFacts | RolloutFacts | None
     highest_epoch: int
@@ -83,10 +92,9 @@ class _Link:
 
     job_uid: str
     address: Address
-    silent_since: float | None
-    facts: PodFacts | RolloutFacts | None = None
-    highest_epoch: int = 0
+    answer: Answer
     target: Target | None = None
+    text: str = ""  # of the target
     has_target: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -101,7 +109,7 @@ class Members:
     def __init__(
         self,
         tls: ssl.SSLContext,
-        changed: Callable[[str], None],
+        changed: Changed,
         *,
         lost: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -113,7 +121,9 @@ class Members:
         self._lost = lost
         self._clock = clock
         self._links: dict[str, dict[str, _Link]] = {}  # by job UID and pod name
+        self._kept: dict[str, Collection[Address]] = {}  # as they were asked for, by job UID
         self._heard_at: dict[str, float] = {}
+        self._unheard: dict[str, set[str]] = {}  # pods that were told something since they last said something
         self._tasks = asyncio.TaskGroup()
         self._handshakes = asyncio.Semaphore(HANDSHAKES_AT_ONCE)
         self._session: aiohttp.ClientSession | None = None
@@ -139,36 +149,42 @@ class Members:
     # ------------------------------------------------------------------------------------------- used by the job's loop
     def keep(self, job_uid: str, addresses: Collection[Address]) -> None:
         """Have a connection to exactly these members of the job: open what is missing, close what is not wanted."""
+        if addresses == self._kept.get(job_uid):
+            return
+        self._kept[job_uid] = addresses
         links = self._links.setdefault(job_uid, {})
         wanted = {address.pod: address for address in addresses}
         for pod, link in list(links.items()):
             if wanted.get(pod) != link.address:
                 del links[pod]
+                self._unheard.get(job_uid, set()).discard(pod)
                 if link.task is not None:
                     link.task.cancel()
         for pod, address in wanted.items():
             if pod not in links:
-                link = links[pod] = _Link(job_uid, address, silent_since=self._clock())
+                link = links[pod] = _Link(job_uid, address, Answer(None, 0, silent_since=self._clock()))
                 link.task = self._tasks.create_task(self._stay_connected(link), name=f"member/{pod}")
         if not links:
-            del self._links[job_uid]
+            del self._links[job_uid], self._kept[job_uid]
             self._heard_at.pop(job_uid, None)
+            self._unheard.pop(job_uid, None)
 
     def answers(self, job_uid: str) -> dict[str, Answer]:
         """By pod name."""
-        return {
-            pod: Answer(link.facts, link.highest_epoch, link.silent_since)
-            for pod, link in self._links.get(job_uid, {}).items()
-        }
+        return {pod: link.answer for pod, link in self._links.get(job_uid, {}).items()}
 
     def send(self, job_uid: str, targets: Mapping[str, Target]) -> int:
         """Give connected members their targets, by pod name; returns to how many something new is on its way."""
         links, sent = self._links.get(job_uid, {}), 0
+        texts: dict[int, str] = {}  # by the target's identity: most members get the same one
         for pod, target in targets.items():
             link = links.get(pod)
-            if link is not None and link.facts is not None and link.target != target:
-                link.target = target
+            if link is not None and link.answer.facts is not None and link.target != target:
+                if id(target) not in texts:
+                    texts[id(target)] = target.model_dump_json(by_alias=True)
+                link.target, link.text = target, texts[id(target)]
                 link.has_target.set()
+                self._unheard.setdefault(job_uid, set()).add(pod)
                 sent += 1
         return sent
 
@@ -178,7 +194,7 @@ class Members:
 
     @property
     def connected(self) -> int:
-        return sum(link.facts is not None for links in self._links.values() for link in links.values())
+        return sum(link.answer.facts is not None for links in self._links.values() for link in links.values())
 
     # ------------------------------------------------------------------------------------------------- one connection
     async def _stay_connected(self, link: _Link) -> None:
@@ -202,11 +218,12 @@ class Members:
 
     def _forget(self, link: _Link, reason: str) -> bool:
         """The connection is over: nothing stands for the member. Whether it had said anything."""
-        link.facts, link.target = None, None
-        if link.silent_since is not None:
+        link.target = None
+        self._unheard.get(link.job_uid, set()).discard(link.address.pod)
+        if link.answer.silent_since is not None:
             log(LOG, "member not reached", logging.DEBUG, reason=reason)
             return False
-        link.silent_since = self._clock()
+        link.answer = Answer(None, link.answer.highest_epoch, silent_since=self._clock())
         self._lost()
         log(LOG, "member lost", logging.WARNING, reason=reason)
         self._changed(link.job_uid)
@@ -238,17 +255,19 @@ class Members:
         expected = PodFacts if link.address.role == names.ROLE_GPU else RolloutFacts
         match message:
             case PodFacts() | RolloutFacts() if isinstance(message, expected):
-                if link.facts is None:
+                if link.answer.facts is None:
                     log(LOG, "member connected", epoch=message.epoch)
-                link.facts, link.silent_since = message, None
-                link.highest_epoch = max(link.highest_epoch, message.epoch)
+                link.answer = Answer(message, max(link.answer.highest_epoch, message.epoch), silent_since=None)
             case Refusal(reason="StaleEpoch"):
                 log(LOG, "target refused", logging.WARNING, epoch=message.epoch, reason=message.message)
-                link.highest_epoch = max(link.highest_epoch, message.highest_epoch)
+                _raise_epoch(link, message.highest_epoch)
             case _:
                 raise ContractBroken(f"{link.address.pod} sent {message.type}: the connection ends")
         self._heard_at[link.job_uid] = self._clock()
-        self._changed(link.job_uid)
+        unheard = self._unheard.get(link.job_uid, set())
+        was_unheard = link.address.pod in unheard
+        unheard.discard(link.address.pod)
+        self._changed(link.job_uid, hurry=was_unheard and not unheard)
 
 
 async def _send_targets(socket: aiohttp.ClientWebSocketResponse, link: _Link) -> None:
@@ -259,8 +278,13 @@ async def _send_targets(socket: aiohttp.ClientWebSocketResponse, link: _Link) ->
         target = link.target
         if target is not None and target != sent:
             async with asyncio.timeout(SEND_DEADLINE_S):
-                await socket.send_str(target.model_dump_json(by_alias=True))
+                await socket.send_str(link.text)
             sent = target
+
+
+def _raise_epoch(link: _Link, epoch: int) -> None:
+    answer = link.answer
+    link.answer = Answer(answer.facts, max(answer.highest_epoch, epoch), answer.silent_since)
 
 
 def _check_hello(link: _Link, message: Hello | PodFacts | RolloutFacts | Refusal) -> None:
@@ -273,7 +297,7 @@ def _check_hello(link: _Link, message: Hello | PodFacts | RolloutFacts | Refusal
         raise ContractBroken(
             f"at {address.host} expected wire, pod, job, role {expected}, found {said}: unknown member"
         )
-    link.highest_epoch = max(link.highest_epoch, message.highest_epoch)
+    _raise_epoch(link, message.highest_epoch)
 
 
 def _words(errors: BaseExceptionGroup[Exception]) -> str:

@@ -17,7 +17,7 @@ from functools import cached_property
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
-from colocated_rl_api.member_wire import PodFacts, RolloutFacts, TrainerFacts, Version
+from colocated_rl_api.member_wire import Endpoint, PodFacts, RolloutFacts, TrainerFacts, Version
 from colocated_rl_operator.reasons import Cause
 
 ROLLOUT_SEAT = names.ROLE_ROLLOUT
@@ -101,6 +101,7 @@ class Member:
     silent_since: float | None = None  # running, and not connected since
     highest_epoch: int = 0  # that it ever accepted, as it says
     facts: PodFacts | RolloutFacts | None = None
+    _stood: dict[tuple[int, WeightVersion], Rung] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def is_usable(self) -> bool:
@@ -115,6 +116,28 @@ class Member:
     @property
     def pod_facts(self) -> PodFacts | None:
         return self.facts if isinstance(self.facts, PodFacts) else None
+
+    @cached_property
+    def data_port(self) -> Endpoint | None:
+        return None if self.address is None else Endpoint(pod=self.name, address=self.address, port=names.DATA_PORT)
+
+    @cached_property
+    def trainers(self) -> int:
+        """Digest of how far its ranks are."""
+        ranks = self.pod_facts.trainers if self.pod_facts else ()
+        return hash(tuple((rank.state, rank.incarnation, rank.step, rank.exported, rank.saved) for rank in ranks))
+
+    def standing(self, ladder: Ladder, climb: Climb) -> Rung:
+        """Towards the climb's version. Facts from before its epoch don't count: they may be overtaken.
+
+        A pod that reported under an older target may still be moving; its answer under this epoch says where it is.
+        """
+        facts, key = self.pod_facts, (climb.epoch, climb.version)
+        if facts is None or facts.epoch != climb.epoch:
+            return Rung.UNKNOWN
+        if key not in self._stood:
+            self._stood[key] = ladder.standing(facts, climb.version)
+        return self._stood[key]
 
     @property
     def rollout_facts(self) -> RolloutFacts | None:
@@ -187,20 +210,11 @@ class Observation:
 
     @cached_property
     def standings(self) -> dict[str, Rung]:
-        """By pod name, towards the climb's version. Facts from before this epoch don't count: they may be overtaken.
-
-        A pod that reported under an older target may still be moving; its answer under this epoch says where it is.
-        """
-        climb = self.climb
+        """By pod name."""
+        climb, ladder = self.climb, self.job.ladder
         if climb is None:
             return {member.name: Rung.UNKNOWN for member in self.gpu_members}
-        return {
-            member.name: self.job.ladder.standing(
-                facts if facts and facts.epoch == climb.epoch else None, climb.version
-            )
-            for member in self.gpu_members
-            for facts in (member.pod_facts,)
-        }
+        return {member.name: member.standing(ladder, climb) for member in self.gpu_members}
 
     @cached_property
     def slowest(self) -> Rung:
@@ -309,12 +323,8 @@ def _progress(seen: Observation, highest: dict[str, Rung]) -> int:
     """
     return hash(
         tuple(
-            (
-                (member.uid, highest[member.uid]),
-                tuple((rank.state, rank.incarnation, rank.step, rank.exported, rank.saved) for rank in facts.trainers),
-            )
+            (member.uid, highest[member.uid], member.trainers)
             for member in seen.gpu_members
-            for facts in (member.pod_facts,)
-            if facts is not None
+            if member.facts is not None
         )
     )

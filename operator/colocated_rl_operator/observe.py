@@ -16,7 +16,7 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
 from colocated_rl_operator import resources
-from colocated_rl_operator.case import Case, Pods
+from colocated_rl_operator.case import Case, Look, Pods
 from colocated_rl_operator.errors import JobInvalid
 from colocated_rl_operator.kube import Body
 from colocated_rl_operator.members import Address, Answer, Members
@@ -36,18 +36,14 @@ def observe(case: Case, job: Job, *, pods: Pods, members: Members, now: float, a
     """
     status, job_uid = case.status, case.about.uid
     is_over = status.completion_time is not None
-    seated = [(pod, place) for pod in pods.of(job_uid) if (place := _place(job, pod))]
-    wanted = () if is_over else [address for pod, (seat, _) in seated if (address := _address(pod, seat))]
-    members.keep(job_uid, wanted)
+    looks = _looks(case, job, pods)
+    members.keep(job_uid, () if is_over else tuple(look.address for look in looks if look.address is not None))
     answers = members.answers(job_uid)
     seen = remember(
         Observation(
             now=now,
             job=job,
-            members=tuple(
-                _member(case, pod, seat, attempt, answers.get(pod["metadata"]["name"]), now)
-                for pod, (seat, attempt) in seated
-            ),
+            members=tuple(_member(case, look, answers.get(look.name), now) for look in looks),
             climb=_climb(status),
             trained_step=status.step or 0,
             served=WeightVersion.parse(status.weight_version) if status.weight_version else None,
@@ -121,13 +117,28 @@ def _climb(status: ColocatedRLJobStatus) -> Climb | None:
     )
 
 
-def _place(job: Job, pod: Body) -> tuple[str, int] | None:
-    return resources.seat_and_attempt(job, pod["metadata"]["name"])
+def _looks(case: Case, job: Job, pods: Pods) -> list[Look]:
+    """At each pod of the job, again only where something changed."""
+    before, case.looks = case.looks, {}
+    for pod in pods.of(case.about.uid):
+        metadata = pod["metadata"]
+        look = before.get(metadata["uid"])
+        if look is not None and look.pod is pod:
+            case.looks[metadata["uid"]] = look
+        elif place := resources.seat_and_attempt(job, metadata["name"]):
+            case.looks[metadata["uid"]] = Look(pod, metadata["name"], *place, _address(pod, place[0]))
+    return list(case.looks.values())
 
 
-def _member(case: Case, pod: Body, seat: str, attempt: int, answer: Answer | None, now: float) -> Member:
+def _member(case: Case, look: Look, answer: Answer | None, now: float) -> Member:
+    if look.member is None or look.answer is not answer:
+        look.member, look.answer = _look_at(case, look, answer, now), answer
+    return look.member
+
+
+def _look_at(case: Case, look: Look, answer: Answer | None, now: float) -> Member:
     """Moments are those at which this process saw the pod and its end begin: clocks of others count for nothing."""
-    metadata, status = pod["metadata"], pod.get("status", {})
+    metadata, status = look.pod["metadata"], look.pod.get("status", {})
     uid, facts = metadata["uid"], answer.facts if answer else None
     restarts = sum(container.get("restartCount", 0) for container in _containers(status))
     if facts is not None:
@@ -136,9 +147,9 @@ def _member(case: Case, pod: Body, seat: str, attempt: int, answer: Answer | Non
     if metadata.get("deletionTimestamp"):
         ends_at = case.ending_since.setdefault(uid, now) + metadata.get("deletionGracePeriodSeconds", 0)
     return Member(
-        seat=seat,
-        attempt=attempt,
-        name=metadata["name"],
+        seat=look.seat,
+        attempt=look.attempt,
+        name=look.name,
         uid=uid,
         phase=PodPhase(status.get("phase", "Pending")),
         created_at=case.first_seen.setdefault(uid, now),

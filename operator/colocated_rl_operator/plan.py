@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from colocated_rl_api import names
 from colocated_rl_api.job import Switch
 from colocated_rl_api.ladder import RESIDENT, Ladder, Rung
-from colocated_rl_api.member_wire import Endpoint, Goal, PodTarget, Rendezvous, RolloutTarget
+from colocated_rl_api.member_wire import Goal, PodTarget, Rendezvous, RolloutTarget
 from colocated_rl_operator.actions import DeletePod, PodAction, Wait
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Member, Observation, PodPhase
 from colocated_rl_operator.reasons import Cause, Waiting
@@ -304,7 +304,7 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
             port=names.RENDEZVOUS_PORT + climb.lineage % names.RENDEZVOUS_PORTS,
             world_size=seen.job.spec.replicas * seen.job.ranks_per_pod,
         ),
-        batches=Endpoint(pod=rollout.name, address=rollout.address, port=names.DATA_PORT),
+        batches=rollout.data_port,
         is_last=climb.step >= seen.job.spec.steps,
     )
     granted = common.model_copy(update={"rung": _granted(seen)})
@@ -331,11 +331,7 @@ def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
         goal=Goal.CLIMB,
         trained_step=max(finished, seen.trained_step, 0),
         saved_step=seen.replay_step,
-        engines=tuple(
-            Endpoint(pod=member.name, address=member.address, port=names.DATA_PORT)
-            for member in seen.gpu_members
-            if member.address is not None
-        ),
+        engines=tuple(member.data_port for member in seen.gpu_members if member.data_port is not None),
         evaluate=evaluating.step if (evaluating := _evaluating(seen)) else None,
         last_step=spec.steps,
         concurrency=spec.rollout.concurrency,

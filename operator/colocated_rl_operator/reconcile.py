@@ -37,6 +37,7 @@ async def one_pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float |
 async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | None:
     case.record.check()
     await look(case, doors.kube, doors.pods, now=doors.clock())
+    began = doors.clock()
     try:
         seen = _observe(case, body, doors)
     except JobInvalid as error:
@@ -44,6 +45,7 @@ async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | No
         return None
     with doors.metrics.plan_s.time():
         decided = plan(seen)
+    case.thought_s = doors.clock() - began
     case.is_waiting = decided.wait is not None
     again_s = await act(case, seen, decided, doors)
     waits = [
@@ -56,7 +58,9 @@ async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | No
 
 def _observe(case: Case, body: Mapping[str, Any], doors: Doors) -> Observation:
     now, at = doors.clock(), doors.wall()
-    return observe(case, read_job(body), pods=doors.pods, members=doors.members, now=now, at=at)
+    if case.job is None or case.job.generation != body["metadata"]["generation"]:
+        case.job = read_job(body)
+    return observe(case, case.job, pods=doors.pods, members=doors.members, now=now, at=at)
 
 
 async def end(case: Case, body: Mapping[str, Any], doors: Doors, woken: asyncio.Event) -> None:

@@ -13,6 +13,8 @@ and that pod is never forced.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from colocated_rl_operator.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Member, Observation, PodPhase
 
@@ -28,10 +30,12 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
     actions: list[PodAction] = []
     wake: list[float] = []
     hears_anybody = any(member.facts for member in seen.members)
+    seated: dict[str, list[Member]] = defaultdict(list)
+    for pod in seen.members:
+        seated[pod.seat].append(pod)
+        _bury(pod, seen.now, actions, wake)
     for seat in (*seen.job.gpu_seats, ROLLOUT_SEAT):
-        pods = [member for member in seen.members if member.seat == seat]
-        for pod in pods:
-            _bury(pod, seen.now, actions, wake)
+        pods = seated[seat]
         current = seen.current.get(seat)
         if current is not None and hears_anybody and _is_silent(current, seen.now, wake):
             actions.append(DeletePod(current.name, current.uid, grace_s=None, why=_why(current, seen.now)))

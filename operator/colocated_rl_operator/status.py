@@ -10,6 +10,7 @@ the time ride along, or are written at most every PROGRESS_S.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
@@ -283,16 +284,19 @@ def _readiness(phase: Phase, cause: Cause | None) -> tuple[bool, Told]:
 def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
     """Pods that report a problem, and GPU pods that don't stand where most do."""
     usual = Counter(plan.standings.values()).most_common(1)[0][0] if plan.standings else None
-    found = []
+    found: list[tuple[bool, str, Rung | None, Problem | None]] = []
     for member in seen.current.values():
         rung, problem = plan.standings.get(member.name), member.facts.problem if member.facts else None
         if problem is None and member.trouble is not None:
             problem = Problem(reason=Reason.POD_NOT_RUNNING, message=member.trouble[:1024])
-        if problem is not None:
-            found.append(PodOutOfLine(name=member.name, rung=rung, reason=problem.reason, message=problem.message))
-        elif rung is not usual and rung is not None:
-            found.append(PodOutOfLine(name=member.name, rung=rung))
-    return sorted(found, key=lambda pod: (not pod.reason, pod.name))[:MAX_OUT_OF_LINE]
+        if problem is not None or (rung is not usual and rung is not None):
+            found.append((problem is None, member.name, rung, problem))
+    return [
+        PodOutOfLine(name=name, rung=rung, reason=problem.reason, message=problem.message)
+        if problem
+        else PodOutOfLine(name=name, rung=rung)
+        for _, name, rung, problem in heapq.nsmallest(MAX_OUT_OF_LINE, found, key=lambda pod: pod[:2])
+    ]
 
 
 def _ready(seen: Observation) -> str:

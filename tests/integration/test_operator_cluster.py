@@ -16,6 +16,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import yaml
 from contract.api_server import Helm, Kubectl
 
 from builders import make_job, make_manifest

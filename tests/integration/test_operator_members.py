@@ -110,7 +110,7 @@ class Operator:
 @asynccontextmanager
 async def operator(context: ssl.SSLContext, **options: Any) -> AsyncIterator[Operator]:
     woken, lost = asyncio.Event(), list[None]()
-    members = Members(context, lambda job_uid: woken.set(), lost=lambda: lost.append(None), **options)
+    members = Members(context, lambda job_uid, *, hurry=True: woken.set(), lost=lambda: lost.append(None), **options)
     async with members:
         yield Operator(members, woken, lost)
 
