@@ -93,6 +93,10 @@ verify: setup-dev ## generated files are as generated, and all of test: what has
 bench: setup ## figures: time of each rung, what operator and agents add, memory of each process
 	@python -m bench
 
+.PHONY: bench-operator
+bench-operator: setup ## what the operator adds to a switch, from 8 members to 1,024
+	@PYTHONPATH=tests python -m bench.operator
+
 .PHONY: bench-gate
 bench-gate: setup-dev ## what a gate costs; with ROUTER=PYTHON of an environment that has sglang-router, beside that
 	@PYTHONPATH=tests python -m bench.gate $(if $(ROUTER),--router $(ROUTER))

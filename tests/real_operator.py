@@ -164,7 +164,7 @@ async def running_operator(
             "GPU_IMAGE": "colocated-rl/gpu:dev",
             "METRICS_PORT": "0",
         }
-        | variables
+        | dict(variables)
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "colocated_rl_operator"), env=environment, stdout=PIPE, stderr=STDOUT

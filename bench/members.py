@@ -1,0 +1,220 @@
+"""Members that cost next to nothing: a real TLS session each, the real messages, and pods that reach a rung at once.
+
+Not `MemberServer`, which would be the limit itself with a thousand of them on one core: as much of WebSocket as the
+operator's client uses, and answers that are formatted beforehand. What is sent is what an agent or a rollout controller
+would send, by the same models. Nothing is batched across members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import ssl
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+from builders import absent_engine, absent_trainer, facts_at, pod_facts, rollout_facts
+from colocated_rl_api import names
+from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
+from colocated_rl_api.member_wire import EvaluationResult, Goal, Hello, PodTarget, RolloutTarget, target
+
+GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
+TEXT, CLOSE, PING, PONG = 0x81, 0x88, 0x89, 0x8A
+INCARNATION = "incarnation-of-this-engine"
+
+
+@dataclass
+class Barrier:
+    """Of one rung in one epoch. Seconds of this process's clock."""
+
+    first_target: float = 0.0
+    last_target: float = 0.0
+    last_fact: float = 0.0
+
+
+@dataclass
+class Journal:
+    """When targets came and facts went, over all members. messages: both ways."""
+
+    barriers: dict[tuple[int, Rung], Barrier] = field(default_factory=lambda: defaultdict(Barrier))
+    messages: int = 0
+    connected: int = 0
+
+
+@dataclass(frozen=True)
+class Who:
+    """One member, by its address."""
+
+    hello: Hello
+    journal: Journal
+    changed: Callable[[], None]
+
+
+class Member(asyncio.Protocol):
+    """The server's side of one link. by_address: who listens there."""
+
+    def __init__(self, by_address: dict[str, Who]) -> None:
+        self._by_address = by_address
+        self._received = bytearray()
+        self._is_open = False
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._who = self._by_address[transport.get_extra_info("sockname")[0]]
+        self._pod = GpuState(self._who) if self._who.hello.role == names.ROLE_GPU else RolloutState(self._who)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if not self._is_open:
+            end = self._received.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head, self._received = bytes(self._received[:end]), self._received[end + 4 :]
+            self._open(head)
+        while (message := self._message()) is not None:
+            kind, payload = message
+            if kind == PING:
+                self._send(payload, PONG)
+            elif kind == CLOSE:
+                self._transport.close()
+            elif kind == TEXT and (facts := self._pod.take(payload)) is not None:
+                self._send(facts)
+
+    def _open(self, head: bytes) -> None:
+        (key,) = (line[18:].strip() for line in head.split(b"\r\n") if line.lower().startswith(b"sec-websocket-key:"))
+        accepted = base64.b64encode(hashlib.sha1(key + GUID, usedforsecurity=False).digest())
+        self._transport.write(
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: upgrade\r\n"
+            b"Sec-WebSocket-Accept: " + accepted + b"\r\n\r\n"
+        )
+        self._is_open = True
+        self._who.journal.connected += 1
+        self._send(self._who.hello.model_dump_json(by_alias=True).encode())
+        self._send(self._pod.facts())
+
+    def _message(self) -> tuple[int, bytes] | None:
+        """The next whole frame, unmasked."""
+        got = self._received
+        if len(got) < 6:
+            return None
+        length, at = got[1] & 0x7F, 2
+        if length == 126:
+            length, at = int.from_bytes(got[2:4]), 4
+        elif length == 127:
+            length, at = int.from_bytes(got[2:10]), 10
+        if len(got) < at + 4 + length:
+            return None
+        mask, payload = bytes(got[at : at + 4]), bytes(got[at + 4 : at + 4 + length])
+        kind = got[0]
+        del got[: at + 4 + length]
+        whole = (mask * (length // 4 + 1))[:length]
+        return kind, (int.from_bytes(payload) ^ int.from_bytes(whole)).to_bytes(length)
+
+    def _send(self, payload: bytes, kind: int = TEXT) -> None:
+        length = len(payload)
+        head = bytes([kind, length]) if length < 126 else bytes([kind, 126]) + length.to_bytes(2)
+        self._transport.write(head + payload)
+        self._who.journal.messages += 1
+
+
+class GpuState:
+    """A pod that stands at once where its target says."""
+
+    def __init__(self, who: Who) -> None:
+        self._who = who
+        self._stands: Callable[[int], bytes] = first
+        self._epoch = 0
+
+    def facts(self) -> bytes:
+        return self._stands(self._epoch).replace(INCARNATION.encode(), self._who.hello.pod_uid[:26].encode())
+
+    def take(self, text: bytes) -> bytes | None:
+        """What it answers to a target."""
+        now, told = time.perf_counter(), read(text)
+        assert isinstance(told, PodTarget)
+        journal = self._who.journal
+        journal.messages += 1
+        barrier = journal.barriers[told.epoch, told.rung]
+        barrier.first_target, barrier.last_target = barrier.first_target or now, now
+        self._epoch = told.epoch
+        if told.goal is Goal.STOP:
+            self._stands = stopped
+        elif told.rung is not TIME_SLICED.next_barrier(Rung.UNKNOWN):
+            rung, at = told.rung, told.version
+            self._stands = partial(reached, rung, at)
+        barrier.last_fact = time.perf_counter()
+        return self.facts()
+
+
+class RolloutState:
+    """A rollout controller that has the next batch as soon as the last one is trained."""
+
+    def __init__(self, who: Who) -> None:
+        self._who = who
+        self._told: RolloutTarget | None = None
+
+    def facts(self) -> bytes:
+        told = self._told
+        if told is None:
+            return rollout_facts(sealed=1, epoch=0).model_dump_json(by_alias=True).encode()
+        result = EvaluationResult(step=told.trained_step, samples=1, mean=0, stderr=0)
+        return (
+            rollout_facts(
+                sealed=told.trained_step + 1,
+                trained=told.trained_step,
+                epoch=told.epoch,
+                evaluated=result,
+                stopped=told.goal is Goal.STOP,
+            )
+            .model_dump_json(by_alias=True)
+            .encode()
+        )
+
+    def take(self, text: bytes) -> bytes | None:
+        told = read(text)
+        assert isinstance(told, RolloutTarget)
+        self._who.journal.messages += 1
+        self._told = told
+        self._who.changed()
+        return self.facts()
+
+
+@cache
+def read(text: bytes) -> PodTarget | RolloutTarget:
+    return target.validate_json(text)
+
+
+@cache
+def first(epoch: int) -> bytes:
+    """Nothing runs yet."""
+    return pod_facts(absent_engine(), absent_trainer(), epoch=epoch).model_dump_json(by_alias=True).encode()
+
+
+@cache
+def stopped(epoch: int) -> bytes:
+    facts = pod_facts(absent_engine(), absent_trainer(), epoch=epoch).model_copy(update={"stopped": True})
+    return facts.model_dump_json(by_alias=True).encode()
+
+
+@cache
+def reached(rung: Rung, at: WeightVersion, epoch: int) -> bytes:
+    facts = facts_at(rung, at, epoch=epoch)
+    (engine,), (trainer,) = facts.engines, facts.trainers
+    parts: dict[str, Any] = {
+        "engines": (engine.model_copy(update={"incarnation": INCARNATION}),),
+        "trainers": (trainer.model_copy(update={"saved": at.step if rung is Rung.SERVING else None}),),
+    }
+    return facts.model_copy(update=parts).model_dump_json(by_alias=True).encode()
+
+
+async def listen(by_address: dict[str, Who], addresses: list[str], tls: ssl.SSLContext) -> asyncio.Server:
+    """One listening socket for each member, on the port that pods have."""
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(
+        lambda: Member(by_address), addresses, names.CONTROL_PORT, ssl=tls, reuse_address=True, backlog=64
+    )
