@@ -293,7 +293,7 @@ class Rollout(Part):
         json_schema_extra={"x-kubernetes-list-type": "set"},
         description="Memory that the engines release while the trainer works: all of it, and the two take turns; or "
         "none ([]), and both stay on the devices: rollout goes on beside training, and weights are pushed under a "
-        "short pause. Then engineArgs must leave the trainer its memory (--mem-fraction-static).",
+        "short pause.",
     )
     engine_args: list[Annotated[str, Field(max_length=256)]] = Field(
         default_factory=list, max_length=64, description="Further flags of the SGLang server, one list item each word."
@@ -478,11 +478,27 @@ _is_manager, _manager_rule = should_match(
 _TEN_YEARS_S = 315_360_000
 
 
+_ROOM_FLAGS = ("--mem-fraction-static", "--max-total-tokens")
+_ROOM_WORDS = (
+    "with offload [] engine and trainer are on the GPUs together: add --mem-fraction-static and its value to "
+    "engineArgs, so that the engine leaves the trainer its memory"
+)
+_ROOM = Rule(
+    field="rollout.engineArgs",
+    rule="!has(self.gpus) || self.gpus.count == 0 || !has(self.rollout.offload) || size(self.rollout.offload) > 0 || "
+    "has(self.rollout.engineArgs) && self.rollout.engineArgs.exists(a, "
+    + " || ".join(f"a.startsWith('{flag}')" for flag in _ROOM_FLAGS)
+    + ")",
+    message=_ROOM_WORDS,
+)
+
+
 class ColocatedRLJobSpec(Part):
     """What to train, on which devices, for how long."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
+            _ROOM,
             *fixed("replicas", "model", "gpus", "trainer", "weightSync", "checkpoint", "storage", "managedBy"),
             *fixed_while_running("switch"),
         )
@@ -543,6 +559,17 @@ class ColocatedRLJobSpec(Part):
         description=f"Controller that acts on the job: {OPERATOR}, which is meant when absent. A job of another one is "
         "left alone, its status and finalizers too.",
     )
+
+    @model_validator(mode="after")
+    def _both_find_room(self) -> Self:
+        rollout = self.rollout
+        if (
+            self.gpus.count
+            and not rollout.offload
+            and not any(arg.startswith(_ROOM_FLAGS) for arg in rollout.engine_args)
+        ):
+            raise ValueError(_ROOM_WORDS)
+        return self
 
 
 _JOB_NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"

@@ -18,9 +18,9 @@ import pytest
 from kopf import DaemonStoppingReason
 from prometheus_client import CollectorRegistry, Histogram
 
-from builders import make_job, make_manifest
+from builders import RESIDENT_ROLLOUT, make_job, make_manifest
 from colocated_rl_api import names
-from colocated_rl_api.ladder import Rung
+from colocated_rl_api.ladder import RESIDENT, Rung
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_operator.act import Doors
 from colocated_rl_operator.authority import Authority
@@ -151,10 +151,14 @@ async def _confirmed() -> None:
     return None
 
 
+resident = pytest.mark.parametrize("world", [{"rollout": RESIDENT_ROLLOUT}], indirect=True, ids=["resident"])
+
+
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
+async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
+    spec = SPEC | getattr(request, "param", {})
     async with asyncio.TaskGroup() as tasks, FakeApiServer() as api:
-        group = Group(make_job(**SPEC))
+        group = Group(make_job(**spec))
 
         async def set_status(pod: dict[str, Any], status: dict[str, Any]) -> None:
             path = f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}"
@@ -172,7 +176,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         api.watch("pods", kubelet.note)
         for plural in ("pods", names.PLURAL):
             api.watch(plural, lambda event, body: kubelet.moved.set())
-        api.put(JOB_PATH, make_manifest(**SPEC))
+        api.put(JOB_PATH, make_manifest(**spec))
         yield World(api, group, kubelet, Authority.new(), tasks)
         kubelet.end_all()
 
@@ -200,6 +204,33 @@ async def test_a_job_runs_its_steps_and_completes(world: World, caplog: pytest.L
     assert (3, "3-1", 0) == (status["step"], status["weightVersion"], status["restarts"])
     assert {"Succeeded"} == {pod["status"]["phase"] for pod in world.api.all("pods")}
     logging.getLogger(__name__).info("operator's own time per barrier: %.2f ms over %d barriers", *mean_ms(barriers))
+
+
+@resident
+async def test_a_resident_job_runs_its_steps_and_says_so(world: World) -> None:
+    seen: list[dict[str, Any]] = []
+    world.api.watch(names.PLURAL, lambda event, body: seen.append(body.get("status", {})))
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert {1: [1, 2, 3]} == world.group.trained_in
+    assert (3, "3-1", 0) == (world.status["step"], world.status["weightVersion"], world.status["restarts"])
+    told = [status for status in seen if status.get("placement")]
+    assert {"Resident"} == {status["placement"] for status in told}
+    assert {*map(str, (Rung.UNKNOWN, *RESIDENT.rungs)), None} >= {status.get("rung") for status in told}
+    assert "Both" in {status["gpuHolder"] for status in told}
+    assert "Trainer" not in {status["gpuHolder"] for status in told}
+
+
+@resident
+@pytest.mark.parametrize("rung", [Rung.TRAINED, Rung.EXPORTED, Rung.DRAINED, Rung.UPDATED])
+async def test_a_killed_operator_of_a_resident_job_is_taken_over_in_any_rung(world: World, rung: Rung) -> None:
+    async with world.operator():
+        await world.until(lambda: any(_stood(world, rung, step=2)))
+        epoch = world.status["epoch"]
+    async with world.operator():
+        await world.until(lambda: world.status["epoch"] > epoch)
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert {1: [1, 2, 3]} == world.group.trained_in
 
 
 def mean_ms(histogram: Histogram) -> tuple[float, int]:

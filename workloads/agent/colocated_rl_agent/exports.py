@@ -39,19 +39,21 @@ class Exports:
 
     async def verify(self, version: WeightVersion) -> Manifest:
         """Raises ExportTorn."""
+        self.whole = await self._compare(version)
+        return self.whole
+
+    async def probe(self, version: WeightVersion) -> Probe:
+        """Also of an older one, which an engine still serves. Raises ExportTorn."""
+        known = self.whole if self.whole is not None and self.whole.version == version else None
+        manifest = known or await self._compare(version)
+        assert manifest.probe is not None, "asked for where exports must have one"
+        return manifest.probe
+
+    async def _compare(self, version: WeightVersion) -> Manifest:
         manifest = await asyncio.to_thread(verify_export, self._root, version)
         if self._probe and manifest.probe is None:
             raise ExportTorn(f"export {version} has no probe: write one, or set spec.weightSync.verify to Version")
-        self.whole = manifest
         return manifest
-
-    async def probe(self, version: WeightVersion) -> Probe:
-        """Raises ExportTorn."""
-        known = self.whole is not None and self.whole.version == version
-        manifest = self.whole if known else await self.verify(version)
-        assert manifest is not None, "verified"
-        assert manifest.probe is not None, "asked for where exports must have one"
-        return manifest.probe
 
     def has_others_than(self, keep: WeightVersion | None) -> bool:
         return bool(stale_exports(self._root, keep))
