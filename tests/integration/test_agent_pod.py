@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -230,6 +231,24 @@ async def test_h24_h52_engine_that_disagrees_with_the_probe_never_serves(net: Ne
         assert facts.problem is not None
         assert "nats" in facts.problem.message
         assert not any(facts.gate.open for facts in it.facts if TIME_SLICED.standing(facts, V1) is not Rung.SEALED)
+
+
+@pytest.mark.parametrize("rollout", [{}, {"offload": []}], ids=["time-sliced", "resident"])
+async def test_exports_of_a_switch_that_is_given_up_make_room_for_the_next(
+    net: Network, rollout: dict[str, Any]
+) -> None:
+    """The volume has room for two: what serves, and what will."""
+    async with pod(net, make_job(rollout=rollout)) as it:
+        group = Group([it])
+        await group.climb(V0)
+        for lineage in (1, 2, 3):
+            await group.climb(WeightVersion(1, lineage), to=Rung.EXPORTED)
+            assert 2 == len(list(it.directories.weights.iterdir()))
+            it.kill("fakes.trainer")
+            await it.until(lambda facts: facts.trainers[0].exit_code is not None, "trainer dead")
+        await group.climb(WeightVersion(1, 4))
+        assert (200, "1-4") == await served_version(it)
+        await group.news(lambda: ["1-4"] == [path.name for path in it.directories.weights.iterdir()])
 
 
 async def test_torn_export_never_reaches_an_engine(net: Network) -> None:

@@ -122,6 +122,12 @@ def onloaded(version: WeightVersion) -> RankView:
         (down(replace(onloaded(V2), saved=None)), (V3, Rung.TRAINED), do.Offload()),
         (down(onloaded(V1)), (V1, Rung.TRAINED), do.Wait()),
         (down(replace(onloaded(V1), exported=None)), (V1, Rung.EXPORTED), do.Export(V1)),
+        (replace(down(onloaded(V0)), crowded=True), (V0, Rung.EXPORTED), do.Wait()),
+        (
+            replace(down(replace(onloaded(V1), exported=None)), crowded=True),
+            (V1, Rung.EXPORTED),
+            do.RemoveExports(keep=V0),
+        ),
         (down(onloaded(V1)), (V1, Rung.EXPORTED), do.VerifyExport(V1)),
         (down(onloaded(V1), whole=V1), (V1, Rung.EXPORTED), do.Wait()),
         (down(onloaded(V1), whole=V1), (V1, Rung.UPDATED), do.Offload()),

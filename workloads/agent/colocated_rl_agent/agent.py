@@ -154,6 +154,7 @@ class Agent:
         target = self.server.target
         gate_open = self._gate.is_open
         keep = target.version if target else None
+        whole = self._exports.whole.version if self._exports.whole else None
         return PodView(
             now=time.monotonic(),
             runner_known=self._runner_known,
@@ -163,8 +164,9 @@ class Agent:
             closed_at=self._closed_at,
             engine=self._engine.view,
             ranks=self._trainers.views,
-            whole=self._exports.whole.version if self._exports.whole else None,
+            whole=whole,
             stale_exports=gate_open and self._exports.has_others_than(keep),
+            crowded=whole is not None and self._exports.has_others_than(whole),
             shards=self._shards.step,
             fetch_after=self._shards.fetch_after,
             stopped=self._stopped,

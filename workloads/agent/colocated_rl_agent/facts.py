@@ -180,6 +180,8 @@ def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
     if not rules.asks_for(target, Rung.EXPORTED):
         return Wait()
     if any(rank.exported != at for rank in ranks):
+        if pod.crowded and pod.whole is not None:  # of a switch that was given up: there is room for two
+            return RemoveExports(keep=pod.whole)
         return Onload() if _any_offloaded(pod) else Export(at)
     return VerifyExport(at) if pod.whole != at else None
 
@@ -329,7 +331,7 @@ def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     """The pod stands where it should. What can be done beside rollout is done now."""
     if rules.standing(pod, target) is not Rung.SERVING:
         return Wait()
-    if pod.stale_exports:  # first: the next one may be about to be written, and there is room for two
+    if pod.stale_exports:  # before a checkpoint: the next export may be about to be written
         return RemoveExports(keep=target.version)
     is_due = target.is_last or rules.checkpoint_is_due(target.step)
     is_there = all(rank.step == target.step for rank in pod.ranks) and _may_save(pod, rules)
