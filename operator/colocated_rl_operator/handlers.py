@@ -30,7 +30,8 @@ LOG = logging.getLogger(__name__)
 OURS = {names.MANAGED_BY_LABEL: names.MANAGED_BY}
 DISMISS_S = 15.0  # for a daemon to end by itself, on deletion and on exit; then it is cancelled
 CANCEL_S = 5.0
-LARGE_S, REST = 0.002, 4.0  # a job whose pass thinks for longer rests so much longer than that, unless there is hurry
+LARGE_S = 0.002  # a job whose pass thinks for longer rests before the next, unless there is hurry:
+REST, MAX_REST_S = 4.0, 0.2  # so many times as long, so that most of the time is its members', and no longer than this
 
 
 @dataclass
@@ -152,7 +153,8 @@ async def drive_job(body: Any, stopped: Any, office: Office) -> None:
                     wait_s = await one_pass(case, body, doors)
                 await _first_of(woken, stopped, wait_s)
                 if case.thought_s > LARGE_S:
-                    await _first_of(office.wakeups.hurry(about.uid), stopped, REST * case.thought_s)
+                    rest_s = min(REST * case.thought_s, MAX_REST_S)
+                    await _first_of(office.wakeups.hurry(about.uid), stopped, rest_s)
             if kopf.DaemonStoppingReason.RESOURCE_DELETED in stopped.reason:
                 await _let_go(case, body, office, woken)
         finally:
