@@ -99,6 +99,10 @@ class FakeGate:
         return Endpoint(pod=self.name, address="127.0.0.1", port=self._port)
 
     @property
+    def is_open(self) -> bool:
+        return self._state.open
+
+    @property
     def in_flight(self) -> int:
         return len(self._attempts)
 

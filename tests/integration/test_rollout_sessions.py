@@ -16,9 +16,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 from safetensors.numpy import load
 
 from colocated_rl_api.ladder import WeightVersion
-from fakes.gate import logp_of
+from fakes.gate import FakeGate, logp_of
 from fakes.gateway import QUESTION, TOOLS, TOOLS_TEMPLATE, GatewayScene, extra, gateway_running, text_of
-from fakes.rollout import CHAT_TEMPLATE, until
+from fakes.rollout import CHAT_TEMPLATE, Scripted, until
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 AND: ChatCompletionMessageParam = {"role": "user", "content": "And then?"}
@@ -315,3 +315,38 @@ async def test_an_answer_is_not_resumed_into_another_session(scene: GatewayScene
     assert (1, 1) == ((await one.shown())["turns"], (await other.shown())["turns"])
     assert "Answer 1." in scene.job.chat.text((await other.shown())["trajectory"]["prompt_token_ids"])
     assert 1 == extra(await scene.ask())["segments"], "one without a session is not recorded"
+
+
+async def test_a_session_keeps_its_engine_while_that_is_open(tmp_path: Path) -> None:
+    """It has the prefix. A gate that closes is left at once, one that is named no more is forgotten, and both are taken
+    again when they open.
+    """
+    async with gateway_running(tmp_path, counting) as scene:
+        other = FakeGate("job-gpu-1-0", scene.job.tls, Scripted(tmp_path / "model", counting))
+        async with other.listening():
+            gates = scene.gate, other
+            agent = Agent(scene)
+
+            async def name(*named: FakeGate) -> None:
+                await scene.operator.send(1, [gate.endpoint for gate in named])
+                await scene.operator.until(lambda facts: facts.gates_open == sum(gate.is_open for gate in named))
+
+            async def engine_of_a_turn() -> FakeGate:
+                before = [len(gate.requests) for gate in gates]
+                await agent.ask(QUESTION)
+                (taken,) = [gate for gate, count in zip(gates, before, strict=True) if len(gate.requests) > count]
+                return taken
+
+            for gate in gates:
+                await gate.open(V0)
+            await name(*gates)
+            kept = await engine_of_a_turn()
+            assert {kept} == {await engine_of_a_turn() for _ in range(4)}
+            (another,) = {*gates} - {kept}
+            await kept.close()
+            await name(*gates)
+            assert {another} == {await engine_of_a_turn() for _ in range(2)}
+            await kept.open(V1)
+            await name(kept)
+            assert kept is await engine_of_a_turn()
+            assert (0, 0) == (kept.refused, another.refused), "nobody was asked while it was closed"

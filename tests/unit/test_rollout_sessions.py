@@ -175,8 +175,21 @@ def test_the_longest_history_that_goes_on_is_taken(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("reward", [1.0])
-def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp_path: Path, reward: float) -> None:
+def test_a_full_volume_takes_no_more_turns(tmp_path: Path) -> None:
+    free = [1 << 40]
+    store = Store(tmp_path, job_uid=JOB_UID, free_bytes=lambda _: free[0])
+    metrics = Metrics(CollectorRegistry())
+    sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
+    session = sessions.begin("s")
+    free[0] = 0
+    with pytest.raises(RequestRefused, match="volume is full"):
+        sessions.begin("s")
+    free[0] = 1 << 40
+    assert session is sessions.begin("s")
+    store.close()
+
+
+def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     store = Store(tmp_path, job_uid=JOB_UID)
     sessions = Sessions(
@@ -186,7 +199,7 @@ def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp
     tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(3, 1), 0, 2),))
     asyncio.run(sessions.record(session, None, [], "", prompt=[7], tokens=tokens, finish=None, engine=None))
     sessions.end(session)
-    asyncio.run(sessions.reward("s", reward, "g"))
+    asyncio.run(sessions.reward("s", 1.0, "g"))
     store.trained_step = 4
     assert sessions.admit() is None
     assert session is sessions.find("s"), "step 5 may train it"

@@ -140,6 +140,8 @@ class Sessions:
     def begin(self, name: str) -> Session:
         """The session of a turn that begins; `end` it. Raises RequestRefused."""
         self._drop_idle()
+        if not self._store.has_room():
+            raise RequestRefused(503, "the store's volume is full: see the job's status", code="full", retry_s=RETRY_S)
         session = self._sessions.get(name)
         if session is None:
             if len(self._sessions) >= SESSIONS_AT_MOST or self._held >= TOKENS_AT_MOST:
@@ -179,7 +181,7 @@ class Sessions:
             len(session.turns) + 1,
             parent,
             tuple(said[start[1] :]),
-            setting,
+            parent.setting if parent else setting,  # the same, and kept once
             tuple(prompt[start[0] :]),
             tokens,
             finish,
@@ -291,11 +293,12 @@ class Sessions:
                 self._rewarded[name] = session
         for row in self._store.rows("SELECT * FROM turns ORDER BY session_id, number"):
             session = self._sessions[row["session_id"]]
+            parent = session.turns[row["parent"] - 1] if row["parent"] else None
             turn = RecordedTurn(
                 row["number"],
-                session.turns[row["parent"] - 1] if row["parent"] else None,
+                parent,
                 tuple(json.loads(row["said"])),
-                row["setting"],
+                parent.setting if parent else row["setting"],
                 tuple(np.frombuffer(row["context"], np.int32).tolist()),
                 tables.unpacked(row["ids"], row["logp"], row["spans"]),
                 Finish(row["finish"]) if row["finish"] else None,
@@ -361,7 +364,7 @@ def _row_of(session: Session, turn: RecordedTurn) -> Statement:
         turn.number,
         turn.parent.number if turn.parent else None,
         json.dumps(turn.said),
-        turn.setting,
+        "" if turn.parent else turn.setting,
         np.array(turn.context, np.int32).tobytes(),
         *tables.packed(turn.tokens),
         turn.finish,
