@@ -25,6 +25,7 @@ STEPS_S = 120  # a few steps
 ENGINE = "sglang"  # in the command lines of an engine's processes
 TRAINER = "colocated_rl_trainer"
 DELETED_S = 60
+SUSPENDED_S = 120  # two minutes for members, at the most
 
 FIRST_ACTION_AFTER = {Rung.PAUSED: "Flush", Rung.DRAINED: "Release", Rung.RELEASED: "Train", Rung.TRAINED: "Export"}
 """For a barrier, the first action beyond it: no pod may begin it before every pod stands at the barrier."""
@@ -182,12 +183,25 @@ def test_an_operator_killed_in_the_middle_of_a_switch_is_taken_over(job: Running
     assert job.status["lineage"] == before["lineage"]
 
 
+# ---------------------------------------------------------------------------------------------------------- suspension
+def test_a_suspended_job_has_no_pods_and_goes_on_with_the_samples_that_it_had(job: RunningJob) -> None:
+    before, admitted = job.status, read_accounts(job)["admitted_ever"]
+    change(job, suspend=True)
+    job.wait_for_condition("Suspended", deadline_s=SUSPENDED_S)
+    assert [] == [pod["metadata"]["name"] for role in ROLES for pod in job.pods(role)]
+    step = job.step
+    change(job, suspend=False)
+    job.wait_for_step(step + 2, deadline_s=START_S)
+    after, accounts = job.status, read_accounts(job)
+    assert (before["lineage"] + 1, before["restarts"]) == (after["lineage"], after["restarts"])
+    assert accounts["admitted_ever"] > admitted
+    assert accounts["admitted_ever"] == sum(accounts["by_state"].values()) + accounts["retired"]
+    assert sum(line.fields["resumed_samples"] for line in job.rollout_lines("batch sealed")) > 0, "no token was kept"
+
+
 # -------------------------------------------------------------------------------------------------------------- ending
 def test_the_job_completes_after_its_last_step_and_frees_its_pods(job: RunningJob) -> None:
-    job.kubectl(
-        *("patch", names.PLURAL, job.name, "--type=merge"),
-        *("-p", json.dumps({"spec": {"steps": job.step + 2}})),
-    )
+    change(job, steps=job.step + 2)
     job.wait_for_condition("Complete", deadline_s=STEPS_S)
     assert job.condition("Ready") == "True"
     assert job.step == job.get()["spec"]["steps"]
@@ -217,6 +231,10 @@ def test_deletion_does_not_wait_for_members_that_are_dead(kubectl: Kubectl) -> N
 
 
 ROLES = (names.ROLE_GPU, names.ROLE_ROLLOUT)
+
+
+def change(job: RunningJob, **spec: Any) -> None:
+    job.kubectl("patch", names.PLURAL, job.name, "--type=merge", "-p", json.dumps({"spec": spec}))
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
