@@ -98,6 +98,11 @@ class ColocatedRLJobStatus(StatusPart):
         default=None, description="Generation of the spec that this answers; -1 before the first look."
     )
     phase: Phase | None = Field(default=None, description="Summary for people.")
+    operator: str | None = Field(
+        default=None,
+        max_length=317,
+        description="Operator that has the job, NAMESPACE/LEASE, from its first look on; others leave the job alone.",
+    )
     step: int | None = Field(default=None, description="Last finished step.")
     weight_version: str | None = Field(default=None, max_length=32, description="STEP-LINEAGE that all engines serve.")
     epoch: int | None = Field(default=None, description="Fencing number; raised before each climb.")

@@ -90,6 +90,7 @@ async def lead(settings: Settings, access: ClusterAccess, metrics: Metrics, leas
                 images=settings.images,
                 metrics=metrics,
                 namespace=settings.namespace,
+                release=f"{settings.namespace}/{settings.lease_name}",
                 confirm=lease.confirm,
             )
             office = handlers.Office(access, doors, wakeups)

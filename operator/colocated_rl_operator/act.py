@@ -56,10 +56,30 @@ class Doors:
     images: resources.PodImages
     metrics: Metrics
     namespace: str  # the operator's own
+    release: str  # this operator in the words of jobs: NAMESPACE/LEASE
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
     bury_after_s: float = BURY_AFTER_S
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], datetime] = lambda: datetime.now(UTC).replace(microsecond=0)
+
+
+async def claim(case: Case, doors: Doors) -> bool:
+    """Whether the job is this operator's: recorded before anything is made of it, and never taken from another.
+
+    Two operators that watch one namespace would raise the epoch over each other for ever, and have no common authority.
+    """
+    theirs = case.status.operator
+    if theirs is None:
+        await case.record.commit(case.status.model_copy(update={"operator": doors.release}))
+    elif theirs != doors.release:
+        note = (
+            f"operator {doors.release} leaves this job alone: operator {theirs} has it. If that one is gone for good: "
+            f"kubectl patch {names.SHORT_NAME} {case.about.name} --subresource=status --type=merge "
+            """--patch='{"status": {"operator": null}}'"""
+        )
+        case.record.note(None, News("Warning", Reason.ANOTHER_OPERATOR, note, action="LeaveAlone"))
+        return False
+    return True
 
 
 async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:

@@ -159,6 +159,11 @@ class Reason(Told):
         "A pod was deleted because its member stayed silent or did not stop, or because its node did not end it.",
         "the message says which, and the last words of its container if there are any; look at its node",
     )
+    ANOTHER_OPERATOR = (
+        "AnotherOperator",
+        "An event: another operator has the job, by status.operator, and this one leaves it alone.",
+        "let each namespace be watched by one; if the other is gone for good, hand the job over as the message says",
+    )
     POD_NOT_RUNNING = (
         "PodNotRunning",
         "A container of the pod does not run; a reason of status.outOfLine alone.",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from colocated_rl_api.logs import log
-from colocated_rl_operator.act import Doors, act, dismiss, refuse
+from colocated_rl_operator.act import Doors, act, claim, dismiss, refuse
 from colocated_rl_operator.case import RELIST_S, Case, look
 from colocated_rl_operator.errors import ApiError, JobInvalid, StaleEpoch
 from colocated_rl_operator.observation import Observation
@@ -17,6 +17,7 @@ from colocated_rl_operator.plan import Plan, plan, stop
 
 LOG = logging.getLogger(__name__)
 
+AGAIN_S = 60.0  # another operator's job may become ours
 RETRY_S = 1.0  # after an answer of the API server that stopped a pass
 
 
@@ -37,6 +38,9 @@ async def one_pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float |
 async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | None:
     case.record.check()
     await look(case, doors.kube, doors.pods, now=doors.clock())
+    if not await claim(case, doors):
+        case.forget()
+        return AGAIN_S
     began = doors.clock()
     try:
         seen = _observe(case, body, doors)
@@ -66,6 +70,8 @@ def _observe(case: Case, body: Mapping[str, Any], doors: Doors) -> Observation:
 async def end(case: Case, body: Mapping[str, Any], doors: Doors, woken: asyncio.Event) -> None:
     """The job is being deleted."""
     await look(case, doors.kube, doors.pods, now=doors.clock())
+    if not await claim(case, doors):
+        return
     try:
         seen = _observe(case, body, doors)
         decided = stop(seen)

@@ -152,9 +152,11 @@ class Record:
                 if not tries_left:
                     raise
             job = await self._api.read_job(about.namespace, about.name)
-            found = read_status(job).epoch
-            if job["metadata"]["uid"] != about.uid or found != known:
-                raise StaleEpoch(f"status of {about.name} is of epoch {found}, not {known}")
+            found = read_status(job)
+            if job["metadata"]["uid"] != about.uid or found.epoch != known:
+                raise StaleEpoch(f"status of {about.name} is of epoch {found.epoch}, not {known}")
+            if found.operator not in (None, status.operator):
+                raise StaleEpoch(f"operator {found.operator} has {about.name}")
             self._version = job["metadata"]["resourceVersion"]  # spec or metadata changed, the epoch is ours
         self._written, self._version = status, answer["metadata"]["resourceVersion"]
 

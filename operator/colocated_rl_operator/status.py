@@ -73,6 +73,7 @@ def report(
     return ColocatedRLJobStatus(
         observed_generation=seen.job.generation,
         phase=phase,
+        operator=before.operator,
         step=step,
         weight_version=str(served) if served else None,
         epoch=climb.epoch if climb else None,

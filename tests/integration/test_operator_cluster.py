@@ -360,6 +360,18 @@ async def test_helm_waits_until_the_job_serves(world: World, tmp_path: Path) -> 
     assert "True" == world.condition("Ready")["status"]
 
 
+async def test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job(world: World) -> None:
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        async with world.operator(LEASE | {"LEASE_NAME": "another"}) as other:
+            await world.until(lambda: other.said("lease taken"))
+            world.kubelet.let_go("rollout")
+            await world.until(lambda: world.is_complete)
+            assert not other.said("epoch raised")
+    assert (f"{OPERATORS}/colocated-rl-operator", 5) == (world.status["operator"], world.status["epoch"])
+
+
 async def test_an_evicted_pod_is_replaced_while_the_other_goes_on(world: World) -> None:
     stay_in_rollout(world)
     async with world.operator():

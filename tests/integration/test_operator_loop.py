@@ -99,7 +99,7 @@ class World:
                 metrics=metrics,
                 namespace="operators",
                 confirm=_confirmed,
-                **options,
+                **{"release": "operators/lease"} | options,
             )
             office = Office(self.api.access, doors, wakeups)
             watching = len(self.api.watchers)
@@ -174,7 +174,7 @@ async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
         kubelet = FakeKubelet(group, tmp_path, read_secret=read_secret, set_status=set_status, ended=ended, tasks=tasks)
         api.watch("pods", kubelet.note)
-        for plural in ("pods", names.PLURAL):
+        for plural in ("pods", "events", names.PLURAL):
             api.watch(plural, lambda event, body: kubelet.moved.set())
         api.put(JOB_PATH, make_manifest(**spec))
         yield World(api, group, kubelet, Authority.new(), tasks)
@@ -527,8 +527,50 @@ async def test_a_job_without_time_to_live_after_its_end_is_seen_complete_before_
     assert "Complete" == phases[-1]
 
 
+# ------------------------------------------------------------------------------------------------------- two operators
+def reasons_of_events(world: World) -> set[str]:
+    return {event["reason"] for event in world.api.all("events")}
+
+
+async def test_a_second_operator_leaves_a_job_alone_that_the_first_one_has(world: World) -> None:
+    """They raised the epoch over each other for ever."""
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        epoch = world.status["epoch"]
+        async with world.operator(release="others/lease"):
+            await world.until(lambda: "AnotherOperator" in reasons_of_events(world))
+            assert (epoch, "operators/lease") == (world.status["epoch"], world.status["operator"])
+            world.kubelet.let_go("rollout")
+            await world.until(lambda: world.status.get("phase") == "Complete")
+    assert {1: [1, 2, 3]} == world.group.trained_in
+    assert 1 + 3 + 1 == world.status["epoch"]
+
+
+async def test_of_two_operators_that_see_a_new_job_one_has_it(world: World) -> None:
+    async with world.operator(), world.operator(release="others/lease"):
+        await world.until(lambda: world.status.get("phase") == "Complete")
+        await world.until(lambda: "AnotherOperator" in reasons_of_events(world))
+    assert {1: [1, 2, 3]} == world.group.trained_in
+    assert 1 + 3 + 1 == world.status["epoch"]
+
+
+async def test_a_job_can_be_handed_over(world: World) -> None:
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+    async with world.operator(release="others/lease") as operator:
+        await world.until(lambda: "AnotherOperator" in reasons_of_events(world))
+        world.api.set_status(JOB_PATH, {key: value for key, value in world.status.items() if key != "operator"})
+        world.kubelet.let_go("rollout")
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert "others/lease" == world.status["operator"]
+
+
 # ------------------------------------------------------------------------------------------------------- the API server
 async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_tried_again(world: World) -> None:
+    world.api.set_status(JOB_PATH, {"operator": "operators/lease"})
     world.api.refuse_next(403)
     async with world.operator() as operator:
         await world.until(lambda: world.status.get("conditions"))

@@ -171,3 +171,10 @@ async def test_what_is_noted_is_still_written_when_the_process_ends(server: Serv
     record.note(at(1), news("one"))
     await record.close()
     assert [1, "one"] == server.written
+
+
+async def test_a_job_that_another_operator_has_is_not_taken_from_it(server: Server, record: Record) -> None:
+    server.change(status={"epoch": 1, "step": 0, "operator": "others/lease"})
+    with pytest.raises(StaleEpoch, match="operator others/lease has sums"):
+        await record.commit(at(1).model_copy(update={"operator": "ours/lease"}))
+    assert [] == server.written
