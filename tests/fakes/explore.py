@@ -1,11 +1,18 @@
-"""Looks at every state of `fakes.model`, and says from which of them no end can be reached."""
+"""Looks at every state of `fakes.model`, and says from which of them no end can be reached.
+
+By hand, in the folder of the tests, for bounds that no layer has time for:
+`python -m fakes.explore --pods 3 --deaths 1 --of operator` looks at two million states, in six minutes and 2.3 GiB.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
-from fakes.model import Model, alike
+from builders import make_job
+from fakes.model import MORTAL, Model, alike
 from fakes.model_pod import Broken
 
 
@@ -71,3 +78,22 @@ def _way(came_from: list[tuple[int, str]], number: int) -> list[str]:
         number, what = came_from[number]
         way.append(what)
     return way[::-1]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fakes.explore", description="Every state within these bounds.")
+    parser.add_argument("--pods", type=int, default=2)
+    parser.add_argument("--deaths", type=int, default=0)
+    parser.add_argument("--of", nargs="*", choices=MORTAL, default=MORTAL, help="what may die")
+    parser.add_argument("--suspensions", type=int, default=0)
+    parser.add_argument("--limit", type=int, default=10_000_000, help="states; each takes about 1.2 KiB")
+    bounds = parser.parse_args(arguments)
+    job = make_job(replicas=bounds.pods, steps=1, checkpoint={"everySteps": 1})
+    model = Model(job, deaths=bounds.deaths, of=bounds.of, suspensions=bounds.suspensions)
+    explored = explore(model, limit=bounds.limit)
+    sys.stdout.write(f"{explored.words()}\n" + "".join(f"no end after {'; '.join(way)}\n" for way in explored.hopeless))
+    return 1 if explored.hopeless or explored.frontier else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
