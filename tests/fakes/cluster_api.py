@@ -18,6 +18,7 @@ Body = dict[str, Any]
 JOBS = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
 PODS = "/api/v1/namespaces/default/pods"
 DATA, ERROR = b"\x00", b"\x01"
+UNREACHED = 599  # not a status: kubectl itself answers, with 500 and no object
 
 
 @dataclass
@@ -56,6 +57,8 @@ class ClusterApi:
     async def _write_down(self, request: web.Request, handler: Any) -> web.StreamResponse:
         self.asked.append(f"{request.method} {request.path}")
         status = next((code for end, code in self.refused.items() if request.path.endswith(end)), None)
+        if status == UNREACHED:
+            return web.Response(text="dial tcp 127.0.0.1:8080: connect: connection refused", status=500)
         if status is not None:
             return web.json_response({"kind": "Status", "message": f"{request.path} is refused"}, status=status)
         answer: web.StreamResponse = await handler(request)

@@ -31,7 +31,7 @@ from colocated_rl_cli import __main__ as program
 from colocated_rl_cli.completion import complete
 from colocated_rl_cli.errors import Exit
 from colocated_rl_cli.parser import COMMANDS, build
-from fakes.cluster_api import ClusterApi, page
+from fakes.cluster_api import UNREACHED, ClusterApi, page
 from fakes.kubectl import Played, play_kubectl
 from setup.layout import CHECKOUT
 
@@ -208,6 +208,7 @@ def test_a_job_is_suspended_and_resumed(run: Run, api: ClusterApi) -> None:
         ({"/sums": 401}, "log in again, as for kubectl"),
         ({"/sums": 503}, "the API server is not reached"),
         ({"/sums": 500}, "the API server answers 500"),
+        ({"/sums": UNREACHED}, "kubectl reaches no API server: dial tcp 127.0.0.1:8080: connect: connection refused"),
     ],
 )
 def test_what_the_server_refuses_is_code_3_with_what_to_do(

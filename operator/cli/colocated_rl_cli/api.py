@@ -162,11 +162,13 @@ class Api:
 def refusal(status: int, text: str, what: str) -> CliError:
     """What an answer other than success means."""
     try:
-        said = str(json.loads(text).get("message") or text)
-    except (json.JSONDecodeError, AttributeError):
-        said = text.strip()
+        said, is_servers = str(json.loads(text).get("message") or text), True
+    except (json.JSONDecodeError, AttributeError):  # kubectl's own words
+        said, is_servers = text.strip(), False
     said = said[:2000]
     match status:
+        case _ if status >= 500 and not is_servers:
+            return NotReached(f"{what}: kubectl reaches no API server: {said}; see that `kubectl get crlj` works")
         case 401:
             return NotAllowed(f"{what}: the API server does not know who asks ({said}): log in again, as for kubectl")
         case 403:
