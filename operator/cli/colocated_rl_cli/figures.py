@@ -198,21 +198,26 @@ def rung_times(figures: Figures) -> list[RungTime]:
         if span.holder in (Holder.SWITCH, Holder.TRAINER) and span.towards is not None:
             by_rung[span.towards].append(span)
     times = []
-    for rung in TIME_SLICED.rungs:
+    for rung in figures.ladder.rungs:
         if spans := by_rung.get(rung):
             took = [span.end - span.start for span in spans]
             times.append(RungTime(rung, spans[0].holder, mean(took), median(took), max(took), len(took)))
     return times
 
 
-def switch_seconds(figures: Figures) -> list[float]:
-    """Of each switch: from the first gate closed to all gates open, without the time the trainer had the GPUs."""
-    by_step: dict[int, list[Span]] = defaultdict(list)
+def switches_of(figures: Figures) -> dict[int, list[Span]]:
+    """Spans in which the GPUs changed hands or the trainer had them, by the step that was climbed to."""
+    found: dict[int, list[Span]] = defaultdict(list)
     for span in figures.spans:
         if span.holder in (Holder.SWITCH, Holder.TRAINER):
-            by_step[span.step].append(span)
+            found[span.step].append(span)
+    return dict(sorted(found.items()))
+
+
+def switch_seconds(figures: Figures) -> list[float]:
+    """Of each switch: from the first gate closed to all gates open, without the time the trainer had the GPUs."""
     seconds = []
-    for spans in by_step.values():
+    for spans in switches_of(figures).values():
         training = [span for span in spans if span.holder is Holder.TRAINER]
         if all(span.towards is not Rung.SERVING for span in spans):
             continue  # under way when the records end
@@ -226,11 +231,7 @@ def switch_seconds(figures: Figures) -> list[float]:
 
 def typical_switch(figures: Figures) -> list[Span]:
     """Spans of the switch that lasted as long as most: the one of median length; empty if there was none."""
-    by_step: dict[int, list[Span]] = defaultdict(list)
-    for span in figures.spans:
-        if span.holder in (Holder.SWITCH, Holder.TRAINER):
-            by_step[span.step].append(span)
-    whole = [spans for spans in by_step.values() if any(span.towards is Rung.SERVING for span in spans)]
+    whole = [spans for spans in switches_of(figures).values() if any(span.towards is Rung.SERVING for span in spans)]
     whole.sort(key=lambda spans: max(span.end for span in spans) - min(span.start for span in spans))
     return whole[len(whole) // 2] if whole else []
 

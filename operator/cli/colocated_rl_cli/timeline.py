@@ -23,6 +23,7 @@ from colocated_rl_cli.figures import (
     rung_times,
     staleness_tokens,
     switch_seconds,
+    switches_of,
     typical_switch,
 )
 from colocated_rl_cli.records import Records
@@ -73,7 +74,7 @@ def _bar(figures: Figures, spans: list[Span], cells: int) -> str:
 def _newest(records: Records, figures: Figures, steps: int) -> Iterator[str]:
     yield f"{'step':>6}  {'ended':8}  {'why':20}  {'training':>10}  {'switch':>9}"
     causes = causes_by_epoch(records)
-    for step, spans in list(_by_step(figures).items())[-steps:]:
+    for step, spans in list(switches_of(figures).items())[-steps:]:
         training = [span for span in spans if span.holder is Holder.TRAINER]
         whole = max(span.end for span in spans) - min(span.start for span in spans)
         held = max(span.end for span in training) - min(span.start for span in training) if training else 0.0
@@ -85,15 +86,6 @@ def _newest(records: Records, figures: Figures, steps: int) -> Iterator[str]:
 def _marks(figures: Figures) -> Iterator[str]:
     for mark in figures.marks[-20:]:
         yield f"{_clock(mark.ts)}  {mark.who}: {mark.text}"[:200]
-
-
-def _by_step(figures: Figures) -> dict[int, list[Span]]:
-    """Spans of each climb but the first, by the step it climbed to."""
-    found: dict[int, list[Span]] = {}
-    for span in figures.spans:
-        if span.holder in (Holder.SWITCH, Holder.TRAINER):
-            found.setdefault(span.step, []).append(span)
-    return dict(sorted(found.items()))
 
 
 # ---------------------------------------------------------------------------------------------------------------- page
