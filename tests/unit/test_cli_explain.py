@@ -16,8 +16,10 @@ from colocated_rl_api import names
 from colocated_rl_api.ladder import Rung
 from colocated_rl_cli.commands import told
 from colocated_rl_cli.errors import NotAllowed
-from colocated_rl_cli.explanation import MOVERS, Evidence, Explanation, explain
+from colocated_rl_cli.evidence import Evidence
+from colocated_rl_cli.explanation import Explanation, explain
 from colocated_rl_cli.remedies import REMEDIES
+from colocated_rl_cli.waiting import MOVERS
 from colocated_rl_operator.reasons import Cause, Reason
 from setup.layout import CHECKOUT
 

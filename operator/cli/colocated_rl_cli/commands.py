@@ -20,7 +20,8 @@ from colocated_rl_api import names
 from colocated_rl_cli import bundle, questions, starter, timeline
 from colocated_rl_cli.api import Api
 from colocated_rl_cli.errors import CliError, Exit, NotThere, UsageError
-from colocated_rl_cli.explanation import Evidence, Explanation, explain
+from colocated_rl_cli.evidence import Evidence
+from colocated_rl_cli.explanation import Explanation, explain
 from colocated_rl_cli.figures import read_figures, standings
 from colocated_rl_cli.following import JobWatch, container_of
 from colocated_rl_cli.kubectl import Login

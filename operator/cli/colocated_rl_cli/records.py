@@ -11,13 +11,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import pydantic
+
+from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import LADDERS, TIME_SLICED, Ladder, Placement
 
 
 def ladder_of(job: Mapping[str, Any]) -> Ladder:
-    """That a job climbs, as its status says; time-sliced before it says."""
+    """That a job climbs, as its status says or, before it does, its spec; time-sliced if neither can be read."""
     placement = job.get("status", {}).get("placement")
-    return LADDERS[Placement(placement)] if placement in set(Placement) else TIME_SLICED
+    if placement in set(Placement):
+        return LADDERS[Placement(placement)]
+    try:
+        return ColocatedRLJobSpec.model_validate(job.get("spec")).rollout.ladder
+    except pydantic.ValidationError:
+        return TIME_SLICED
 
 
 @dataclass(frozen=True)
