@@ -101,6 +101,11 @@ bench-operator: setup ## what the operator adds to a switch, from 8 members to 1
 bench-gate: setup-dev ## what a gate costs; with ROUTER=PYTHON of an environment that has sglang-router, beside that
 	@PYTHONPATH=tests python -m bench.gate $(if $(ROUTER),--router $(ROUTER))
 
+.PHONY: bench-trainer
+bench-trainer: ## what the trainer's exports, moves and steps cost beside plain copies and beside trl
+	@$(SETUP) --only dev --only peers
+	@PYTHONPATH=tests python -m bench.trainer
+
 .PHONY: lock
 lock: ## resolve the pinned requirement files anew
 	@$(SETUP) --lock

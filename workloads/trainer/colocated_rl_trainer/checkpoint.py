@@ -23,7 +23,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from colocated_rl_api.logs import log
-from colocated_rl_trainer.manifest import sha256_of
+from colocated_rl_trainer.manifest import hashes_of
 from colocated_rl_trainer.rank import Refused
 
 FORMAT = 1
@@ -103,8 +103,7 @@ class Checkpoints:
         draft = self._directory / f".{target.name}-{self._lineage}.draft"
         draft.mkdir()
         fill(draft)
-        hashes = {file.name: sha256_of(file) for file in draft.iterdir()}
-        contents = Contents(format=FORMAT, step=step, lineage=self._lineage, sha256=hashes)
+        contents = Contents(format=FORMAT, step=step, lineage=self._lineage, sha256=hashes_of(sorted(draft.iterdir())))
         (draft / CONTENTS).write_text(contents.model_dump_json(indent=2))
         for path in (*draft.iterdir(), draft):
             _flush(path)
@@ -143,8 +142,9 @@ class Checkpoints:
 def _fault(saved: Saved) -> str | None:
     try:
         contents = _contents(saved)
+        found = hashes_of([saved.directory / name for name in contents.sha256])
         for name, digest in contents.sha256.items():
-            if sha256_of(saved.directory / name) != digest:
+            if found[name] != digest:
                 return f"{saved.directory / name} has changed since it was written"
     except (OSError, ValidationError) as error:
         return f"{saved.directory} is not whole: {error}"

@@ -30,7 +30,7 @@ from colocated_rl_trainer.checkpoint import CONTENTS, OPTIMIZER
 from colocated_rl_trainer.packing import PACKED_ATTENTION, check_packing
 from colocated_rl_trainer.settings import SettingsError
 
-FILE_BYTES = 4 * 1024**3  # of one safetensors file at most, unless a single tensor is larger
+FILE_BYTES = 256 * 1024**2  # of one safetensors file at most, unless a single tensor is larger: they are hashed at once
 PROBE_TOKENS = 32
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
 _OURS = (MANIFEST, CONTENTS, OPTIMIZER)

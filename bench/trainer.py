@@ -1,0 +1,248 @@
+"""`make bench-trainer`: what the trainer's work costs beside the plainest way to do it, on the CPU.
+
+Each figure is a ratio to something that was measured in turn with it, so that both see the same machine:
+
+* an export into shared memory, to a plain write of the same bytes there; with the manifest, whose hashes an engine's
+  agent checks; and reading it back;
+* offload and onload of parameters and moments, to a copy of the same bytes;
+* an optimization step, to that of trl on the same completions, with as many of them in a forward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_trainer.conformance.ranks import job_file
+from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.loop import ReferenceTrainer
+from colocated_rl_trainer.manifest import write_manifest
+from colocated_rl_trainer.rank import Rank
+from colocated_rl_trainer.residency import Residency
+from colocated_rl_trainer.settings import RankSettings, TrainerConfig
+from colocated_rl_trainer.weights import write_model
+from fakes.tiny_model import write_tiny_model
+from setup.environments import PEERS
+from setup.layout import CHECKOUT
+from setup.toolchain import clean_environment
+
+SHARED_MEMORY = Path("/dev/shm")
+PARTS = ("export", "moves", "steps")
+TURNS = 3
+GIB = 1 << 30
+STEPS = 3  # of a training run, the first of which is not counted
+GROUP_SIZE, ROWS = 8, 4  # samples of a prompt; samples of a forward pass
+LENGTHS = {"uniform": [128] * 16, "long tail": [16] * 10 + [64] * 4 + [512] * 2}  # of completions
+STEP_S = 900.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.trainer", description=__doc__)
+    parser.add_argument("--gib", type=float, default=1.1, help="of weights, for exports and moves")
+    parser.add_argument("--only", choices=PARTS, action="append", help="of the three")
+    parser.add_argument("--step", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.step:
+        print(json.dumps(train(given.step)))
+        return 0
+    disable_progress_bar()
+    parts = given.only or PARTS
+    if "export" in parts:
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared, tempfile.TemporaryDirectory() as scratch:
+            beside_a_plain_write(make_model(given.gib), Path(shared), write_tiny_model(Path(scratch) / "origin"))
+    if "moves" in parts:
+        beside_a_plain_copy(make_model(given.gib))
+    if "steps" in parts:
+        for name, lengths in LENGTHS.items():
+            with tempfile.TemporaryDirectory() as scratch:
+                beside_trl(name, lengths, Path(scratch))
+    return 0
+
+
+def make_model(gib: float) -> Qwen3ForCausalLM:
+    """Random weights, in float32."""
+    config = Qwen3Config(
+        vocab_size=32_000, hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=64, num_hidden_layers=max(1, round((gib * GIB / 4 - 32_000 * 1024) / 15.7e6)),
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    model.eval()
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------------- exports
+def beside_a_plain_write(model: Qwen3ForCausalLM, shared: Path, origin: Path) -> None:
+    size = sum(parameter.numel() for parameter in model.parameters()) * 4
+    flat = torch.zeros(size // 4)
+    export, plain = shared / "export", shared / "plain"
+
+    def write_plain() -> None:
+        with plain.open("wb") as stream:
+            stream.write(flat.numpy().data)
+
+    def write_export() -> None:
+        export.mkdir()
+        write_model(model, export, origin=origin, dtype=torch.float32)
+
+    def with_manifest() -> None:
+        write_export()
+        write_manifest(export, WeightVersion(1, 1), None)
+
+    def clear() -> None:
+        plain.unlink(missing_ok=True)
+        for file in export.glob("*"):
+            file.unlink()
+        if export.exists():
+            export.rmdir()
+
+    def read_back() -> None:
+        for file in export.glob("*.safetensors"):
+            for tensor in load_file(file).values():
+                tensor.sum()
+
+    took = in_turns({"plain": write_plain, "export": write_export, "manifest": with_manifest}, before=clear)
+    took |= in_turns({"read": read_back})
+    print(f"export of {size / GIB:.2f} GiB into shared memory")
+    show("plain write", size, took["plain"])
+    show("weights in Hugging Face format", size, took["export"], beside=took["plain"])
+    show("with the manifest", size, took["manifest"], beside=took["plain"])
+    show("read back, every byte", size, took["read"])
+
+
+# --------------------------------------------------------------------------------------------------------------- moves
+def beside_a_plain_copy(model: Qwen3ForCausalLM) -> None:
+    state = Residency(model, torch.device("cpu"), moves=True)
+    size = 3 * 4 * len(state.parameters)
+    source, copies = torch.ones(size // 4), list[Tensor]()
+
+    def copy_to_new_memory() -> None:
+        copies.append(source.clone())
+
+    def copy_and_free() -> None:
+        source.copy_(copies.pop())
+
+    def offload() -> None:
+        copies.clear()
+        state.offload()
+
+    def onload() -> None:
+        copies[:] = [source.clone()]
+        state.onload()
+
+    took = in_turns({"copy": copy_to_new_memory, "onload": state.onload}, before=offload)
+    took |= in_turns({"copy and free": copy_and_free, "offload": state.offload}, before=onload)
+    print(f"moves of {size / GIB:.2f} GiB of parameters and moments")
+    show("plain copy into new memory", size, took["copy"])
+    show("onload", size, took["onload"], beside=took["copy"])
+    show("plain copy, its source freed", size, took["copy and free"])
+    show("offload", size, took["offload"], beside=took["copy and free"])
+
+
+# --------------------------------------------------------------------------------------------------------------- steps
+def beside_trl(name: str, lengths: Sequence[int], folder: Path) -> None:
+    if not CHECKOUT.environment(PEERS).exists():
+        print("no trl: `make setup` installs it")
+        return
+    chance = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(lengths), generator=chance).tolist()
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=4096, hidden_size=256, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
+            num_key_value_heads=4, head_dim=32, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+        )
+    )  # fmt: skip
+    write_tiny_model(folder / "model")  # for its tokenizer
+    model.save_pretrained(folder / "model")
+
+    def tokens(count: int) -> list[int]:
+        drawn: list[int] = torch.randint(2, 4096, (count,), generator=chance).tolist()
+        return drawn
+
+    samples = [
+        {"prompt": tokens(64), "response": tokens(lengths[place]), "reward": float(number % 3)}
+        for number, place in enumerate(order)
+    ]
+    longest = 64 + max(lengths)
+    case = {"samples": samples, "groupSize": GROUP_SIZE, "rows": ROWS, "longest": longest, "steps": STEPS}
+    (folder / "case.json").write_text(json.dumps(case))
+    trained = sum(lengths)
+    trl = [str(CHECKOUT.python(PEERS)), str(CHECKOUT.root / "tests/peers/trl_speed.py"), str(folder)]
+    ours = [sys.executable, "-m", "bench.trainer", "--step", str(folder)]
+    took: dict[str, list[float]] = {"trl": [], "ours": []}
+    for _ in range(TURNS - 1):
+        for who, command in (("trl", trl), ("ours", ours)):
+            answer = subprocess.run(
+                command, env=(os.environ if who == "ours" else clean_environment()) | {"HF_HUB_OFFLINE": "1"},
+                capture_output=True, text=True, timeout=STEP_S, check=True, cwd=CHECKOUT.root,
+            )  # fmt: skip
+            took[who] += json.loads(answer.stdout.splitlines()[-1])
+    print(f"optimization step on {len(samples)} completions of {trained} tokens, float32, {name}")
+    for who, times in took.items():
+        beside = f"  {median(took['trl']) / median(times):5.2f} x trl" if who == "ours" else ""
+        print(f"  {who:36} {trained / median(times):8.0f} tokens/s{beside}")
+
+
+def train(folder: Path) -> list[float]:
+    """Seconds of each step but the first."""
+    case = json.loads((folder / "case.json").read_bytes())
+    (folder / "job.json").write_text(json.dumps(job_file()))
+    config = TrainerConfig(learning_rate=1e-4, micro_batch_tokens=case["rows"] * case["longest"])
+    settings = RankSettings(
+        socket=folder / "unused", config=folder / "unused", job=folder / "job.json", model=folder / "model",
+        checkpoints=folder, lineage=1, rank=0, world_size=1, local_rank=0, master_address="", master_port=0,
+        device="cpu",
+    )  # fmt: skip
+    loop = ReferenceTrainer(settings, config)
+    loop.load()
+    loop.onload()
+    watch, took = Rank(rank=0, lineage=1, writes_weights=True), []
+    for step in range(1, case["steps"] + 1):
+        samples = [
+            Sample(
+                sample["prompt"], sample["response"], [-8.3] * len(sample["response"]), sample["reward"], number // 8
+            )
+            for number, sample in enumerate(case["samples"])
+        ]
+        (shard,) = write_shards(folder, samples, step=step, split=1)
+        began = time.perf_counter()
+        loop.train(step, shard, watch)
+        took.append(time.perf_counter() - began)
+    return took[1:]
+
+
+def in_turns(what: dict[str, Callable[[], object]], before: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """Median seconds of each; one after another, several times, the first of which does not count."""
+    took: dict[str, list[float]] = {name: [] for name in what}
+    for turn in range(TURNS + 1):
+        for name, do in what.items():
+            before()
+            began = time.perf_counter()
+            do()
+            if turn:
+                took[name].append(time.perf_counter() - began)
+    return {name: median(times) for name, times in took.items()}
+
+
+def show(name: str, size: int, took_s: float, *, beside: float | None = None) -> None:
+    ratio = f"  {beside / took_s:5.2f}" if beside is not None else ""
+    print(f"  {name:36} {size / took_s / GIB:6.2f} GiB/s{ratio}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,81 @@
+"""How long trl's optimization steps take: `python trl_speed.py FOLDER`, in the environment `peers`.
+
+FOLDER/case.json has the completions, FOLDER/model the model. Prints the seconds of each step but the first, as JSON.
+Generation takes no time: the completions are given.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class GivenCompletions(GRPOTrainer):  # type: ignore[misc]  # untyped where we are checked
+    samples: list[dict[str, Any]]
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        prompt_ids = [sample["prompt"] for sample in self.samples]
+        responses = [sample["response"] for sample in self.samples]
+        return prompt_ids, responses, None, ["" for _ in prompts], None, {}, None, None
+
+
+class Clock(TrainerCallback):
+    """One step: its batch, as many forward and backward passes as it has parts, and the optimizer call."""
+
+    def __init__(self) -> None:
+        self.took: list[float] = []
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.took.append(time.perf_counter() - self._began)
+
+
+def given_reward(prompts: list[Any], completions: list[Any], given: list[float], **_: object) -> list[float]:
+    return given
+
+
+def main(folder: Path) -> None:
+    case = json.loads((folder / "case.json").read_bytes())
+    samples, clock = case["samples"], Clock()
+    prompts = [samples[number]["reward"] for number in range(0, len(samples), case["groupSize"])]
+    trainer = GivenCompletions(
+        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        reward_funcs=given_reward,
+        args=GRPOConfig(
+            output_dir=str(folder / "out"),
+            per_device_train_batch_size=case["rows"],
+            gradient_accumulation_steps=len(samples) // case["rows"],
+            num_generations=case["groupSize"],
+            max_steps=case["steps"],
+            learning_rate=1e-4,
+            beta=0.0,
+            loss_type="dapo",
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "w3", "given": reward} for reward in prompts]),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        callbacks=[clock],
+    )
+    trainer.samples = samples
+    trainer.train()
+    sys.stdout.write(f"{json.dumps(clock.took[1:])}\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
