@@ -52,11 +52,12 @@ RIGHTS = (
         "the same; with `create` of pods/portforward (`get` before Kubernetes 1.35) the members' own pages too",
         "`view`; with pages `edit`",
     ),
-    ("`suspend`, `resume`", "`get, patch` of colocatedrljobs", "`edit`"),
     ("`samples`", "the same, pods/portforward included", "`edit`"),
+    ("`suspend`, `resume`", "`get, patch` of colocatedrljobs", "`edit`"),
     (
         "`bundle`",
-        "as `explain`, and `list` of persistentvolumeclaims; what may not be read is told in the archive",
+        "as `explain`, and `list` of persistentvolumeclaims; `--operator` pods and pods/log there; what may not be read "
+        "is told in the archive",
         "`view`; with pages `edit`",
     ),
 )
