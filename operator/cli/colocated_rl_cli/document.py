@@ -56,8 +56,8 @@ RIGHTS = (
     ("`suspend`, `resume`", "`get, patch` of colocatedrljobs", "`edit`"),
     (
         "`bundle`",
-        "as `explain`, and `list` of persistentvolumeclaims; `--operator` pods and pods/log there; what may not be read "
-        "is told in the archive",
+        "as `explain`, and `list` of persistentvolumeclaims; `--operator` pods and pods/log there; what may not be "
+        "read is told in the archive",
         "`view`; with pages `edit`",
     ),
 )
