@@ -30,6 +30,7 @@ from colocated_rl_api.parts import (
     rules,
     should_match,
 )
+from colocated_rl_api.prompts import Prompts
 
 JOB_NAME_MAX = 40  # longest derived name: NAME-gpu-REPLICA-ATTEMPT, at most 63 characters
 
@@ -71,124 +72,6 @@ class Gpus(Part):
     resources: Resources = Field(
         default_factory=Resources, description="Further resources of the GPU container (devices come from count)."
     )
-
-
-_is_task_name, _task_name_rule = should_match(
-    r"[a-z0-9_]+", "should be the name of a reasoning-gym task, of a-z, 0-9 and _: chain_sum"
-)
-
-
-class ReasoningGym(Part):
-    """Procedural tasks with verifiable answers from the reasoning-gym package."""
-
-    name: Annotated[str, _is_task_name] = Field(
-        max_length=64, json_schema_extra=_task_name_rule, description="Task, for instance chain_sum."
-    )
-    config: Options = Field(default_factory=dict, description="Options of the task, handed through.")
-    size: int = Field(
-        default=10_000, ge=1, le=10_000_000, description="Number of problems made; they repeat after that."
-    )
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the problems.")
-    held_out_percent: int = Field(
-        default=10,
-        ge=0,
-        le=50,
-        description="Share of questions, chosen by their hash, that is never trained on and serves evaluation.",
-    )
-    answer_after: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=64,
-        description="Text before the answer in a response; the verifier sees what follows its last occurrence. "
-        "The whole response when absent.",
-    )
-
-
-_is_json_lines, _json_lines_rule = should_match(
-    r"([A-Za-z0-9_][A-Za-z0-9._-]*/)*[A-Za-z0-9_][A-Za-z0-9._-]*\.jsonl",
-    "should be a file of JSON lines inside the claim, without / at its beginning or .. in it: math/train.jsonl",
-)
-_is_function, _function_rule = should_match(
-    r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*",
-    "should be MODULE:FUNCTION, in Python: my_rewards:score",
-)
-
-
-class PromptFile(Part):
-    """Prompts and rewards of one's own: a file with a JSON object on each line, and a function in Python."""
-
-    claim_name: str = Field(
-        min_length=1,
-        max_length=253,
-        description="Claim in the job's namespace that holds the file; mounted read-only, where rewards are computed "
-        "and nowhere else.",
-    )
-    path: Annotated[str, _is_json_lines] = Field(
-        max_length=512, json_schema_extra=_json_lines_rule, description="The file, inside the claim."
-    )
-    prompt_field: str = Field(
-        default="prompt",
-        min_length=1,
-        max_length=253,
-        description="Member of each object that is the prompt: a text, or a list of messages with role and content.",
-    )
-    reward: Annotated[str, _is_function] = Field(
-        max_length=253,
-        json_schema_extra=_function_rule,
-        description="MODULE:FUNCTION, in the image or beside the file. Called with a response that ended by itself, "
-        "and its object; returns a finite number.",
-    )
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Of the order, another one in each pass.")
-    held_out_percent: int = Field(
-        default=10,
-        ge=0,
-        le=50,
-        description="Share of prompts, chosen by their hash, that is never trained on and serves evaluation.",
-    )
-
-
-_NO_SOURCE = "prompts have no source: give one of reasoningGym and file"
-_TWO_SOURCES = "prompts have two sources: give one of reasoningGym and file"
-_ONE_SOURCE = Rule(
-    field="file",
-    rule="has(self.reasoningGym) != has(self.file)",
-    message="prompts come from one of reasoningGym and file",
-    said=f"has(self.file) ? '{_TWO_SOURCES}' : '{_NO_SOURCE}'",
-)
-
-
-class Prompts(Part):
-    """Where prompts and their rewards come from: one source."""
-
-    model_config = ConfigDict(json_schema_extra=rules(_ONE_SOURCE))
-
-    reasoning_gym: ReasoningGym | None = Field(default=None, description="Tasks and verifier of reasoning-gym.")
-    file: PromptFile | None = Field(default=None, description="A file and a function of one's own.")
-    image: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=512,
-        description="Image of the container that makes prompts and computes rewards, with what its functions import; "
-        "the rollout controller's when absent, and made from that.",
-    )
-    resources: Resources = Field(
-        default_factory=Resources,
-        description="Resources of that container. Its processes share the memory limit, each has its part of it.",
-    )
-
-    @property
-    def source(self) -> ReasoningGym | PromptFile:
-        source = self.reasoning_gym or self.file
-        assert source is not None
-        return source
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if self.reasoning_gym and self.file:
-            raise ValueError(_TWO_SOURCES)
-        if not (self.reasoning_gym or self.file):
-            raise ValueError(_NO_SOURCE)
-        return self
 
 
 class Sampling(Part):

@@ -60,7 +60,9 @@ EXPORTS_DIR = (
 )
 # of its own it may, at the volume's root not, which is sticky
 MODEL_DIR = "/model"  # spec.model's claim, read-only
-PROMPTS_DIR = "/prompts"  # the claim of spec.rollout.prompts.file, read-only; task server only
+PROMPTS_DIR = "/prompts"  # claims of spec.rollout.prompts, each by its name, read-only; task server only
+REWARD_TOKENS_DIR = "/etc/colocate/reward-tokens"  # Secrets of reward.http, each by its name; rollout controller only
+REWARD_TOKEN_FILE = "token"
 TASKS_DIR = "/run/colocate/tasks"  # tasks.sock; shared by rollout controller and task server
 TASKS_SOCKET = "/run/colocate/tasks/tasks.sock"  # the task server listens, the rollout controller connects
 CHECKPOINT_DIR = "/checkpoints"  # the checkpoint volume; trainers only

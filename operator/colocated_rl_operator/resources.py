@@ -204,7 +204,7 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
 
 
 def _rollout_spec(job: Job, images: PodImages) -> Object:
-    file = job.spec.rollout.prompts.file
+    prompts = job.spec.rollout.prompts
     return _pod_spec(grace_s=ROLLOUT_GRACE_S) | {
         "initContainers": [_rewards_container(job, images)],
         "containers": [
@@ -227,11 +227,16 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
                     _mount("tasks", names.TASKS_DIR, read_only=True),
                     _mount("tmp", "/tmp"),
+                    *(
+                        _mount(f"reward-token-{number}", f"{names.REWARD_TOKENS_DIR}/{secret}", read_only=True)
+                        for number, secret in enumerate(prompts.secret_names)
+                    ),
                 ],
             }
         ],
         "volumes": [
-            *([_claimed("prompts", file.claim_name, read_only=True)] if file else []),
+            *(_claimed(f"prompts-{number}", claim, read_only=True) for number, claim in enumerate(prompts.claim_names)),
+            *(_reward_token(f"reward-token-{number}", secret) for number, secret in enumerate(prompts.secret_names)),
             _claimed("store", claim_name(job, "store")),
             _claimed("model", job.spec.model.claim_name, read_only=True),
             _empty("tasks"),
@@ -258,7 +263,10 @@ def _rewards_container(job: Job, images: PodImages) -> Object:
         "volumeMounts": [
             _mount("tasks", names.TASKS_DIR),
             _mount("rewards-tmp", "/tmp"),
-            *([_mount("prompts", names.PROMPTS_DIR, read_only=True)] if prompts.file else []),
+            *(
+                _mount(f"prompts-{number}", f"{names.PROMPTS_DIR}/{claim}", read_only=True)
+                for number, claim in enumerate(prompts.claim_names)
+            ),
         ],
     }
 
@@ -335,6 +343,12 @@ def _claimed(name: str, claim: str, *, read_only: bool = False) -> Object:
     if read_only:
         source["readOnly"] = True
     return {"name": name, "persistentVolumeClaim": source}
+
+
+def _reward_token(name: str, secret: str) -> Object:
+    """Of somebody else's Secret, the one entry that is ours to use."""
+    items = [{"key": names.REWARD_TOKEN_FILE, "path": names.REWARD_TOKEN_FILE}]
+    return {"name": name, "secret": {"secretName": secret, "items": items, "defaultMode": 0o440}}
 
 
 def _job_volumes(job: Job) -> Sequence[Object]:

@@ -6,12 +6,12 @@ import asyncio
 import socket
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from colocated_rl_api.job import Prompts
-from colocated_rl_rollout.rewards import REPLY_DEADLINE_S, TaskProcesses
+from colocated_rl_api.prompts import Prompts
+from colocated_rl_rollout.rewards import REPLY_DEADLINE_S, Endpoint, TaskProcesses
 from colocated_rl_rollout.task_server import COMMAND, listen, serve
 
 
@@ -28,7 +28,9 @@ def task_server(
         limit = Path(folder, "memory.max")
         limit.write_text("max\n" if container_bytes is None else f"{container_bytes}\n")
         listener = listen(path or Path(folder, "tasks.sock"))
-        serving = threading.Thread(target=serve, args=(listener, [*command, str(directory), str(limit)]))
+        serving = threading.Thread(
+            target=serve, args=(listener, [*command, str(directory), str(Path(folder, "cache")), str(limit)])
+        )
         serving.start()
         try:
             yield Path(listener.getsockname())
@@ -46,10 +48,11 @@ async def task_processes(
     command: Sequence[str] = COMMAND,
     container_bytes: int | None = None,
     reply_deadline_s: float = REPLY_DEADLINE_S,
+    endpoints: Mapping[int, Endpoint] | None = None,
 ) -> AsyncIterator[TaskProcesses]:
     """Processes that are kept up until the end of the block."""
     with task_server(directory, command=command, container_bytes=container_bytes) as path:
-        made = TaskProcesses(prompts, count=count, socket=path, reply_deadline_s=reply_deadline_s)
+        made = TaskProcesses(prompts, count=count, socket=path, endpoints=endpoints, reply_deadline_s=reply_deadline_s)
         running = asyncio.create_task(made.run())
         try:
             yield made

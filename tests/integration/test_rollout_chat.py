@@ -10,8 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from colocated_rl_rollout.chat import Chat
-from colocated_rl_rollout.prompts import NoPrompts, PromptSource, is_held_out
+from colocated_rl_rollout.prompts import NoPrompts, PromptSource
 from colocated_rl_rollout.samples import Prompt
+from colocated_rl_rollout.tasks import is_held_out
 from fakes.rollout import CHAT_TEMPLATE, MARK, make_spec, write_model
 from fakes.tasks import task_processes
 
@@ -54,11 +55,11 @@ async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) ->
 
     def source(position: int = 0, max_prompt_tokens: int = 200) -> PromptSource:
         return PromptSource(
-            10, processes, chat, max_prompt_tokens=max_prompt_tokens, position=position, changed=changed.set
+            processes, chat, max_prompt_tokens=max_prompt_tokens, position=position, changed=changed.set
         )
 
     async with task_processes(make_spec().rollout.prompts, tmp_path) as processes, asyncio.timeout(60):
-        questions = [str(question) for _, question in await processes.questions(0, 200)]
+        questions = [str(asked.question) for asked in await processes.questions(0, 200)]
         first = questions[0]
         value = eval(first.partition("problem: ")[2].removesuffix("="))  # digits, plus and minus
         for response, reward in (
@@ -75,7 +76,7 @@ async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) ->
         with pytest.raises(NoPrompts, match="were longer than maxPromptTokens"):
             await source(max_prompt_tokens=3).held_out(1)
         assert 1000 == await processes.size()
-        assert (0, questions[0]) == (await processes.questions(999, 2))[1], "the data begins again"
+        assert (0, questions[0]) == (await processes.questions(999, 2))[1][:2], "the data begins again"
 
         going, again = source(), source(position=990)
         makers = [asyncio.create_task(each.run()) for each in (going, again)]

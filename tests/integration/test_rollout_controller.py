@@ -331,10 +331,11 @@ async def test_a_task_without_a_signal_is_said_and_trained_as_it_is(tmp_path: Pa
 
 async def test_a_job_trains_on_prompts_and_rewards_of_ones_own(tmp_path: Path) -> None:
     rows = [{"prompt": f"problem: {number} + 1 =", "sum": number + 1} for number in range(0, 2000, 7)]
-    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     function = "def score(response, row):\n    return 2.0 if response.endswith(str(row['sum'])) else -0.5\n"
-    (tmp_path / "my_rewards.py").write_text(function)
-    file = {"claimName": "mine", "path": "sums.jsonl", "reward": "my_rewards:score"}
+    (tmp_path / "mine/my_rewards.py").write_text(function)
+    file = {"claimName": "mine", "path": "sums.jsonl", "reward": {"function": "my_rewards:score"}}
     job = with_rollout(tmp_path, prompts={"file": file})
     async with task_processes(job.spec.rollout.prompts, tmp_path, count=2) as own, running(job, own) as scene:
         await scene.target(evaluate=0)
@@ -445,7 +446,7 @@ print(json.dumps({"error": "its data is gone"} if lost.exists() else {"value": 1
 for line in sys.stdin:
     match json.loads(line):
         case {"questions": [start, count]}:
-            made = [(number, f"problem: {number} + 1 =") for number in range(start, start + count)]
+            made = [(number, f"problem: {number} + 1 =", number % 5 == 0) for number in range(start, start + count)]
             print(json.dumps({"value": made}), flush=True)
         case _:
             lost.touch()

@@ -6,21 +6,50 @@ import asyncio
 import json
 import os
 import re
+import stat
 import sys
+import threading
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import aiohttp
+import pyarrow
+import pyarrow.parquet
 import pytest
+import yaml
 
-from colocated_rl_api.job import PromptFile, Prompts, ReasoningGym
+from colocated_rl_api.member_wire import JobFile, Problem
+from colocated_rl_api.prompts import (
+    HttpReward,
+    HuggingFace,
+    MathReward,
+    Mix,
+    PromptFile,
+    Prompts,
+    ReasoningGym,
+    Reward,
+    Source,
+    WeightedSource,
+)
+from colocated_rl_rollout.hub import fetch
+from colocated_rl_rollout.reward_endpoint import RewardEndpoint
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.rows import RowsUnusable
 from colocated_rl_rollout.task_server import COMMAND
-from colocated_rl_rollout.task_wire import Greeting
+from colocated_rl_rollout.task_wire import Greeting, Question
+from examples.own_prompts.judge import Judge
+from fakes.hub import FakeHub
+from fakes.rollout import make_spec, until
 from fakes.tasks import task_processes
 from setup.layout import CHECKOUT
 
+EXAMPLE = CHECKOUT.root / "examples/own_prompts"
 DEADLINE_S = 60.0
 MEMORY_BYTES = 2**30
 PROGRAM = "import sys; sys.modules['pycosat'] = None; from colocated_rl_rollout.task_process import main; main()"
@@ -39,21 +68,33 @@ def score(response, row):
 """
 
 
-def write_file(directory: Path, *rows: object) -> PromptFile:
-    (directory / "math").mkdir()
-    (directory / "math" / "train.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
-    (directory / "math" / "rewards.py").write_text(REWARDS)
-    return PromptFile(claim_name="mine", path="math/train.jsonl", reward="rewards:score", seed=3)
+def write_file(directory: Path, *rows: object, **fields: Any) -> PromptFile:
+    folder = directory / "mine/math"
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    (folder / "rewards.py").write_text(REWARDS)
+    return prompt_file(**fields)
+
+
+def prompt_file(**fields: Any) -> PromptFile:
+    given = {"claim_name": "mine", "path": "math/train.jsonl", "reward": {"function": "rewards:score"}, "seed": 3}
+    return PromptFile(**{**given, **fields})
 
 
 @asynccontextmanager
 async def processes(
-    source: ReasoningGym | PromptFile, directory: Path, command: Sequence[str] = COMMAND
+    source: Source, directory: Path, command: Sequence[str] = COMMAND, count: int = 1
 ) -> AsyncIterator[TaskProcesses]:
-    prompts = Prompts(file=source) if isinstance(source, PromptFile) else Prompts(reasoning_gym=source)
+    match source:
+        case PromptFile():
+            prompts = Prompts(file=source)
+        case HuggingFace():
+            prompts = Prompts(hugging_face=source)
+        case ReasoningGym():
+            prompts = Prompts(reasoning_gym=source)
     async with (
         asyncio.timeout(DEADLINE_S),
-        task_processes(prompts, directory, command=command, container_bytes=MEMORY_BYTES) as made,
+        task_processes(prompts, directory, count=count, command=command, container_bytes=count * MEMORY_BYTES) as made,
     ):
         yield made
 
@@ -61,9 +102,9 @@ async def processes(
 async def test_a_sum_is_asked_and_scored_without_pycosat(tmp_path: Path) -> None:
     task = ReasoningGym(name="chain_sum", config={"min_terms": 2, "max_terms": 2}, size=10, answer_after="Answer:")
     async with processes(task, tmp_path, WITHOUT_PYCOSAT) as made:
-        ((_, question),) = await made.questions(3, 1)
-        assert isinstance(question, str)
-        right = eval(question.partition(":")[2].rstrip(" ="))
+        (asked,) = await made.questions(3, 1)
+        assert isinstance(asked.question, str)
+        right = eval(asked.question.partition(":")[2].rstrip(" ="))
         assert [1.0, 0.0, 0.0] == [
             await made.score(3, answer) for answer in (f"Answer: {right}", f"Answer: {right + 1}", f"{right}")
         ]
@@ -73,7 +114,7 @@ async def test_a_process_says_nothing_that_nobody_needs(tmp_path: Path) -> None:
     """A library of one of the tasks warned that its directory can't be written, and while it made its list of fonts."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND,
-        "/",
+        *("/", str(tmp_path)),
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
@@ -82,7 +123,23 @@ async def test_a_process_says_nothing_that_nobody_needs(tmp_path: Path) -> None:
     prompts = Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=10))
     async with asyncio.timeout(DEADLINE_S):
         out, said = await process.communicate(Greeting(prompts=prompts, processes=1).model_dump_json().encode())
-    assert (b'{"value": 10}\n', b"") == (out, said)
+    assert (b'{"value":10}\n', b"") == (out, said)
+
+
+async def test_the_server_ends_at_once_when_it_is_asked_to_with_a_process_under_way(tmp_path: Path) -> None:
+    """As the first process of a container it would be spared by a signal that it has no handler for."""
+    path = tmp_path / "tasks.sock"
+    program = (sys.executable, "-m", "colocated_rl_rollout.task_server", "--socket", str(path))
+    server = await asyncio.create_subprocess_exec(*program, "--cache", str(tmp_path))
+    async with asyncio.timeout(DEADLINE_S):
+        await until(lambda: path.exists() and stat.S_IMODE(path.stat().st_mode) == 0o660)
+        made = TaskProcesses(Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=10)), count=1, socket=path)
+        running = asyncio.create_task(made.run())
+        assert 10 == await made.size()
+        server.terminate()
+        assert 0 == await server.wait()
+        running.cancel()
+        await asyncio.wait([running])
 
 
 async def test_the_task_that_needs_pycosat_says_what_the_image_lacks(tmp_path: Path) -> None:
@@ -96,7 +153,7 @@ async def test_rows_of_a_file_come_once_in_each_pass_and_in_the_same_order_after
     rows = [{"prompt": f"{number} + 1?", "answer": "1"} for number in range(40)]
     source = write_file(tmp_path, *rows, {"prompt": conversation, "answer": "4"})
     async with processes(source, tmp_path) as made:
-        asked = await made.questions(0, 82)
+        asked = [(each.row, each.question) for each in await made.questions(0, 82)]
         assert 41 == await made.size()
     first, second = asked[:41], asked[41:]
     assert (
@@ -107,7 +164,7 @@ async def test_rows_of_a_file_come_once_in_each_pass_and_in_the_same_order_after
     assert first != second
     assert [index for index, _ in first] != list(range(41))
     async with processes(source, tmp_path) as made:
-        assert asked[50:60] == await made.questions(50, 10)
+        assert asked[50:60] == [(each.row, each.question) for each in await made.questions(50, 10)]
 
 
 async def test_a_function_of_ones_own_gives_any_finite_reward(tmp_path: Path) -> None:
@@ -119,13 +176,36 @@ async def test_a_function_of_ones_own_gives_any_finite_reward(tmp_path: Path) ->
             await made.score(0, "text")
 
 
+async def test_the_example_of_a_mix_is_asked_and_scored(tmp_path: Path) -> None:
+    (tmp_path / "my-prompts").symlink_to(EXAMPLE)
+    prompts = Prompts.model_validate(yaml.safe_load((EXAMPLE / "mix.yaml").read_text()), by_alias=True)
+    async with asyncio.timeout(DEADLINE_S), task_processes(prompts, tmp_path) as made:
+        asked = {str(each.question)[:12]: each.row for each in await made.questions(0, await made.size())}
+        assert 6 == len(asked)
+        assert 1.0 == await made.score(asked["Solve $2x = "], "It is \\boxed{0.5}.")
+        assert 0.1 == await made.score(asked["A box holds "], "#### 47")
+
+
+async def test_the_example_of_an_endpoint_answers(tmp_path: Path) -> None:
+    job = JobFile(name="job", namespace="us", uid="-", created=datetime.now(UTC), spec=make_spec())
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        Judge.log_message = lambda *_: None  # type: ignore[method-assign]
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        async with aiohttp.ClientSession(trust_env=False) as session:
+            reward = HttpReward(url=f"http://127.0.0.1:{server.server_port}/score")
+            endpoint = RewardEndpoint(reward, job, session, tokens=tmp_path)
+            assert [1.0, 0.0] == [await endpoint.score("2 + 2?", {"answer": 4}, text) for text in ("it is 4", "5")]
+        server.shutdown()
+        serving.join()
+
+
 async def test_the_example_is_asked_and_scored() -> None:
-    directory = CHECKOUT.root / "examples/own_prompts"
-    source = PromptFile(claim_name="mine", path="sums.jsonl", reward="rewards:score")
-    async with processes(source, directory) as made:
+    source = prompt_file(claim_name=EXAMPLE.name, path="sums.jsonl")
+    async with processes(source, EXAMPLE.parent) as made:
         assert 4 == await made.size()
         assert [1.0, 0.1, 0.0] == [await made.score(0, text) for text in ("3 + 5 = 8 #### 8", "#### 9", "8")]
-    assert not (directory / "__pycache__").exists(), "a claim is mounted read-only"
+    assert not (EXAMPLE / "__pycache__").exists(), "a claim is mounted read-only"
 
 
 async def test_a_function_that_takes_too_much_memory_fails_its_sample_alone(tmp_path: Path) -> None:
@@ -136,23 +216,133 @@ async def test_a_function_that_takes_too_much_memory_fails_its_sample_alone(tmp_
         assert 0.25 == await made.score(0, "x")
 
 
+async def test_mathematics_is_compared_by_what_it_means(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a half?", "answer": "\\frac{1}{2}"},
+        {"prompt": "72?", "answer": "48 / 2 = 24, and 24 more\n#### 72"},
+        {"prompt": "square?", "answer": "x^2 + 2x + 1"},
+        {"prompt": "1000?", "answer": 1000},
+        {"prompt": "again?", "answer": "1,000"},
+        {"prompt": "who knows?", "answer": "$$"},
+    ]
+    async with processes(write_file(tmp_path, *rows, reward={"math": {}}), tmp_path) as made:
+        for index, response, reward in (
+            (0, "It is $0.5$.", 1.0),
+            (0, "First $0.5$, no: \\boxed{0.25}", 0.0),
+            (0, "\\boxed{\\frac{2}{4}}", 1.0),
+            (0, "\\frac{1}{", 0.0),
+            (0, "", 0.0),
+            (2, "$(x+1)^2$", 1.0),
+            (3, "about 1,000", 1.0),
+            (4, "$1000$", 1.0),
+        ):
+            assert reward == await made.score(index, response), response
+        with pytest.raises(RewardFailed, match="'answer' of its row is no mathematics: '\\$\\$'"):
+            await made.score(5, "7")
+        for endless in ("$9^{9^{9^{9^9}}}$", "$\\binom{10000000}{5000000}$"):
+            with pytest.raises(RewardFailed, match="math-verify came to no end within 5 s") as failed:
+                await made.score(0, endless)
+            assert "RewardTimedOut" == failed.value.reason
+    marked = prompt_file(reward={"math": {"answerAfter": "####"}}, path="math/gsm.jsonl")
+    (tmp_path / "mine/math/gsm.jsonl").write_text(json.dumps(rows[1]))
+    async with processes(marked, tmp_path) as made:
+        assert [1.0, 0.0] == [await made.score(0, response) for response in ("#### 72", "24")]
+
+
+async def test_a_dataset_comes_from_the_hub_at_one_commit_and_once(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist(
+        [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(5)]
+    )
+    parquet = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, parquet)
+    card = {"configs": [{"config_name": "main", "data_files": [{"split": "train", "path": "main/train-*"}]}]}
+    files = {"README.md": b"-", "main/train-0.parquet": parquet.getvalue().to_pybytes(), "main/test-0.parquet": b""}
+    hub = FakeHub("us/sums", files, card=card)
+    async with hub.listening() as endpoint:
+        source = HuggingFace(
+            name="us/sums", revision="v1", endpoint=endpoint, prompt_field="question", reward=Reward(math=MathReward())
+        )
+        async with processes(source, tmp_path, count=2) as made:
+            asked = await made.questions(0, 5)
+            assert {f"{number} + 1?" for number in range(5)} == {each.question for each in asked}
+            assert [1.0, 0.0] == [await made.score(3, answer) for answer in ("$4$", "$5$")]
+        assert ["main/train-0.parquet"] == hub.downloads
+        assert {"v1"} == set(hub.revisions)
+        async with processes(source.model_copy(update={"split": "dev"}), tmp_path) as made:
+            with pytest.raises(TaskUnusable, match=r"huggingFace 'us/sums'.*no file of us/sums belongs to split 'dev'"):
+                await made.size()
+        async with processes(source.model_copy(update={"name": "us/other"}), tmp_path) as made:
+            with pytest.raises(TaskUnusable, match=r"us/other at v1 can't be fetched from http.*404 Not Found"):
+                await made.size()
+
+
+async def test_a_hub_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
+    hub = FakeHub("us/sums", {"train.jsonl": b'{"prompt": "1 + 1?", "answer": 2}'}, failures=2)
+    async with hub.listening() as endpoint:
+        source = HuggingFace(name="us/sums", endpoint=endpoint, reward=Reward(math=MathReward()))
+        (path,) = await asyncio.to_thread(fetch, source, cache=tmp_path)
+        assert 3 == len(hub.revisions)
+    assert {"prompt": "1 + 1?", "answer": 2} == json.loads(path.read_bytes())
+    with pytest.raises(RowsUnusable, match=f"can't be fetched from {endpoint}: ConnectError"):
+        await asyncio.to_thread(fetch, source, cache=tmp_path, patience_s=0)
+
+
+async def test_a_mix_scores_each_row_as_its_source_says(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}?", "answer": str(number)} for number in range(3)]
+    file = write_file(tmp_path, *rows, held_out_percent=0)
+    judged = prompt_file(reward={"http": {"url": "http://judge/"}}, held_out_percent=100)
+    endpoint = RowKeeper()
+    prompts = Prompts(mix=Mix(seed=5, sources=[WeightedSource(file=file, weight=2), WeightedSource(file=judged)]))
+    async with asyncio.timeout(DEADLINE_S), task_processes(prompts, tmp_path, endpoints={1: endpoint}) as made:
+        asked = await made.questions(0, 9)
+        assert {False: 6, True: 3} == Counter(each.held_out for each in asked)
+        for each in asked:
+            prompt = str(each.question)
+            assert (7.0 if each.held_out else 0.25) == await made.score(each.row, prompt[0])
+    assert [(f"{n}?", str(n)) for n in range(3)] == sorted(endpoint.asked)
+
+
+class RowKeeper:
+    """An endpoint that keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.problem: Problem | None = None
+        self.asked: list[tuple[str, str]] = []
+
+    async def score(self, prompt: Question, fields: Mapping[str, Any], response: str) -> float:
+        assert {"prompt": prompt, "answer": response} == fields
+        self.asked.append((str(prompt), response))
+        return 7.0
+
+
 @pytest.mark.parametrize(
-    ("rows", "changes", "said"),
+    ("lines", "changes", "said"),
     [
-        ([], {}, "train.jsonl has no lines"),
-        ([{"prompt": "a"}, [1]], {}, "line 3 of train.jsonl: no JSON object"),
-        ([{"question": "a", "answer": 1}], {}, "has no 'prompt', only 'question', 'answer': set promptField"),
-        ([{"prompt": 7}], {}, "'prompt' should be a text, or a list of messages with role and content"),
-        ([{"prompt": [{"text": "a"}]}], {}, "should be a text, or a list of messages"),
-        ([{"prompt": "a"}], {"path": "math/other.jsonl"}, "file 'math/other.jsonl' can't be used: FileNotFoundError"),
-        ([{"prompt": "a"}], {"reward": "rewards:scores"}, "module rewards has no function scores"),
-        ([{"prompt": "a"}], {"reward": "rewarding:score"}, "No module named 'rewarding'"),
+        (b"", {}, "file 'math/train.jsonl' can't be used: train.jsonl: no rows"),
+        (b'{"prompt": "a"}\n\n[1]', {}, "line 3 of train.jsonl: no JSON object"),
+        (b'{"prompt": "a"}\n{"prompt": "b}', {}, "line 2 of train.jsonl: no JSON: Unterminated string"),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}', {}, "line 2 of train.jsonl: no UTF-8: byte 0xff at place 13"),
+        (b'{"prompt": "a"}\n{"prompt": "\\ud83d"}', {}, "line 2 of train.jsonl: half of a character, '\\ud83d'"),
+        (b"[" * 100_000, {}, "line 1 of train.jsonl: no JSON: maximum recursion depth"),
+        (b'{"question": "a", "answer": 1}', {}, "has no 'prompt', only 'question', 'answer': set promptField"),
+        (b'{"prompt": "a"}\n{"prompt": 7}', {}, "line 2 of train.jsonl: 'prompt' should be a text, or a list of"),
+        (b'{"prompt": [{"text": "a"}]}', {}, "should be a text, or a list of messages with role and content"),
+        (b'{"prompt": "a"}', {"path": "math/other.jsonl"}, "file 'math/other.jsonl' can't be used: there is no file"),
+        (b'{"prompt": "a"}', {"path": "math/rewards.py"}, "rewards.py: a file of prompts ends with one of .jsonl"),
+        (b'{"prompt": "a"}', {"path": "math"}, "math is a directory that datasets.save_to_disk did not write"),
+        (b'{"prompt": "a"}', {"reward": {"function": "rewards:scores"}}, "module rewards has no function scores"),
+        (b'{"prompt": "a"}', {"reward": {"function": "rewarding:score"}}, "No module named 'rewarding'"),
+        (b'{"prompt": "a"}', {"reward": {"math": {}}}, "line 1 of train.jsonl: has no 'answer', only 'prompt': set"),
+        (b'{"prompt": "a", "answer": []}', {"reward": {"math": {}}}, "'answer' should be a number or a text"),
+        (b'{"prompt": "a", "answer": " "}', {"reward": {"math": {}}}, "'answer' has no answer in it"),
+        (b'{"prompt": "a", "answer": "7"}', {"reward": {"math": {"answerAfter": "####"}}}, "has no '####' in it"),
     ],
 )
 async def test_what_is_wrong_with_a_file_is_said_before_the_job_begins(
-    tmp_path: Path, rows: list[object], changes: dict[str, str], said: str
+    tmp_path: Path, lines: bytes, changes: dict[str, Any], said: str
 ) -> None:
-    source = write_file(tmp_path, *rows).model_copy(update=changes)
-    async with processes(source, tmp_path) as made:
+    write_file(tmp_path)
+    (tmp_path / "mine/math/train.jsonl").write_bytes(lines)
+    async with processes(prompt_file(**changes), tmp_path) as made:
         with pytest.raises(TaskUnusable, match=re.escape(said)):
             await made.questions(0, 1)

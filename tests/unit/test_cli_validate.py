@@ -176,8 +176,9 @@ def test_a_new_manifest_is_accepted_and_says_what_each_field_means() -> None:
 
 def test_prompts_of_ones_own_are_a_file_and_a_reward() -> None:
     wishes = Wishes(name="own", model="m", prompts="data:math/train.jsonl", reward="rewards:score")
-    source = ColocatedRLJob.read(yaml.safe_load(manifest(wishes))).spec.rollout.prompts.source
-    assert {"claim_name": "data", "path": "math/train.jsonl", "reward": "rewards:score"}.items() <= vars(source).items()
+    source = ColocatedRLJob.read(yaml.safe_load(manifest(wishes))).spec.rollout.prompts.file
+    assert source
+    assert ("data", "math/train.jsonl", "rewards:score") == (source.claim_name, source.path, source.reward.function)
 
 
 @pytest.mark.parametrize(

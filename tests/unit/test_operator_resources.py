@@ -75,20 +75,28 @@ def test_what_is_mounted_is_declared_and_the_other_way_round() -> None:
 
 def test_reward_code_has_a_user_of_its_own_and_nothing_but_a_socket_and_its_prompts() -> None:
     """It ran beside store, keys and data token, as their user."""
-    file = {"claimName": "mine", "path": "train.jsonl", "reward": "rewards:score"}
-    prompts = {"file": file, "image": "mine", "resources": {"limits": {"memory": "8Gi"}}}
+    file = {"claimName": "mine", "path": "train.jsonl", "reward": {"function": "rewards:score"}}
+    endpoint = {"url": "http://judge/", "secretName": "judge"}
+    judged = {"claimName": "yours", "path": "*.parquet", "reward": {"http": endpoint}}
+    mix = {"sources": [{"file": file}, {"file": {**file, "path": "b.jsonl"}}, {"file": judged}]}
+    prompts = {"mix": mix, "image": "mine", "resources": {"limits": {"memory": "8Gi"}}}
     body = pod(ROLLOUT_SEAT, rollout={"prompts": prompts, "batchSize": 4, "groupSize": 2})
     rewards, rollout = container(body, names.REWARDS_CONTAINER), container(body, names.ROLLOUT_CONTAINER)
-    assert {"tasks": False, "rewards-tmp": False, "prompts": True} == mounts(body, rewards["name"])
-    assert {"store": False, "tls": True, "tasks": True}.items() <= mounts(body, rollout["name"]).items()
-    assert "prompts" not in mounts(body, rollout["name"])
+    assert {"tasks": False, "rewards-tmp": False, "prompts-0": True, "prompts-1": True} == mounts(body, rewards["name"])
+    own = {"store": False, "tls": True, "tasks": True, "reward-token-0": True}
+    assert own.items() <= mounts(body, rollout["name"]).items()
+    assert not any(name.startswith("prompts") for name in mounts(body, rollout["name"]))
     users = {each["securityContext"].get("runAsUser", resources.SHARED_USER) for each in containers(body)}
     assert {resources.SHARED_USER, resources.REWARDS_USER} == users
     assert ("mine", {"memory": "8Gi"}) == (rewards["image"], rewards["resources"]["limits"])
     assert not any("valueFrom" in variable for variable in rewards["env"])
     assert "Always" == rewards["restartPolicy"], "a sidecar, which ends with the rollout controller"
-    claims = [volume.get("persistentVolumeClaim") for volume in body["spec"]["volumes"] if volume["name"] == "prompts"]
-    assert [{"claimName": "mine", "readOnly": True}] == claims
+    volumes = {volume["name"]: volume for volume in body["spec"]["volumes"]}
+    assert {"claimName": "mine", "readOnly": True} == volumes["prompts-0"]["persistentVolumeClaim"]
+    paths = [mount["mountPath"] for mount in rewards["volumeMounts"] if mount["name"].startswith("prompts")]
+    assert [f"{names.PROMPTS_DIR}/mine", f"{names.PROMPTS_DIR}/yours"] == paths
+    token = volumes["reward-token-0"]["secret"]
+    assert ("judge", [{"key": "token", "path": "token"}]) == (token["secretName"], token["items"])
 
 
 def test_a_user_without_a_passwd_entry_and_a_read_only_root_finds_its_home() -> None:

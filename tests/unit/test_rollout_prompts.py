@@ -16,7 +16,7 @@ json.loads(sys.stdin.readline())
 print(json.dumps({"value": 1000}), flush=True)
 for number, line in enumerate(sys.stdin):
     start, count = json.loads(line)["questions"]
-    made = {"value": [(place, f"{place} + 1 =") for place in range(start, start + count)]}
+    made = {"value": [(place, f"{place} + 1 =", False) for place in range(start, start + count)]}
     print(json.dumps({"error": "OSError: disk"} if number < 2 else made), flush=True)
 """
 
@@ -31,9 +31,7 @@ async def test_questions_that_can_not_be_made_are_a_problem_until_they_can(tmp_p
         told.append(prompts.problem.message if prompts.problem else "")
 
     async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
-        prompts = PromptSource(
-            10, processes, job.chat, max_prompt_tokens=200, position=0, changed=changed, retry_s=0.01
-        )
+        prompts = PromptSource(processes, job.chat, max_prompt_tokens=200, position=0, changed=changed, retry_s=0.01)
         running = asyncio.create_task(prompts.run())
         await until(prompts.take)
         running.cancel()

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from colocated_rl_api.job import Prompts, ReasoningGym
-from colocated_rl_rollout.prompts import is_held_out
+from colocated_rl_api.prompts import Prompts, ReasoningGym
+from colocated_rl_rollout.gym import answer_in
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
-from colocated_rl_rollout.tasks import answer_in
+from colocated_rl_rollout.tasks import is_held_out
 from fakes.rollout import until
 from fakes.tasks import task_processes, task_server
 
@@ -109,9 +109,9 @@ async def test_a_process_that_hangs_or_dies_costs_one_sample_and_is_replaced(
 
 
 async def test_a_task_that_cannot_be_made_is_said_to_whoever_asks(tmp_path: Path) -> None:
-    async with processes(tmp_path, """print('{"error": "no dataset of this name"}')""") as made:
+    async with processes(tmp_path, """print('{"error": "file can not be used: no rows"}')""") as made:
         for _ in range(2):
-            with pytest.raises(TaskUnusable, match=r"chain_sum.*no dataset of this name"):
+            with pytest.raises(TaskUnusable, match=r"spec\.rollout\.prompts\.file can not be used: no rows"):
                 await made.questions(0, 1)
         with pytest.raises(TaskUnusable):
             await made.size()

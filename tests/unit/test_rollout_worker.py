@@ -72,7 +72,7 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
                 engines=Engines(
                     DataClient(session, job.tls, JOB_UID), settle_s=1, changed=lambda: None, count=lambda tokens: None
                 ),
-                prompts=PromptSource(10, processes, job.chat, max_prompt_tokens=200, position=0, changed=lambda: None),
+                prompts=PromptSource(processes, job.chat, max_prompt_tokens=200, position=0, changed=lambda: None),
                 chat=job.chat,
                 processes=processes,
                 evaluation=None,

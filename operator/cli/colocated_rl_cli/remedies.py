@@ -202,7 +202,27 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "RewardProcessDied": Remedy(
         "the reward function's process died on the answers of a group, which was given up for it",
-        "see rollout.resources and the function",
+        "see rollout.prompts.resources and the function",
+        heals=True,
+    ),
+    "RewardUnavailable": Remedy(
+        "the endpoint of reward.http gives no answer; it is asked again, and a sample fails after `attempts`",
+        "see the endpoint, and whether the rollout pod may reach it",
+        heals=True,
+    ),
+    "RewardRefused": Remedy(
+        "the endpoint of reward.http refused the samples of a group, which was given up for it",
+        "read the message: the address, the token of secretName, or what the endpoint wants is another",
+        heals=True,
+    ),
+    "RewardGarbled": Remedy(
+        "the endpoint of reward.http answered something else than a reward, on a group which was given up for it",
+        'let it answer {"reward": NUMBER}',
+        heals=True,
+    ),
+    "RewardNotAsked": Remedy(
+        "rows of a group can't be sent to the endpoint of reward.http, and it was given up for it",
+        "read the message: a row is too large, or has numbers that JSON has no word for",
         heals=True,
     ),
     "EngineRejected": Remedy(

@@ -87,7 +87,7 @@ def _prompts(wishes: Wishes) -> dict[str, Any]:
     if wishes.task and not (wishes.prompts or wishes.reward):
         return {"reasoningGym": {"name": wishes.task}}
     if wishes.prompts and wishes.reward and not wishes.task:
-        return {"file": {**_at_claim(wishes.prompts), "reward": wishes.reward}}
+        return {"file": {**_at_claim(wishes.prompts), "reward": {"function": wishes.reward}}}
     raise UsageError(
         "prompts come from one source: --task NAME, or --prompts CLAIM:FILE.jsonl with --reward MODULE:FUNCTION"
     )

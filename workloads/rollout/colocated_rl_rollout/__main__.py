@@ -15,6 +15,7 @@ from colocated_rl_rollout.chat import ModelUnusable
 from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.database import StoreFailed
 from colocated_rl_rollout.engine_client import gate_connector
+from colocated_rl_rollout.reward_endpoint import RewardEndpoint
 from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.settings import Settings, SettingsError, read_settings
 
@@ -23,11 +24,19 @@ LOG = logging.getLogger(__name__)
 
 async def serve(settings: Settings) -> None:
     """One controller until it ends. Raises what its parts raise, in a group or alone."""
-    async with aiohttp.ClientSession(connector=gate_connector(), trust_env=False) as session:
+    async with (
+        aiohttp.ClientSession(connector=gate_connector(), trust_env=False) as session,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False) as outside,
+    ):
+        prompts = settings.job.spec.rollout.prompts
         processes = TaskProcesses(
-            settings.job.spec.rollout.prompts,
+            prompts,
             count=settings.task_processes,
             socket=settings.tasks,
+            endpoints={
+                number: RewardEndpoint(reward, settings.job, outside, tokens=settings.reward_tokens)
+                for number, reward in prompts.endpoints.items()
+            },
         )
         controller = Controller(settings, session, processes)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -77,7 +77,6 @@ class Controller:
             count=self._count_tokens,
         )
         self._prompts = PromptSource(
-            spec.rollout.prompts.source.held_out_percent,
             self._processes,
             chat,
             max_prompt_tokens=spec.rollout.max_prompt_tokens,

@@ -8,8 +8,6 @@ question is held out by its hash, wherever it stands and however often: it never
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +17,6 @@ from colocated_rl_api.member_wire import Problem
 from colocated_rl_rollout.chat import Chat, ModelUnusable
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
 from colocated_rl_rollout.samples import Prompt
-from colocated_rl_rollout.task_wire import Question
 
 LOG = logging.getLogger(__name__)
 
@@ -32,22 +29,15 @@ class NoPrompts(Exception):
     """The data has no prompt of the kind that is wanted. The user mends the job."""
 
 
-def is_held_out(question: Question, *, percent: int) -> bool:
-    """Whether a question is kept from training: by its hash alone, so that every part of the system agrees."""
-    text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
-    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % 100 < percent
-
-
 class PromptSource:
     """Prompts of one job. `run` keeps AHEAD of them ready.
 
     changed: called when there is something new to take, or a problem came or went.
-    too_long: prompts that were left out so far.
+    too_long, held_out_seen: prompts that were left out so far.
     """
 
     def __init__(
         self,
-        held_out_percent: int,
         processes: TaskProcesses,
         chat: Chat,
         *,
@@ -56,7 +46,6 @@ class PromptSource:
         changed: Callable[[], None],
         retry_s: float = RETRY_S,
     ) -> None:
-        self._held_out_percent = held_out_percent
         self._processes = processes
         self._chat = chat
         self._max_prompt_tokens = max_prompt_tokens
@@ -65,7 +54,7 @@ class PromptSource:
         self._position = position  # of the next question to look at
         self._ready: deque[Prompt] = deque()
         self._taken = asyncio.Event()
-        self.too_long = 0
+        self.too_long = self.held_out_seen = 0
         self.problem: Problem | None = None
 
     def take(self) -> Prompt | None:
@@ -111,7 +100,7 @@ class PromptSource:
         """
         found: dict[tuple[int, ...], Prompt] = {}
         size = await self._processes.size()
-        for position in range(0, size if self._held_out_percent > 0 else 0, CHUNK):
+        for position in range(0, size if self._processes.holds_out else 0, CHUNK):
             for prompt in await self._look(position, held_out=True):
                 found.setdefault(prompt.ids, prompt)
             if len(found) >= count:
@@ -123,19 +112,20 @@ class PromptSource:
     async def _look(self, start: int, *, held_out: bool) -> list[Prompt]:
         """Prompts of the next CHUNK questions."""
         found = []
-        for position, (index, question) in enumerate(await self._processes.questions(start, CHUNK), start):
-            if is_held_out(question, percent=self._held_out_percent) is not held_out:
+        for position, asked in enumerate(await self._processes.questions(start, CHUNK), start):
+            if asked.held_out is not held_out:
+                self.held_out_seen += asked.held_out
                 continue
-            ids = self._chat.prompt_ids(question)
+            ids = self._chat.prompt_ids(asked.question)
             if len(ids) > self._max_prompt_tokens:
                 self.too_long += 1
                 continue
-            found.append(Prompt(position, index, ids))
+            found.append(Prompt(position, asked.row, ids))
         return found
 
     def _left_out(self) -> str:
         return (
-            f"heldOutPercent is {self._held_out_percent}, "
+            f"{self.held_out_seen} were held out (heldOutPercent), "
             f"{self.too_long} were longer than maxPromptTokens ({self._max_prompt_tokens})"
         )
 

@@ -3,7 +3,8 @@
 The processes run other people's code, in a container of their own (`task_server`): here is a connection to each. Each
 works off requests in batches, in order; the reply to each has a deadline. A process that misses it, or dies, is
 replaced: the request it was at fails if it missed the deadline, or if a second process died of it; all others are
-asked again. A task that can't be set up at all is the user's to mend: `TaskUnusable`, to whoever asks.
+asked again. A task that can't be set up at all is the user's to mend: `TaskUnusable`, to whoever asks. Where the job
+names an endpoint for rewards, a process answers with the row, and the endpoint is asked from here.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pydantic
 
 from colocated_rl_api import names
-from colocated_rl_api.job import Prompts, ReasoningGym
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
-from colocated_rl_rollout.task_wire import QUESTIONS, REWARD, SIZE, Greeting, Question, Reply
+from colocated_rl_api.prompts import Prompts
+from colocated_rl_rollout.task_wire import QUESTIONS, SCORE, SIZE, Asked, Greeting, Question, Reply, Row
 
 LOG = logging.getLogger(__name__)
 
-START_DEADLINE_S = 120.0
+START_DEADLINE_S = 900.0  # data may have to be fetched, and all of it is looked at
 REPLY_DEADLINE_S = 30.0
 RESTART_S = 1.0  # before a process that died is replaced; with jitter
 AT_ONCE = 32  # requests on the way to one process
@@ -46,6 +47,15 @@ class RewardFailed(Exception):
 
 class TaskUnusable(Exception):
     """The task can't be made as the job describes it. The user mends the job."""
+
+
+class Endpoint(Protocol):
+    """Says what responses are worth. problem: why it does not, now."""
+
+    problem: Problem | None
+
+    async def score(self, prompt: Question, fields: Mapping[str, Any], response: str) -> float:
+        """Raises RewardFailed."""
 
 
 class _ProcessLost(Exception):
@@ -109,38 +119,61 @@ class _Connection:
 
 
 class TaskProcesses:
-    """`count` processes of one source of prompts; `run` keeps them up.
+    """`count` processes for all the prompts of a job; `run` keeps them up.
 
-    socket: where the task server listens.
+    socket: where the task server listens. endpoints: that reward rows, by the number of their source.
     """
 
     def __init__(
-        self, prompts: Prompts, *, count: int, socket: Path, reply_deadline_s: float = REPLY_DEADLINE_S
+        self,
+        prompts: Prompts,
+        *,
+        count: int,
+        socket: Path,
+        endpoints: Mapping[int, Endpoint] | None = None,
+        reply_deadline_s: float = REPLY_DEADLINE_S,
     ) -> None:
         self._prompts = prompts
+        self._endpoints = endpoints or {}
         self._size: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._count = count
         self._socket = socket
         self._reply_deadline_s = reply_deadline_s
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()
         self._unusable: TaskUnusable | None = None
-        self.problem: Problem | None = None
+        self._problem: Problem | None = None
+
+    @property
+    def problem(self) -> Problem | None:
+        """Why there are no questions or rewards, now."""
+        troubled = (endpoint.problem for endpoint in self._endpoints.values() if endpoint.problem)
+        return self._problem or next(troubled, None)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether some questions are kept from training."""
+        return any(source.held_out_percent for source, _ in self._prompts.sources)
 
     async def size(self) -> int:
         """Rows of the data. Raises TaskUnusable."""
         return await asyncio.shield(self._size)
 
-    async def questions(self, start: int, count: int) -> list[tuple[int, Question]]:
-        """Index and question of the positions [start, start + count). Raises RewardFailed, TaskUnusable."""
-        found: list[tuple[int, Question]] = await self._ask({"questions": [start, count]}, QUESTIONS)
+    async def questions(self, start: int, count: int) -> list[Asked]:
+        """Those of the positions [start, start + count). Raises RewardFailed, TaskUnusable."""
+        found: list[Asked] = await self._ask({"questions": [start, count]}, QUESTIONS)
         if len(found) != count:
             raise RewardFailed("ReplyGarbled", f"{len(found)} questions came, {count} were asked for")
         return found
 
     async def score(self, index: int, response: str) -> float:
         """Reward of a response to the question of row `index`. Raises RewardFailed, TaskUnusable."""
-        reward: float = await self._ask({"score": [index, response]}, REWARD)
-        return reward
+        scored: float | Row = await self._ask({"score": [index, response]}, SCORE)
+        if not isinstance(scored, Row):
+            return scored
+        endpoint = self._endpoints.get(scored.source)
+        if endpoint is None:
+            raise RewardFailed("ReplyGarbled", f"a row came back, and source {scored.source} has no endpoint for it")
+        return await endpoint.score(scored.prompt, scored.fields, response)
 
     async def run(self) -> None:
         """Keep the processes up until cancelled."""
@@ -165,10 +198,10 @@ class TaskProcesses:
                         await self._work_off(process)
             except _ProcessLost as error:
                 log(LOG, "task process replaced", logging.WARNING, reason=str(error))
-                self.problem = Problem(reason="TaskProcessLost", message=f"{error}; it is started again"[:1024])
+                self._problem = Problem(reason="TaskProcessLost", message=f"{error}; it is started again"[:1024])
             except TaskUnusable as error:
                 self._unusable = error
-                self.problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
+                self._problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
                 if not self._size.done():
                     self._size.set_exception(error)
                     self._size.exception()  # whoever asks is told; perhaps nobody does
@@ -184,14 +217,14 @@ class TaskProcesses:
         except TimeoutError as error:
             raise _ProcessLost(f"task process not ready within {START_DEADLINE_S:.0f} s") from error
         if reply.error is not None:
-            raise TaskUnusable(f"spec.rollout.prompts.{_told(self._prompts)} can't be used: {reply.error}")
+            raise TaskUnusable(f"spec.rollout.prompts.{reply.error}")
         try:
             size = SIZE.validate_python(reply.value)
         except pydantic.ValidationError as error:
             raise _ProcessLost("task process did not say how many rows it has") from error
         if not self._size.done():
             self._size.set_result(size)
-        self.problem = None
+        self._problem = None
 
     async def _work_off(self, process: _Connection) -> None:
         """Answer what is waiting, at most AT_ONCE requests."""
@@ -221,16 +254,11 @@ class TaskProcesses:
             _fail(self._requests.get_nowait(), error)
 
 
-def _told(prompts: Prompts) -> str:
-    source = prompts.source
-    return f"reasoningGym {source.name!r}" if isinstance(source, ReasoningGym) else f"file {source.path!r}"
-
-
 def _resolve(request: _Request, reply: Reply) -> None:
     if request.reply.done():  # whoever asked has gone
         return
     if reply.error is not None:
-        request.reply.set_exception(RewardFailed("VerifierFailed", reply.error))
+        request.reply.set_exception(RewardFailed(reply.reason, reply.error))
         return
     try:
         request.reply.set_result(request.kind.validate_python(reply.value))

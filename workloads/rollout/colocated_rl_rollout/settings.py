@@ -37,6 +37,7 @@ class Settings:
     tls: Path
     model: Path
     tasks: Path
+    reward_tokens: Path
     ports: Ports
     task_processes: int
     drain_s: float
@@ -57,6 +58,9 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
     )
     parser.add_argument("--models", type=Path, default=Path(names.MODEL_DIR), help="what spec.model.path is in")
     parser.add_argument("--tasks", type=Path, default=Path(names.TASKS_SOCKET), help="socket of the task server")
+    parser.add_argument(
+        "--reward-tokens", type=Path, default=Path(names.REWARD_TOKENS_DIR), help="Secrets for endpoints of rewards"
+    )
     Ports.add_arguments(parser)
     parser.add_argument(
         "--task-processes",
@@ -85,6 +89,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         tls=given.tls,
         model=given.models / job.spec.model.path,
         tasks=given.tasks,
+        reward_tokens=given.reward_tokens,
         ports=Ports.given(given),
         task_processes=given.task_processes,
         drain_s=given.drain_seconds,

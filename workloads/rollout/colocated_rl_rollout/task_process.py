@@ -1,11 +1,11 @@
 """A process that makes questions and scores answers, for `rewards`; `task_server` starts it.
 
-    python -m colocated_rl_rollout.task_process DIR [LIMIT]
+    python -m colocated_rl_rollout.task_process CLAIMS CACHE [LIMIT]
 
 JSON lines: a `Greeting` comes first and is answered with `{"value": SIZE}`; then each request is answered in order,
-`{"questions": [start, count]}` and `{"score": [index, text]}`, with `{"value": ...}` or `{"error": "..."}`. DIR is
-where claims of prompts are mounted, LIMIT the file that has the container's memory limit. Ends with its input.
-Verifiers are other people's code: they may take for ever, print, and take memory; they do it here.
+`{"questions": [start, count]}` and `{"score": [index, text]}`, with a `Reply`. CLAIMS is where claims of prompts are
+mounted, CACHE a directory for copies and downloads, LIMIT the file that has the container's memory limit. Ends with its
+input. Verifiers are other people's code: they may take for ever, print, and take memory; they do it here.
 """
 
 from __future__ import annotations
@@ -17,50 +17,47 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from colocated_rl_rollout.task_wire import Greeting
-from colocated_rl_rollout.tasks import Task, make_task
+from colocated_rl_rollout.task_wire import Greeting, Reply
+from colocated_rl_rollout.tasks import SourceUnusable, Tasks, described, make_tasks
 
 MIB = 1024 * 1024
 MEMORY_LIMIT = "/sys/fs/cgroup/memory.max"
 LEAST_MEMORY_BYTES = 1024 * MIB  # libraries of the tasks take a third of it
 
 
-def serve(requests: TextIO, replies: TextIO, directory: Path, container_bytes: int | None) -> None:
+def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, container_bytes: int | None) -> None:
     """Answer until the input ends."""
 
     def reply(**fields: Any) -> None:
-        replies.write(json.dumps(fields) + "\n")
+        replies.write(Reply(**fields).model_dump_json(exclude_defaults=True) + "\n")
         replies.flush()
 
     try:
         greeting = Greeting.model_validate_json(requests.readline())
         limit_memory(memory_bytes(container_bytes, processes=greeting.processes))
-        task = make_task(greeting.prompts, directory)
-    except Exception as error:  # noqa: BLE001 - of another's code; the user reads it in the job's status
-        reply(error=_described(error))
+        tasks = make_tasks(greeting.prompts, claims=claims, cache=cache)
+    except SourceUnusable as error:
+        reply(error=str(error))
         return
-    reply(value=task.size)
+    reply(value=tasks.size)
     for line in requests:
         try:
-            value = _answer(task, json.loads(line))
+            value = _answer(tasks, json.loads(line))
         except Exception as error:  # noqa: BLE001 - of another's code; one answer fails, the rest go on
-            reply(error=_described(error))
+            reason = "RewardTimedOut" if isinstance(error, TimeoutError) else "VerifierFailed"
+            reply(error=described(error), reason=reason)
         else:
             reply(value=value)
 
 
-def _answer(task: Task, request: dict[str, Any]) -> Any:
+def _answer(tasks: Tasks, request: dict[str, Any]) -> Any:
     match request:
         case {"questions": [start, count]}:
-            return [task.question(position) for position in range(start, start + count)]
+            return [tasks.question(position) for position in range(start, start + count)]
         case {"score": [index, response]}:
-            return task.score(index, response)
+            return tasks.score(index, response)
         case other:
             raise ValueError(f"no such request: {sorted(other)}")
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
 
 
 def memory_bytes(container_bytes: int | None, *, processes: int) -> int | None:
@@ -84,13 +81,13 @@ def container_memory_bytes(file: Path) -> int | None:
 
 
 def main() -> None:
-    directory, limit = [*sys.argv[1:], MEMORY_LIMIT][:2]
+    claims, cache, limit = (Path(word) for word in [*sys.argv[1:], MEMORY_LIMIT][:3])
     requests = os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8")
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())  # a verifier that reads takes no line away, and one that prints adds none
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(requests, replies, Path(directory), container_memory_bytes(Path(limit)))
+    serve(requests, replies, claims=claims, cache=cache, container_bytes=container_memory_bytes(limit))
 
 
 if __name__ == "__main__":

@@ -85,11 +85,12 @@ def main() -> None:
         prog="python -m colocated_rl_rollout.task_server", description="Starts what makes prompts and computes rewards."
     )
     parser.add_argument("--socket", type=Path, default=Path(names.TASKS_SOCKET))
-    parser.add_argument("--prompts", default=names.PROMPTS_DIR, help="where claims of prompts are mounted")
+    parser.add_argument("--claims", default=names.PROMPTS_DIR, help="where claims of prompts are mounted")
+    parser.add_argument("--cache", default="/tmp/colocate", help="directory for copies and downloads of prompts")
     given = parser.parse_args()
     logs.configure(role=names.ROLE_ROLLOUT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the first process of a container is spared without
-    serve(listen(given.socket), [*COMMAND, given.prompts])
+    serve(listen(given.socket), [*COMMAND, given.claims, given.cache])
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ The processes run other people's code, so the controller reads nothing of them t
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 
-from colocated_rl_api.job import Prompts
+from colocated_rl_api.prompts import Prompts
 
 Question = str | list[dict[str, Any]]
 """What a user asks, or a conversation up to where the policy speaks."""
@@ -27,13 +27,29 @@ class Greeting(_Line):
 
 
 class Reply(_Line):
-    """The answer to each line, in their order: one of the two."""
+    """The answer to each line, in their order: a value, or an error and its reason."""
 
     value: Any = None
     error: str | None = None
+    reason: Literal["VerifierFailed", "RewardTimedOut"] = "VerifierFailed"
 
 
-Index = Annotated[int, Field(ge=0, lt=2**63)]
+class Row(_Line):
+    """A row that an endpoint rewards and no process here: the answer to `score` instead of a number."""
+
+    source: Annotated[int, Field(ge=0)]  # of the job's sources, from 0
+    prompt: Question
+    fields: dict[str, Any]
+
+
+class Asked(NamedTuple):
+    """A question, the index of its row, and whether it is kept from training."""
+
+    row: Annotated[int, Field(ge=0, lt=2**63)]
+    question: Question
+    held_out: bool
+
+
 SIZE: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(ge=1, lt=2**63)])
-QUESTIONS: TypeAdapter[list[tuple[Index, Question]]] = TypeAdapter(list[tuple[Index, Question]])
-REWARD: TypeAdapter[float] = TypeAdapter(FiniteFloat)
+QUESTIONS: TypeAdapter[list[Asked]] = TypeAdapter(list[Asked])
+SCORE: TypeAdapter[float | Row] = TypeAdapter(FiniteFloat | Row)

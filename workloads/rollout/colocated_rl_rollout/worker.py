@@ -358,7 +358,7 @@ class Worker:
                 step=step,
                 shards=trainer_ranks(self._spec),
                 temperature=self.temperature,
-                seed=self._rollout.prompts.source.seed,
+                seed=self._rollout.prompts.seed,
                 oldest_step=step - 1 - self._rollout.max_staleness,
             )
         except OSError as error:

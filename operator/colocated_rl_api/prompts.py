@@ -1,0 +1,317 @@
+"""Where prompts come from and what their responses are worth: `spec.rollout.prompts` of the resource.
+
+Sources stand alone or in a mix. A source of rows (a file, a dataset of the hub) says how its responses are rewarded; an
+environment brings its own rewards with it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Self
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.alias_generators import to_snake
+
+from colocated_rl_api.parts import Options, Part, Resources, Rule, rules, should_match
+
+DEFAULT_HUB = "https://huggingface.co"
+
+
+class _Choice(Part):
+    """A part of which exactly one of several members is given."""
+
+    CHOOSES: ClassVar[str]  # as in "prompts come from"
+    CHOICES: ClassVar[tuple[str, ...]]
+
+    @model_validator(mode="after")
+    def _one_is_given(self) -> Self:
+        given = sum(getattr(self, to_snake(choice)) is not None for choice in self.CHOICES)
+        if given != 1:
+            raise ValueError(f"{_one_of(self.CHOOSES, self.CHOICES)}: {given} are given")
+        return self
+
+
+def _one_of(chooses: str, choices: tuple[str, ...]) -> str:
+    return f"{chooses} exactly one of {', '.join(choices[:-1])} and {choices[-1]}"
+
+
+def _choice(chooses: str, choices: tuple[str, ...]) -> Rule:
+    given = "[" + ", ".join(f"has(self.{choice})" for choice in choices) + "].filter(given, given).size()"
+    words = _one_of(chooses, choices)
+    return Rule(choices[0], f"{given} == 1", words, f"'{words}: %d are given'.format([{given}])")
+
+
+# ------------------------------------------------------------------------------------------------------------- rewards
+_is_function, _function_rule = should_match(
+    r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*",
+    "should be MODULE:FUNCTION, in Python: my_rewards:score",
+)
+_is_url, _url_rule = should_match(
+    r"https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~%!$&()*+,;=:@/-]*)?",
+    "should be an address with http or https, without user, query or fragment: http://judge.default.svc:8000/score",
+)
+
+
+class MathReward(Part):
+    """1 if the last answer in a response equals the row's, as math-verify compares them, else 0."""
+
+    answer_field: str = Field(
+        default="answer",
+        min_length=1,
+        max_length=253,
+        description="Member of each row that has the right answer: a number, or a text in LaTeX.",
+    )
+    answer_after: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=64,
+        description="Text before the answer in that member, where it has more than the answer: #### for gsm8k.",
+    )
+
+
+class HttpReward(Part):
+    """An endpoint that is asked with a POST of JSON and answers {"reward": NUMBER}."""
+
+    url: Annotated[str, _is_url] = Field(
+        max_length=2048,
+        json_schema_extra=_url_rule,
+        description="Where to ask. The request has prompt, response, fields (the row) and job (name, namespace, uid).",
+    )
+    secret_name: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=253,
+        description="Secret in the job's namespace whose entry token is sent along as a bearer token. The rollout "
+        "controller alone has it.",
+    )
+    timeout_seconds: int = Field(default=60, ge=1, le=3600, description="For each attempt.")
+    attempts: int = Field(
+        default=5,
+        ge=1,
+        le=100,
+        description="At most, with growing pauses, when there is no answer, or 429 or 5xx. Then the sample fails and "
+        "another one is generated in its place.",
+    )
+    max_concurrency: int = Field(default=64, ge=1, le=4096, description="Requests at the same time.")
+
+
+_REWARDS = ("function", "math", "http")
+
+
+class Reward(_Choice):
+    """What a response is worth that ended by itself. One that the token limit ended is worth 0, and nobody is asked."""
+
+    CHOOSES = "a reward comes from"
+    CHOICES = _REWARDS
+    model_config = ConfigDict(json_schema_extra=rules(_choice(CHOOSES, _REWARDS)))
+
+    function: Annotated[str, _is_function] | None = Field(
+        default=None,
+        max_length=253,
+        json_schema_extra=_function_rule,
+        description="MODULE:FUNCTION, in the image or beside the file. Called with the response and its row; returns a "
+        "finite number.",
+    )
+    math: MathReward | None = Field(default=None, description="Mathematical equality with the row's answer.")
+    http: HttpReward | None = Field(default=None, description="An endpoint of one's own.")
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+class _Source(Part):
+    held_out_percent: int = Field(
+        default=10,
+        ge=0,
+        le=100,
+        description="Share of prompts, chosen by their hash, that is never trained on and serves evaluation; 100: for "
+        "evaluation alone.",
+    )
+
+
+_is_task_name, _task_name_rule = should_match(
+    r"[a-z0-9_]+", "should be the name of a reasoning-gym task, of a-z, 0-9 and _: chain_sum"
+)
+
+
+class ReasoningGym(_Source):
+    """Procedural tasks with verifiable answers from the reasoning-gym package."""
+
+    name: Annotated[str, _is_task_name] = Field(
+        max_length=64, json_schema_extra=_task_name_rule, description="Task, for instance chain_sum."
+    )
+    config: Options = Field(default_factory=dict, description="Options of the task, handed through.")
+    size: int = Field(
+        default=10_000, ge=1, le=10_000_000, description="Number of problems made; they repeat after that."
+    )
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the problems.")
+    answer_after: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=64,
+        description="Text before the answer in a response; the verifier sees what follows its last occurrence. "
+        "The whole response when absent.",
+    )
+
+    @property
+    def title(self) -> str:
+        return f"reasoningGym {self.name!r}"
+
+
+class RowSource(_Source):
+    """Rows of data: which member is the prompt, and what responses are worth."""
+
+    prompt_field: str = Field(
+        default="prompt",
+        min_length=1,
+        max_length=253,
+        description="Member of each row that is the prompt: a text, or a list of messages with role and content.",
+    )
+    reward: Reward = Field(description="What a response is worth.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Of the order, another one in each pass.")
+
+
+_is_data_path, _data_path_rule = should_match(
+    r"([A-Za-z0-9_][A-Za-z0-9._-]*/)*[A-Za-z0-9_*][A-Za-z0-9._*-]*",
+    "should be a path inside the claim, without / at its ends or .. in it, with * in its last part alone: "
+    "math/train-*.parquet",
+)
+
+
+class PromptFile(RowSource):
+    """Prompts of one's own, from a volume: JSON lines, Parquet or Arrow."""
+
+    claim_name: str = Field(
+        min_length=1,
+        max_length=253,
+        description="Claim in the job's namespace that holds the file; mounted read-only, where rewards are computed "
+        "and nowhere else.",
+    )
+    path: Annotated[str, _is_data_path] = Field(
+        max_length=512,
+        json_schema_extra=_data_path_rule,
+        description="Inside the claim: a file that ends with .jsonl, .parquet or .arrow, several with a * in the last "
+        "part, or a directory that datasets.save_to_disk wrote.",
+    )
+
+    @property
+    def title(self) -> str:
+        return f"file {self.path!r}"
+
+
+_is_dataset, _dataset_rule = should_match(
+    r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*", "should be a dataset's name: openai/gsm8k"
+)
+
+
+class HuggingFace(RowSource):
+    """A public dataset of the Hugging Face hub, fetched when the job begins."""
+
+    name: Annotated[str, _is_dataset] = Field(
+        max_length=200, json_schema_extra=_dataset_rule, description="As on the hub: openai/gsm8k."
+    )
+    config: str | None = Field(
+        default=None, min_length=1, max_length=200, description="Part of the dataset, when it has several."
+    )
+    split: str = Field(default="train", min_length=1, max_length=200, description="Split of it.")
+    revision: str = Field(
+        default="main",
+        min_length=1,
+        max_length=200,
+        description="Commit, tag or branch. Only a commit stays what it is: a branch may have other rows after a "
+        "restart.",
+    )
+    endpoint: Annotated[str, _is_url] = Field(
+        default=DEFAULT_HUB, max_length=512, json_schema_extra=_url_rule, description="The hub, or a mirror of it."
+    )
+
+    @property
+    def title(self) -> str:
+        return f"huggingFace {self.name!r}"
+
+
+_SOURCES = ("reasoningGym", "file", "huggingFace")
+
+
+Source = ReasoningGym | PromptFile | HuggingFace
+
+
+class _OneSource(_Choice):
+    reasoning_gym: ReasoningGym | None = Field(default=None, description="Tasks and verifier of reasoning-gym.")
+    file: PromptFile | None = Field(default=None, description="Files of one's own.")
+    hugging_face: HuggingFace | None = Field(default=None, description="A dataset of the hub.")
+
+    @property
+    def source(self) -> Source | None:
+        return self.reasoning_gym or self.file or self.hugging_face
+
+
+class WeightedSource(_OneSource):
+    """A source of a mix."""
+
+    CHOOSES = "a source of a mix is"
+    CHOICES = _SOURCES
+    model_config = ConfigDict(json_schema_extra=rules(_choice(CHOOSES, _SOURCES)))
+
+    weight: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="Share of this source. Of as many prompts in a row as the weights add up to, so many come from "
+        "here; those that are held out or too long count.",
+    )
+
+
+class Mix(Part):
+    """Several sources in fixed shares. Each goes through its data at its own pace, and begins again at its end."""
+
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Of the order in which sources take turns.")
+    sources: list[WeightedSource] = Field(min_length=1, max_length=16, description="Each with its own rewards.")
+
+
+class Prompts(_OneSource):
+    """Where prompts and their rewards come from: one source, or a mix."""
+
+    CHOOSES = "prompts come from"
+    CHOICES = (*_SOURCES, "mix")
+    model_config = ConfigDict(json_schema_extra=rules(_choice(CHOOSES, CHOICES)))
+
+    mix: Mix | None = Field(default=None, description="Several sources, in fixed shares.")
+    image: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=512,
+        description="Image of the container that makes prompts and computes rewards, with what its functions import; "
+        "the rollout controller's when absent, and made from that.",
+    )
+    resources: Resources = Field(
+        default_factory=Resources,
+        description="Resources of that container. Its processes share the memory limit, each has its part of it.",
+    )
+
+    @property
+    def sources(self) -> list[tuple[Source, int]]:
+        """Each with its weight."""
+        parts = self.mix.sources if self.mix else [self]
+        return [(part.source, getattr(part, "weight", 1)) for part in parts if part.source]
+
+    @property
+    def seed(self) -> int:
+        """Of the order."""
+        return self.mix.seed if self.mix else self.sources[0][0].seed
+
+    @property
+    def claim_names(self) -> list[str]:
+        """Claims that sources lie in, each once."""
+        return sorted({source.claim_name for source, _ in self.sources if isinstance(source, PromptFile)})
+
+    @property
+    def endpoints(self) -> dict[int, HttpReward]:
+        """Endpoints of rewards, by the number of their source."""
+        return {
+            number: source.reward.http
+            for number, (source, _) in enumerate(self.sources)
+            if isinstance(source, RowSource) and source.reward.http
+        }
+
+    @property
+    def secret_names(self) -> list[str]:
+        """Secrets with tokens for endpoints, each once."""
+        return sorted({endpoint.secret_name for endpoint in self.endpoints.values() if endpoint.secret_name})

@@ -1,0 +1,187 @@
+"""An endpoint for rewards: what it is asked, and what is made of whatever it answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.prompts import HttpReward
+from colocated_rl_rollout.reward_endpoint import MAX_REPLY_BYTES, MAX_REQUEST_BYTES, RewardEndpoint
+from colocated_rl_rollout.rewards import RewardFailed
+from fakes.rollout import JOB_UID, make_spec
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class Judge:
+    """An endpoint that answers one after another of `answers`, the last one again and again."""
+
+    answers: list[Answer]
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[str | None] = field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(await request.json())
+        self.tokens.append(request.headers.get("Authorization"))
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            return await self.answers[min(len(self.asked), len(self.answers)) - 1](request)
+        finally:
+            self.at_once -= 1
+
+
+def says(body: str, status: int = 200, **headers: str) -> Answer:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response(text=body, status=status, headers=headers)
+
+    return answer
+
+
+async def hangs(_: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def hangs_up(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+GOOD = says('{"reward": 0.5, "why": "half of it"}')
+
+
+@asynccontextmanager
+async def endpoint(judge: Judge, tokens: Path = Path("/nowhere"), **fields: Any) -> AsyncIterator[RewardEndpoint]:
+    application = web.Application(client_max_size=2 * MAX_REQUEST_BYTES)
+    application.add_routes([web.post("/score", judge.answer)])
+    job = JobFile(name="job", namespace="us", uid=JOB_UID, created=datetime.now(UTC), spec=make_spec())
+    async with TestServer(application) as server, aiohttp.ClientSession(trust_env=False) as session:
+        reward = HttpReward(url=str(server.make_url("/score")), **{"attempts": 3, **fields})
+        async with asyncio.timeout(20):
+            yield RewardEndpoint(reward, job, session, tokens=tokens, first_pause_s=0.001)
+
+
+async def test_it_is_asked_with_prompt_response_row_and_job() -> None:
+    judge = Judge([GOOD])
+    async with endpoint(judge) as made:
+        assert 0.5 == await made.score("2 + 2?", {"prompt": "2 + 2?", "answer": 4}, "four")
+    assert [
+        {
+            "prompt": "2 + 2?",
+            "response": "four",
+            "fields": {"prompt": "2 + 2?", "answer": 4},
+            "job": {"name": "job", "namespace": "us", "uid": JOB_UID},
+        }
+    ] == judge.asked
+    assert [None] == judge.tokens
+
+
+async def test_the_token_of_its_secret_is_sent_along_and_may_change(tmp_path: Path) -> None:
+    (tmp_path / "judge").mkdir()
+    judge = Judge([GOOD])
+    async with endpoint(judge, tmp_path, secretName="judge") as made:
+        for token in ("first", "second\n"):
+            (tmp_path / "judge/token").write_text(token)
+            await made.score("", {}, "")
+    assert ["Bearer first", "Bearer second"] == judge.tokens
+
+
+@pytest.mark.parametrize("trouble", [says("busy", 503), says("", 429), says("", 500), hangs_up])
+async def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
+    judge = Judge([trouble, trouble, GOOD])
+    async with endpoint(judge) as made:
+        asked = asyncio.create_task(made.score("", {}, ""))
+        assert 0.5 == await asked
+        assert made.problem is None
+    assert 3 == len(judge.asked)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        (says("busy", 503), r"/score: it answers 503: 'busy', 3 times"),
+        (hangs, r"/score: no answer within 1 s, 3 times"),
+        (hangs_up, r"/score: ServerDisconnectedError: .*, 3 times"),
+    ],
+)
+async def test_it_is_given_up_after_so_many_attempts_and_is_a_problem_until_it_answers(
+    trouble: Answer, said: str
+) -> None:
+    judge = Judge([trouble, trouble, trouble, GOOD])
+    async with endpoint(judge, timeoutSeconds=1) as made:
+        with pytest.raises(RewardFailed, match=said) as failed:
+            await made.score("", {}, "")
+        assert "RewardUnavailable" == failed.value.reason
+        assert made.problem is not None
+        assert made.problem.message.endswith("; it is asked again")
+        assert 0.5 == await made.score("", {}, "")
+        assert made.problem is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "said"),
+    [
+        (says("who are you?", 401), "RewardRefused", "answers 401: 'who are you\\?'"),
+        (
+            says("", 302, Location="http://elsewhere/"),
+            "RewardRefused",
+            "sends to http://elsewhere/, which isn't followed",
+        ),
+        (says("0.5"), "RewardGarbled", r"should answer \{\"reward\": NUMBER\}, not 200: '0.5'"),
+        (says('{"reward": NaN}'), "RewardGarbled", "should answer"),
+        (says('{"reward": "much"}'), "RewardGarbled", "should answer"),
+        (says("[" * 50_000), "RewardGarbled", "should answer"),
+        (says("x" * (MAX_REPLY_BYTES + 1)), "RewardGarbled", "answers with more than"),
+    ],
+)
+async def test_what_will_not_pass_fails_the_sample_at_once(answer: Answer, reason: str, said: str) -> None:
+    judge = Judge([answer])
+    async with endpoint(judge) as made:
+        with pytest.raises(RewardFailed, match=said) as failed:
+            await made.score("", {}, "")
+    assert reason == failed.value.reason
+    assert 1 == len(judge.asked)
+
+
+async def test_a_row_that_cannot_be_sent_fails_its_sample_and_nobody_is_asked() -> None:
+    judge = Judge([GOOD])
+    async with endpoint(judge) as made:
+        for fields in ({"value": float("nan")}, {"value": "x" * MAX_REQUEST_BYTES}):
+            with pytest.raises(RewardFailed) as failed:
+                await made.score("", fields, "")
+            assert "RewardNotAsked" == failed.value.reason
+    assert [] == judge.asked
+
+
+async def test_no_more_are_asked_at_once_than_the_job_says() -> None:
+    waiting, go_on = asyncio.Semaphore(0), asyncio.Event()
+
+    async def waits(_: web.Request) -> web.StreamResponse:
+        waiting.release()
+        await go_on.wait()
+        return web.json_response({"reward": 1})
+
+    judge = Judge([waits])
+    async with endpoint(judge, maxConcurrency=2) as made:
+        asked = [asyncio.create_task(made.score("", {}, str(number))) for number in range(10)]
+        for _ in range(2):
+            await waiting.acquire()
+        go_on.set()
+        assert [1.0] * 10 == await asyncio.gather(*asked)
+    assert 2 == judge.most_at_once

@@ -1,0 +1,184 @@
+"""Rows of data files, each found again by its number: JSON lines, Parquet, Arrow, and what `datasets` saved to disk.
+
+JSON lines are read where they lie. Of other files a copy in JSON lines is made once, in the cache: so rows are the same
+plain values whatever they were read from, each is one read away, and none of the data stays in memory. Times, dates and
+decimals become text, bytes Base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import itertools
+import json
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+BATCH_ROWS = 256  # decoded at once
+ENDINGS = JSON_LINES, PARQUET, ARROW = ".jsonl", ".parquet", ".arrow"
+
+
+class RowsUnusable(ValueError):
+    """The files are not what the job says; the message names file and row."""
+
+
+class Rows:
+    """Rows of several files, one after another. Looks at each of them first.
+
+    cache: a directory for copies. check: what is wrong with a row, None if it is as it should be.
+    Raises RowsUnusable.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, cache: Path, check: Callable[[Row], str | None]) -> None:
+        with ExitStack() as opened:
+            self._files = [opened.enter_context(_as_json_lines(path, cache).open("rb")) for path in paths]
+            self._places = [array("Q", _look_through(*each, check)) for each in zip(paths, self._files, strict=True)]
+            self._ends = list(itertools.accumulate(map(len, self._places)))
+            if not len(self):
+                raise RowsUnusable(f"{', '.join(path.name for path in paths)}: no rows")
+            self.close = opened.pop_all().close
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Row:
+        place = bisect_right(self._ends, number)
+        file, places = self._files[place], self._places[place]
+        file.seek(places[number - self._ends[place]])  # from the end of the file's rows
+        row: Row = json.loads(file.readline())
+        return row
+
+
+def data_files(path: Path) -> list[Path]:
+    """The files that a path of the job stands for: itself, those that a `*` in it matches, or a saved dataset's.
+
+    Raises RowsUnusable.
+    """
+    if path.is_dir():
+        return _saved_files(path)
+    found = sorted(path.parent.glob(path.name))
+    if not found:
+        raise RowsUnusable(f"there is no file {path.name} in the claim")
+    return found
+
+
+def _saved_files(directory: Path) -> list[Path]:
+    splits = directory / "dataset_dict.json"
+    if splits.exists():
+        named = " or ".join(f"{directory.name}/{split}" for split in _read_json(splits)["splits"])
+        raise RowsUnusable(f"{directory.name} has several splits: set path to {named}")
+    state = directory / "state.json"
+    if not state.exists():
+        raise RowsUnusable(f"{directory.name} is a directory that datasets.save_to_disk did not write: name its files")
+    return [directory / file["filename"] for file in _read_json(state)["_data_files"]]
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_bytes())
+
+
+# ------------------------------------------------------------------------------------------------------ looking through
+def _look_through(path: Path, lines: Iterator[bytes], check: Callable[[Row], str | None]) -> Iterator[int]:
+    """Where each row begins."""
+    what = "line" if path.suffix == JSON_LINES else "row"
+    start = 0
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            if fault := _fault(line, check):
+                raise RowsUnusable(f"{what} {number} of {path.name}: {fault}")
+            yield start
+        start += len(line)
+
+
+def _fault(line: bytes, check: Callable[[Row], str | None]) -> str | None:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return f"no UTF-8: byte 0x{line[error.start]:02x} at place {error.start + 1}"
+    except (ValueError, RecursionError) as error:
+        return f"no JSON: {error}"
+    if not isinstance(row, dict):
+        return "no JSON object"
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"half of a character, {error.object[error.start]!a}, without its other half"
+    return check(row)
+
+
+# ------------------------------------------------------------------------------------------------------------- copies
+def _as_json_lines(path: Path, cache: Path) -> Path:
+    """The file itself, or its copy. Raises RowsUnusable."""
+    if path.suffix == JSON_LINES:
+        return path
+    if path.suffix not in ENDINGS:
+        raise RowsUnusable(f"{path.name}: a file of prompts ends with one of {', '.join(ENDINGS)}")
+    is_it = path.stat()
+    name = hashlib.sha256(f"{path.absolute()} {is_it.st_size} {is_it.st_mtime_ns}".encode()).hexdigest()[:32]
+    copy = cache / f"{name}{JSON_LINES}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{name}.lock").open("wb") as lock:  # several processes start at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not copy.exists():
+            unfinished = copy.with_suffix(".part")
+            with unfinished.open("w", encoding="utf-8") as file:
+                for row in _arrow_rows(path):
+                    file.write(json.dumps(row, default=_plain) + "\n")
+            unfinished.replace(copy)
+    return copy
+
+
+def _arrow_rows(path: Path) -> Iterator[Row]:
+    import pyarrow  # takes a while, and most jobs don't need it
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the others reserve more than a process here may have
+    try:
+        if path.suffix == PARQUET:
+            file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
+            batches: Iterator[Any] = file.iter_batches(BATCH_ROWS, use_threads=False)
+        else:
+            batches = _ipc_batches(path)
+        for batch in batches:
+            yield from batch.to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise RowsUnusable(f"{path.name} can't be read: {error}") from error
+
+
+def _ipc_batches(path: Path) -> Iterator[Any]:
+    """`datasets` writes streams, others files."""
+    import pyarrow.ipc
+
+    with pyarrow.OSFile(str(path)) as source:
+        try:
+            yield from pyarrow.ipc.open_stream(source)
+        except pyarrow.ArrowInvalid:
+            source.seek(0)
+            file = pyarrow.ipc.open_file(source)
+            for number in range(file.num_record_batches):
+                yield file.get_batch(number)
+
+
+def _plain(value: object) -> str | float:
+    """Of what JSON has no word for."""
+    match value:
+        case datetime() | date() | time():
+            return value.isoformat()
+        case timedelta():
+            return value.total_seconds()
+        case Decimal():
+            return str(value)
+        case bytes():
+            return base64.b64encode(value).decode()
+        case _:
+            raise RowsUnusable(f"a value of type {type(value).__name__} can't be said in JSON")
