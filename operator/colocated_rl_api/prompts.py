@@ -215,8 +215,7 @@ class HuggingFace(RowSource):
         default="main",
         min_length=1,
         max_length=200,
-        description="Commit, tag or branch. Only a commit stays what it is: a branch may have other rows after a "
-        "restart.",
+        description="Commit, tag or branch. Only a commit stays what it is, and over other rows a job isn't continued.",
     )
     endpoint: Annotated[str, _is_url] = Field(
         default=DEFAULT_HUB, max_length=512, json_schema_extra=_url_rule, description="The hub, or a mirror of it."

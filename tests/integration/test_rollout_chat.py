@@ -75,7 +75,7 @@ async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) ->
         assert [chat.prompt_ids(question) for question in expected][:12] == [prompt.ids for prompt in held_out]
         with pytest.raises(NoPrompts, match="were longer than maxPromptTokens"):
             await source(max_prompt_tokens=3).held_out(1)
-        assert 1000 == await processes.size()
+        assert 1000 == (await processes.data()).size
         assert (0, questions[0]) == (await processes.questions(999, 2))[1][:2], "the data begins again"
 
         going, again = source(), source(position=990)

@@ -442,7 +442,8 @@ VERIFIER_IS_LOST = """
 import json, os, pathlib, sys
 json.loads(sys.stdin.readline())
 lost = pathlib.Path(sys.argv[1])
-print(json.dumps({"error": "its data is gone"} if lost.exists() else {"value": 1000}), flush=True)
+data = {"value": {"size": 1000, "digest": "x"}}
+print(json.dumps({"error": "its data is gone"} if lost.exists() else data), flush=True)
 for line in sys.stdin:
     match json.loads(line):
         case {"questions": [start, count]}:

@@ -123,7 +123,7 @@ async def test_a_process_says_nothing_that_nobody_needs(tmp_path: Path) -> None:
     prompts = Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=10))
     async with asyncio.timeout(DEADLINE_S):
         out, said = await process.communicate(Greeting(prompts=prompts, processes=1).model_dump_json().encode())
-    assert (b'{"value":10}\n', b"") == (out, said)
+    assert (10, b"") == (json.loads(out)["value"]["size"], said)
 
 
 async def test_the_server_ends_at_once_when_it_is_asked_to_with_a_process_under_way(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ async def test_the_server_ends_at_once_when_it_is_asked_to_with_a_process_under_
         await until(lambda: path.exists() and stat.S_IMODE(path.stat().st_mode) == 0o660)
         made = TaskProcesses(Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=10)), count=1, socket=path)
         running = asyncio.create_task(made.run())
-        assert 10 == await made.size()
+        assert 10 == (await made.data()).size
         server.terminate()
         assert 0 == await server.wait()
         running.cancel()
@@ -154,7 +154,7 @@ async def test_rows_of_a_file_come_once_in_each_pass_and_in_the_same_order_after
     source = write_file(tmp_path, *rows, {"prompt": conversation, "answer": "4"})
     async with processes(source, tmp_path) as made:
         asked = [(each.row, each.question) for each in await made.questions(0, 82)]
-        assert 41 == await made.size()
+        assert 41 == (await made.data()).size
     first, second = asked[:41], asked[41:]
     assert (
         sorted(first, key=str)
@@ -180,7 +180,7 @@ async def test_the_example_of_a_mix_is_asked_and_scored(tmp_path: Path) -> None:
     (tmp_path / "my-prompts").symlink_to(EXAMPLE)
     prompts = Prompts.model_validate(yaml.safe_load((EXAMPLE / "mix.yaml").read_text()), by_alias=True)
     async with asyncio.timeout(DEADLINE_S), task_processes(prompts, tmp_path) as made:
-        asked = {str(each.question)[:12]: each.row for each in await made.questions(0, await made.size())}
+        asked = {str(each.question)[:12]: each.row for each in await made.questions(0, (await made.data()).size)}
         assert 6 == len(asked)
         assert 1.0 == await made.score(asked["Solve $2x = "], "It is \\boxed{0.5}.")
         assert 0.1 == await made.score(asked["A box holds "], "#### 47")
@@ -203,7 +203,7 @@ async def test_the_example_of_an_endpoint_answers(tmp_path: Path) -> None:
 async def test_the_example_is_asked_and_scored() -> None:
     source = prompt_file(claim_name=EXAMPLE.name, path="sums.jsonl")
     async with processes(source, EXAMPLE.parent) as made:
-        assert 4 == await made.size()
+        assert 4 == (await made.data()).size
         assert [1.0, 0.1, 0.0] == [await made.score(0, text) for text in ("3 + 5 = 8 #### 8", "#### 9", "8")]
     assert not (EXAMPLE / "__pycache__").exists(), "a claim is mounted read-only"
 
@@ -270,10 +270,10 @@ async def test_a_dataset_comes_from_the_hub_at_one_commit_and_once(tmp_path: Pat
         assert {"v1"} == set(hub.revisions)
         async with processes(source.model_copy(update={"split": "dev"}), tmp_path) as made:
             with pytest.raises(TaskUnusable, match=r"huggingFace 'us/sums'.*no file of us/sums belongs to split 'dev'"):
-                await made.size()
+                await made.data()
         async with processes(source.model_copy(update={"name": "us/other"}), tmp_path) as made:
             with pytest.raises(TaskUnusable, match=r"us/other at v1 can't be fetched from http.*404 Not Found"):
-                await made.size()
+                await made.data()
 
 
 async def test_a_hub_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:

@@ -23,14 +23,14 @@ PROMPTS = Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=100))
 GARBLED = """
 import json, sys
 json.loads(sys.stdin.readline())
-print(json.dumps({"value": 100}), flush=True)
+print(json.dumps({"value": {"size": 100, "digest": "x"}}), flush=True)
 for line in sys.stdin:
     print(json.loads(line).get("score", [0, '{"value": [[0, {}]]}'])[1], flush=True)
 """
 PROCESS = """
 import json, os, sys, time
 json.loads(sys.stdin.readline())
-print(json.dumps({"value": 100}), flush=True)
+print(json.dumps({"value": {"size": 100, "digest": "x"}}), flush=True)
 for line in sys.stdin:
     index, text = json.loads(line)["score"]
     if text == "hang":
@@ -114,7 +114,7 @@ async def test_a_task_that_cannot_be_made_is_said_to_whoever_asks(tmp_path: Path
             with pytest.raises(TaskUnusable, match=r"spec\.rollout\.prompts\.file can not be used: no rows"):
                 await made.questions(0, 1)
         with pytest.raises(TaskUnusable):
-            await made.size()
+            await made.data()
 
 
 @pytest.mark.parametrize("text", ['{"value": "much"}', '{"value": NaN}', '{"value": null}', '{"value": [1]}'])
@@ -180,7 +180,7 @@ async def test_a_task_server_that_is_not_there_is_said_until_it_is(tmp_path: Pat
     running = asyncio.create_task(made.run())
     await until(lambda: made.problem and "look at the log of container rewards" in made.problem.message)
     with task_server(tmp_path, command=[sys.executable, "-c", PROCESS], path=path):
-        assert 100 == await made.size()
+        assert 100 == (await made.data()).size
         assert made.problem is None
         running.cancel()
         await asyncio.wait([running])

@@ -164,7 +164,7 @@ class Counting:
     """A source whose question says which source it is of, and how far that is."""
 
     def __init__(self, name: str, size: int) -> None:
-        self.name, self.size = name, size
+        self.name, self.size, self.digest = name, size, ""
 
     def question(self, position: int) -> tuple[int, Question]:
         return position % self.size, f"{self.name}{position}"

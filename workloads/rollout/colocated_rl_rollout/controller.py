@@ -81,6 +81,8 @@ class Controller:
             chat,
             max_prompt_tokens=spec.rollout.max_prompt_tokens,
             position=store.cursor,
+            known_digest=store.data_digest,
+            remember=store.remember_data,
             changed=self._wake,
         )
         self._evaluation = Evaluation(

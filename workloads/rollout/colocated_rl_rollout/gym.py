@@ -24,7 +24,7 @@ class GymTask:
     def __init__(self, task: ReasoningGym) -> None:
         self._dataset = import_reasoning_gym().create_dataset(task.name, seed=task.seed, size=task.size, **task.config)
         self._answer_after = task.answer_after
-        self.size = len(self._dataset)
+        self.size, self.digest = len(self._dataset), ""  # the job's own words make the problems
         if self.size != task.size:
             raise ValueError(f"it has {self.size} problems, not the {task.size} of its size")
         self.question(0)  # what a task lacks it says when it makes one

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_rollout.chat import Chat, ModelUnusable
-from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.rewards import OTHER_DATA, RewardFailed, TaskProcesses, TaskUnusable
 from colocated_rl_rollout.samples import Prompt
 
 LOG = logging.getLogger(__name__)
@@ -32,7 +32,8 @@ class NoPrompts(Exception):
 class PromptSource:
     """Prompts of one job. `run` keeps AHEAD of them ready.
 
-    changed: called when there is something new to take, or a problem came or went.
+    changed: called when there is something new to take, or a problem came or went. known_digest: of the data that the
+    position is of; remember: is told what it is.
     too_long, held_out_seen: prompts that were left out so far.
     """
 
@@ -44,12 +45,16 @@ class PromptSource:
         max_prompt_tokens: int,
         position: int,
         changed: Callable[[], None],
+        known_digest: str | None = None,
+        remember: Callable[[str], None] = lambda _: None,
         retry_s: float = RETRY_S,
     ) -> None:
         self._processes = processes
         self._chat = chat
         self._max_prompt_tokens = max_prompt_tokens
         self._changed = changed
+        self._known_digest = known_digest
+        self._remember = remember
         self._retry_s = retry_s
         self._position = position  # of the next question to look at
         self._ready: deque[Prompt] = deque()
@@ -69,7 +74,11 @@ class PromptSource:
         barren = 0  # questions in a row without a usable prompt
         while True:
             try:
-                size = await self._processes.size()
+                data = await self._processes.data()
+                if data.digest != (self._known_digest or data.digest):
+                    self._stop("PromptsUnusable", OTHER_DATA)
+                    return
+                self._remember(data.digest)
                 found = await self._look(self._position, held_out=False)
             except RewardFailed as error:
                 log(LOG, "questions not made", logging.WARNING, reason=str(error))
@@ -83,8 +92,8 @@ class PromptSource:
                 self._tell(None)
             self._position += CHUNK
             barren = 0 if found else barren + CHUNK
-            if barren >= size:
-                self._stop("PromptsUnusable", f"no prompt to train on among {size}: {self._left_out()}")
+            if barren >= data.size:
+                self._stop("PromptsUnusable", f"no prompt to train on among {data.size}: {self._left_out()}")
                 return
             self._ready.extend(found)
             if found:
@@ -99,7 +108,7 @@ class PromptSource:
         Raises NoPrompts, TaskUnusable, ModelUnusable, RewardFailed.
         """
         found: dict[tuple[int, ...], Prompt] = {}
-        size = await self._processes.size()
+        size = (await self._processes.data()).size
         for position in range(0, size if self._processes.holds_out else 0, CHUNK):
             for prompt in await self._look(position, held_out=True):
                 found.setdefault(prompt.ids, prompt)

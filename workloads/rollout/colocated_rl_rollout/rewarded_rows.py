@@ -30,7 +30,7 @@ class RewardedRows:
         else:
             files, beside = fetch(source, cache=cache / "hub"), []
         self._rows = Rows(files, cache=cache / "rows", check=lambda row: _fault(row, source))
-        self.size = len(self._rows)
+        self.size, self.digest = len(self._rows), self._rows.digest
         self._score = _score(source.reward, beside)
         self._passes = Passes(range(self.size), seed=source.seed)
 

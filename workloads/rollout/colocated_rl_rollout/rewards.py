@@ -25,7 +25,7 @@ from colocated_rl_api import names
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_api.prompts import Prompts
-from colocated_rl_rollout.task_wire import QUESTIONS, SCORE, SIZE, Asked, Greeting, Question, Reply, Row
+from colocated_rl_rollout.task_wire import QUESTIONS, SCORE, Asked, Data, Greeting, Question, Reply, Row
 
 LOG = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ RESTART_S = 1.0  # before a process that died is replaced; with jitter
 AT_ONCE = 32  # requests on the way to one process
 MAX_LINE_BYTES = 64 * 1024 * 1024
 DEATHS_PER_REQUEST = 2
+OTHER_DATA = (
+    "the rows are not those that the job began with, and what was asked is not found again among them: put the former "
+    "files back, or make a new job"
+)
 
 
 class RewardFailed(Exception):
@@ -135,7 +139,7 @@ class TaskProcesses:
     ) -> None:
         self._prompts = prompts
         self._endpoints = endpoints or {}
-        self._size: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._data: asyncio.Future[Data] = asyncio.get_running_loop().create_future()
         self._count = count
         self._socket = socket
         self._reply_deadline_s = reply_deadline_s
@@ -154,9 +158,9 @@ class TaskProcesses:
         """Whether some questions are kept from training."""
         return any(source.held_out_percent for source, _ in self._prompts.sources)
 
-    async def size(self) -> int:
-        """Rows of the data. Raises TaskUnusable."""
-        return await asyncio.shield(self._size)
+    async def data(self) -> Data:
+        """What there is to ask. Raises TaskUnusable."""
+        return await asyncio.shield(self._data)
 
     async def questions(self, start: int, count: int) -> list[Asked]:
         """Those of the positions [start, start + count). Raises RewardFailed, TaskUnusable."""
@@ -202,9 +206,9 @@ class TaskProcesses:
             except TaskUnusable as error:
                 self._unusable = error
                 self._problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
-                if not self._size.done():
-                    self._size.set_exception(error)
-                    self._size.exception()  # whoever asks is told; perhaps nobody does
+                if not self._data.done():
+                    self._data.set_exception(error)
+                    self._data.exception()  # whoever asks is told; perhaps nobody does
                 self._fail_all(error)
             await asyncio.sleep(RESTART_S * (0.5 + random.random()))
 
@@ -219,11 +223,13 @@ class TaskProcesses:
         if reply.error is not None:
             raise TaskUnusable(f"spec.rollout.prompts.{reply.error}")
         try:
-            size = SIZE.validate_python(reply.value)
+            data = Data.model_validate(reply.value)
         except pydantic.ValidationError as error:
             raise _ProcessLost("task process did not say how many rows it has") from error
-        if not self._size.done():
-            self._size.set_result(size)
+        if not self._data.done():
+            self._data.set_result(data)
+        elif self._data.result() != data:
+            raise TaskUnusable(f"spec.rollout.prompts: {OTHER_DATA}")
         self._problem = None
 
     async def _work_off(self, process: _Connection) -> None:

@@ -14,7 +14,7 @@ import itertools
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -35,13 +35,18 @@ class Rows:
     """Rows of several files, one after another. Looks at each of them first.
 
     cache: a directory for copies. check: what is wrong with a row, None if it is as it should be.
-    Raises RowsUnusable.
+    digest: of all rows. Raises RowsUnusable.
     """
 
     def __init__(self, paths: Sequence[Path], *, cache: Path, check: Callable[[Row], str | None]) -> None:
         with ExitStack() as opened:
             self._files = [opened.enter_context(_as_json_lines(path, cache).open("rb")) for path in paths]
-            self._places = [array("Q", _look_through(*each, check)) for each in zip(paths, self._files, strict=True)]
+            hashed = hashlib.sha256()
+            self._places = [
+                array("Q", _look_through(path, _hashing(file, hashed), check))
+                for path, file in zip(paths, self._files, strict=True)
+            ]
+            self.digest = hashed.hexdigest()
             self._ends = list(itertools.accumulate(map(len, self._places)))
             if not len(self):
                 raise RowsUnusable(f"{', '.join(path.name for path in paths)}: no rows")
@@ -56,6 +61,12 @@ class Rows:
         file.seek(places[number - self._ends[place]])  # from the end of the file's rows
         row: Row = json.loads(file.readline())
         return row
+
+
+def _hashing(lines: Iterable[bytes], hashed: hashlib._Hash) -> Iterator[bytes]:
+    for line in lines:
+        hashed.update(line)
+        yield line
 
 
 def data_files(path: Path) -> list[Path]:

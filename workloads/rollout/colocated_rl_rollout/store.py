@@ -80,6 +80,7 @@ class Store:
         database = open_database(self.path)
         self.epoch = 0
         self.cursor = 0
+        self.data_digest: str | None = None
         self.trained_step = 0
         self._saved_step = 0
         self._group_count = 0
@@ -131,6 +132,12 @@ class Store:
         database = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
         database.row_factory = sqlite3.Row
         return database
+
+    def remember_data(self, digest: str) -> None:
+        """What the cursor and the rows of groups are of."""
+        if digest != self.data_digest:
+            self.data_digest = digest
+            self._writer.write((tables.FACT, [("data_digest", digest)]))
 
     def has_room(self) -> bool:
         """Whether the volume has room for more than what is accepted already; otherwise `problem` says what to do."""
@@ -387,6 +394,7 @@ class Store:
             )
         self.epoch = facts.get("epoch", 0)
         self.cursor = facts.get("cursor", 0)
+        self.data_digest = facts.get("data_digest")
         self.trained_step = facts.get("trained_step", 0)
         self._saved_step = facts.get("saved_step", 0)
         self._group_count = facts.get("groups", 0)

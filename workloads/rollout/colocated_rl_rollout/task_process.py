@@ -2,7 +2,7 @@
 
     python -m colocated_rl_rollout.task_process CLAIMS CACHE [LIMIT]
 
-JSON lines: a `Greeting` comes first and is answered with `{"value": SIZE}`; then each request is answered in order,
+JSON lines: a `Greeting` comes first and is answered with `Data`; then each request is answered in order,
 `{"questions": [start, count]}` and `{"score": [index, text]}`, with a `Reply`. CLAIMS is where claims of prompts are
 mounted, CACHE a directory for copies and downloads, LIMIT the file that has the container's memory limit. Ends with its
 input. Verifiers are other people's code: they may take for ever, print, and take memory; they do it here.
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from colocated_rl_rollout.task_wire import Greeting, Reply
+from colocated_rl_rollout.task_wire import Data, Greeting, Reply
 from colocated_rl_rollout.tasks import SourceUnusable, Tasks, described, make_tasks
 
 MIB = 1024 * 1024
@@ -39,7 +39,7 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
     except SourceUnusable as error:
         reply(error=str(error))
         return
-    reply(value=tasks.size)
+    reply(value=Data(size=tasks.size, digest=tasks.digest))
     for line in requests:
         try:
             value = _answer(tasks, json.loads(line))

@@ -34,6 +34,13 @@ class Reply(_Line):
     reason: Literal["VerifierFailed", "RewardTimedOut"] = "VerifierFailed"
 
 
+class Data(_Line):
+    """The answer to a greeting: what there is. digest: another one for other rows."""
+
+    size: Annotated[int, Field(ge=1, lt=2**63)]
+    digest: Annotated[str, Field(max_length=64)]
+
+
 class Row(_Line):
     """A row that an endpoint rewards and no process here: the answer to `score` instead of a number."""
 
@@ -50,6 +57,5 @@ class Asked(NamedTuple):
     held_out: bool
 
 
-SIZE: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(ge=1, lt=2**63)])
 QUESTIONS: TypeAdapter[list[Asked]] = TypeAdapter(list[Asked])
 SCORE: TypeAdapter[float | Row] = TypeAdapter(FiniteFloat | Row)

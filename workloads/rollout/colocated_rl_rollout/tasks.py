@@ -24,9 +24,10 @@ from colocated_rl_rollout.task_wire import Asked, Question, Row
 
 
 class Task(Protocol):
-    """One source. size: rows of it."""
+    """One source. size: rows of it. digest: another one for other rows."""
 
     size: int
+    digest: str
 
     def question(self, position: int) -> tuple[int, Question]:
         """The index of the row at a position, and its question."""
@@ -44,7 +45,7 @@ class Part(NamedTuple):
 class Tasks:
     """Sources in turns: of as many positions in a row as all weights together, each source has its weight's.
 
-    size: positions after which every source has been through its data.
+    size: positions after which every source has been through its data. digest: of all of it.
     """
 
     def __init__(self, parts: Sequence[Part], *, seed: int) -> None:
@@ -52,6 +53,8 @@ class Tasks:
         turns = [number for number, part in enumerate(parts) for _ in range(part.weight)]
         self._turns = Passes(turns, seed=seed)
         self._ends = list(itertools.accumulate(part.task.size for part in parts))
+        told = [f"{part.task.size} {part.task.digest}" for part in parts]
+        self.digest = hashlib.sha256("\n".join(told).encode()).hexdigest()
         self.size = max(-(-part.task.size // part.weight) for part in parts) * len(turns)
 
     def question(self, position: int) -> Asked:
