@@ -12,7 +12,7 @@ import json
 import random
 import sqlite3
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +30,11 @@ from colocated_rl_api import names
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_api.job import Evaluation as EvaluationSpec
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.member_wire import Endpoint, Goal, RolloutFacts
+from colocated_rl_api.member_wire import Endpoint, Goal, Problem, RolloutFacts
 from colocated_rl_rollout.controller import Controller
-from colocated_rl_rollout.rewards import TaskProcesses
+from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
 from colocated_rl_rollout.settings import read_settings
+from colocated_rl_rollout.task_wire import Question
 from fakes.gate import FakeGate, Fault, logp_of
 from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, make_spec, until
 from fakes.tasks import task_processes
@@ -481,6 +482,36 @@ async def test_an_evaluation_that_nobody_can_score_has_no_result(job: JobOnDisk,
         await until(lambda: not evaluation._under_way)
         facts = await scene.operator.until(lambda facts: facts.problem and "its data is gone" in facts.problem.message)
         assert facts.evaluated is None
+
+
+async def test_an_evaluation_waits_for_an_endpoint_instead_of_counting_its_silence_as_wrong(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    rows = [json.dumps({"prompt": f"problem: {number} + 1 ="}) for number in range(100)]
+    (tmp_path / "mine/sums.jsonl").write_text("\n".join(rows))
+    reward = {"http": {"url": "http://judge/"}}
+    job = with_rollout(tmp_path, prompts={"file": {"claimName": "mine", "path": "sums.jsonl", "reward": reward}})
+    judge = SilentAtFirst(20)
+    prompts = job.spec.rollout.prompts
+    async with task_processes(prompts, tmp_path, endpoints={0: judge}) as own, running(job, own) as scene:
+        await scene.target(evaluate=0)
+        await scene.open(V0)
+        facts = await scene.operator.until(lambda facts: facts.evaluated)
+    assert facts.evaluated
+    assert 1.0 == facts.evaluated.mean
+
+
+class SilentAtFirst:
+    """An endpoint that rewards everything with 1, once it was asked so often in vain."""
+
+    def __init__(self, times: int) -> None:
+        self.problem: Problem | None = None
+        self._times = times
+
+    async def score(self, prompt: Question, fields: Mapping[str, Any], response: str) -> float:
+        self._times -= 1
+        if self._times >= 0:
+            raise RewardFailed(REWARD_UNAVAILABLE, "no answer")
+        return 1.0
 
 
 async def test_an_evaluation_that_a_switch_breaks_is_asked_again(job: JobOnDisk, processes: TaskProcesses) -> None:

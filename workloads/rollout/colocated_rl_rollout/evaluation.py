@@ -29,7 +29,7 @@ from colocated_rl_rollout.engine_client import (
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.prompts import NoPrompts, PromptSource
 from colocated_rl_rollout.resume import finish_of
-from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses, TaskUnusable
 from colocated_rl_rollout.samples import Finish, Prompt, Tokens
 from colocated_rl_rollout.store import Store
 
@@ -220,14 +220,20 @@ class Evaluation:
         tokens = generated.tokens
         finish = finish_of(tokens, generated.ending, limit=self._limit, end_ids=self._chat.end_ids)
         reward = await self._reward(prompt, tokens) if finish is Finish.STOP else 0.0
+        if reward is None:
+            self._redone += 1
+            return
         versions = {span.version for span in tokens.spans}
         self._redone += finish is None or not board.take(place, versions, reward)
 
-    async def _reward(self, prompt: Prompt, tokens: Tokens) -> float:
+    async def _reward(self, prompt: Prompt, tokens: Tokens) -> float | None:
+        """None: nobody was there to say, which is no verdict on the answer."""
         try:
             return await self._processes.score(prompt.index, self._chat.text(tokens.ids.tolist()))
         except RewardFailed as error:  # of this answer: nothing that the verifier takes
             log(LOG, "evaluation answer not scored", logging.WARNING, reason=str(error))
+            if error.reason == REWARD_UNAVAILABLE:
+                return None
             self._unscored += 1
             return 0.0
 

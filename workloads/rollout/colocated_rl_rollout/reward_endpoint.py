@@ -22,7 +22,7 @@ from colocated_rl_api import names
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import JobFile, Problem
 from colocated_rl_api.prompts import HttpReward
-from colocated_rl_rollout.rewards import RewardFailed
+from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed
 from colocated_rl_rollout.task_wire import Question
 
 LOG = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class RewardEndpoint:
             if attempt < self._reward.attempts:
                 growing_s = self._first_pause_s * 2 ** (attempt - 1) * (0.5 + random.random())
                 await asyncio.sleep(min(max(growing_s, pause_s), LONGEST_PAUSE_S))
-        raise RewardFailed("RewardUnavailable", f"{self._reward.url}: {why}, {self._reward.attempts} times")
+        raise RewardFailed(REWARD_UNAVAILABLE, f"{self._reward.url}: {why}, {self._reward.attempts} times")
 
     def _body(self, **asked: Any) -> bytes:
         try:
@@ -120,7 +120,7 @@ class RewardEndpoint:
             self.problem = None
         elif self.problem is None:
             log(LOG, "reward endpoint does not answer", logging.WARNING, reason=trouble)
-            self.problem = Problem(reason="RewardUnavailable", message=f"{trouble}; it is asked again"[:1024])
+            self.problem = Problem(reason=REWARD_UNAVAILABLE, message=f"{trouble}; it is asked again"[:1024])
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:

@@ -35,6 +35,7 @@ RESTART_S = 1.0  # before a process that died is replaced; with jitter
 AT_ONCE = 32  # requests on the way to one process
 MAX_LINE_BYTES = 64 * 1024 * 1024
 DEATHS_PER_REQUEST = 2
+REWARD_UNAVAILABLE = "RewardUnavailable"  # an endpoint's silence, which says nothing about a response
 OTHER_DATA = (
     "the rows are not those that the job began with, and what was asked is not found again among them: put the former "
     "files back, or make a new job"
