@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import stat
 import sys
 import threading
@@ -300,6 +301,17 @@ async def test_a_mix_scores_each_row_as_its_source_says(tmp_path: Path) -> None:
             prompt = str(each.question)
             assert (7.0 if each.held_out else 0.25) == await made.score(each.row, prompt[0])
     assert [(f"{n}?", str(n)) for n in range(3)] == sorted(endpoint.asked)
+
+
+async def test_a_module_that_another_of_its_name_hides_is_not_mistaken_for_it(tmp_path: Path) -> None:
+    """Of two sources with a rewards.py each, both were rewarded by the first."""
+    first = write_file(tmp_path, {"prompt": "a", "answer": "x"})
+    shutil.copytree(tmp_path / "mine", tmp_path / "yours")
+    second = first.model_copy(update={"claim_name": "yours"})
+    prompts = Prompts(mix=Mix(sources=[WeightedSource(file=first), WeightedSource(file=second)]))
+    async with asyncio.timeout(DEADLINE_S), task_processes(prompts, tmp_path) as made:
+        with pytest.raises(TaskUnusable, match=r"mix\.sources\[1\]\.file .*beside the file is hidden by .*mine"):
+            await made.data()
 
 
 class RowKeeper:

@@ -63,7 +63,13 @@ def _function(name: str, beside: list[Path]) -> Score:
     sys.path += map(str, beside)  # last: a file `random.py` there is nobody else's random
     sys.dont_write_bytecode = True  # a claim is mounted read-only
     module, _, function = name.partition(":")
-    found = getattr(importlib.import_module(module), function, None)
+    loaded = importlib.import_module(module)
+    origin = getattr(loaded, "__file__", None)
+    for path in beside:
+        own = path / f"{module.replace('.', '/')}.py"
+        if own.exists() and not (origin and own.samefile(origin)):
+            raise ValueError(f"module {module} beside the file is hidden by {origin or 'Python'}: give it another name")
+    found = getattr(loaded, function, None)
     if not callable(found):
         raise ValueError(f"module {module} has no function {function}: set reward.function to MODULE:FUNCTION")
     return found  # type: ignore[no-any-return]
