@@ -7,6 +7,7 @@ so each test leaves it as it found it; the one that kills it comes last.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import sys
@@ -29,12 +30,16 @@ from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.weights import Probe
+from colocated_rl_rollout.engine_client import GenerateRequest
+from colocated_rl_rollout.resume import Ending, read_answer
 from engines import ADMIN_KEY, EngineProcess, engine_process
+from fakes.engine import END_TOKEN
 from fakes.engine_model import write_engine_export
 from fakes.sse import events
 from fakes.weights import write_export
 
 CALL_S = 20.0
+JSON = {"Content-Type": "application/json"}
 OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
 PROMPT = [5, 6, 7, 8]
 LONG = {"max_new_tokens": 3000, "ignore_eos": True, "stream_interval": 1}
@@ -324,6 +329,24 @@ async def test_gate_forwards_counts_and_hands_back(engine: Engine, gate: str) ->
     )
     assert 400 == status
     assert answer["error"]
+
+
+async def test_what_the_rollout_controller_asks_through_a_gate_is_understood(engine: Engine, gate: str) -> None:
+    """Stop string, seed and stream of a client's turn. An engine ignores what it does not know."""
+    request = GenerateRequest(PROMPT, 24, 0.0, [END_TOKEN])
+    async with engine.session.post(f"{gate}/generate", data=request.body(), headers=JSON) as answer:
+        said = await answer.json()
+    whole, _ = read_answer(said)
+    stop = next(letter for letter in said["text"] if letter != "\ufffd")
+    request = dataclasses.replace(request, stops=[stop], seed=7)
+    async with engine.session.post(f"{gate}/generate", data=request.body(stream=True), headers=JSON) as answer:
+        assert answer.status == 200
+        chunks = [json.loads(event) async for event in events(answer.content) if event != b"[DONE]"]
+    tokens, ending = read_answer(chunks[-1])
+    assert Ending.STOP is ending
+    assert 0 < len(tokens) < len(whole)
+    assert whole.ids[: len(tokens)].tolist() == tokens.ids.tolist()
+    assert {"type": "stop", "matched": stop} == reason_of(chunks[-1])
 
 
 OPENAI: dict[str, dict[str, Any]] = {

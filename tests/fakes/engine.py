@@ -59,6 +59,7 @@ class Sample:
     limit: int
     ends: bool  # by itself, with END_TOKEN
     interval: int
+    stops: list[str] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     logprobs: list[list[Any]] = field(default_factory=list)
     versions: list[dict[str, Any]] = field(default_factory=list)
@@ -157,6 +158,8 @@ class FakeEngine:
             reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
         elif natural:
             reason = {"type": "stop", "matched": END_TOKEN}
+        elif matched := [stop for stop in sample.stops if stop in "x" * len(sample.output)]:
+            reason = {"type": "stop", "matched": matched[0]}
         elif len(sample.output) >= sample.limit:
             reason = {"type": "length", "length": sample.limit}
         await self.end(sample, reason)
@@ -363,6 +366,7 @@ class FakeEngine:
             limit=limit,
             ends=not sampling.get("ignore_eos", False),
             interval=int(sampling.get("stream_interval") or 1),
+            stops=sampling.get("stop") or [],
         )
         if fault == "queue_full":
             message = "The request queue is full."
