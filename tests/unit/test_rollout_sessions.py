@@ -72,7 +72,14 @@ class SessionsMachine(RuleBasedStateMachine):
             )
             prompt = [*(parent.ids if parent else []), 7, 8]
             record = self.sessions.record(
-                session, parent, said, "", prompt=prompt, tokens=tokens, finish=Finish.STOP, engine=None
+                session,
+                parent,
+                said,
+                "",
+                prompt=np.array(prompt, np.int32),
+                tokens=tokens,
+                finish=Finish.STOP,
+                engine=None,
             )
             asyncio.run(record)
             self.recorded += length
@@ -161,7 +168,16 @@ def test_the_longest_history_that_goes_on_is_taken(tmp_path: Path) -> None:
         said = [user, reply] * turn
         prompt = [*(parent.ids if parent else []), 7]
         asyncio.run(
-            sessions.record(session, parent, said, "[null, {}]", prompt=prompt, tokens=tokens, finish=None, engine=None)
+            sessions.record(
+                session,
+                parent,
+                said,
+                "[null, {}]",
+                prompt=np.array(prompt, np.int32),
+                tokens=tokens,
+                finish=None,
+                engine=None,
+            )
         )
         parent = session.turns[-1]
     for known in range(4):
@@ -197,7 +213,9 @@ def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp
     )
     session = sessions.begin("s")
     tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(3, 1), 0, 2),))
-    asyncio.run(sessions.record(session, None, [], "", prompt=[7], tokens=tokens, finish=None, engine=None))
+    asyncio.run(
+        sessions.record(session, None, [], "", prompt=np.array([7], np.int32), tokens=tokens, finish=None, engine=None)
+    )
     sessions.end(session)
     asyncio.run(sessions.reward("s", 1.0, "g"))
     store.trained_step = 4

@@ -46,7 +46,7 @@ class Reply:
             **self.head("chat.completion" if self.form.chat else "text_completion"),
             "choices": [choice],
             "usage": self.usage(tokens),
-            **({"prompt_token_ids": list(self.asked.prompt)} if self.form.token_ids else {}),
+            **({"prompt_token_ids": self.asked.prompt.tolist()} if self.form.token_ids else {}),
             EXTENSION: extension(tokens, finish, segments),
         }
 
@@ -131,7 +131,7 @@ class Pieces:
             choice["token_ids"] = tokens.ids.tolist()[self._told :]
         event = self._chunk(choice)
         if form.token_ids and not self._begun:
-            event["prompt_token_ids"] = list(self._reply.asked.prompt)
+            event["prompt_token_ids"] = self._reply.asked.prompt.tolist()
         self._text, self._told, self._begun = text, len(tokens), True
         yield event
 
@@ -154,7 +154,7 @@ def shown(session: Session) -> dict[str, Any]:
     for span in tokens.spans:
         mask[span.start : span.end] = [1] * (span.end - span.start)
     trajectory = {
-        "prompt_token_ids": list(path[0].context) if path else [],
+        "prompt_token_ids": path[0].context.tolist() if path else [],
         "token_ids": tokens.ids.tolist(),
         "loss_mask": mask,
         "logprobs": tokens.logp.tolist(),

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 import pydantic
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from colocated_rl_rollout.chat import Chat, Unrenderable
@@ -77,11 +79,11 @@ class RequestRefused(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Asked:
     """A completion that a client wants. Never changed: each attempt is made from it."""
 
-    prompt: tuple[int, ...]
+    prompt: NDArray[np.int32]
     limit: int
     temperature: float
     stops: tuple[str, ...] = ()
@@ -280,7 +282,7 @@ def asked(body: Body, prompt: tuple[int, ...], *, limit: int, temperature: float
         message = f"{name} is {wanted}, and the job's maxResponseTokens {limit}: ask for at most that"
         raise RequestRefused(400, message, param=name, code="invalid_value")
     return Asked(
-        prompt,
+        np.array(prompt, np.int32),
         limit if wanted is None else wanted,
         temperature if body.temperature is None else body.temperature,
         body.stops,

@@ -20,6 +20,7 @@ from itertools import takewhile
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from colocated_rl_rollout import tables
 from colocated_rl_rollout.chat import Chat, Unrenderable
@@ -34,7 +35,7 @@ from colocated_rl_rollout.store import Store
 IDLE_S = 7200.0  # a session without a turn for so long is dropped
 LOOK_S = 60.0
 SESSIONS_AT_MOST = 16_384
-TOKENS_AT_MOST = 64 * 1024 * 1024  # of all sessions
+TOKENS_AT_MOST = 16 * 1024 * 1024  # of all sessions: some 200 MB with their messages
 TURNS_AT_MOST = 1024  # of one
 RETRY_S = 60
 MARK = "\u2063colocated-rl-reply\u2063"  # stands for a reply while the template is asked what follows it
@@ -50,7 +51,7 @@ class RecordedTurn:
     parent: RecordedTurn | None
     said: tuple[Mapping[str, Any], ...]
     setting: str  # tools and template options
-    context: tuple[int, ...]
+    context: NDArray[np.int32]
     tokens: Tokens
     finish: Finish | None
     engine: str | None = None
@@ -66,7 +67,9 @@ class RecordedTurn:
     @property
     def ids(self) -> list[int]:
         """All tokens up to the end of its reply."""
-        return [token for turn in self.path for token in (*turn.context, *turn.tokens.ids.tolist())]
+        parts = [part for turn in self.path for part in (turn.context, turn.tokens.ids)]
+        ids: list[int] = np.concatenate(parts).tolist()
+        return ids
 
     @property
     def messages(self) -> int:
@@ -168,7 +171,7 @@ class Sessions:
         said: Sequence[Mapping[str, Any]],
         setting: str,
         *,
-        prompt: Sequence[int],
+        prompt: NDArray[np.int32],
         tokens: Tokens,
         finish: Finish | None,
         engine: str | None,
@@ -182,7 +185,7 @@ class Sessions:
             parent,
             tuple(said[start[1] :]),
             parent.setting if parent else setting,  # the same, and kept once
-            tuple(prompt[start[0] :]),
+            prompt[start[0] :].copy(),
             tokens,
             finish,
             engine,
@@ -237,7 +240,7 @@ class Sessions:
     def _become_samples(self, sessions: Sequence[Session]) -> Group:
         """Their prompts' common beginning is the group's; the rest of each is context of its sample."""
         paths = [session.turns[-1].path for session in sessions]
-        places = zip(*(path[0].context for path in paths), strict=False)
+        places = zip(*(path[0].context.tolist() for path in paths), strict=False)
         prompt = tuple(place[0] for place in takewhile(lambda place: len({*place}) == 1, places))
         trajectories = [
             Trajectory(
@@ -299,7 +302,7 @@ class Sessions:
                 parent,
                 tuple(json.loads(row["said"])),
                 parent.setting if parent else row["setting"],
-                tuple(np.frombuffer(row["context"], np.int32).tolist()),
+                np.frombuffer(row["context"], np.int32),
                 tables.unpacked(row["ids"], row["logp"], row["spans"]),
                 Finish(row["finish"]) if row["finish"] else None,
             )
@@ -342,8 +345,8 @@ def tokens_of(path: Sequence[RecordedTurn], *, after: int = 0) -> Tokens:
     return whole
 
 
-def context_tokens(ids: Sequence[int]) -> Tokens:
-    return Tokens(np.array(ids, np.int32), np.zeros(len(ids), np.float32), ())
+def context_tokens(ids: NDArray[np.int32]) -> Tokens:
+    return Tokens(ids, np.zeros(len(ids), np.float32), ())
 
 
 def told(message: Mapping[str, Any]) -> Any:
@@ -365,7 +368,7 @@ def _row_of(session: Session, turn: RecordedTurn) -> Statement:
         turn.parent.number if turn.parent else None,
         json.dumps(turn.said),
         "" if turn.parent else turn.setting,
-        np.array(turn.context, np.int32).tobytes(),
+        turn.context.tobytes(),
         *tables.packed(turn.tokens),
         turn.finish,
     )

@@ -165,7 +165,7 @@ class Turns:
     async def _attempt(self, turn: Turn, engine: EngineClient) -> None:
         asked = turn.asked
         request = GenerateRequest(
-            [*asked.prompt, *turn.tokens.ids.tolist()],
+            [*asked.prompt.tolist(), *turn.tokens.ids.tolist()],
             remaining(turn.tokens, limit=asked.limit),
             asked.temperature,
             self._chat.end_ids,
