@@ -14,14 +14,15 @@ from setup.layout import CHECKOUT, Layout
 from setup.session import Session, SetupError
 from setup.tasks import Board
 
-EVERYTHING = (environments.DEV, environments.PEERS, localcluster.BINARY, localcluster.IMAGE_LIST, model.MODEL)
+EVERYTHING = (environments.DEV, localcluster.BINARY, localcluster.IMAGE_LIST, model.MODEL)
+BESIDES = (environments.PEERS,)  # made for whoever names it: neither the demo nor a job needs it
 FAILED, BAD_MACHINE, STOPPED = 1, 2, 130
 
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="setup", description=__doc__)
     parser.add_argument(
-        "--only", choices=EVERYTHING, action="append", help="make this part and what it needs, no other"
+        "--only", choices=(*EVERYTHING, *BESIDES), action="append", help="make this part and what it needs, no other"
     )
     parser.add_argument(
         "--then",
@@ -70,6 +71,7 @@ def _run(session: Session, options: argparse.Namespace) -> int:
         lock.resolve(CHECKOUT, session)
         return 0
     parts: Sequence[str] = options.only or EVERYTHING
+    parts = [*parts, *(part for wanted, _ in options.then for part in wanted.split(",") if part in BESIDES)]
     board.begin(parts)
     for wanted, target in options.then:
         board.finish(parts if wanted == "all" else wanted.split(","))
