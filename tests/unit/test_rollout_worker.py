@@ -22,7 +22,7 @@ from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST
 from colocated_rl_rollout.rewards import TaskProcesses
-from colocated_rl_rollout.samples import NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens
+from colocated_rl_rollout.samples import NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens, Trajectory
 from colocated_rl_rollout.sessions import Sessions
 from colocated_rl_rollout.store import SPARE_BYTES, Store
 from colocated_rl_rollout.turns import Turns
@@ -188,6 +188,30 @@ async def test_a_group_that_is_cut_short_is_left_out_and_stays_so_after_a_restar
     again = Store(tmp_path / "copy", job_uid=JOB_UID)
     assert ({}, 2) == (again.groups, again.counts[SampleState.FILTERED])
     again.close()
+
+
+async def test_a_group_of_sessions_survives_a_restart_and_is_given_up_whole_when_it_is_too_old(
+    scene: Scene, tmp_path: Path
+) -> None:
+    """Nobody can make another sample for it. Between two of its spans a tool answered."""
+    spans = (Span(WeightVersion(0, 1), 0, 1), Span(WeightVersion(1, 1), 3, 4))
+    tokens = Tokens(np.array([7, 8, 8, 7], np.int32), -np.ones(4, np.float32), spans)
+    scene.store.admit_whole((1, 2), [Trajectory(tokens, Finish.STOP, reward) for reward in (0.0, 1.0)])
+    await scene.store.flushed()
+    shutil.copytree(tmp_path / "state", tmp_path / "copy")
+    again = Store(tmp_path / "copy", job_uid=JOB_UID)
+    (group,) = again.groups.values()
+    assert ([0.0, 1.0], True) == ([sample.reward for sample in group.kept], group.is_complete and group.is_of_sessions)
+    assert {spans} == {sample.tokens.spans for sample in group.kept}
+    assert tokens.ids.tolist() == group.kept[0].tokens.ids.tolist()
+    again.close()
+    scene.store.trained_step = 1
+    scene.worker.discard_stale()
+    assert scene.store.groups, "step 2 may train it"
+    scene.store.trained_step = 2
+    scene.worker.discard_stale()
+    assert not scene.store.groups
+    assert {(SampleState.DISCARDED, "TooStale"): 2} == scene.store.reasons
 
 
 async def test_the_most_urgent_goes_first_then_what_was_interrupted_then_the_oldest(scene: Scene) -> None:
