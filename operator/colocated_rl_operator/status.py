@@ -60,16 +60,16 @@ def report(
     seen: Observation, plan: Plan, *, before: ColocatedRLJobStatus, at: datetime, stall: Stall | None = None
 ) -> ColocatedRLJobStatus:
     """The status to write. before: the one written last. at: wall clock, for people. stall: an object was refused."""
-    climb, ladder = plan.climb, seen.job.ladder
+    climb, now, ladder = plan.climb, seen.climb, seen.job.ladder
     is_resting = rests(seen.job, climb)
-    slowest = Rung.UNKNOWN if plan.raises else seen.slowest  # a new epoch has no answers yet
-    served = climb.version if climb and slowest is Rung.SERVING else seen.served
+    # what was reached counts, also when the same look leads to the next climb, which has no answers yet
+    served = now.version if now and seen.slowest is Rung.SERVING else seen.served
+    step = max(seen.trained_step, now.step) if now and seen.is_finished else before.step
+    slowest = Rung.UNKNOWN if plan.raises else seen.slowest
     if is_resting:
         served = None
     answering = seen.all_answer or is_blink(seen, before)
     phase = _phase(seen, plan, slowest, served, before, answering=answering)
-    is_finished = ladder.reaches(slowest, ladder.finished_at)
-    step = max(seen.trained_step, climb.step) if climb and is_finished else before.step
     return ColocatedRLJobStatus(
         observed_generation=seen.job.generation,
         phase=phase,

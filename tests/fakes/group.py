@@ -452,11 +452,11 @@ class Simulation(Group):
                 self.add(action.seat, action.attempt, f"uid-{next(self.incarnations)}")
             else:
                 self._delete(action.uid)
-        if self.climb is not None and not decided.raises:
+        if seen.climb is not None:
             if seen.is_finished:
-                self.trained_step = max(self.trained_step, self.climb.step)
+                self.trained_step = max(self.trained_step, seen.climb.step)
             if seen.slowest is Rung.SERVING:
-                self.served = self.climb.version
+                self.served = seen.climb.version
         self.is_over = self.is_over or decided.is_over
         return decided
 

@@ -64,6 +64,17 @@ def test_the_first_climb_is_starting_and_not_ready() -> None:
     assert (True, Reason.CLIMBING) == conditions(status)["Reconciling"]
 
 
+def test_what_was_served_is_told_also_when_the_next_step_begins_in_the_same_look() -> None:
+    """A job whose batches were always there before its engines served was Starting and not Ready until its end."""
+    seen = seen_at(Rung.SERVING, Rung.SERVING)
+    ready = replace(seen.members[2], facts=rollout_facts(sealed=2, trained=1))
+    seen = replace(seen, members=(*seen.members[:2], ready))
+    assert plan(seen).raises
+    status = status_of(seen)
+    assert ("1-1", 1, 2, Phase.SWITCHING) == (status.weight_version, status.step, status.target_step, status.phase)
+    assert (True, Reason.SERVING) == conditions(status)["Ready"]
+
+
 def test_a_new_lineage_is_recovering_until_it_is_served() -> None:
     climb = make_climb(1, 2, cause=Cause.POD_REPLACED)
     status = status_of(seen_at(Rung.RELEASED, Rung.RELEASED, climb=climb, served=V1))
