@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,34 @@ async def test_a_client_that_leaves_takes_its_work_with_it(scene: Scene) -> None
     await until(lambda: scene.figure("turns_total", ending="client_gone") == 3)
     await scene.gate.release()
     assert ANSWER == text_of(await scene.ask()), "nobody else was disturbed"
+
+
+async def test_a_client_that_does_not_read_its_answer_is_hung_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The framework waited for it for ever, with the whole answer in memory."""
+    body = json.dumps({"model": "job", "messages": [QUESTION], "logprobs": True}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: job\r\nContent-Type: application/json\r\n"
+    length = 60_000  # tokens, a hundred bytes each: more than the kernel keeps for a client
+    async with gateway_running(tmp_path, lambda _: "a" * length, maxResponseTokens=length) as scene:
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(deaf, ("127.0.0.1", scene.controller.member.ports.pages))
+            await loop.sock_sendall(deaf, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            await until(lambda: scene.figure("parked") == 1)
+            monkeypatch.setattr("colocated_rl_rollout.gateway.CLIENT_S", 0.1)
+            await scene.gate.open(V0)
+            port = scene.controller.member.ports.pages
+            await until(lambda: not is_connected(port, deaf.getsockname()[1]))
+
+
+def is_connected(port: int, client: int) -> bool:
+    """Whether the end at `port` of a connection of this machine is open, as the kernel sees it."""
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()]
+    ends = f":{port:04X}", f":{client:04X}"
+    return any((local[-5:], remote[-5:]) == ends and state == "01" for _, local, remote, state, *_ in rows[1:])
 
 
 async def test_the_end_of_the_controller_is_said(tmp_path: Path) -> None:

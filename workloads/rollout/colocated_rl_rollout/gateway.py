@@ -17,8 +17,8 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ from colocated_rl_rollout.turns import Turn, Turns
 ReadT = TypeVar("ReadT")
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 READING_AT_MOST = 16  # bodies at a time
-CLIENT_S = 30.0  # for a client to send its body, or to read an event
+CLIENT_S = 30.0  # for a client to send its body, or to read an event or an answer
 SESSION_HEADER = "X-Session-ID"
 SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 SILENCE_S = 15.0  # of a stream whose request waits; a comment says that somebody is there
@@ -107,14 +107,20 @@ class Gateway:
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
-                return await serve(request)
-            except RequestRefused as refused:
-                self._metrics.refused_requests.labels(refused.status).inc()
-                return web.json_response(refused.body(), status=refused.status, headers=headers_of(refused))
+                return await _given(request, await self._answer(serve, request))
             except ClientGone as gone:
                 return gone.response
 
         return answer
+
+    async def _answer(
+        self, serve: Callable[[web.Request], Awaitable[web.StreamResponse]], request: web.Request
+    ) -> web.StreamResponse:
+        try:
+            return await serve(request)
+        except RequestRefused as refused:
+            self._metrics.refused_requests.labels(refused.status).inc()
+            return web.json_response(refused.body(), status=refused.status, headers=headers_of(refused))
 
     # ------------------------------------------------------------------------------------------------- routes
     async def _serve_models(self, _: web.Request) -> web.Response:
@@ -256,7 +262,7 @@ class Place:
 
 
 class ClientGone(Exception):
-    """The client does not read its stream any more."""
+    """The client does not read its answer any more."""
 
     def __init__(self, response: web.StreamResponse) -> None:
         super().__init__()
@@ -282,19 +288,36 @@ class Stream:
 
     async def write(self, text: bytes) -> None:
         """Raises ClientGone."""
-        try:
-            async with asyncio.timeout(CLIENT_S):
-                if not self.begun:
-                    await self._response.prepare(self._request)
-                await self._response.write(text)
-        except (OSError, TimeoutError) as error:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ClientGone(self._response) from error
+        async with _reading(self._request, self._response):
+            if not self.begun:
+                await self._response.prepare(self._request)
+            await self._response.write(text)
 
     async def end(self) -> web.StreamResponse:
-        await self._response.write_eof()
+        """Raises ClientGone."""
+        async with _reading(self._request, self._response):
+            await self._response.write_eof()
         return self._response
+
+
+async def _given(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """An answer once its client has taken it: the framework would wait for that for ever. Raises ClientGone."""
+    async with _reading(request, response):
+        await response.prepare(request)
+        await response.write_eof()
+    return response
+
+
+@asynccontextmanager
+async def _reading(request: web.Request, response: web.StreamResponse) -> AsyncIterator[None]:
+    """While something is written: who does not read it in time is hung up on. Raises ClientGone."""
+    try:
+        async with asyncio.timeout(CLIENT_S):
+            yield
+    except (OSError, TimeoutError) as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ClientGone(response) from error
 
 
 def _session_name(request: web.Request) -> str:
