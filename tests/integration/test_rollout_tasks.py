@@ -65,6 +65,8 @@ def score(response, row):
         return len(bytes(2**30))
     if response == "text":
         return "much"
+    if response.startswith("number"):
+        return float(response)
     return len(response) / 4 if row["answer"] in response else -1
 """
 
@@ -173,8 +175,16 @@ async def test_a_function_of_ones_own_gives_any_finite_reward(tmp_path: Path) ->
     async with processes(source, tmp_path) as made:
         assert [0.25, -1.0, 0.5] == [await made.score(*asked) for asked in ((0, "x"), (1, "x"), (1, "yy"))]
         assert -1.0 == await made.score(0, "print"), "what it prints is no reply"
-        with pytest.raises(RewardFailed, match="'much' is no reward: return a finite number"):
+        with pytest.raises(RewardFailed, match="a str is no reward: return a finite number"):
             await made.score(0, "text")
+
+
+async def test_a_function_that_fails_is_told_by_place_and_not_by_words_that_quote_a_response(tmp_path: Path) -> None:
+    """What it raised came into logs, events and the job's status: `float(response)` quotes the response."""
+    async with processes(write_file(tmp_path, {"prompt": "a", "answer": "x"}), tmp_path) as made:
+        with pytest.raises(RewardFailed, match=r"^ValueError at .*rewards\.py:12, called at ") as failed:
+            await made.score(0, "number: my secret")
+        assert "secret" not in str(failed.value)
 
 
 async def test_the_example_of_a_mix_is_asked_and_scored(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "VerifierFailed": Remedy(
         "the reward function failed on the answers of a group, which was given up for it",
-        "read the message; make the function take every answer",
+        "the message says where it was raised; make the function take every answer",
         heals=True,
     ),
     "RewardTimedOut": Remedy(

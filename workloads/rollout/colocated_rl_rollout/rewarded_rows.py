@@ -47,7 +47,8 @@ class RewardedRows:
             return {"prompt": row[self._field], "fields": row}
         reward = self._score(response, row)
         if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise ValueError(f"{reward!r} is no reward: return a finite number")
+            what = str(reward) if isinstance(reward, float) else f"a {type(reward).__name__}"  # a str may be a response
+            raise ValueError(f"{what} is no reward: return a finite number")
         return float(reward)
 
 

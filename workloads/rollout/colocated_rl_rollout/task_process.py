@@ -14,6 +14,7 @@ import json
 import os
 import resource
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -45,7 +46,7 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
             value = _answer(tasks, json.loads(line))
         except Exception as error:  # noqa: BLE001 - of another's code; one answer fails, the rest go on
             reason = "RewardTimedOut" if isinstance(error, TimeoutError) else "VerifierFailed"
-            reply(error=described(error), reason=reason)
+            reply(error=_told(error), reason=reason)
         else:
             reply(value=value)
 
@@ -58,6 +59,17 @@ def _answer(tasks: Tasks, request: dict[str, Any]) -> Any:
             return tasks.score(index, response)
         case other:
             raise ValueError(f"no such request: {sorted(other)}")
+
+
+def _told(error: Exception) -> str:
+    """Words where they are ours. Others' may quote a prompt or a response, and what is said here is logged: only where
+    they were raised.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if str(frames[-1][0].f_globals.get("__name__")).startswith("colocated_rl_"):
+        return described(error)
+    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
+    return f"{type(error).__name__} at {', called at '.join(places[:-4:-1])}"[:1000]
 
 
 def memory_bytes(container_bytes: int | None, *, processes: int) -> int | None:
