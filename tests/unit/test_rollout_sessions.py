@@ -20,7 +20,7 @@ from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.openai_requests import Conversation, RequestRefused
 from colocated_rl_rollout.samples import Finish, SampleState, Span, Tokens
-from colocated_rl_rollout.sessions import IDLE_S, Session, Sessions
+from colocated_rl_rollout.sessions import IDLE_S, RecordedTurn, Session, Sessions
 from colocated_rl_rollout.store import Store
 from fakes.rollout import JOB_UID
 
@@ -227,3 +227,49 @@ def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp
         sessions.find("s")
     assert 2 == registry.get_sample_value("colocate_rollout_discarded_tokens_total", {"reason": "SessionTooStale"})
     store.close()
+
+
+def test_no_turn_begins_while_the_sessions_hold_all_tokens_that_they_may(tmp_path: Path) -> None:
+    """Those that were there grew without a bound: only a new one was refused."""
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = Sessions(
+        store,
+        Metrics(CollectorRegistry()),
+        group_size=2,
+        max_staleness=1,
+        changed=lambda: None,
+        clock=lambda: 0.0,
+        tokens_at_most=3,
+    )
+    tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
+    for name in ("a", "b"):
+        session = sessions.begin(name)
+    prompt = np.array([7], np.int32)
+    asyncio.run(sessions.record(session, None, [], "", prompt=prompt, tokens=tokens, finish=None, engine=None))
+    sessions.end(session)
+    for name in ("a", "b", "c"):
+        with pytest.raises(RequestRefused, match="2 sessions hold 3 tokens"):
+            sessions.begin(name)
+    asyncio.run(sessions.delete("b"))
+    assert "c" == sessions.begin("c").id
+    store.close()
+
+
+def test_the_longest_tokens_that_go_on_are_taken(tmp_path: Path) -> None:
+    session = Session("s")
+
+    def turn(number: int, parent: RecordedTurn | None, context: tuple[int, ...], *ids: int) -> RecordedTurn:
+        tokens = Tokens(np.array(ids, np.int32), -np.ones(len(ids), np.float32), ())
+        session.turns.append(RecordedTurn(number, parent, (), "", np.array(context, np.int32), tokens, None))
+        return session.turns[-1]
+
+    first = turn(1, None, (7,), 1, 2)
+    second = turn(2, first, (8,), 3)
+    other = turn(3, first, (9,), 3)
+    again = turn(4, None, (7,), 1, 2)
+    assert session.match_ids([7, 1]) is None
+    assert session.match_ids([7, 1, 2]) is again, "of two the newer one"
+    assert session.match_ids([7, 1, 2, 8]) is again
+    assert session.match_ids([7, 1, 2, 8, 3, 5]) is second
+    assert session.match_ids([7, 1, 2, 9, 3]) is other
+    assert session.match_ids([6, 1, 2, 8, 3]) is None

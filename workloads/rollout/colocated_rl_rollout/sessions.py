@@ -109,8 +109,19 @@ class Session:
 
     def match_ids(self, prompt: Sequence[int]) -> RecordedTurn | None:
         """The turn with the longest tokens that a prompt goes on from."""
-        found = [(len(ids), turn.number) for turn in self.turns if list(prompt[: len(ids := turn.ids)]) == ids]
-        return self.turns[max(found)[1] - 1] if found else None
+        ids = np.asarray(prompt, np.int32)
+        ends: dict[int, int] = {}  # tokens up to the end of each turn that matches
+        for turn in self.turns:
+            start = ends.get(turn.parent.number, -1) if turn.parent else 0
+            reply, end = start + len(turn.context), start + turn.size
+            if (
+                start >= 0
+                and np.array_equal(ids[start:reply], turn.context)
+                and np.array_equal(ids[reply:end], turn.tokens.ids)
+            ):
+                ends[turn.number] = end
+        best = max(ends, key=lambda number: (ends[number], number), default=None)
+        return None if best is None else self.turns[best - 1]
 
 
 class Sessions:
@@ -125,7 +136,9 @@ class Sessions:
         max_staleness: int,
         changed: Callable[[], None],
         clock: Callable[[], float],
+        tokens_at_most: int = TOKENS_AT_MOST,
     ) -> None:
+        self._tokens_at_most = tokens_at_most
         self._store = store
         self._metrics = metrics
         self._group_size = group_size
@@ -146,10 +159,10 @@ class Sessions:
         if not self._store.has_room():
             raise RequestRefused(503, "the store's volume is full: see the job's status", code="full", retry_s=RETRY_S)
         session = self._sessions.get(name)
+        if self._held >= self._tokens_at_most or (session is None and len(self._sessions) >= SESSIONS_AT_MOST):
+            message = f"{len(self._sessions)} sessions hold {self._held} tokens: reward or delete some"
+            raise RequestRefused(429, message, code="too_many_sessions", retry_s=RETRY_S)
         if session is None:
-            if len(self._sessions) >= SESSIONS_AT_MOST or self._held >= TOKENS_AT_MOST:
-                message = f"{len(self._sessions)} sessions hold {self._held} tokens: reward or delete some"
-                raise RequestRefused(429, message, code="too_many_sessions", retry_s=RETRY_S)
             session = self._sessions[name] = Session(name)
             self._store.write((tables.SESSION, [(name,)]))
         elif session.reward is not None:
