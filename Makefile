@@ -136,7 +136,7 @@ fast-layer:
 
 .PHONY: unit-layer
 unit-layer:
-	@pytest tests/unit
+	@pytest --numprocesses=2 --dist=loadfile tests/unit
 
 .PHONY: contract-layer
 contract-layer:

@@ -14,6 +14,7 @@ from colocated_rl_operator import crd
 from colocated_rl_operator.reasons import Cause, ConditionType, Reason, Told
 
 TOLD: list[Told] = [*ConditionType, *Cause, *Reason]
+REFERENCE = crd.reference_page()
 
 
 @pytest.mark.parametrize("told", TOLD, ids=str)
@@ -21,7 +22,7 @@ def test_a_reason_is_a_word_with_a_sentence_and_an_advice_that_stands_in_the_ref
     assert re.fullmatch("[A-Z][A-Za-z]+", told)
     assert re.fullmatch(r"[A-Z].*\.", told.meaning)
     assert not told.advice or re.fullmatch(r"[a-z].*[^.]", told.advice)
-    assert f"| `{told}` | {told.meaning} |" in crd.reference_page()
+    assert f"| `{told}` | {told.meaning} |" in REFERENCE
 
 
 def test_what_needs_a_person_says_what_to_do() -> None:
