@@ -102,6 +102,19 @@ async def test_the_token_of_its_secret_is_sent_along_and_may_change(tmp_path: Pa
     assert ["Bearer first", "Bearer second"] == judge.tokens
 
 
+@pytest.mark.parametrize("token", [b"two\nlines", b"\xff\xfe", "schlüssel".encode()])
+async def test_what_is_no_token_is_a_problem_and_not_the_end_of_the_controller(tmp_path: Path, token: bytes) -> None:
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge/token").write_bytes(token)
+    judge = Judge([GOOD])
+    async with endpoint(judge, tmp_path, secretName="judge", attempts=1) as asked:
+        with pytest.raises(RewardFailed, match="key token of Secret judge is no token") as failed:
+            await asked.score("?", {}, "!")
+        assert asked.problem is not None
+    assert "two" not in str(failed.value)
+    assert [] == judge.tokens
+
+
 @pytest.mark.parametrize("trouble", [says("busy", 503), says("", 429), says("", 500), hangs_up])
 async def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
     judge = Judge([trouble, trouble, GOOD])

@@ -103,7 +103,7 @@ class RewardEndpoint:
         timeout = aiohttp.ClientTimeout(total=self._reward.timeout_seconds)
         try:
             if self._token is not None:
-                headers["Authorization"] = f"Bearer {self._token.read_text().strip()}"
+                headers["Authorization"] = f"Bearer {_token_in(self._token)}"
             async with self._session.post(
                 self._reward.url, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
@@ -121,6 +121,14 @@ class RewardEndpoint:
         elif self.problem is None:
             log(LOG, "reward endpoint does not answer", logging.WARNING, reason=trouble)
             self.problem = Problem(reason=REWARD_UNAVAILABLE, message=f"{trouble}; it is asked again"[:1024])
+
+
+def _token_in(path: Path) -> str:
+    """Raises OSError, _TryAgain."""
+    token = path.read_bytes().strip()
+    if not (token.isascii() and token.decode().isprintable()):
+        raise _TryAgain(f"key {path.name} of Secret {path.parent.name} is no token: one line of ASCII text is")
+    return token.decode()
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
