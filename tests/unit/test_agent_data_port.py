@@ -85,9 +85,13 @@ class Caller:
             return await self.reader.readexactly(length)
 
     async def gets_all(self) -> bytes:
-        """Until the port ends the connection."""
+        """Until the port ends the connection, with a reset if something was still on its way to it."""
+        said = b""
         async with asyncio.timeout(DEADLINE_S):
-            return await self.reader.read()
+            with suppress(ConnectionResetError):
+                while piece := await self.reader.read(65536):
+                    said += piece
+        return said
 
     async def ends(self) -> None:
         with suppress(ConnectionError):
