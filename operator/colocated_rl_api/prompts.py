@@ -80,8 +80,8 @@ class HttpReward(Part):
         default=None,
         min_length=1,
         max_length=253,
-        description="Secret in the job's namespace whose entry token is sent along as a bearer token. The rollout "
-        "controller alone has it.",
+        description="Secret in the job's namespace whose entry reward-token is sent along as a bearer token. The "
+        "rollout controller alone has it.",
     )
     timeout_seconds: int = Field(default=60, ge=1, le=3600, description="For each attempt.")
     attempts: int = Field(

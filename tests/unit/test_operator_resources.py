@@ -96,7 +96,8 @@ def test_reward_code_has_a_user_of_its_own_and_nothing_but_a_socket_and_its_prom
     paths = [mount["mountPath"] for mount in rewards["volumeMounts"] if mount["name"].startswith("prompts")]
     assert [f"{names.PROMPTS_DIR}/mine", f"{names.PROMPTS_DIR}/yours"] == paths
     token = volumes["reward-token-0"]["secret"]
-    assert ("judge", [{"key": "token", "path": "token"}]) == (token["secretName"], token["items"])
+    entry = "reward-token"  # not "token": a job could have the token of any service account of its namespace sent off
+    assert ("judge", [{"key": entry, "path": entry}]) == (token["secretName"], token["items"])
 
 
 def test_a_user_without_a_passwd_entry_and_a_read_only_root_finds_its_home() -> None:

@@ -97,7 +97,7 @@ async def test_the_token_of_its_secret_is_sent_along_and_may_change(tmp_path: Pa
     judge = Judge([GOOD])
     async with endpoint(judge, tmp_path, secretName="judge") as made:
         for token in ("first", "second\n"):
-            (tmp_path / "judge/token").write_text(token)
+            (tmp_path / "judge/reward-token").write_text(token)
             await made.score("", {}, "")
     assert ["Bearer first", "Bearer second"] == judge.tokens
 
@@ -105,10 +105,10 @@ async def test_the_token_of_its_secret_is_sent_along_and_may_change(tmp_path: Pa
 @pytest.mark.parametrize("token", [b"two\nlines", b"\xff\xfe", "schlüssel".encode()])
 async def test_what_is_no_token_is_a_problem_and_not_the_end_of_the_controller(tmp_path: Path, token: bytes) -> None:
     (tmp_path / "judge").mkdir()
-    (tmp_path / "judge/token").write_bytes(token)
+    (tmp_path / "judge/reward-token").write_bytes(token)
     judge = Judge([GOOD])
     async with endpoint(judge, tmp_path, secretName="judge", attempts=1) as asked:
-        with pytest.raises(RewardFailed, match="key token of Secret judge is no token") as failed:
+        with pytest.raises(RewardFailed, match="key reward-token of Secret judge is no token") as failed:
             await asked.score("?", {}, "!")
         assert asked.problem is not None
     assert "two" not in str(failed.value)
