@@ -171,7 +171,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("sent", BROKEN, ids=[str(place) for place in range(len(BROKEN))])
 async def test_request_without_one_clear_framing_is_refused_and_nothing_after_it_is_served(sent: bytes) -> None:
-    async with echoing(caller_s=0.05 if len(sent) < UNREAD_BYTES else 0.5) as (echo, port), calling(port) as caller:
+    async with echoing(caller_s=0.1 if len(sent) < UNREAD_BYTES else 0.5) as (echo, port), calling(port) as caller:
         await caller.says(sent + NEXT)
         caller.writer.write(NEXT)
         answer = await caller.gets_all()
