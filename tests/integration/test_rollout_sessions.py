@@ -307,6 +307,24 @@ async def test_what_a_session_can_not_be_is_said(scene: GatewayScene) -> None:
     assert 0 == scene.figure("sessions")
 
 
+async def test_a_session_is_no_longer_than_what_a_trainer_was_promised(tmp_path: Path) -> None:
+    """Its path is trained in one piece: one that outgrew the trainer's memory would fail every retry of its batch."""
+    async with gateway_running(tmp_path, counting, maxPromptTokens=40, maxResponseTokens=60) as scene:
+        await scene.gate.open(V0)
+        agent = Agent(scene)
+        await agent.ask(QUESTION)
+        with pytest.raises(openai.BadRequestError, match="leave room for") as refused:
+            await agent.ask({"role": "user", "content": "And? " * 20})
+        assert "context_length_exceeded" == refused.value.code
+        await scene.ask({"role": "user", "content": "And? " * 20})
+        agent.messages.pop()
+        await agent.ask(AND)
+        (_, _, last) = scene.gate.requests
+        asked = len(last["input_ids"]) + last["sampling_params"]["max_new_tokens"]
+        assert asked == 100, "without a limit of its own a turn gets what is left"
+        assert 100 >= len((await agent.shown())["trajectory"]["token_ids"])
+
+
 async def test_an_answer_is_not_resumed_into_another_session(scene: GatewayScene) -> None:
     one, other = Agent(scene, "one"), Agent(scene, "other")
     await one.ask(QUESTION)
@@ -321,7 +339,7 @@ async def test_a_session_keeps_its_engine_while_that_is_open(tmp_path: Path) -> 
     """It has the prefix. A gate that closes is left at once, one that is named no more is forgotten, and both are taken
     again when they open.
     """
-    async with gateway_running(tmp_path, counting) as scene:
+    async with gateway_running(tmp_path, counting, maxPromptTokens=2000) as scene:
         other = FakeGate("job-gpu-1-0", scene.job.tls, Scripted(tmp_path / "model", counting))
         async with other.listening():
             gates = scene.gate, other

@@ -118,6 +118,7 @@ class Controller:
             sessions=sessions,
             metrics=self._metrics,
             limit=spec.rollout.max_response_tokens,
+            longest=spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens,
             temperature=spec.rollout.sampling.temperature,
             created=int(job.created.timestamp()),
         )

@@ -58,7 +58,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Gateway:
-    """limit, temperature: of a request that does not say; the first also bounds the others, the second may change."""
+    """limit, temperature: of a request that does not say; the first also bounds the others, the second may change.
+    longest: tokens of a session's path, which is trained in one piece.
+    """
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class Gateway:
         sessions: Sessions,
         metrics: Metrics,
         limit: int,
+        longest: int,
         temperature: float,
         created: int,
     ) -> None:
@@ -78,6 +81,7 @@ class Gateway:
         self._sessions = sessions
         self._metrics = metrics
         self._limit = limit
+        self._longest = longest
         self.temperature = temperature
         self._created = created
         self._reading = asyncio.Semaphore(READING_AT_MOST)
@@ -197,7 +201,8 @@ class Gateway:
     async def _complete(
         self, request: web.Request, body: Body, form: Form, prompt: tuple[int, ...], place: Place | None
     ) -> web.StreamResponse:
-        asking = asked(body, prompt, limit=self._limit, temperature=self.temperature)
+        longest = self._longest if place is not None else None
+        asking = asked(body, prompt, limit=self._limit, temperature=self.temperature, longest=longest)
         if place is not None and asking.temperature != self.temperature:
             message = (
                 f"temperature is {asking.temperature}, and the job's {self.temperature}: turns of a session use that"

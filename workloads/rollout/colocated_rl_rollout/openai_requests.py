@@ -273,14 +273,24 @@ def text_prompt_of(body: TextBody, chat: Chat) -> tuple[int, ...]:
         raise RequestRefused(400, f"the prompt can't be read: {error}", param="prompt") from error
 
 
-def asked(body: Body, prompt: tuple[int, ...], *, limit: int, temperature: float) -> Asked:
-    """limit, temperature: the job's, which count where the client says nothing. Raises RequestRefused."""
+def asked(body: Body, prompt: tuple[int, ...], *, limit: int, temperature: float, longest: int | None = None) -> Asked:
+    """limit, temperature: the job's, which count where the client says nothing. longest: prompt and reply together,
+    of a turn of a session. Raises RequestRefused.
+    """
     name, wanted = "max_tokens", body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         name, wanted = "max_completion_tokens", body.max_completion_tokens
     if wanted is not None and wanted > limit:
         message = f"{name} is {wanted}, and the job's maxResponseTokens {limit}: ask for at most that"
         raise RequestRefused(400, message, param=name, code="invalid_value")
+    if longest is not None:
+        limit = min(limit, longest - len(prompt))
+        if limit < (1 if wanted is None else wanted):
+            message = (
+                f"the session's {len(prompt)} tokens leave room for {max(limit, 0)}: it may have maxPromptTokens and "
+                f"maxResponseTokens, together {longest}, as every sample that is trained"
+            )
+            raise RequestRefused(400, message, code="context_length_exceeded")
     return Asked(
         np.array(prompt, np.int32),
         limit if wanted is None else wanted,
