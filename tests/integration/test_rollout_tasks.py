@@ -211,12 +211,14 @@ async def test_the_example_of_an_endpoint_answers(tmp_path: Path) -> None:
         serving.join()
 
 
-async def test_the_example_is_asked_and_scored() -> None:
-    source = prompt_file(claim_name=EXAMPLE.name, path="sums.jsonl")
-    async with processes(source, EXAMPLE.parent) as made:
+async def test_the_example_is_asked_and_scored(tmp_path: Path) -> None:
+    claim = tmp_path / EXAMPLE.name
+    shutil.copytree(EXAMPLE, claim, ignore=shutil.ignore_patterns("__pycache__"))
+    source = prompt_file(claim_name=claim.name, path="sums.jsonl")
+    async with processes(source, tmp_path) as made:
         assert 4 == (await made.data()).size
         assert [1.0, 0.1, 0.0] == [await made.score(0, text) for text in ("3 + 5 = 8 #### 8", "#### 9", "8")]
-    assert not (EXAMPLE / "__pycache__").exists(), "a claim is mounted read-only"
+    assert not (claim / "__pycache__").exists(), "a claim is mounted read-only"
 
 
 async def test_a_function_that_takes_too_much_memory_fails_its_sample_alone(tmp_path: Path) -> None:
