@@ -150,16 +150,15 @@ TestSessions = SessionsMachine.TestCase
 TestSessions.settings = settings(max_examples=12, stateful_step_count=30, deadline=None)
 
 
+def sessions_of(store: Store, registry: CollectorRegistry | None = None, **options: int) -> Sessions:
+    """Of groups of two, at most a step old, at an hour that stands still."""
+    metrics = Metrics(registry or CollectorRegistry())
+    return Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0, **options)
+
+
 def test_the_longest_history_that_goes_on_is_taken(tmp_path: Path) -> None:
     store = Store(tmp_path, job_uid=JOB_UID)
-    sessions = Sessions(
-        store,
-        Metrics(CollectorRegistry()),
-        group_size=2,
-        max_staleness=1,
-        changed=lambda: None,
-        clock=lambda: 0.0,
-    )
+    sessions = sessions_of(store)
     session = sessions.begin("s")
     user, reply = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
     tokens = Tokens(np.array([1], np.int32), -np.ones(1, np.float32), (Span(WeightVersion(0, 1), 0, 1),))
@@ -194,8 +193,7 @@ def test_the_longest_history_that_goes_on_is_taken(tmp_path: Path) -> None:
 def test_a_full_volume_takes_no_more_turns(tmp_path: Path) -> None:
     free = [1 << 40]
     store = Store(tmp_path, job_uid=JOB_UID, free_bytes=lambda _: free[0])
-    metrics = Metrics(CollectorRegistry())
-    sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
+    sessions = sessions_of(store)
     session = sessions.begin("s")
     free[0] = 0
     with pytest.raises(RequestRefused, match="volume is full"):
@@ -208,9 +206,7 @@ def test_a_full_volume_takes_no_more_turns(tmp_path: Path) -> None:
 def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     store = Store(tmp_path, job_uid=JOB_UID)
-    sessions = Sessions(
-        store, Metrics(registry), group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0
-    )
+    sessions = sessions_of(store, registry)
     session = sessions.begin("s")
     tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(3, 1), 0, 2),))
     asyncio.run(
@@ -232,15 +228,7 @@ def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp
 def test_no_turn_begins_while_the_sessions_hold_all_tokens_that_they_may(tmp_path: Path) -> None:
     """Those that were there grew without a bound: only a new one was refused."""
     store = Store(tmp_path, job_uid=JOB_UID)
-    sessions = Sessions(
-        store,
-        Metrics(CollectorRegistry()),
-        group_size=2,
-        max_staleness=1,
-        changed=lambda: None,
-        clock=lambda: 0.0,
-        tokens_at_most=3,
-    )
+    sessions = sessions_of(store, tokens_at_most=3)
     tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
     for name in ("a", "b"):
         session = sessions.begin(name)

@@ -5,7 +5,7 @@ A figure that was not measured is a dash, never a guess. The sections are also t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from itertools import pairwise
@@ -126,22 +126,9 @@ def _figures(figures: Figures) -> list[tuple[str, str]]:
 
 def holders(figures: Figures) -> str:
     began, spans = figures.began, figures.spans[-SPANS_AT_MOST:]
-    rows = [
-        Row(
-            pod,
-            [
-                Bar(
-                    span.start - began,
-                    span.end - began,
-                    COLOURS[span.holder],
-                    f"{span.holder.value}, step {span.step}: {span.end - span.start:.2f} s",
-                )
-                for span in spans
-                if span.pod == pod
-            ],
-        )
-        for pod in figures.pods
-    ]
+    rows = _rows(
+        figures, spans, began, lambda span: f"{span.holder.value}, step {span.step}: {span.end - span.start:.2f} s"
+    )
     words = _shares(holder_shares(figures))
     chart = row_chart(
         rows, label=f"who held the device: {words}", key=_key(spans), unit="seconds since the first pod answered"
@@ -152,26 +139,26 @@ def holders(figures: Figures) -> str:
     )
 
 
-def switch(figures: Figures) -> str:
-    times = rung_times(figures)
-    spans = typical_switch(figures)
-    began = min((span.start for span in spans), default=0.0)
-    rows = [
+def _rows(figures: Figures, spans: Sequence[Span], began: float, told: Callable[[Span], str]) -> list[Row]:
+    """A row for each pod, with its spans in seconds since `began`. told: what is said of a span."""
+    return [
         Row(
             pod,
             [
-                Bar(
-                    span.start - began,
-                    span.end - began,
-                    COLOURS[span.holder],
-                    f"to {span.towards}: {1000 * (span.end - span.start):.0f} ms",
-                )
+                Bar(span.start - began, span.end - began, COLOURS[span.holder], told(span))
                 for span in spans
                 if span.pod == pod
             ],
         )
         for pod in figures.pods
     ]
+
+
+def switch(figures: Figures) -> str:
+    times = rung_times(figures)
+    spans = typical_switch(figures)
+    began = min((span.start for span in spans), default=0.0)
+    rows = _rows(figures, spans, began, lambda span: f"to {span.towards}: {1000 * (span.end - span.start):.0f} ms")
     unit = "seconds since the gate closed" + (f", of step {spans[0].step}" if spans else "")
     chart = row_chart(rows, label="rungs of a switch", key=_key(spans), unit=unit, parted=True)
     bars = bar_table(
