@@ -42,6 +42,17 @@ def identities(it: Pod) -> tuple[str | None, str | None]:
     return it.now.engines[0].incarnation, it.now.trainers[0].incarnation
 
 
+async def train_without_end(group: Group, it: Pod) -> tuple[str | None, str | None]:
+    """A step is under way beside rollout; the engine and the trainer of before."""
+    await group.climb(V0)
+    first = identities(it)
+    it.trainer_fault("train", "hang")
+    await group.climb(V1, to=Rung.SEALED)
+    await it.send(group.target(V1, Rung.TRAINED))
+    await it.until(lambda facts: facts.trainers[0].state is TrainerState.TRAINING, "training")
+    return first
+
+
 def trainer_routes(it: Pod) -> list[str]:
     return (it.directories.sockets / "asked").read_text().split()
 
@@ -103,12 +114,7 @@ async def test_no_gate_closes_before_every_pod_has_the_new_weights(net: Network)
 async def test_engine_that_dies_beside_training_comes_back_on_the_weights_that_it_served(net: Network) -> None:
     async with pod(net, resident_job()) as it:
         group = Group([it])
-        await group.climb(V0)
-        first = identities(it)
-        it.trainer_fault("train", "hang")
-        await group.climb(V1, to=Rung.SEALED)
-        await it.send(group.target(V1, Rung.TRAINED))
-        await it.until(lambda facts: facts.trainers[0].state is TrainerState.TRAINING, "training")
+        first = await train_without_end(group, it)
         it.kill("sglang")
         again = await it.until(lambda facts: facts.gate.open and facts.engines[0].incarnation != first[0], "open again")
         assert (V0, TrainerState.TRAINING) == (again.engines[0].version, again.trainers[0].state)
@@ -173,12 +179,7 @@ async def test_engine_and_agent_that_die_together_beside_training_are_back_befor
     """The new agent has seen no export: it takes the one that the trainers name, and reads it first."""
     async with pod(net, resident_job()) as it:
         group = Group([it])
-        await group.climb(V0)
-        first = identities(it)
-        it.trainer_fault("train", "hang")
-        await group.climb(V1, to=Rung.SEALED)
-        await it.send(group.target(V1, Rung.TRAINED))
-        await it.until(lambda facts: facts.trainers[0].state is TrainerState.TRAINING, "training")
+        first = await train_without_end(group, it)
         it.kill("sglang")
         await it.restart_agent()
         await it.send(group.target(V1, Rung.TRAINED))
