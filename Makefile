@@ -140,7 +140,7 @@ unit-layer:
 
 .PHONY: contract-layer
 contract-layer:
-	@pytest -m 'not cluster' tests/contract tests/integration
+	@pytest --numprocesses=2 --dist=loadfile -m 'not cluster' tests/contract tests/integration
 
 .PHONY: cluster-layer
 cluster-layer: vet-layer

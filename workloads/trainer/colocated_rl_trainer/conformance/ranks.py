@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -158,14 +159,14 @@ class TrainerGroup:
         self.checkpoints.mkdir(exist_ok=True)
         (folder / "trainer.json").write_text(json.dumps(kind.config))
         (folder / "job.json").write_text(json.dumps(job_file(keep=keep)))
+        self._sockets = tempfile.TemporaryDirectory(prefix="ranks-")  # short: a socket's path holds 107 bytes
         port = _free_port()
         self.ranks = [self._start(rank, port) for rank in range(size)]
 
     def _start(self, rank: int, port: int) -> TrainerProcess:
-        sockets = self.folder / f"pod-{rank}"
-        sockets.mkdir(exist_ok=True)
+        (self.folder / f"pod-{rank}").mkdir(exist_ok=True)
         told = {
-            TrainerEnvironment.SOCKET: sockets / "t.sock",
+            TrainerEnvironment.SOCKET: Path(self._sockets.name) / f"{rank}.sock",
             TrainerEnvironment.CONFIG: self.folder / "trainer.json",
             TrainerEnvironment.JOB: self.folder / "job.json",
             TrainerEnvironment.MODEL: self.kind.model,
@@ -219,6 +220,7 @@ class TrainerGroup:
     def end(self) -> None:
         for rank in self.ranks:
             rank.end()
+        self._sockets.cleanup()
 
 
 @contextlib.contextmanager
