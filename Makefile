@@ -110,6 +110,12 @@ bench-trainer: ## what the trainer's exports, moves and steps cost beside plain 
 lock: ## resolve the pinned requirement files anew
 	@$(SETUP) --lock
 
+# --- what is given away
+
+.PHONY: images
+images: ## container images of the last commit, with docker, podman or nerdctl; IMAGES="operator agent" for some of them
+	@BUILDER='$(BUILDER)' REPOSITORY='$(REPOSITORY)' TAG='$(TAG)' BUILD_ARGS='$(BUILD_ARGS)' workloads/images/build.sh $(IMAGES)
+
 # --- the local cluster by hand
 
 .PHONY: cluster-up
@@ -165,4 +171,4 @@ vet-layer: # needs the modules that the cluster's build has fetched
 
 .PHONY: types-layer
 types-layer:
-	@mypy --config-file tests/pyproject.toml $(PACKAGES) tests examples bench
+	@mypy --config-file tests/pyproject.toml $(PACKAGES) tests examples bench workloads/images

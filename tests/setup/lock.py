@@ -25,11 +25,18 @@ SELECTIONS = {
 }
 
 
+# what the vendor's image of the engine brings: a list to compare with, that nothing here installs
+VENDOR = "workloads/gpu/vendor.txt"
+OF_VENDOR = ("--python-platform", "x86_64-manylinux_2_35", "--python-version", "3.12", "--prerelease", "allow")
+
+
 def resolve(layout: Layout, session: Session) -> None:
-    session.say("resolving all requirement files, about 15 s")
+    session.say("resolving all requirement files, about 30 s")
     _compile(layout, session, [*ASKED, *(f"{part}/pyproject.toml" for part in PARTS)], into=ALL)
     for into, asked in SELECTIONS.items():
         _compile(layout, session, [*asked, "--constraints", ALL], into=into)
+    words = (*OF_VENDOR, "--no-header", "--no-annotate", "workloads/gpu/engine.txt", "--output-file", VENDOR)
+    session.run("lock", [layout.uv, "pip", "compile", "--quiet", *words], cwd=layout.root, env=clean_environment())
 
 
 def _compile(layout: Layout, session: Session, words: Sequence[str], *, into: str) -> None:
