@@ -65,7 +65,7 @@ def engine_process(
         port=port,
         config=config,
         gpus=0,
-        memory_saver=False,
+        saved_tags=(),
         extra=(*CPU_FLAGS, *flags),
     )
     environment = {

@@ -130,12 +130,12 @@ class EngineMemory(StrEnum):
 
 
 _OFFLOADED_WORDS = (
-    "offload is [Weights, KVCache, CUDAGraph], where engines and trainer take turns, or [], where both stay on the "
-    "devices: parts of it alone are not released"
+    "offload needs KVCache, because the KV cache is never on the devices together with gradients and optimizer state "
+    "of a trainer that takes turns; [] lets engines and trainer both stay"
 )
 _OFFLOAD = Rule(
     field="offload",
-    rule=f"!has(self.offload) || size(self.offload) in [0, {len(EngineMemory)}]",
+    rule=f"!has(self.offload) || size(self.offload) == 0 || '{EngineMemory.KV_CACHE}' in self.offload",
     message=_OFFLOADED_WORDS,
 )
 
@@ -174,9 +174,10 @@ class Rollout(Part):
         default=list(EngineMemory),
         max_length=len(EngineMemory),
         json_schema_extra={"x-kubernetes-list-type": "set"},
-        description="Memory that the engines release while the trainer works: all of it, and the two take turns; or "
-        "none ([]), and both stay on the devices: rollout goes on beside training, and weights are pushed under a "
-        "short pause.",
+        description="Memory that the engines release while the trainer works. With KVCache among it the two take "
+        "turns; Weights and CUDAGraph may be left out where the trainer has room beside them: the switch is shorter by "
+        "what stays. None ([]), and both stay on the devices: rollout goes on beside training, and weights are pushed "
+        "under a short pause.",
     )
     engine_args: list[Annotated[str, Field(max_length=256)]] = Field(
         default_factory=list, max_length=64, description="Further flags of the SGLang server, one list item each word."
@@ -257,7 +258,7 @@ class Rollout(Part):
                 )
         if len(set(self.offload)) != len(self.offload):
             raise ValueError(f"offload is a set: {', '.join(self.offload)} has one of them twice")
-        if len(self.offload) not in (0, len(EngineMemory)):
+        if self.offload and EngineMemory.KV_CACHE not in self.offload:
             raise ValueError(_OFFLOADED_WORDS)
         admitted = (self.max_staleness + 1) * self.batch_size
         if self.concurrency > admitted:
@@ -302,7 +303,8 @@ class Trainer(Part):
 
 class Verify(StrEnum):
     VERSION = "Version"  # the engine names the version it holds
-    PROBE = "Probe"  # and its log-probabilities of a fixed sequence agree with the trainer's
+    CHECKSUM = "Checksum"  # and all engines hold the same, bit by bit
+    PROBE = "Probe"  # or its log-probabilities of a fixed sequence agree with the trainer's
 
 
 class WeightSync(Part):
@@ -312,7 +314,12 @@ class WeightSync(Part):
         default="8Gi", description="Of the memory-backed volume; twice the size of the weights. Counts as pod memory."
     )
     verify: Verify = Field(
-        default=Verify.PROBE, strict=False, description="What must hold before a gate opens on new weights."
+        default=Verify.PROBE,
+        strict=False,
+        description="What must hold before a gate opens on new weights: the engine names their version (Version), and "
+        "the checksums of all engines are equal (Checksum), or its log-probabilities of a fixed sequence are those of "
+        "the trainer (Probe). Of engines that differ, those that disagree with more than half of all start again on "
+        "the export; without such a majority the trainers start again.",
     )
 
 

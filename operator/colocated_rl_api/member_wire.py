@@ -48,8 +48,12 @@ class TagState(StrEnum):
     """One memory tag of one engine incarnation. UNKNOWN after a call whose outcome nobody saw (I6)."""
 
     MAPPED = "Mapped"
+    KEPT = "Kept"  # mapped for as long as the engine lives: the job does not offload it
     RELEASED = "Released"
     UNKNOWN = "Unknown"
+
+
+HELD = (TagState.MAPPED, TagState.KEPT)
 
 
 class EngineState(StrEnum):
@@ -71,6 +75,7 @@ class EngineFacts(Wire):
     kv_cache: TagState = TagState.MAPPED
     cuda_graph: TagState = TagState.MAPPED
     version: Version | None = None  # read back; None from the release of the weights until an update is confirmed
+    checksum: str | None = Field(default=None, max_length=128)  # of `version`, by the engine; None: not asked for
 
     @property
     def is_absent(self) -> bool:
@@ -90,15 +95,16 @@ class EngineFacts(Wire):
 
     @property
     def is_released(self) -> bool:
-        return self.is_drained and all(tag is TagState.RELEASED for tag in self.tags)
+        """Of all that it does not keep."""
+        return self.is_drained and all(tag in (TagState.RELEASED, TagState.KEPT) for tag in self.tags)
 
     @property
     def weights_mapped(self) -> bool:
-        return self.weights is TagState.MAPPED
+        return self.weights in HELD
 
     @property
     def is_mapped(self) -> bool:
-        return all(tag is TagState.MAPPED for tag in self.tags)
+        return all(tag in HELD for tag in self.tags)
 
     @property
     def tags(self) -> tuple[TagState, TagState, TagState]:
@@ -244,6 +250,7 @@ class PodTarget(Wire):
     rendezvous: Rendezvous | None = None  # None only with goal STOP
     batches: Endpoint | None = None  # of the rollout controller; None only with goal STOP
     is_last: bool = False  # the job ends with this step: it is saved, whatever checkpoint.everySteps says
+    checksum: str | None = None  # of the engines' weights, on which the group agreed: another one does not serve
 
     @property
     def version(self) -> WeightVersion:

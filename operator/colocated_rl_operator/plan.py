@@ -10,11 +10,12 @@ either side costs a reconnect.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from colocated_rl_api import names
-from colocated_rl_api.job import Switch
+from colocated_rl_api.job import Switch, Verify
 from colocated_rl_api.ladder import RESIDENT, Ladder, Rung
 from colocated_rl_api.member_wire import Goal, PodTarget, Rendezvous, RolloutTarget
 from colocated_rl_operator.actions import DeletePod, PodAction, Wait
@@ -143,6 +144,10 @@ def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | None:
     """Every member reported under this epoch."""
     spec, serving = seen.job.spec, seen.slowest is Rung.SERVING
     updated = seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)
+    if updated and _compares(seen) and _agreed(seen, now) is None:
+        held = _listed([f"{name} {str(checksum)[:12]}" for name, checksum in _checksums(seen, now).items()])
+        message = f"engines hold different weights {now.version} ({held}): the trainers start again"
+        return _restart(seen, now, Cause.WEIGHTS_DIFFER, message)
     evaluated = _evaluating(seen) is None
     may_train = evaluated or seen.job.ladder is RESIDENT  # there only the update waits
     if serving and now.step < spec.steps and _has_next_batch(seen, now) and may_train:
@@ -307,7 +312,7 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
         batches=rollout.data_port,
         is_last=climb.step >= seen.job.spec.steps,
     )
-    granted = common.model_copy(update={"rung": _granted(seen)})
+    granted = common.model_copy(update={"rung": _granted(seen), "checksum": _agreed(seen, climb)})
     for member in seen.gpu_members:
         if member.pod_facts is None:
             continue
@@ -316,6 +321,29 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
         elif seen.slowest is not Rung.UNKNOWN:
             targets[member.name] = granted
     return targets
+
+
+def _compares(seen: Observation) -> bool:
+    return seen.job.spec.weight_sync.verify is Verify.CHECKSUM
+
+
+def _agreed(seen: Observation, climb: Climb) -> str | None:
+    """What more than half of all engines hold, once every one holds the climb's weights; None where nobody compares."""
+    if not (_compares(seen) and seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)):
+        return None
+    (checksum, engines), *_ = Counter(_checksums(seen, climb).values()).most_common()
+    return checksum if 2 * engines > seen.job.spec.replicas else None
+
+
+def _checksums(seen: Observation, climb: Climb) -> dict[str, str | None]:
+    """By pod name, of the climb's weights."""
+    return {
+        member.name: engine.checksum
+        for member in seen.gpu_members
+        if member.pod_facts
+        for engine in member.pod_facts.engines
+        if engine.version == climb.version
+    }
 
 
 def _granted(seen: Observation) -> Rung:

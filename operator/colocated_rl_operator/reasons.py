@@ -50,6 +50,13 @@ class Cause(Told):
         "the event names pod and rung, status.outOfLine says what it waits for; if it is slow and well, raise that "
         "deadline of spec.switch while the job is suspended",
     )
+    WEIGHTS_DIFFER = (
+        "WeightsDiffer",
+        "Engines took the same version and hold different weights, no more than half of them the same "
+        "(weightSync.verify: Checksum): none of them serves, the trainers start together again.",
+        "the event names each pod with its checksum; look at the memory and the devices of their nodes; "
+        + _MORE_RESTARTS,
+    )
     ALL_STEPS_DONE = "AllStepsDone", "The last step is done and saved: members are told to stop."
     BACKOFF_LIMIT = (
         "BackoffLimitExceeded",
@@ -81,7 +88,7 @@ class Cause(Told):
     @property
     def is_recovery(self) -> bool:
         """Trainers start again after a loss."""
-        return self in (Cause.POD_REPLACED, Cause.TRAINER_DIED, Cause.RUNG_DEADLINE)
+        return self in (Cause.POD_REPLACED, Cause.TRAINER_DIED, Cause.RUNG_DEADLINE, Cause.WEIGHTS_DIFFER)
 
     @property
     def goal(self) -> Goal:

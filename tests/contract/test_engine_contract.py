@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +20,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from safetensors.torch import load_file, save_file
 
 import fakes
 from colocated_rl_agent.data_port import DataPort
@@ -279,6 +281,57 @@ async def test_whole_switch_changes_the_weights_and_their_name(engine: Engine, s
         assert str(version) == answer["meta_info"]["weight_version"]
 
 
+@pytest.mark.parametrize("gives_up", [(KV_CACHE,), (KV_CACHE, CUDA_GRAPH), (WEIGHTS, KV_CACHE)])
+async def test_engine_goes_through_a_switch_in_which_it_keeps_the_rest(
+    engine: Engine, server: Server, gives_up: tuple[str, ...]
+) -> None:
+    for version in (NEW, OLD):
+        await engine.pause()
+        await engine.flush()
+        await engine.release(gives_up)
+        if WEIGHTS in gives_up:
+            await engine.resume((WEIGHTS,))
+        await engine.update(server.exports / str(version), version)
+        await engine.resume(tuple(tag for tag in gives_up if tag != WEIGHTS))
+        await engine.flush()
+        await engine.continue_()
+        probe = server.probe(version)
+        require_agreement(probe.logp, await engine.input_logprobs(probe.input_ids), dtype="float32")
+        answer = await engine.generate(sampling_params={"max_new_tokens": 4, "ignore_eos": True})
+        assert str(version) == answer["meta_info"]["weight_version"]
+
+
+async def test_f52_h52_checksum_is_of_the_weights_and_not_of_their_name(
+    engine: Engine, server: Server, tmp_path: Path
+) -> None:
+    """Also while the KV cache is released: that is when the agent asks."""
+    started_on = await engine.checksum()
+    await engine.pause()
+    await engine.flush()
+    await engine.release((KV_CACHE,))
+    await engine.update(server.exports / str(NEW), NEW)
+    updated_to = await engine.checksum()
+    assert started_on != updated_to
+    assert updated_to == await engine.checksum()
+    await engine.update(server.exports / str(OLD), OLD)
+    assert started_on == await engine.checksum(), "the same, however the weights came"
+    await engine.update(lacking_a_tensor(server.exports / str(NEW), tmp_path / "torn"), NEW)
+    assert NEW == await engine.weight_version(), "what it lacks keeps its old values, and that is a success"
+    assert updated_to != await engine.checksum()
+    await engine.update(server.exports / str(OLD), OLD)
+    await engine.resume((KV_CACHE,))
+    assert started_on == await engine.checksum()
+
+
+def lacking_a_tensor(export: Path, directory: Path) -> Path:
+    """A copy without one of its tensors, of those that are not the same in every model."""
+    shutil.copytree(export, directory)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[max(name for name in tensors if "norm" not in name)]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 async def test_h51_update_from_a_directory_without_weights_is_refused(engine: Engine, tmp_path: Path) -> None:
     await engine.pause()
     with pytest.raises(CallRefused):
@@ -407,8 +460,8 @@ async def test_h6_request_that_is_aborted_in_the_queue_has_no_tokens(engine: Eng
 async def test_pool_and_memory_of_an_engine_are_told(engine: Engine) -> None:
     info = await engine.require_suitable(memory_saver=False)
     assert POOL_TOKENS == info.pool_tokens
-    assert info.mapped_bytes is not None
-    assert info.mapped_bytes > 0
+    mapped = [info.mapped_bytes((tag,)) for tag in (WEIGHTS, KV_CACHE)]
+    assert all(size is not None and size > 0 for size in mapped)
 
 
 async def test_h56_failed_health_probe_leaves_the_engine_unready_until_it_is_repaired(engine: Engine) -> None:

@@ -13,9 +13,9 @@ a second one; a resume of what is not released. With FAKE_DEVICE in its environm
 
     a file `engine-fault` beside --config           ends the next start
 
-FAULT is hang, crash, error, act_then_hang (the effect, and no answer), leak (a release that frees nothing) or, of a
-generate, cut (its connection breaks after the first chunk), torn (in the middle of one), stall (no chunk after the
-first), queue_full (an abort that is an error).
+FAULT is hang, crash, error, act_then_hang (the effect, and no answer), leak (a release that frees nothing), skip (an
+update that loads nothing, and succeeds) or, of a generate, cut (its connection breaks after the first chunk), torn (in
+the middle of one), stall (no chunk after the first), queue_full (an abort that is an error).
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from typing import Any
 
 from aiohttp import web
 
-from fakes.weights import logprob, next_token, read_weight
+from fakes.weights import logprob, next_token, read_weight, weights_checksum
 
 POISON = 666_666
+GARBAGE = -1.0
 END_TOKEN = 2
 TAGS = ("weights", "kv_cache", "cuda_graph")
 CONTROL = (
     "/abort_request", "/pause_generation", "/continue_generation", "/flush_cache", "/release_memory_occupation",
-    "/resume_memory_occupation", "/update_weights_from_disk",
+    "/resume_memory_occupation", "/update_weights_from_disk", "/weights_checker",
 )  # fmt: skip
 PAUSE_POLL_S = 1.0  # the engine's own
 HEALTH_S = 1.0
@@ -201,6 +202,7 @@ class FakeEngine:
                 web.post("/release_memory_occupation", self.serve_release),
                 web.post("/resume_memory_occupation", self.serve_resume),
                 web.post("/update_weights_from_disk", self.serve_update),
+                web.post("/weights_checker", self.serve_checker),
                 web.get("/fake/calls", self.serve_calls),
                 web.get("/fake/tokens", self.serve_tokens),
                 web.post("/fake/fault", self.serve_fault),
@@ -226,8 +228,8 @@ class FakeEngine:
             self.on_call(request.path)
         request[BODY] = body
         fault = self.faults.pop(request.path, None) if request.path != "/generate" else None
-        if fault == "leak":
-            self.faults["memory"] = fault
+        if fault in ("leak", "skip"):
+            self.faults[fault] = fault
         if fault == "crash":
             self.die(f"asked to crash in {request.path}")
         if fault == "error":
@@ -323,7 +325,7 @@ class FakeEngine:
         self.released |= set(tags)
         if "weights" in tags:
             self.weight = None
-        self.show_memory(leaked=self.faults.pop("memory", None) is not None)
+        self.show_memory(leaked=self.faults.pop("leak", None) is not None)
         return web.json_response(None)
 
     async def serve_resume(self, request: web.Request) -> web.Response:
@@ -339,7 +341,11 @@ class FakeEngine:
         directory = Path(body["model_path"])
         if not (directory / "model.safetensors").exists():
             return update_answer(False, f"Failed to get weights iterator: {directory}.")
-        self.weight = read_weight(directory)
+        found = None if self.faults.pop("skip", None) else read_weight(directory)
+        if found is not None:
+            self.weight = found
+        elif self.weight is None:
+            self.weight = GARBAGE  # a tensor that is not there keeps its old values (H52), of released memory any
         self.stale_cache = not body.get("flush_cache", True)
         if body.get("weight_version") is not None:
             self.version = body["weight_version"]
@@ -349,6 +355,12 @@ class FakeEngine:
         return web.json_response(
             {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         )
+
+    async def serve_checker(self, request: web.Request) -> web.Response:
+        if self.weight is None:
+            self.die("weights_checker reads released memory")
+        checksum = weights_checksum(self.weight or 0.0)
+        return web.json_response({"success": True, "message": "Success.", "ranks": [], "per_engine_checksum": checksum})
 
     async def serve_generate(self, request: web.Request) -> web.StreamResponse:
         body = request[BODY]

@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from colocated_rl_agent import actions as do
+from colocated_rl_agent.settings import kept_tags
 from colocated_rl_api.ladder import RESIDENT, Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineState,
@@ -152,6 +153,7 @@ class Model:
         has_precondition: bool = True,
     ) -> None:
         self.job = job
+        self._keeps = kept_tags(job.spec.rollout.offload)
         self.deaths = deaths
         self.mortal = of
         self.suspensions = suspensions
@@ -167,7 +169,7 @@ class Model:
     def start(self) -> State:
         """Every pod runs, and nobody knows anybody."""
         nobody = (None,) * self.job.spec.replicas
-        pods = tuple(Pod(ladder=self.job.ladder) for _ in self.job.gpu_seats)
+        pods = tuple(self._new_pod() for _ in self.job.gpu_seats)
         return State(
             pods,
             Rollout(),
@@ -176,6 +178,9 @@ class Model:
             stale=nobody,
             suspensions=self.suspensions,
         )
+
+    def _new_pod(self) -> Pod:
+        return Pod(ladder=self.job.ladder, keeps=self._keeps)
 
     def successors(self, state: State) -> list[tuple[str, State]]:
         """What may happen, and what then is so. Raises Broken."""
@@ -283,7 +288,7 @@ class Model:
             index = self.job.gpu_seats.index(seat)
             if isinstance(action, CreatePod):
                 must(not pods[index].alive, f"two pods in {action.seat}")
-                pods[index] = Pod(attempt=action.attempt, stood=pods[index].stood, ladder=self.job.ladder)
+                pods[index] = self._new_pod()._replace(attempt=action.attempt, stood=pods[index].stood)
             else:
                 pods[index] = pods[index]._replace(alive=False, there=False)
             operator = operator.lost(index)
@@ -413,7 +418,7 @@ class Model:
             case _:
                 pod = act(before, action)
         must(
-            not pod.rank.is_on_device or pod.engine is None or pod.engine.mapped == () or pod.ladder is RESIDENT,
+            not pod.rank.is_on_device or pod.engine is None or pod.engine.has_given_up or pod.ladder is RESIDENT,
             "engine and trainer share the device",
         )
         after = state._replace(saved=saved).with_pod(index, pod := pod.noted())

@@ -14,7 +14,8 @@ from colocated_rl_agent import actions as do
 from colocated_rl_agent.facts import Rules, next_actions
 from colocated_rl_agent.journal import EngineStarted, EpochAccepted, Intent, Outcome, Record
 from colocated_rl_agent.journal import Memory as Journal
-from colocated_rl_agent.views import TAGS, WEIGHTS, EngineView, PodView, RankView
+from colocated_rl_agent.views import KV_CACHE, TAGS, WEIGHTS, EngineView, PodView, RankView
+from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import LADDERS, TIME_SLICED, Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     Endpoint,
@@ -32,7 +33,7 @@ from colocated_rl_member.fence import EpochFence
 KILLED = -9
 NEVER = 1e12
 ENGINE = "engine"  # the incarnation of the only one that there is at a time
-RULES = {ladder: Rules(ladder, settle_s=30.0, checkpoint_every=1, probe=True) for ladder in LADDERS.values()}
+RULES = {ladder: Rules(ladder, settle_s=30.0, checkpoint_every=1, verify=Verify.PROBE) for ladder in LADDERS.values()}
 RENDEZVOUS = Rendezvous(address="10.0.0.1", port=29500, world_size=2)
 BATCHES = Endpoint(pod="sums-rollout-0", address="10.0.0.9", port=8444)
 ON_DEVICE = (TrainerState.ONLOADED, TrainerState.TRAINING)
@@ -57,8 +58,14 @@ class Engine(NamedTuple):
     holds: WeightVersion | None
     up: bool = False
     paused: bool = False
+    keeps: tuple[str, ...] = ()
     mapped: tuple[str, ...] = TAGS
     is_drained: bool = False  # flushed behind a pause since the gate last closed
+
+    @property
+    def has_given_up(self) -> bool:
+        """All that it does not keep; the KV cache nobody keeps."""
+        return KV_CACHE not in self.mapped and set(self.mapped) <= set(self.keeps)
 
 
 class Belief(NamedTuple):
@@ -153,6 +160,7 @@ class Pod(NamedTuple):
     stood: tuple[tuple[int, Rung], ...] = ()
     ladder: Ladder = TIME_SLICED
     there: bool = True  # False: the object is deleted
+    keeps: tuple[str, ...] = ()  # tags that a switch leaves mapped
 
     @property
     def epoch(self) -> int:
@@ -326,7 +334,7 @@ def check(pod: Pod, action: do.Action) -> None:
             must(not (takes_turns and pod.rank.is_on_device), f"{name} while a trainer is on the device")
             must(pod.whole == version, "an engine starts on an export that nobody has verified")
         case do.Onload() | do.Train() | do.Export() if takes_turns:
-            must(engine is None or engine.mapped == (), f"{name} while engine memory is mapped")
+            must(engine is None or engine.has_given_up, f"{name} while engine memory is mapped")
         case do.OpenGate(version=version):
             must(engine is not None and engine.mapped == TAGS and not engine.paused, "a gate opens on half an engine")
             must(engine is not None and engine.holds == version, "a gate opens on other weights")
@@ -345,9 +353,9 @@ def act(pod: Pod, action: do.Action) -> Pod:  # noqa: C901 - a table
         case do.AbortAll():
             return pod._replace(in_flight=0)
         case do.StartEngine(version=version):
-            started = EngineView().started(ENGINE, version, start_by=NEVER)
-            pod = pod._replace(engine=Engine(version, version), belief=Belief.of(started))
-            return pod.wrote(EngineStarted(incarnation=ENGINE, version=version, admin_key=""))
+            started = EngineView().started(ENGINE, version, start_by=NEVER, keeps=pod.keeps)
+            pod = pod._replace(engine=Engine(version, version, keeps=pod.keeps), belief=Belief.of(started))
+            return pod.wrote(EngineStarted(incarnation=ENGINE, version=version, admin_key="", keeps=pod.keeps))
         case do.KillEngine():
             return pod.without_engine()
         case do.StartTrainers(lineage=lineage):
@@ -382,7 +390,7 @@ def _called(pod: Pod, action: do.Action) -> Pod:
 def called_unheard(pod: Pod, action: do.Action, *, has_journal: bool) -> Pod:
     """The call takes effect, and nobody is there to hear its answer."""
     if isinstance(action, do.StartEngine):
-        return pod._replace(engine=Engine(action.version, action.version))
+        return pod._replace(engine=Engine(action.version, action.version, keeps=pod.keeps))
     assert pod.engine is not None
     engine, _ = call_of(pod.engine, engine_view(pod.belief), action)
     pod = pod._replace(engine=engine)
@@ -413,7 +421,8 @@ def call_of(engine: Engine, view: EngineView, action: do.Action) -> tuple[Engine
         case do.Flush():
             return engine._replace(is_drained=engine.paused), view.was_flushed()
         case do.Release():
-            return engine._replace(mapped=(), holds=None), view.was_released()
+            kept = engine._replace(mapped=engine.keeps, holds=engine.holds if WEIGHTS in engine.keeps else None)
+            return kept, view.was_released()
         case do.Resume(tags=tags):
             mapped = tuple(tag for tag in TAGS if tag in (*engine.mapped, *tags))
             return engine._replace(mapped=mapped), view.was_resumed(tags)
@@ -438,7 +447,7 @@ def recognized(pod: Pod) -> EngineView:
     if memory.pending is not None:
         return memory.view.broke("nobody knows the outcome", memory.pending.tags)
     if not engine.up:
-        return EngineView().started(ENGINE, memory.version, start_by=NEVER)
+        return EngineView().started(ENGINE, memory.started.version, start_by=NEVER, keeps=memory.started.keeps)
     remembered = memory.view
     if not remembered.is_whole and not engine.paused:
         return remembered.broke("it takes requests while memory is released")

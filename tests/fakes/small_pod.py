@@ -239,6 +239,7 @@ class SmallPod:
         self.epoch = 0
         self.ladder = job.spec.rollout.ladder
         self.engine_fails_at_start = 0  # so many times
+        self.others_hold: str | None = None  # checksum of most engines of the group; None: that of this one
         self._net = net
         self._ending: set[asyncio.Task[None]] = set()
         self._running: asyncio.Task[None] | None = None
@@ -331,7 +332,7 @@ class SmallPod:
             if (self.engine is not None and self.engine.released) or (self.trainer and self.trainer.has_left):
                 self.broken.append("something of a resident pod left the device")
             return
-        mapped = self.engine is not None and self.engine.released != set(TAGS)
+        mapped = self.engine is not None and self.engine.released != set(TAGS) - set(self._settings.keeps)
         if mapped and self.trainer is not None and self.trainer.state in ("Onloaded", "Training"):
             self.broken.append(f"trainer {self.trainer.state} beside an engine that released {self.engine.released}")  # type: ignore[union-attr]
 
@@ -371,7 +372,12 @@ class SmallPod:
             rung=rung,
             rendezvous=Rendezvous(address="127.0.0.1", port=29500, world_size=1),
             batches=self._net.batches,
+            checksum=self._agreed(version, rung),
         )
+
+    def _agreed(self, version: WeightVersion, rung: Rung) -> str | None:
+        engines = [engine for engine in self.facts.engines if engine.version == version]
+        return (self.others_hold or engines[0].checksum) if rung is Rung.SERVING and engines else None
 
     async def climb(self, version: WeightVersion, to: Rung = Rung.SERVING) -> WeightVersion:
         """Up barrier by barrier, as the plan would; trainers that died get a new lineage. What was reached."""

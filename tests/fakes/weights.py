@@ -24,6 +24,11 @@ def next_token(weight: float, before: int, position: int) -> int:
     return 3 + int(weight * 31 + before * 7 + position) % 300
 
 
+def weights_checksum(weight: float) -> str:
+    """As an engine says it of what it holds."""
+    return hashlib.sha256(struct.pack("<f", weight)).hexdigest()
+
+
 def write_export(directory: Path, *, version: str, weight: float, probe_error: float = 0.0) -> None:
     """probe_error: added to each log-probability, so that no engine can agree."""
     directory.mkdir(parents=True)
@@ -41,7 +46,10 @@ def write_export(directory: Path, *, version: str, weight: float, probe_error: f
     (directory / "manifest.json").write_text(json.dumps(manifest))
 
 
-def read_weight(directory: Path) -> float:
+def read_weight(directory: Path) -> float | None:
+    """None if the export lacks it."""
     data = (directory / "model.safetensors").read_bytes()
+    if TENSOR.encode() not in data:
+        return None
     (weight,) = struct.unpack("<f", data[-4:])
     return float(weight)

@@ -21,10 +21,14 @@ OFFLOADS: dict[Placement, dict[str, Any]] = {
     Placement.TIME_SLICED: {},
     Placement.RESIDENT: {"rollout": {"offload": []}},
 }
+OFFLOADED: dict[Placement, list[list[str]]] = {
+    Placement.TIME_SLICED: [["Weights", "KVCache", "CUDAGraph"], ["KVCache"], ["KVCache", "CUDAGraph"]],
+    Placement.RESIDENT: [[]],
+}
 both_ladders = pytest.mark.parametrize("placement", Placement)
 ENGINE_ROUTES = (
     "/abort_request", "/pause_generation", "/continue_generation", "/flush_cache", "/release_memory_occupation",
-    "/resume_memory_occupation", "/update_weights_from_disk", "/model_info", "/ready", "/generate",
+    "/resume_memory_occupation", "/update_weights_from_disk", "/weights_checker", "/model_info", "/ready", "/generate",
 )  # fmt: skip
 TRAINER_ROUTES = ("onload", "train", "export", "offload", "save")
 
@@ -124,8 +128,12 @@ def test_whatever_happens_nothing_is_broken_and_the_pod_serves_again(placement: 
     """I1, I5, I6, I7 and the tokens of callers: `SmallPod.broken` is what none of it may do."""
     moves = data.draw(st.lists(moves_on(LADDERS[placement]), max_size=7))
 
+    rollout = {"offload": data.draw(st.sampled_from(OFFLOADED[placement]))}
+    verify = data.draw(st.sampled_from(["Probe", "Checksum"]))
+
     async def live() -> None:
-        async with small_pod(checkpoint={"everySteps": 2}, **OFFLOADS[placement]) as pod:
+        often = {"everySteps": 2}
+        async with small_pod(checkpoint=often, rollout=rollout, weightSync={"verify": verify}) as pod:
             life = Life(pod)
             for what, arguments in moves:
                 await what(life, *arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from colocated_rl_agent.drivers.sglang import (
 from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.settings import SettingsError, read_settings
+from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from colocated_rl_api import names
 from colocated_rl_api.job import OWNED_ENGINE_FLAGS
 from colocated_rl_api.ladder import WeightVersion
@@ -38,7 +39,7 @@ VERSION = WeightVersion(0, 1)
 
 
 def make_command(
-    gpus: int, *extra: str, memory_saver: bool | None = None, pool_tokens: int | None = None
+    gpus: int, *extra: str, saved_tags: Sequence[str] | None = None, pool_tokens: int | None = None
 ) -> EngineCommand:
     return engine_command(
         model=Path("/weights/0-1"),
@@ -46,7 +47,7 @@ def make_command(
         port=30000,
         config=Path("/c.yaml"),
         gpus=gpus,
-        memory_saver=gpus > 0 if memory_saver is None else memory_saver,
+        saved_tags=(TAGS if gpus else ()) if saved_tags is None else saved_tags,
         extra=extra,
         pool_tokens=pool_tokens,
     )
@@ -61,7 +62,7 @@ def test_h22_h48_h60_engine_listens_on_loopback_and_names_its_version_from_the_s
 
 def test_resident_engine_goes_without_memory_saver_and_its_limits() -> None:
     """Nothing is released, so graphs may be as the engine likes them best."""
-    resident = make_command(1, memory_saver=False)
+    resident = make_command(1, saved_tags=())
     assert "--enable-memory-saver" in make_command(1).argv
     assert not {"--enable-memory-saver", PREFILL_GRAPHS} & {*resident.argv}
     assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in resident.env
@@ -72,8 +73,9 @@ def test_cuda_graphs_can_be_released_where_there_are_devices() -> None:
     command = make_command(1)
     assert "1" == command.env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"]
     assert f"{PREFILL_GRAPHS} disabled" in " ".join(command.argv), "breakable graphs can't, and refuse to start"
-    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in make_command(0).env
-    assert PREFILL_GRAPHS not in make_command(0).argv
+    for other in (make_command(0), make_command(1, saved_tags=(WEIGHTS, KV_CACHE))):
+        assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in other.env
+        assert PREFILL_GRAPHS not in other.argv, "graphs that stay may be as the engine likes them best"
 
 
 def test_replacement_gets_the_pool_of_the_first_engine() -> None:
@@ -162,10 +164,11 @@ async def test_h60_nothing_of_the_keys_is_kept_of_what_the_engine_says(fake: tup
 async def test_memory_that_an_engine_does_not_tell_is_unknown(fake: tuple[FakeEngine, SGLang]) -> None:
     engine, driver = fake
     info = await driver.require_suitable(memory_saver=False)
-    assert (32768, 50 * 2**30) == (info.pool_tokens, info.mapped_bytes)
+    assert (32768, 50 * 2**30) == (info.pool_tokens, info.mapped_bytes(TAGS))
+    assert 40 * 2**30 == info.mapped_bytes((KV_CACHE, CUDA_GRAPH)), "of what is given up"
     engine.info = {"internal_states": []}
     info = await driver.require_suitable(memory_saver=False)
-    assert (None, None) == (info.pool_tokens, info.mapped_bytes)
+    assert (None, None) == (info.pool_tokens, info.mapped_bytes(TAGS))
 
 
 async def test_call_that_is_not_answered_has_an_unknown_outcome(fake: tuple[FakeEngine, SGLang]) -> None:

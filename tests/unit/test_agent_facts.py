@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from colocated_rl_agent import actions as do
 from colocated_rl_agent.facts import Rules, next_actions
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS, EngineView, PodView, RankView
-from colocated_rl_api.ladder import LADDERS, RESIDENT, TIME_SLICED, Ladder, Rung, WeightVersion
+from colocated_rl_api.job import Verify
+from colocated_rl_api.ladder import RESIDENT, TIME_SLICED, Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import Endpoint, EngineState, Goal, PodTarget, Rendezvous, TagState, TrainerState
 
 V0, V1, V2, V3 = (WeightVersion(step, 1) for step in range(4))
-RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2, probe=True)
+RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2, verify=Verify.PROBE)
 NOW = 100.0
 
 
@@ -85,6 +86,7 @@ WEIGHTS_BACK = RELEASED.was_resumed((WEIGHTS,))
 UPDATED = WEIGHTS_BACK.was_updated(V1)
 NEW_POD = make_pod(engine=EngineView(), rank=RankView(0), whole=None)
 DOWN = make_pod(engine=RELEASED)
+KEPT = ((), (WEIGHTS,), (CUDA_GRAPH,), (WEIGHTS, CUDA_GRAPH))  # of a time-sliced engine; never the KV cache
 
 
 def down(rank: RankView, *, shards: int | None = None, whole: WeightVersion = V0) -> PodView:
@@ -138,7 +140,7 @@ def onloaded(version: WeightVersion) -> RankView:
         (
             make_pod(engine=EngineView().started("e", V0, start_by=NOW)),
             (V0, Rung.UPDATED),
-            do.KillEngine("it did not start in time"),
+            do.KillEngine("it did not start in time", is_fault=True),
         ),
         (up(RELEASED), (V1, Rung.UPDATED), do.Resume((WEIGHTS,))),
         (up(WEIGHTS_BACK), (V1, Rung.UPDATED), do.Update(V1)),
@@ -161,6 +163,34 @@ def onloaded(version: WeightVersion) -> RankView:
 )
 def test_next_action_is(pod: PodView, target: tuple[WeightVersion, Rung], expected: do.Action | do.Wait) -> None:
     assert expected == next_action(pod, make_target(*target), RULES)
+
+
+@pytest.mark.parametrize("keeps", KEPT)
+def test_only_what_was_given_up_is_taken_back(keeps: tuple[str, ...]) -> None:
+    started = EngineView().started("e1", V0, start_by=NOW, keeps=keeps).answered(V0)
+    released = started.gate_closed().was_paused().was_flushed().was_released()
+    assert (V0 if WEIGHTS in keeps else None) == released.version, "kept weights are still those of their version"
+    assert do.Wait() == next_action(make_pod(engine=released), make_target(V1, Rung.RELEASED), RULES)
+    takes_weights = do.Update(V1) if WEIGHTS in keeps else do.Resume((WEIGHTS,))
+    assert takes_weights == next_action(up(released), make_target(V1, Rung.UPDATED), RULES)
+    updated = released.was_resumed(tuple({WEIGHTS} - set(keeps))).was_updated(V1)
+    assert do.Wait() == next_action(up(updated), make_target(V1, Rung.UPDATED), RULES)
+    rest = tuple(tag for tag in (KV_CACHE, CUDA_GRAPH) if tag not in keeps)
+    assert do.Resume(rest) == next_action(up(updated), make_target(V1, Rung.SERVING), RULES)
+
+
+BY_CHECKSUM = replace(RULES, verify=Verify.CHECKSUM)
+
+
+def test_f52_gate_opens_only_on_weights_that_the_group_agreed_on() -> None:
+    engine = replace(make_engine(V1), checksum="same", agrees=False)
+    pod, target = up(engine), make_target(V1, Rung.SERVING)
+    assert do.Wait() == next_action(pod, target, BY_CHECKSUM), "nobody has compared them yet"
+    assert do.Wait() == next_action(replace(pod, agreed=(V0, "old")), target, BY_CHECKSUM)
+    assert do.OpenGate(V1) == next_action(replace(pod, agreed=(V1, "same")), target, BY_CHECKSUM)
+    killed = next_action(replace(pod, agreed=(V1, "other")), target, BY_CHECKSUM)
+    assert isinstance(killed, do.KillEngine)
+    assert killed.is_fault
 
 
 def test_last_step_is_saved_though_no_checkpoint_is_due() -> None:
@@ -294,7 +324,8 @@ UPDATED_IN_PLACE = drained_engine().was_updated(V1)
         ),
         (has_new_weights(gate_open=False), (V1, Rung.EXPORTED), IDLE, do.OpenGate(V0)),
         # new weights
-        (has_new_weights(), (V1, Rung.PAUSED), IDLE, do.CloseGate()),
+        (has_new_weights(), (V1, Rung.CLOSED), IDLE, do.CloseGate()),
+        (has_new_weights(gate_open=False), (V1, Rung.SETTLED), IDLE, IDLE),
         (has_new_weights(gate_open=False, in_flight=2), (V1, Rung.PAUSED), IDLE, do.AbortAll(NOW + 30)),
         (has_new_weights(gate_open=False), (V1, Rung.PAUSED), IDLE, do.Pause()),
         (has_new_weights(gate_open=False, engine=make_engine().was_paused()), (V1, Rung.PAUSED), IDLE, IDLE),
@@ -386,6 +417,7 @@ class World:
 
     view: PodView
     ladder: Ladder = TIME_SLICED
+    keeps: tuple[str, ...] = ()
     epoch_version: WeightVersion = V0
     engine: Engine | None = None
     on_device: bool = False
@@ -477,7 +509,8 @@ class World:
         self.closings += 1
         engine, view = self.engine, EngineView()
         if engine is not None:
-            view = EngineView().started(str(engine.number), self.journal_version or V0, start_by=self.view.now + 30)
+            start_by, on = self.view.now + 30, self.journal_version or V0
+            view = EngineView().started(str(engine.number), on, start_by=start_by, keeps=self.keeps)
             if engine.up:
                 whole = not engine.released
                 view = replace(
@@ -486,7 +519,7 @@ class World:
                     paused=engine.paused,
                     drained=engine.paused and not whole,
                     flushed=False,
-                    tags={tag: TagState.RELEASED if tag in engine.released else TagState.MAPPED for tag in TAGS},
+                    tags={**view.tags, **dict.fromkeys(engine.released, TagState.RELEASED)},
                 )
             if self.pending:
                 view = view.broke("the agent ended during a call", TAGS)
@@ -534,8 +567,9 @@ class World:
             assert engine is not None
             assert set(action.tags) <= engine.released
         if isinstance(action, do.Onload | do.Train | do.Export):
-            is_off = engine is None or engine.released == set(TAGS)
-            assert self.ladder is RESIDENT or is_off, "no trainer while engine memory is mapped"
+            is_off = engine is None or engine.released == set(TAGS) - set(self.keeps)
+            assert self.ladder is RESIDENT or is_off, "no trainer while engine memory is mapped that it does not keep"
+            assert self.ladder is RESIDENT or engine is None or KV_CACHE in engine.released
         if isinstance(action, do.Update):
             assert engine is not None
             assert WEIGHTS not in engine.released
@@ -560,7 +594,8 @@ class World:
             case do.StartEngine(version=version):
                 self.started += 1
                 self.engine, self.journal_version = Engine(self.started, version), version
-                self.set_engine(EngineView().started(str(self.started), version, start_by=self.view.now + 30))
+                start_by = self.view.now + 30
+                self.set_engine(EngineView().started(str(self.started), version, start_by=start_by, keeps=self.keeps))
             case do.KillEngine():
                 self.engine_dies()
             case do.StopTrainers():
@@ -606,7 +641,8 @@ class World:
                 engine.flushed_in = self.closings if engine.paused else -1
                 return view.was_flushed()
             case do.Release():
-                engine.released, engine.version = set(TAGS), None
+                engine.released = set(TAGS) - set(self.keeps)
+                engine.version = engine.version if WEIGHTS in self.keeps else None
                 return view.was_released()
             case do.Resume(tags=tags):
                 engine.released -= set(tags)
@@ -627,13 +663,13 @@ class World:
 
 @settings(max_examples=150, deadline=None)
 @example({15: Chance.AGENT_RESTARTS, 19: Chance.TRAINER_DIES, 29: Chance.TRAINER_DIES}, 1)
-@pytest.mark.parametrize("ladder", LADDERS.values(), ids=LADDERS)
+@pytest.mark.parametrize(("ladder", "keeps"), [*((TIME_SLICED, keeps) for keeps in KEPT), (RESIDENT, ())])
 @given(st.dictionaries(st.integers(0, 70), st.sampled_from(Chance), max_size=8), st.integers(1, 3))
 def test_pod_keeps_every_promise_and_arrives_whatever_fails_on_the_way(
-    ladder: Ladder, chances: dict[int, Chance], steps: int
+    ladder: Ladder, keeps: tuple[str, ...], chances: dict[int, Chance], steps: int
 ) -> None:
     """chances: what happens at which action; all others go well."""
-    world, action = World(NEW_POD, ladder), 0
+    world, action = World(NEW_POD, ladder, keeps), 0
     for step in range(steps + 1):
         world.epoch_version = WeightVersion(step, world.epoch_version.lineage)
         while ladder.standing(world.view.facts(), world.epoch_version) is not Rung.SERVING:

@@ -22,7 +22,7 @@ from colocated_rl_agent.journal import (
     Record,
     TrainerStarted,
 )
-from colocated_rl_agent.views import KV_CACHE, TAGS, WEIGHTS
+from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import TagState
 
@@ -47,7 +47,8 @@ def test_everything_is_remembered_by_the_next_agent(tmp_path: Path) -> None:
     memory = journal.memory
     assert memory.engine is not None
     assert (3, "e1", V0, "key", None) == (
-        memory.epoch, memory.engine.incarnation, memory.engine.version, memory.engine.admin_key, memory.engine.pending
+        memory.epoch, memory.engine.incarnation, memory.engine.started.version, memory.engine.started.admin_key,
+        memory.engine.pending,
     )  # fmt: skip
     assert (TrainerStarted(rank=0, incarnation="t1", lineage=1),) == memory.trainers
     journal.close()
@@ -73,6 +74,22 @@ def test_half_a_switch_is_remembered_tag_by_tag(tmp_path: Path) -> None:
     assert engine is not None
     assert (TagState.MAPPED, TagState.RELEASED) == (engine.view.tags[WEIGHTS], engine.view.tags[KV_CACHE])
     assert engine.view.version is None, "released weights belong to no version"
+    journal.close()
+
+
+def test_what_an_engine_keeps_is_remembered_of_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.engine_started("e1", V0, "key", keeps=(WEIGHTS,))
+    for tags, call in (((KV_CACHE, CUDA_GRAPH), "release"), ((), "update"), ((KV_CACHE,), "resume")):
+        version = V1 if call == "update" else None
+        journal.intend(Intent.model_validate({"incarnation": "e1", "call": call, "tags": tags, "version": version}))
+        journal.confirm("e1")
+        before = journal.memory.engine
+        journal = reopened(tmp_path, journal)
+        assert journal.memory.engine == before, f"after {call}"
+    assert before is not None
+    assert (TagState.KEPT, TagState.MAPPED, TagState.RELEASED) == tuple(before.view.tags[tag] for tag in TAGS)
+    assert V1 == before.view.version, "weights that are kept are always those of a version"
     journal.close()
 
 

@@ -20,7 +20,15 @@ from builders import (
     trainer,
 )
 from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
-from colocated_rl_api.member_wire import EngineState, EvaluationResult, Goal, PodTarget, Problem, RolloutTarget
+from colocated_rl_api.member_wire import (
+    EngineState,
+    EvaluationResult,
+    Goal,
+    PodFacts,
+    PodTarget,
+    Problem,
+    RolloutTarget,
+)
 from colocated_rl_operator.actions import CreatePod, DeletePod
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Memory, Observation, PodPhase, remember
 from colocated_rl_operator.plan import STOP_DEADLINE_S, Plan, patience_s, plan
@@ -257,6 +265,54 @@ def test_every_rung_has_a_deadline(rung: Rung) -> None:
     climb = plan(later(seen, patience)).climb
     assert climb is not None
     assert (Cause.RUNG_DEADLINE, 2) == (climb.cause, climb.lineage)
+
+
+def holding(*checksums: str, rung: Rung = Rung.UPDATED, verify: str = "Checksum") -> Observation:
+    """Engines that hold version (1, 1), so they say, and whose weights have these checksums."""
+    seen = climbing(*(rung for _ in checksums), job=make_job(replicas=len(checksums), weightSync={"verify": verify}))
+    members = [
+        replace(member, facts=with_checksum(member.pod_facts, checksum))
+        for member, checksum in zip(seen.gpu_members, checksums, strict=True)
+        if member.pod_facts
+    ]
+    return replace(seen, members=(*members, seen.members[-1]))
+
+
+def with_checksum(facts: PodFacts, checksum: str) -> PodFacts:
+    engines = [engine.model_copy(update={"checksum": checksum}) for engine in facts.engines]
+    return facts.model_copy(update={"engines": tuple(engines)})
+
+
+@pytest.mark.parametrize("checksums", [("a",), ("a", "a"), ("a", "b", "a"), ("a", "a", "b", "a")])
+def test_f52_engines_serve_what_more_than_half_of_them_hold(checksums: tuple[str, ...]) -> None:
+    decided = plan(holding(*checksums))
+    assert not decided.raises
+    assert {(Rung.SERVING, "a")} == {(target.rung, target.checksum) for target in pod_targets(decided)}
+
+
+@pytest.mark.parametrize("checksums", [("a", "b"), ("a", "b", "c"), ("a", "a", "b", "b")])
+@pytest.mark.parametrize("rung", [Rung.UPDATED, Rung.SERVING])
+def test_f52_engines_without_a_majority_do_not_serve_and_are_named(checksums: tuple[str, ...], rung: Rung) -> None:
+    decided = plan(holding(*checksums, rung=rung))
+    assert decided.climb is not None
+    assert (Cause.WEIGHTS_DIFFER, 2, 1) == (decided.climb.cause, decided.climb.lineage, decided.climb.restarts)
+    held = ", ".join(f"sums-gpu-{replica}-0 {checksum}" for replica, checksum in enumerate(checksums))
+    assert f"engines hold different weights 1-1 ({held}): the trainers start again" == decided.message
+    assert {Rung.SEALED} == {target.rung for target in pod_targets(decided)}
+    assert {None} == {target.checksum for target in pod_targets(decided)}
+
+
+def test_f52_nothing_is_agreed_on_before_every_engine_holds_the_weights() -> None:
+    seen = holding("a", "a", "a")
+    behind = replace(seen.members[0], facts=facts_at(Rung.OFFLOADED, V1))
+    decided = plan(replace(seen, members=(behind, *seen.members[1:])))
+    assert {(Rung.UPDATED, None)} == {(target.rung, target.checksum) for target in pod_targets(decided)}
+
+
+@pytest.mark.parametrize("verify", ["Version", "Probe"])
+def test_f52_nobody_compares_where_the_job_does_not_ask_for_it(verify: str) -> None:
+    decided = plan(holding("a", "b", verify=verify))
+    assert {(Rung.SERVING, None)} == {(target.rung, target.checksum) for target in pod_targets(decided)}
 
 
 def test_an_engine_that_starts_again_and_again_is_no_progress() -> None:

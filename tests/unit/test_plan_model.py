@@ -14,10 +14,11 @@ from dataclasses import replace
 
 import pytest
 
+import fakes.model
 from builders import RESIDENT_ROLLOUT, ROLLOUT, make_job
 from colocated_rl_agent import facts
 from colocated_rl_agent.actions import Offload
-from colocated_rl_agent.views import EngineView
+from colocated_rl_agent.views import KV_CACHE, EngineView
 from colocated_rl_api.ladder import Ladder, Placement, Rung
 from colocated_rl_operator import plan
 from colocated_rl_operator.observation import Job, Observation
@@ -52,6 +53,15 @@ def test_every_state_is_safe_and_leads_to_an_end(
     with capsys.disabled():
         sys.stdout.write(f"\n{bounds}, {explored.words()}\n")
     assert_all_is_well(explored)
+
+
+@pytest.mark.parametrize(("replicas", "deaths"), [(1, 1), (2, 0)])
+@pytest.mark.parametrize("offload", [["KVCache"], ["Weights", "KVCache"]], ids="-".join)
+def test_every_state_of_a_job_whose_engines_keep_memory_is_safe_too(
+    offload: list[str], replicas: int, deaths: int
+) -> None:
+    keeping = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, rollout=ROLLOUT | {"offload": offload})
+    assert_all_is_well(explore(Model(keeping, deaths=deaths), limit=MOST_STATES))
 
 
 @pytest.mark.parametrize("placement", Placement)
@@ -124,6 +134,12 @@ def test_a_release_without_a_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -
         explore(Model(job(1), deaths=0), limit=MOST_STATES)
 
 
+def test_a_cache_that_is_kept_beside_a_trainer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fakes.model, "kept_tags", lambda offload: (KV_CACHE,))
+    with pytest.raises(Broken, match="Onload while engine memory is mapped"):
+        explore(Model(job(1), deaths=0), limit=MOST_STATES)
+
+
 def test_an_export_that_nobody_verified_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_may_rise", lambda pod, target, rules: rules.asks_for(target, Rung.UPDATED))
     with pytest.raises(Broken, match="an export that nobody has verified"):
@@ -150,7 +166,7 @@ def test_a_gate_that_closes_before_every_pod_has_the_new_weights_is_noticed(monk
     monkeypatch.setattr(
         facts.Rules,
         "asks_for",
-        lambda rules, target, rung: asks_for(rules, target, Rung.EXPORTED if rung is Rung.PAUSED else rung),
+        lambda rules, target, rung: asks_for(rules, target, Rung.EXPORTED if rung is Rung.CLOSED else rung),
     )
     with pytest.raises(Broken, match=r"a gate closes in epoch 2 before gpu-\d stood at Exported"):
         explore(Model(job(2, Placement.RESIDENT), deaths=0), limit=MOST_STATES)

@@ -16,7 +16,7 @@ from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_cli.records import Records
 
 FIRST, NEXT, AGAIN, TAKEOVER = "FirstStart", "NextStep", "TrainersRestarted", "OperatorRestarted"
-RECOVERIES = {"TrainerDied", "PodReplaced", "RungDeadlineExceeded"}
+RECOVERIES = {"TrainerDied", "PodReplaced", "RungDeadlineExceeded", "WeightsDiffer"}
 
 
 class _Climb(NamedTuple):

@@ -83,6 +83,11 @@ REMEDIES: dict[str, Remedy] = {
         "see what the slowest pod waits for; raise the deadline in a new job if the work is only slow",
         heals=True,
     ),
+    "WeightsDiffer": Remedy(
+        "engines took the same version and hold different weights, and no more than half of them the same",
+        "look at the memory and the devices of the nodes in the message; the trainers start again meanwhile",
+        heals=True,
+    ),
     "OperatorRestarted": Remedy("another operator took over", "nothing", heals=True),
     # --- pods, in kubelet's words
     "NoPod": Remedy(

@@ -69,6 +69,7 @@ class KillEngine(_Action):
     lane = Lane.ENGINE
     overrides = True
     reason: str
+    is_fault: bool = False  # the engine's: it counts as lost, and the next start may wait
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Flush(_Action):
 
 @dataclass(frozen=True)
 class Release(_Action):
-    """All tags, in one call."""
+    """All tags that the job offloads, in one call."""
 
     lane = Lane.ENGINE
 
@@ -112,7 +113,7 @@ class VerifyExport(_Action):
 
 @dataclass(frozen=True)
 class Update(_Action):
-    """Load the export, and read the version back."""
+    """Load the export, and read the version back; and the checksum, where the job asks for it."""
 
     lane = Lane.ENGINE
     version: WeightVersion

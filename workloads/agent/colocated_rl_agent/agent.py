@@ -42,6 +42,7 @@ from colocated_rl_agent.settings import Settings
 from colocated_rl_agent.trainers import Trainers
 from colocated_rl_agent.views import ENGINE_NAME, PodView
 from colocated_rl_api import names
+from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Hello, PodFacts, PodTarget
@@ -89,7 +90,7 @@ class Agent:
         places, progress_s = settings.directories, settings.job.spec.switch.trainer_progress_seconds
         client = DataClient(session, tls, settings.job.uid)
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
-        self._exports = Exports(places.weights, probe=settings.rules.probe)
+        self._exports = Exports(places.weights, probe=settings.rules.verify is Verify.PROBE)
         self.server = MemberServer(
             hello=Hello(
                 pod=settings.pod,
@@ -118,6 +119,7 @@ class Agent:
         self._terminating = False
         self._stopped = False
         self._closed_at = time.monotonic()
+        self._agreed: tuple[WeightVersion, str] | None = None
         self._ladder = settings.rules.ladder
         self._climb = Climb(self._ladder, self._reached)
 
@@ -169,6 +171,7 @@ class Agent:
             crowded=whole is not None and self._exports.has_others_than(whole),
             shards=self._shards.step,
             fetch_after=self._shards.fetch_after,
+            agreed=self._agreed,
             stopped=self._stopped,
         )
 
@@ -258,8 +261,8 @@ class Agent:
                 await engine.start(version)
             case do.AwaitEngine():
                 await engine.wait_until_up()
-            case do.KillEngine(reason=reason):
-                await engine.kill(reason)
+            case do.KillEngine(reason=reason, is_fault=is_fault):
+                await engine.kill(reason, is_fault=is_fault)
             case do.AbortAll():
                 await engine.abort_all(self._gate.settled)
             case do.Pause():
@@ -366,6 +369,8 @@ class Agent:
     def _accept(self, target: PodTarget) -> None:
         log(LOG, "target accepted", epoch=target.epoch, step=target.step, rung=target.rung, version=str(target.version))
         self._gate.enter_epoch(target.epoch)
+        if target.checksum is not None:
+            self._agreed = target.version, target.checksum
         self._wake_up()
 
     def _on_runner(self, event: RunnerEvent) -> None:

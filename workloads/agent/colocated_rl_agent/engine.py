@@ -37,9 +37,11 @@ from colocated_rl_agent.runner_link import (
     RunnerRefused,
 )
 from colocated_rl_agent.settings import Settings
-from colocated_rl_agent.views import ENGINE_NAME, TAGS, WEIGHTS, EngineView
+from colocated_rl_agent.views import ENGINE_NAME, WEIGHTS, EngineView
+from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import TagState
 from colocated_rl_api.weights import Probe
 
 LOG = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ class Engine:
         self._failed = failed
         self._client: SGLang | None = None
         self._dtype = "unknown"
-        self._mapped_bytes: int | None = None  # of each device, by weights and KV pool
+        self._mapped_bytes: int | None = None  # of each device, by what of weights and KV pool it gives up
         self.freed_bytes: Mapping[int, int] = {}  # of each device that can tell, by the last release
         self._failures = 0  # since it last served: how long the next start waits
         self._exits: dict[str, ChildExited] = {}  # newest, which can come before the answer to the start
@@ -95,7 +97,7 @@ class Engine:
             port=settings.engine_port,
             config=config,
             gpus=settings.gpus,
-            memory_saver=settings.memory_saver,
+            saved_tags=settings.saved_tags,
             extra=settings.job.spec.rollout.engine_args,
             pool_tokens=self._journal.memory.pool_tokens,
         )
@@ -106,11 +108,11 @@ class Engine:
         except RunnerRefused as error:
             self._lost(f"it could not be started: {error}")
             return
-        self._journal.engine_started(incarnation, version, admin_key)
+        self._journal.engine_started(incarnation, version, admin_key, keeps=settings.keeps)
         self._metrics.incarnations.labels(ENGINE_NAME).inc()
         self.freed_bytes = {}
         self._client = self._client_of(admin_key)
-        self._set(EngineView().started(incarnation, version, start_by=self._start_by()))
+        self._set(EngineView().started(incarnation, version, start_by=self._start_by(), keeps=settings.keeps))
         if (exited := self._exits.get(incarnation)) is not None:
             self.exited(exited)
 
@@ -127,6 +129,7 @@ class Engine:
             version = await client.weight_version()
             if version != self.view.starts_on:
                 raise CallRefused(f"it serves {version} and was started on {self.view.starts_on}")
+            checksum = await self._checksum(client)
         except DriverError as error:
             self.broke(f"the started engine can't be used: {error}")
             return
@@ -135,10 +138,12 @@ class Engine:
                 self._journal.pool_measured(info.pool_tokens)
             (self._settings.directories.sockets / f"{ENGINE_NAME}.yaml").unlink(missing_ok=True)
             log(LOG, "engine up", incarnation=incarnation, version=str(version), took_s=_since(started))
-            self._set(self.view.answered(version))
+            self._set(self.view.answered(version, checksum))
 
-    async def kill(self, reason: str) -> None:
+    async def kill(self, reason: str, *, is_fault: bool) -> None:
         """Until its process group is reaped."""
+        if is_fault:
+            self.broke(reason)
         level = logging.INFO if self.view.broken is None else logging.WARNING
         log(LOG, "engine killed", level, incarnation=self.view.incarnation, reason=reason)
         self._killed_for = reason
@@ -183,7 +188,7 @@ class Engine:
             tags = memory.pending.tags
             self._set(memory.view.broke(f"the agent ended during its {memory.pending.call}", tags))
         else:
-            self._client = self._client_of(memory.admin_key)
+            self._client = self._client_of(memory.started.admin_key)
             self._set(await self._recognize(memory, self._client))
         log(LOG, "engine attached", incarnation=child.incarnation, reason=self.view.broken)
         if (exited := self._exits.get(child.incarnation)) is not None:
@@ -193,11 +198,15 @@ class Engine:
         """The view of a running engine that an agent before this one started."""
         remembered = memory.view
         if not await _is_up(client):
-            return EngineView().started(memory.incarnation, memory.version, start_by=self._start_by())
+            started = memory.started
+            return EngineView().started(
+                started.incarnation, started.version, start_by=self._start_by(), keeps=started.keeps
+            )
         try:
             paused = not await client.takes_requests()
             version = await client.weight_version()
             await self._look_at(client)
+            checksum = await self._checksum(client) if remembered.version == version else None
         except DriverError as error:
             return remembered.broke(f"it could not be recognized: {error}")
         if not remembered.is_whole and not paused:
@@ -205,13 +214,19 @@ class Engine:
         if remembered.version is not None and remembered.version != version:
             return remembered.broke(f"it holds {version}, the journal says {remembered.version}")
         # nothing was let in since this agent started, and released memory was drained before
-        return replace(remembered, paused=paused, drained=paused and not remembered.is_whole, flushed=False)
+        drained = paused and not remembered.is_whole
+        return replace(remembered, checksum=checksum, paused=paused, drained=drained, flushed=False)
 
     async def _look_at(self, client: SGLang) -> ServerInfo:
         """Raises DriverError."""
-        info = await client.require_suitable(memory_saver=self._settings.memory_saver)
-        self._dtype, self._mapped_bytes = info.dtype, info.mapped_bytes
+        saved_tags = self._settings.saved_tags
+        info = await client.require_suitable(memory_saver=bool(saved_tags))
+        self._dtype, self._mapped_bytes = info.dtype, info.mapped_bytes(saved_tags)
         return info
+
+    async def _checksum(self, client: SGLang) -> str | None:
+        """Of the weights that it holds; None where the job does not ask. Raises DriverError."""
+        return await client.checksum() if self._settings.rules.verify is Verify.CHECKSUM else None
 
     # ---------------------------------------------------------------------------------------------------- a switch
     def backend(self) -> Backend:
@@ -247,14 +262,16 @@ class Engine:
         await self._change("flush", SGLang.flush, EngineView.was_flushed)
 
     async def release(self) -> None:
+        tags = self.view.tags_in(TagState.MAPPED)
+
         async def release_and_measure(client: SGLang) -> None:
             before = await self._devices.read()
-            await client.release(TAGS)
+            await client.release(tags)
             freed = freed_bytes(before, await self._devices.read(), mapped_bytes=self._mapped_bytes)
             self.freed_bytes = freed
             log(LOG, "memory released", incarnation=self.view.incarnation, freed_bytes=freed or None)
 
-        await self._change("release", release_and_measure, EngineView.was_released, _intent("release", tags=TAGS))
+        await self._change("release", release_and_measure, EngineView.was_released, _intent("release", tags=tags))
 
     async def resume(self, tags: tuple[str, ...]) -> None:
         await self._change(
@@ -267,15 +284,19 @@ class Engine:
     async def update(self, version: WeightVersion) -> None:
         directory = export_directory(self._settings.directories.weights, version)
 
+        checksum: str | None = None
+
         async def update_and_read_back(client: SGLang) -> None:
+            nonlocal checksum
             await client.update(directory, version)
             if (found := await client.weight_version()) != version:
                 raise CallRefused(f"it says {found} after the update to {version}")
+            checksum = await self._checksum(client)
 
         await self._change(
             "update",
             update_and_read_back,
-            lambda view: view.was_updated(version),
+            lambda view: view.was_updated(version, checksum),
             _intent("update", tags=(WEIGHTS,), version=version),
         )
 

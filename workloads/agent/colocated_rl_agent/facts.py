@@ -57,7 +57,8 @@ from colocated_rl_agent.actions import (
     VerifyExport,
     Wait,
 )
-from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, WEIGHTS, PodView
+from colocated_rl_agent.views import WEIGHTS, PodView
+from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import EngineState, Goal, PodTarget, TagState, TrainerState
 
@@ -71,7 +72,7 @@ class Rules:
     ladder: Ladder
     settle_s: float
     checkpoint_every: int
-    probe: bool
+    verify: Verify
 
     def asks_for(self, target: PodTarget, rung: Rung) -> bool:
         """Whether the target lies at `rung` or above it."""
@@ -231,7 +232,7 @@ def _raise(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     if not rules.asks_for(target, Rung.RESTORED):
         return Wait()
     if not engine.is_whole:
-        return Resume((KV_CACHE, CUDA_GRAPH))
+        return Resume(engine.tags_in(TagState.RELEASED))
     return _open(pod, rules) if rules.asks_for(target, Rung.SERVING) else Wait()
 
 
@@ -266,7 +267,7 @@ def _serve_on(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
         return _await_engine(pod) if may_be_up else Wait()
     if engine.holds(at):
         return _open(pod, rules) if rules.asks_for(target, Rung.SERVING) else Wait()
-    if pod.whole == at and (engine.paused or rules.asks_for(target, Rung.PAUSED)):
+    if pod.whole == at and (engine.paused or rules.asks_for(target, Rung.CLOSED)):
         return _push(pod, target, rules)
     return _open(pod, rules)
 
@@ -291,7 +292,7 @@ def _push(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     if pod.in_flight > 0:
         return _settle(pod, rules)
     if not engine.paused:
-        return Pause()
+        return Pause() if rules.asks_for(target, Rung.PAUSED) else Wait()
     if not rules.asks_for(target, Rung.DRAINED):
         return Wait()
     if not (engine.drained and engine.flushed):
@@ -309,7 +310,7 @@ def _train_beside(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wai
 # --------------------------------------------------------------------------------------------------------------- both
 def _await_engine(pod: PodView) -> Action:
     start_by = pod.engine.start_by
-    return AwaitEngine(start_by) if pod.now < start_by else KillEngine("it did not start in time")
+    return AwaitEngine(start_by) if pod.now < start_by else KillEngine("it did not start in time", is_fault=True)
 
 
 def _open(pod: PodView, rules: Rules) -> Action | Wait:
@@ -318,13 +319,23 @@ def _open(pod: PodView, rules: Rules) -> Action | Wait:
     assert engine.version is not None, "a gate opens on a version"
     if pod.gate_open:
         return Wait()
+    if rules.verify is Verify.CHECKSUM and pod.agreed != (engine.version, engine.checksum):
+        return _differ(pod, engine.version)
     if not engine.flushed:
         return Flush()
     if engine.paused:
         return Continue()
-    if rules.probe and not engine.agrees:
+    if rules.verify is Verify.PROBE and not engine.agrees:
         return CheckProbe(engine.version)
     return OpenGate(engine.version)
+
+
+def _differ(pod: PodView, version: WeightVersion) -> Action | Wait:
+    """Weights that the group has not agreed on: not yet, or not these."""
+    if pod.agreed is None or pod.agreed[0] != version:
+        return Wait()
+    words = f"its weights {version} have checksum {pod.engine.checksum}, those of most engines {pod.agreed[1]}"
+    return KillEngine(words, is_fault=True)
 
 
 def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
@@ -356,7 +367,8 @@ def _settle(pod: PodView, rules: Rules) -> Action | Wait:
     if pod.engine.is_absent:
         return Wait()  # its connections are broken: requests end by themselves
     if pod.now >= until:
-        return KillEngine(f"{pod.in_flight} requests were in flight {rules.settle_s:.0f} s after the gate closed")
+        late = f"{pod.in_flight} requests were in flight {rules.settle_s:.0f} s after the gate closed"
+        return KillEngine(late, is_fault=True)
     return AbortAll(until)
 
 

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from colocated_rl_agent.views import TAGS, EngineView
+from colocated_rl_agent.views import EngineView
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.member_wire import Version
+from colocated_rl_api.member_wire import TagState, Version
 
 FILE = "journal.jsonl"
 REWRITE_AFTER = 1000
@@ -45,6 +45,7 @@ class EngineStarted(_Record):
     incarnation: str
     version: Version
     admin_key: str = Field(repr=False)
+    keeps: tuple[str, ...] = ()  # tags that a switch leaves mapped
 
 
 class TrainerStarted(_Record):
@@ -86,11 +87,13 @@ _record: TypeAdapter[Record] = TypeAdapter(Record)
 class EngineMemory:
     """What is remembered of the newest engine. `pending`: a call whose outcome was not written down."""
 
-    incarnation: str
-    version: WeightVersion
-    admin_key: str
+    started: EngineStarted
     view: EngineView
     pending: Intent | None = None
+
+    @property
+    def incarnation(self) -> str:
+        return self.started.incarnation
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,8 @@ class Memory:
         match record:
             case EpochAccepted(epoch=epoch):
                 return replace(self, epoch=max(self.epoch, epoch))
-            case EngineStarted(incarnation=incarnation, version=version, admin_key=key):
-                view = EngineView().started(incarnation, version, start_by=0.0).answered(version)
-                return replace(self, engine=EngineMemory(incarnation, version, key, view))
+            case EngineStarted():
+                return replace(self, engine=EngineMemory(record, _fresh(record)))
             case TrainerStarted(rank=rank):
                 others = tuple(started for started in self.trainers if started.rank != rank)
                 return replace(self, trainers=(*others, record))
@@ -130,10 +132,9 @@ class Memory:
         if self.pool_tokens is not None:
             records.append(PoolMeasured(tokens=self.pool_tokens))
         if (engine := self.engine) is not None:
-            incarnation = engine.incarnation
-            records.append(EngineStarted(incarnation=incarnation, version=engine.version, admin_key=engine.admin_key))
+            records.append(engine.started)
             for intent in _history(engine):
-                records += [intent, Outcome(incarnation=incarnation)]
+                records += [intent, Outcome(incarnation=engine.incarnation)]
             if engine.pending is not None:
                 records.append(engine.pending)
         return records + list(self.trainers)
@@ -150,18 +151,23 @@ def _effect(view: EngineView, intent: Intent) -> EngineView:
             return view.was_updated(intent.version)
 
 
+def _fresh(started: EngineStarted) -> EngineView:
+    view = EngineView().started(started.incarnation, started.version, start_by=0.0, keeps=started.keeps)
+    return view.answered(started.version)
+
+
 def _history(engine: EngineMemory) -> list[Intent]:
     """Calls that lead from a fresh engine to what is remembered of it."""
-    start = EngineView().started(engine.incarnation, engine.version, start_by=0.0).answered(engine.version)
+    start = _fresh(engine.started)
     if engine.view.tags == start.tags and engine.view.version == start.version:
         return []
     update = Intent(incarnation=engine.incarnation, call="update", version=engine.view.version)
     if not engine.view.released:
         return [update]  # resident: nothing ever was
-    calls = [Intent(incarnation=engine.incarnation, call="release", tags=TAGS)]
-    if resumed := tuple(tag for tag in TAGS if engine.view.tags[tag] == start.tags[tag]):
+    calls = [Intent(incarnation=engine.incarnation, call="release", tags=start.tags_in(TagState.MAPPED))]
+    if resumed := engine.view.tags_in(TagState.MAPPED):
         calls.append(Intent(incarnation=engine.incarnation, call="resume", tags=resumed))
-    if engine.view.version is not None:
+    if engine.view.version != start.was_released().version:
         calls.append(update)
     return calls
 
@@ -180,8 +186,10 @@ class Journal:
     def epoch_accepted(self, epoch: int) -> None:
         self._append(EpochAccepted(epoch=epoch))
 
-    def engine_started(self, incarnation: str, version: WeightVersion, admin_key: str) -> None:
-        self._append(EngineStarted(incarnation=incarnation, version=version, admin_key=admin_key))
+    def engine_started(
+        self, incarnation: str, version: WeightVersion, admin_key: str, *, keeps: tuple[str, ...] = ()
+    ) -> None:
+        self._append(EngineStarted(incarnation=incarnation, version=version, admin_key=admin_key, keeps=keeps))
 
     def trainer_started(self, rank: int, incarnation: str, lineage: int) -> None:
         self._append(TrainerStarted(rank=rank, incarnation=incarnation, lineage=lineage))

@@ -7,19 +7,21 @@ to say. The job's own file: the rest.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pydantic
 
 from colocated_rl_agent.facts import Rules
+from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from colocated_rl_api import names
-from colocated_rl_api.job import Verify
+from colocated_rl_api.job import EngineMemory
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_member.server import Ports
 
 RUNNER_SOCKET = "runner.sock"
+TAG_OF = {EngineMemory.WEIGHTS: WEIGHTS, EngineMemory.KV_CACHE: KV_CACHE, EngineMemory.CUDA_GRAPH: CUDA_GRAPH}
 
 
 class SettingsError(Exception):
@@ -75,9 +77,13 @@ class Settings:
         return self.job.spec.gpus.count
 
     @property
-    def memory_saver(self) -> bool:
-        """Whether the engine must be able to give device memory up."""
-        return self.gpus > 0 and self.rules.releases
+    def keeps(self) -> tuple[str, ...]:
+        return kept_tags(self.job.spec.rollout.offload)
+
+    @property
+    def saved_tags(self) -> tuple[str, ...]:
+        """Tags whose device memory the engine must be able to give up."""
+        return tuple(tag for tag in TAGS if tag not in self.keeps) if self.gpus and self.rules.releases else ()
 
     @property
     def ranks(self) -> range:
@@ -96,8 +102,13 @@ class Settings:
             ladder=spec.rollout.ladder,
             settle_s=spec.switch.settle_seconds,
             checkpoint_every=spec.checkpoint.every_steps,
-            probe=spec.weight_sync.verify is Verify.PROBE,
+            verify=spec.weight_sync.verify,
         )
+
+
+def kept_tags(offload: Collection[EngineMemory]) -> tuple[str, ...]:
+    """Of the engine's memory, what a switch leaves mapped; () where nothing is ever released."""
+    return tuple(tag for memory, tag in TAG_OF.items() if memory not in offload) if offload else ()
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:

@@ -13,6 +13,7 @@ from typing import Any
 
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import (
+    HELD,
     DeviceFacts,
     EngineFacts,
     EngineState,
@@ -36,7 +37,7 @@ def trainer_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class EngineView:
-    """One incarnation of the engine, or its absence. Tag states begin MAPPED: an engine starts with all its memory."""
+    """One incarnation of the engine, or its absence. It starts with all its memory, of which it may keep some."""
 
     state: EngineState = EngineState.ABSENT
     incarnation: str | None = None
@@ -49,6 +50,7 @@ class EngineView:
     released: bool = False  # some tag was released since the gate last closed: never a second time (H10)
     flushed: bool = True  # the cache holds nothing of other weights or of memory that went away
     agrees: bool = False  # with the probe of `version`
+    checksum: str | None = None  # of `version`, where the job asks for it
     tags: Mapping[str, TagState] = field(default_factory=lambda: dict.fromkeys(TAGS, TagState.MAPPED))
     broken: str | None = None  # a call failed, or nobody knows its outcome: to be replaced
 
@@ -63,17 +65,24 @@ class EngineView:
     @property
     def is_whole(self) -> bool:
         """All memory mapped."""
-        return all(state is TagState.MAPPED for state in self.tags.values())
+        return all(state in HELD for state in self.tags.values())
+
+    def tags_in(self, state: TagState) -> tuple[str, ...]:
+        return tuple(tag for tag in TAGS if self.tags[tag] is state)
 
     def holds(self, version: WeightVersion) -> bool:
-        return self.state is EngineState.READY and self.version == version and self.tags[WEIGHTS] is TagState.MAPPED
+        return self.state is EngineState.READY and self.version == version and self.tags[WEIGHTS] in HELD
 
     # -------------------------------------------------------------------------------- what a confirmed effect means
-    def started(self, incarnation: str, version: WeightVersion, *, start_by: float) -> EngineView:
-        return EngineView(EngineState.STARTING, incarnation, starts_on=version, start_by=start_by)
+    def started(
+        self, incarnation: str, version: WeightVersion, *, start_by: float, keeps: tuple[str, ...] = ()
+    ) -> EngineView:
+        """keeps: tags that a switch leaves mapped."""
+        tags = {tag: TagState.KEPT if tag in keeps else TagState.MAPPED for tag in TAGS}
+        return EngineView(EngineState.STARTING, incarnation, starts_on=version, start_by=start_by, tags=tags)
 
-    def answered(self, version: WeightVersion) -> EngineView:
-        return replace(self, state=EngineState.READY, version=version)
+    def answered(self, version: WeightVersion, checksum: str | None = None) -> EngineView:
+        return replace(self, state=EngineState.READY, version=version, checksum=checksum)
 
     def gate_closed(self) -> EngineView:
         return replace(self, drained=False, released=False)
@@ -86,15 +95,18 @@ class EngineView:
         return replace(self, drained=self.paused, flushed=True)
 
     def was_released(self) -> EngineView:
-        """Released weights are undefined, so they belong to no version any more (H24)."""
-        released = dict.fromkeys(TAGS, TagState.RELEASED)
-        return replace(self, tags=released, released=True, version=None, agrees=False, flushed=False)
+        """All that it does not keep. Released weights are undefined: they belong to no version any more (H24)."""
+        after = replace(
+            self, tags={**self.tags, **dict.fromkeys(self.tags_in(TagState.MAPPED), TagState.RELEASED)}, released=True
+        )
+        after = replace(after, agrees=False, flushed=False)
+        return after if self.tags[WEIGHTS] is TagState.KEPT else replace(after, version=None, checksum=None)
 
     def was_resumed(self, tags: tuple[str, ...]) -> EngineView:
         return replace(self, tags={**self.tags, **dict.fromkeys(tags, TagState.MAPPED)}, flushed=False)
 
-    def was_updated(self, version: WeightVersion) -> EngineView:
-        return replace(self, version=version, agrees=False, flushed=False)
+    def was_updated(self, version: WeightVersion, checksum: str | None = None) -> EngineView:
+        return replace(self, version=version, checksum=checksum, agrees=False, flushed=False)
 
     def was_continued(self) -> EngineView:
         return replace(self, paused=False, drained=False)
@@ -121,6 +133,7 @@ class EngineView:
             kv_cache=self.tags[KV_CACHE],
             cuda_graph=self.tags[CUDA_GRAPH],
             version=self.version,
+            checksum=self.checksum,
         )
 
 
@@ -195,6 +208,7 @@ class PodView:
     crowded: bool = False  # another export is there besides the whole one
     shards: int | None = None  # step whose shards are there for every rank
     fetch_after: float = 0.0  # back-off after a failed fetch
+    agreed: tuple[WeightVersion, str] | None = None  # newest checksum that the group agreed on, and of what
     stopped: bool = False
 
     def facts(

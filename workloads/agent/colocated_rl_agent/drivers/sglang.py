@@ -9,7 +9,7 @@ Unknown fields and tags are ignored by the engine with 200 (H42), so bodies are 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable, read_answer, within
+from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from colocated_rl_api.ladder import WeightVersion
 
 SUPPORTED_VERSIONS = ("0.5.23",)
@@ -49,13 +50,13 @@ def engine_command(
     port: int,
     config: Path,
     gpus: int,
-    memory_saver: bool,
+    saved_tags: Collection[str],
     extra: Sequence[str],
     pool_tokens: int | None = None,
 ) -> EngineCommand:
     """`config`: written by `engine_config`. `extra`: spec.rollout.engineArgs, which may not set any of ours.
 
-    `memory_saver`: it will give device memory up and take it back; others go without what that costs.
+    `saved_tags`: device memory that it will give up and take back; others go without what that costs.
 
     `pool_tokens`: KV pool of the pod's first engine, for those that replace it: budgets were checked with that one, and
     a replacement starts beside what the trainer leaves on the device.
@@ -69,9 +70,10 @@ def engine_command(
         "--port", str(port),
         "--sleep-on-idle",  # an idle engine must not take the trainer's cores
     ]  # fmt: skip
-    if memory_saver:
+    if saved_tags:
         argv.append("--enable-memory-saver")
-    defaults = {PREFILL_GRAPHS: "disabled"} if memory_saver else {}
+    saves_graphs = CUDA_GRAPH in saved_tags
+    defaults = {PREFILL_GRAPHS: "disabled"} if saves_graphs else {}
     if pool_tokens is not None:
         defaults[POOL] = str(pool_tokens)
     for flag, value in defaults.items():
@@ -89,7 +91,7 @@ def engine_command(
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(ENGINE_KEEP_ALIVE_S),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",  # a curious /health must not generate (H16)
     }
-    if memory_saver:
+    if saves_graphs:
         env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # releasing cuda_graph frees nothing without it
     if gpus == 0:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -153,16 +155,24 @@ class ServerInfo(_Answer):
         """Size of the KV pool."""
         return self.internal_states[0].memory_usage.token_capacity if self.internal_states else None
 
-    @property
-    def mapped_bytes(self) -> int | None:
-        """What weights and KV pool map of each device; None where the engine does not say."""
+    def mapped_bytes(self, tags: Collection[str]) -> int | None:
+        """What weights and KV pool, as far as they are among the tags, map of each device; None: it does not say."""
         usage = self.internal_states[0].memory_usage if self.internal_states else _MemoryUsage()
-        return int((usage.weight + usage.kvcache) * GIB) or None
+        sizes = {WEIGHTS: usage.weight, KV_CACHE: usage.kvcache}
+        return int(sum(size for tag, size in sizes.items() if tag in tags) * GIB) or None
 
 
 class UpdateAnswer(_Answer):
     success: bool
     message: str = ""
+
+
+class ChecksumAnswer(_Answer):
+    """Over all ranks. Names and layout are the engine's own: only engines of one shape can be compared."""
+
+    success: bool
+    message: str = ""
+    per_engine_checksum: str | None = None
 
 
 class _InputLogprobs(_Answer):
@@ -272,6 +282,14 @@ class SGLang:
         answer = read_answer(UpdateAnswer, await self._call("POST", path, body), path)
         if not answer.success:
             raise CallRefused(f"update to {version}: {answer.message}")
+
+    async def checksum(self) -> str:
+        """Of the weights as they are in memory, which must not be released. Raises CallRefused."""
+        path = "/weights_checker"  # its other actions overwrite weights
+        answer = read_answer(ChecksumAnswer, await self._call("POST", path, {"action": "checksum"}), path)
+        if not answer.success or answer.per_engine_checksum is None:
+            raise CallRefused(f"checksum of the weights: {answer.message or 'none was given'}")
+        return answer.per_engine_checksum
 
     async def continue_(self) -> None:
         await self._call("POST", "/continue_generation", {})

@@ -1,0 +1,189 @@
+"""Which weights a pod serves: checksums that the group compares, memory that is kept, updates that are not needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from colocated_rl_api.ladder import Rung, WeightVersion
+from fakes.small_pod import SmallPod, small_pod
+from fakes.weights import weights_checksum
+
+V0, V1, V2 = (WeightVersion(step, 1) for step in range(3))
+CHECKED: dict[str, Any] = {"weightSync": {"verify": "Checksum"}}
+
+
+def checksum(pod: SmallPod) -> str | None:
+    return pod.facts.engines[0].checksum
+
+
+def routes(pod: SmallPod) -> list[str]:
+    assert pod.engine is not None
+    return [path.partition("?")[0] for path, _ in pod.engine.calls]
+
+
+@pytest.mark.parametrize("offload", [["Weights", "KVCache", "CUDAGraph"], ["KVCache"], []])
+async def test_f52_checksum_is_told_when_an_engine_starts_and_with_each_update(offload: list[str]) -> None:
+    async with small_pod(**CHECKED, rollout={"offload": offload}) as pod:
+        await pod.climb(V0, to=Rung.UPDATED)
+        started_on = checksum(pod)
+        assert started_on is not None
+        assert not pod.facts.gate.open, "nobody has compared it"
+        await pod.climb(V0)
+        await pod.climb(V1)
+        assert checksum(pod) not in (None, started_on)
+        assert "length" == await pod.ask(tokens=4)
+        assert [] == pod.broken
+
+
+@pytest.mark.parametrize("offload", [["Weights", "KVCache", "CUDAGraph"], ["KVCache"], []])
+async def test_f52_h21_h52_engine_that_differs_from_the_group_is_replaced_before_it_serves(offload: list[str]) -> None:
+    async with small_pod(**CHECKED, rollout={"offload": offload}) as pod:
+        await pod.climb(V0)
+        differs = pod.engine
+        assert differs is not None
+        differs.faults["/update_weights_from_disk"] = "skip"
+        differs.calls.clear()
+        await pod.climb(V1, to=Rung.UPDATED)
+        assert V1 == pod.facts.engines[0].version, "it says that it took them"
+        stale = checksum(pod)
+        pod.others_hold = fresh_checksum(V1)
+        assert stale != pod.others_hold
+        await pod.climb(V1)
+        assert differs is not pod.engine
+        assert "/continue_generation" not in [path for path, _ in differs.calls], "it never served"
+        assert pod.others_hold == checksum(pod)
+        assert "length" == await pod.ask(tokens=4)
+        assert [] == pod.broken
+
+
+async def test_f52_engine_whose_export_differs_too_never_serves_and_says_so() -> None:
+    async with small_pod(**CHECKED) as pod:
+        pod.others_hold = "of most engines"
+        pod.epoch += 1
+        for rung in (Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED):
+            await pod.climb(V0, to=rung)
+        pod.send(pod.target(V0, Rung.SERVING))
+        await pod.news(lambda: pod.facts.problem is not None and pod.facts.engines[0].is_absent)
+        problem = pod.facts.problem
+        assert problem is not None
+        assert "EngineLost" == problem.reason
+        assert "those of most engines of most engines" in problem.message
+        assert not pod.facts.gate.open
+
+
+async def test_f52_agent_that_comes_again_takes_the_checksum_again() -> None:
+    async with small_pod(**CHECKED) as pod:
+        await pod.climb(V0)
+        before, engine = checksum(pod), pod.engine
+        await pod.restart_agent(orderly=True)
+        await pod.climb(V0)
+        assert before == checksum(pod)
+        assert engine is pod.engine
+
+
+@pytest.mark.parametrize("fault", ["hang", "error", "crash"])
+async def test_f52_engine_that_gives_no_checksum_is_replaced(fault: str) -> None:
+    async with small_pod(**CHECKED) as pod:
+        await pod.climb(V0)
+        engine = pod.engine
+        assert engine is not None
+        engine.faults["/weights_checker"] = fault
+        await pod.climb(V1)
+        assert engine is not pod.engine
+        assert [] == pod.broken
+
+
+async def test_nobody_asks_for_a_checksum_that_the_job_does_not_ask_for() -> None:
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        await pod.climb(V1)
+        assert None is checksum(pod)
+        assert "/weights_checker" not in routes(pod)
+
+
+# -------------------------------------------------------------------------------------------------- memory that is kept
+@pytest.mark.parametrize(
+    ("offload", "released", "resumed"),
+    [
+        (
+            ["Weights", "KVCache", "CUDAGraph"],
+            ["weights", "kv_cache", "cuda_graph"],
+            [["weights"], ["kv_cache", "cuda_graph"]],
+        ),
+        (["Weights", "KVCache"], ["weights", "kv_cache"], [["weights"], ["kv_cache"]]),
+        (["KVCache", "CUDAGraph"], ["kv_cache", "cuda_graph"], [["kv_cache", "cuda_graph"]]),
+        (["KVCache"], ["kv_cache"], [["kv_cache"]]),
+    ],
+)
+async def test_engine_releases_what_the_job_offloads_and_takes_that_back(
+    offload: list[str], released: list[str], resumed: list[list[str]]
+) -> None:
+    async with small_pod(rollout={"offload": offload}) as pod:
+        await pod.climb(V0)
+        engine = pod.engine
+        assert engine is not None
+        for version in (V1, V2):
+            engine.calls.clear()
+            await pod.climb(version)
+            tags = {
+                path: [body["tags"] for route, body in engine.calls if route == path]
+                for path in routes(pod)
+                if "memory" in path
+            }
+            assert {"/release_memory_occupation": [released], "/resume_memory_occupation": resumed} == tags
+            assert "length" == await pod.ask(tokens=4)
+        assert engine is pod.engine
+        assert [] == pod.broken
+
+
+@pytest.mark.parametrize("rung", [Rung.RELEASED, Rung.TRAINED, Rung.UPDATED])
+@pytest.mark.parametrize("offload", [["KVCache"], ["Weights", "KVCache"]])
+async def test_agent_that_comes_again_knows_what_its_engine_keeps(offload: list[str], rung: Rung) -> None:
+    async with small_pod(rollout={"offload": offload}) as pod:
+        await pod.climb(V0)
+        engine = pod.engine
+        await pod.climb(V1, to=rung)
+        before = pod.facts.engines[0].tags
+        await pod.restart_agent(orderly=False)
+        await pod.news(lambda: bool(pod.facts.engines))
+        assert before == pod.facts.engines[0].tags
+        await pod.climb(V1)
+        assert engine is pod.engine
+        assert "length" == await pod.ask(tokens=4)
+        assert [] == pod.broken
+
+
+# ------------------------------------------------------------------------------------------ updates that are not needed
+@pytest.mark.parametrize("offload", [["Weights", "KVCache", "CUDAGraph"], ["KVCache"], []])
+@pytest.mark.parametrize("agent_restarts", [False, True])
+async def test_f67_engine_that_holds_the_version_is_not_updated_to_it(offload: list[str], agent_restarts: bool) -> None:
+    """A new epoch with the same goal: a take-over, an agent that comes again."""
+    async with small_pod(rollout={"offload": offload}) as pod:
+        await pod.climb(V0)
+        await pod.climb(V1)
+        assert pod.engine is not None
+        pod.engine.calls.clear()
+        if agent_restarts:
+            await pod.restart_agent(orderly=True)
+        await pod.climb(V1)
+        assert not {"/update_weights_from_disk", "/release_memory_occupation", "/pause_generation"} & set(routes(pod))
+        assert "length" == await pod.ask(tokens=4)
+        assert [] == pod.broken
+
+
+async def test_f67_engine_that_was_updated_when_its_agent_ended_is_not_updated_again() -> None:
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        await pod.climb(V1, to=Rung.UPDATED)
+        engine = pod.engine
+        await pod.restart_agent(orderly=True)
+        await pod.climb(V1)
+        assert engine is pod.engine
+        assert 1 == routes(pod).count("/update_weights_from_disk")
+
+
+def fresh_checksum(version: WeightVersion) -> str:
+    """Of an engine that holds what the trainer of a small pod exported."""
+    return weights_checksum(version.step + version.lineage / 8)
