@@ -79,14 +79,16 @@ format: setup-dev ## write the form that lint asks for
 	@ruff check --config tests/pyproject.toml --fix --quiet .
 
 .PHONY: generate
-generate: setup-dev ## the CRD, the chart's copy of it, the reference and the page of the command line
+generate: setup-dev ## the CRD, the chart's copy of it, and pages of docs: fields, command line, metrics, values
 	@python -m colocated_rl_operator.crd
 	@python -m colocated_rl_cli.document
+	@PYTHONPATH=tests python -m documents
 
 .PHONY: verify
 verify: setup-dev ## generated files are as generated, and all of test: what has to hold before a commit lands
 	@python -m colocated_rl_operator.crd --check
 	@python -m colocated_rl_cli.document --check
+	@PYTHONPATH=tests python -m documents --check
 	@$(MAKE) test
 
 .PHONY: bench
@@ -115,6 +117,12 @@ lock: ## resolve the pinned requirement files anew
 .PHONY: images
 images: ## container images of the last commit, with docker, podman or nerdctl; IMAGES="operator agent" for some of them
 	@BUILDER='$(BUILDER)' REPOSITORY='$(REPOSITORY)' TAG='$(TAG)' BUILD_ARGS='$(BUILD_ARGS)' workloads/images/build.sh $(IMAGES)
+
+.PHONY: bundle
+bundle: ## the chart as plain manifests for kubectl apply, in .build/colocated-rl.yaml
+	@$(SETUP) --only cluster
+	@charts/bundle.sh $(LOCALCLUSTER) helm >.build/colocated-rl.yaml
+	@echo ".build/colocated-rl.yaml: kubectl apply -f installs it"
 
 # --- the local cluster by hand
 

@@ -3,6 +3,7 @@
 | call | group and resource | verb | namespace |
 |---|---|---|---|
 | read_job | rl.colocate.dev colocatedrljobs | get | of the job |
+| list_jobs | rl.colocate.dev colocatedrljobs | list | those that are watched |
 | write_status | rl.colocate.dev colocatedrljobs/status | patch | of the job |
 | delete_job | rl.colocate.dev colocatedrljobs | delete | of the job |
 | list_pods | pods | list | of the job |
@@ -76,6 +77,12 @@ class Kube:
     # ------------------------------------------------------------------------------------------------------ the job
     async def read_job(self, namespace: str, name: str) -> Body:
         return await self._call("get", names.PLURAL, _job_path(namespace, name))
+
+    async def list_jobs(self, namespace: str | None) -> list[Body]:
+        """None: of all namespaces."""
+        answer = await self._call("get", names.PLURAL, _jobs_path(namespace))
+        items: list[Body] = answer["items"]
+        return items
 
     async def write_status(self, namespace: str, name: str, *, resource_version: str, status: Body) -> Body:
         """Replace the whole status, if the object is still at `resource_version`; raises Conflict otherwise."""
@@ -216,6 +223,11 @@ def _translate(what: str, code: int, content: bytes) -> ApiError:
 
 def _job_path(namespace: str, name: str) -> str:
     return f"/apis/{names.API_VERSION}/namespaces/{namespace}/{names.PLURAL}/{name}"
+
+
+def _jobs_path(namespace: str | None) -> str:
+    within = f"/namespaces/{namespace}" if namespace else ""
+    return f"/apis/{names.API_VERSION}{within}/{names.PLURAL}"
 
 
 def _core_path(namespace: str, plural: str) -> str:

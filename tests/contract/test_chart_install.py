@@ -39,7 +39,7 @@ def release(kubectl: Kubectl, api: ApiServer) -> Iterator[None]:
         kubectl("apply", "-f", "-", stdin=json.dumps(namespace(name)))
     kubectl.helm("install", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL)
     yield
-    kubectl.helm("uninstall", RELEASE, "--namespace", NAMESPACE, "--ignore-not-found", "--wait")
+    kubectl.helm("uninstall", RELEASE, "--namespace", NAMESPACE, "--ignore-not-found", "--wait", "--no-hooks")
     kubectl("delete", "namespace", NAMESPACE, TEAM, "--wait=false")
 
 
@@ -146,7 +146,11 @@ def test_jobs_and_crd_outlive_upgrade_uninstall_and_reinstall(kubectl: Kubectl, 
     before = uids()
     kubectl.helm("upgrade", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL, "--set", "logLevel=DEBUG")
     assert before == uids()
-    kubectl.helm("uninstall", RELEASE, "--namespace", NAMESPACE, "--wait", "--timeout", "2m")
+    uninstall = ("uninstall", RELEASE, "--namespace", NAMESPACE, "--wait", "--timeout", "2m")
+    said = kubectl.helm.refusal(*uninstall)
+    assert f"would be left half-way: {TEAM}/{job['metadata']['name']}" in said
+    assert "1" == kubectl("-n", NAMESPACE, "get", DEPLOYMENT, "-o", "jsonpath={.status.readyReplicas}")
+    kubectl.helm(*uninstall, "--no-hooks")
     assert before == uids()
     assert "" == kubectl(
         "-n", NAMESPACE, "get", "deployments,serviceaccounts", "-l", "app.kubernetes.io/instance=rl", "-o", "name"
@@ -154,6 +158,8 @@ def test_jobs_and_crd_outlive_upgrade_uninstall_and_reinstall(kubectl: Kubectl, 
     kubectl.helm("install", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL)
     assert before == uids()
     kubectl("-n", TEAM, "delete", name, "--timeout=60s")  # by the operator that is there again
+    kubectl.helm(*uninstall)  # now nothing is left half-way
+    kubectl.helm("install", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL)
 
 
 def test_second_release_leaves_the_crd_to_the_first(kubectl: Kubectl, release: None) -> None:

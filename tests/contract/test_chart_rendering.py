@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 import yaml
 from contract.api_server import ApiServer, Document, Helm, Kubectl
 
+from builders import make_job
 from colocated_rl_api import names
-from colocated_rl_operator import authority
+from colocated_rl_operator import authority, resources
+from colocated_rl_operator.resources import PodImages
 from colocated_rl_operator.settings import Settings
 from setup.layout import CHECKOUT
 
@@ -20,6 +24,7 @@ pytestmark = pytest.mark.cluster
 CHART = CHECKOUT.root / "charts/colocated-rl"
 CI = sorted((CHART / "ci").glob("*-values.yaml"))
 NAMESPACE = "rl-system"
+MONITORING = "monitoring.coreos.com/v1"  # of an operator that is not here
 helm = Helm(CHECKOUT.localcluster)
 
 
@@ -47,14 +52,17 @@ def environment(deployment: Document) -> dict[str, str]:
     }
 
 
+def make_namespace(kubectl: Kubectl, name: str) -> None:
+    kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}))
+
+
 @pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
 def test_server_takes_what_is_rendered(kubectl: Kubectl, api: ApiServer, file: Path) -> None:
     """Strictly: no unknown field, no wrong type. The namespaces are made for the test."""
     for name in (NAMESPACE, "research", "team-a"):
-        kubectl(
-            "apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
-        )
-    objects = {"apiVersion": "v1", "kind": "List", "items": rendered(file)}
+        make_namespace(kubectl, name)
+    known = [each for each in rendered(file) if each["apiVersion"] != MONITORING]
+    objects = {"apiVersion": "v1", "kind": "List", "items": known}
     kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(objects))
 
 
@@ -147,3 +155,64 @@ def test_operator_pod_is_restricted() -> None:
     )
     assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
     assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+
+
+# --------------------------------------------------------------------------------------------------------- monitoring
+def monitored() -> list[Document]:
+    return render("--set", "monitoring.monitors=true,monitoring.rules=true,monitoring.dashboard=true")
+
+
+def test_nothing_is_monitored_unless_asked_for() -> None:
+    kinds = {each["kind"] for each in render()}
+    assert not kinds & {"Service", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
+    assert not [each for each in render() if each["kind"] == "ConfigMap"]
+
+
+def test_service_monitor_finds_the_operator() -> None:
+    objects = monitored()
+    service, monitor = one(objects, "Service"), one(objects, "ServiceMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    pod = one(objects, "Deployment")["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    [port], [endpoint] = service["spec"]["ports"], monitor["spec"]["endpoints"]
+    assert (port["name"], port["targetPort"]) == (endpoint["port"], pod["spec"]["containers"][0]["ports"][0]["name"])
+
+
+@pytest.mark.parametrize("seat", ["gpu-0", "rollout"])
+def test_pod_monitor_finds_every_member_and_says_whose_it_is(seat: str) -> None:
+    spec = one(monitored(), "PodMonitor")["spec"]
+    pod = resources.pod(make_job(), seat, 0, PodImages("agent", "rollout", "gpu", "Never"))
+    labels = pod["metadata"]["labels"]
+    assert spec["selector"]["matchLabels"].items() <= labels.items()
+    [endpoint] = spec["podMetricsEndpoints"]
+    containers = [*pod["spec"]["initContainers"], *pod["spec"]["containers"]]
+    ports = [port for each in containers for port in each.get("ports", ())]
+    assert [names.METRICS_PORT] == [port["containerPort"] for port in ports if port["name"] == endpoint["port"]]
+    sources = {rule["sourceLabels"][0].removeprefix("__meta_kubernetes_pod_label_") for rule in endpoint["relabelings"]}
+    assert sources <= {re.sub(r"[^a-zA-Z0-9]", "_", label) for label in labels}
+    assert {"colocatedrljob", "role"} == {rule["targetLabel"] for rule in endpoint["relabelings"]}
+
+
+def test_rules_and_dashboard_are_the_files_and_runbooks_are_where_the_values_say() -> None:
+    objects = monitored()
+    written = yaml.safe_load((CHART / "rules/alerts.yaml").read_text())
+    assert written == one(objects, "PrometheusRule")["spec"]
+    dashboard = one(objects, "ConfigMap")["data"]["colocated-rl.json"]
+    assert json.loads((CHART / "dashboards/colocated-rl.json").read_text()) == json.loads(dashboard)
+    elsewhere = render("--set", "monitoring.rules=true,monitoring.runbooks=https://wiki.example.com/")
+    [group] = one(elsewhere, "PrometheusRule")["spec"]["groups"]
+    assert all(rule["annotations"]["runbook_url"].startswith("https://wiki.example.com/") for rule in group["rules"])
+
+
+# -------------------------------------------------------------------------------------------------------------- bundle
+def test_bundle_is_the_chart_and_kubectl_takes_it(kubectl: Kubectl, api: ApiServer) -> None:
+    """By plain `kubectl apply`, which keeps a copy of each object in an annotation of at most 256 KiB."""
+    script = (CHECKOUT.root / "charts/bundle.sh", CHECKOUT.localcluster, "helm")
+    text = subprocess.run(script, capture_output=True, text=True, timeout=60, check=True).stdout
+    namespace, *objects = [document for document in yaml.safe_load_all(text) if document]
+    assert ("Namespace", "colocated-rl-system") == (namespace["kind"], namespace["metadata"]["name"])
+    chart = helm("template", "colocated-rl", CHART, "--namespace", "colocated-rl-system", "--no-hooks")
+    assert [document for document in yaml.safe_load_all(chart) if document] == objects
+    assert max(len(json.dumps(each)) for each in objects) < 256 * 1024
+    make_namespace(kubectl, "colocated-rl-system")
+    kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=text)

@@ -45,6 +45,7 @@ THING = {"metadata": {"name": "some"}}
 APPLIED = (("v1", "ConfigMap"), ("v1", "PersistentVolumeClaim"), ("networking.k8s.io/v1", "NetworkPolicy"))
 CALLS: dict[str, list[dict[str, Any]]] = {
     "read_job": [{"namespace": JOBS, "name": "some"}],
+    "list_jobs": [{"namespace": JOBS}],
     "write_status": [{"namespace": JOBS, "name": "some", "resource_version": "1", "status": {}}],
     "delete_job": [{"namespace": JOBS, "name": "some", "uid": "some"}],
     "list_pods": [{"namespace": JOBS, "job_uid": "some"}],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from colocated_rl_agent.metrics import Metrics
+from colocated_rl_agent.metrics import BelowTarget, Metrics
+from colocated_rl_api.ladder import Rung
 
 
 def test_figures_of_a_step_are_those_of_the_last_one_by_rank() -> None:
@@ -19,3 +20,16 @@ def test_figures_of_a_step_are_those_of_the_last_one_by_rank() -> None:
         return registry.get_sample_value("colocate_trainer_figure", {"rank": str(rank), "figure": figure})
 
     assert [0.25, None, 0.5] == [value(0, "loss"), value(0, "kl"), value(1, "loss")]
+
+
+def test_rung_below_the_target_is_shown_while_the_pod_stands_there() -> None:
+    registry = CollectorRegistry()
+    standing: tuple[Rung, float] | None = (Rung.SETTLED, 12.5)
+    registry.register(BelowTarget(lambda: standing))
+
+    def value() -> float | None:
+        return registry.get_sample_value("colocate_below_target_seconds", {"rung": "Settled"})
+
+    assert 12.5 == value()
+    standing = None
+    assert value() is None

@@ -50,7 +50,12 @@ def test_each_value_is_explained_where_it_stands() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
     plain = {"crds", "watch", "leaderElection", "metrics", "serviceAccount", "create", "rbac", "requests", "limits"}
     plain |= {"enabled", "annotations", "tolerations", "affinity", "topologySpreadConstraints", "priorityClassName"}
-    plain |= {"podAnnotations", "podDisruptionBudget", "networkPolicy"}  # said by their parent or by the line before
+    plain |= {
+        "podAnnotations",
+        "podDisruptionBudget",
+        "networkPolicy",
+        "monitoring",
+    }  # said by their parent or by the line before
     for above, line in zip(["", *lines], lines, strict=False):
         key = re.match(r" *([A-Za-z]+):", line)
         if key and key[1] not in plain:

@@ -25,6 +25,7 @@ from colocated_rl_api.member_wire import (
     Hello,
     PodFacts,
     PodTarget,
+    Problem,
     Refusal,
     RolloutTarget,
     from_member,
@@ -260,6 +261,20 @@ async def test_metrics_port_answers_metrics_and_health(tmp_path: Path) -> None:
         for path in ("/metrics", "/healthz"):
             async with it.session.get(f"http://127.0.0.1:{it.member.server.ports.metrics}{path}") as answer:
                 assert 200 == answer.status
+
+
+async def test_problem_is_shown_as_a_metric_while_the_member_reports_it(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+
+        async def shown() -> bool:
+            async with it.session.get(f"http://127.0.0.1:{it.member.server.ports.metrics}/metrics") as answer:
+                return '\ncolocate_problem{reason="EngineLost"} 1.0\n' in await answer.text()
+
+        assert not await shown()
+        it.member.facts = it.member.facts.model_copy(update={"problem": Problem(reason="EngineLost", message="some")})
+        assert await shown()
+        it.member.facts = it.member.facts.model_copy(update={"problem": None})
+        assert not await shown()
 
 
 async def test_data_port_serves_a_member_and_refuses_a_wrong_token(tmp_path: Path) -> None:

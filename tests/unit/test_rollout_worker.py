@@ -214,6 +214,30 @@ async def test_a_group_of_sessions_survives_a_restart_and_is_given_up_whole_when
     assert {(SampleState.DISCARDED, "TooStale"): 2} == scene.store.reasons
 
 
+@pytest.mark.parametrize("scene", [{"maxStaleness": 0, "maxConcurrency": 3}], indirect=True)
+async def test_time_that_sealing_waits_at_the_staleness_limit_is_measured(scene: Scene) -> None:
+    """Three groups of newer weights are complete, and this batch is the last that may have the fourth."""
+    late = scene.admit()
+    for sample in late:
+        scene.attempt(sample, one_token(step=0))
+    for sample in [sample for _ in range(3) for sample in scene.admit()]:
+        scene.store.start(sample)
+        scene.store.finish(sample, one_token(step=1), Finish.STOP)
+        scene.store.score(sample, 1.0)
+    assert 0 == scene.worker._held_s()
+    scene.worker._seal_if_due()
+    assert 0 < scene.worker._held_s()
+    for sample in late:
+        scene.store.start(sample)
+        scene.store.finish(sample, NO_TOKENS, Finish.STOP)
+        scene.store.score(sample, 1.0)
+    running = asyncio.create_task(scene.worker.run())
+    await until(lambda: scene.store.sealed)
+    assert 0 == scene.worker._held_s()
+    scene.worker.drain()
+    await running
+
+
 async def test_the_most_urgent_goes_first_then_what_was_interrupted_then_the_oldest(scene: Scene) -> None:
     fresh, late, old = scene.admit(), scene.admit(), scene.admit()
     scene.attempt(late[1], one_token(step=3))

@@ -27,7 +27,7 @@ from colocated_rl_agent.exports import Exports, ExportTorn
 from colocated_rl_agent.facts import next_actions
 from colocated_rl_agent.gate import Gate
 from colocated_rl_agent.journal import Journal
-from colocated_rl_agent.metrics import Metrics
+from colocated_rl_agent.metrics import BelowTarget, Metrics
 from colocated_rl_agent.problems import Problems
 from colocated_rl_agent.runner_link import (
     ChildExited,
@@ -45,7 +45,7 @@ from colocated_rl_api import names
 from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import Hello, PodFacts, PodTarget
+from colocated_rl_api.member_wire import Goal, Hello, PodFacts, PodTarget
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import MemberServer
 from colocated_rl_member.tls import MemberTls
@@ -122,6 +122,7 @@ class Agent:
         self._agreed: tuple[WeightVersion, str] | None = None
         self._ladder = settings.rules.ladder
         self._climb = Climb(self._ladder, self._reached)
+        registry.register(BelowTarget(self._below_target))
 
     async def run(self) -> None:
         """Until `end`. Raises what a part of the agent raises: the process ends, and its container starts again."""
@@ -424,6 +425,13 @@ class Agent:
             version=str(target.version),
             took_s=took_s,
         )
+
+    def _below_target(self) -> tuple[Rung, float] | None:
+        """The rung where the pod stands, and for how many seconds, while its target is above it."""
+        target, rung, since = self.server.target, self._climb.rung, self._climb.since
+        if target is None or target.goal is Goal.STOP or since is None or self._ladder.reaches(rung, target.rung):
+            return None
+        return rung, time.monotonic() - since
 
     def _fail(self, reason: str, message: str) -> None:
         self._problems.failed(reason, message)

@@ -18,6 +18,11 @@ class Climb:
         self.rung = Rung.UNKNOWN
         self.took_s: dict[Rung, float] = {}
 
+    @property
+    def since(self) -> float | None:
+        """When the pod came to its rung, or the epoch began; None: nothing was seen yet."""
+        return None if self._epoch is None else self._since
+
     def stands(self, rung: Rung, *, epoch: int, now: float) -> None:
         """Note where the pod stands now. A rung that is passed in one go has no time of its own."""
         if epoch != self._epoch:

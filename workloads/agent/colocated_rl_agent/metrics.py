@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from colocated_rl_api.ladder import Rung
 
 CALL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)  # idle: 1-30 ms; with 1 s sleeps
 RUNG_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)  # from a closing gate to a training step
@@ -50,3 +54,25 @@ class Metrics:
     def request_ended(self, outcome: str, tokens: int) -> None:
         self.requests.labels(outcome).inc()
         self.tokens.labels(outcome).inc(tokens)
+
+
+class BelowTarget(Collector):
+    """For how long the pod has stood on a rung below its target; nothing once it is there.
+
+    standing: the rung and the seconds on it, or None.
+    """
+
+    def __init__(self, standing: Callable[[], tuple[Rung, float] | None] = lambda: None) -> None:
+        self._standing = standing
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        yield GaugeMetricFamily(
+            "colocate_below_target_seconds", "Since the pod came to the rung where it stands below its target",
+            labels=["rung"],
+        )  # fmt: skip
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for family in self.describe():
+            if (standing := self._standing()) is not None:
+                family.add_metric([standing[0]], standing[1])
+            yield family

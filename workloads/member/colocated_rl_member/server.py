@@ -40,6 +40,7 @@ from colocated_rl_api.member_wire import (
 )
 from colocated_rl_member.data import DATA_IDLE_S, DataPort
 from colocated_rl_member.fence import EpochFence, TargetT
+from colocated_rl_member.metrics import ProblemGauge
 from colocated_rl_member.tls import MemberTls, is_operator
 
 LOG = logging.getLogger(__name__)
@@ -110,6 +111,8 @@ class MemberServer(Generic[TargetT]):
         self._data = data
         self._pages = pages
         self._registry = registry
+        self._own = CollectorRegistry()
+        self._own.register(ProblemGauge(lambda: facts().problem))
         self._fence = EpochFence(kind, highest_epoch=hello.highest_epoch, remember_epoch=remember_epoch)
         self._changed = asyncio.Event()
         self._link: web.WebSocketResponse | None = None
@@ -255,7 +258,8 @@ class MemberServer(Generic[TargetT]):
         )
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        text = generate_latest(self._registry) + generate_latest(self._own)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _show_health(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")

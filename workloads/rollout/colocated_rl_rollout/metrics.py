@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from shutil import disk_usage
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -59,6 +60,11 @@ class Metrics:
         self.sessions_ended = Counter(
             "colocate_gateway_sessions_ended", "Sessions of clients by how they ended", ["ending"], registry=registry
         )
+        self.staleness_wait = Gauge(
+            "colocate_rollout_staleness_wait_seconds",
+            "Since sealing, with groups enough, waits for one that would pass the staleness limit; 0: it does not",
+            registry=registry,
+        )
         self.refused_requests = Counter(
             "colocate_gateway_refused",
             "Requests of clients that were answered with an error",
@@ -68,25 +74,47 @@ class Metrics:
 
 
 class StoreGauges(Collector):
-    """Samples by state, from the store, at the moment of the scrape."""
+    """What the store knows at the moment of the scrape: samples by state, the newest batch, its volume."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store | None) -> None:
+        """store: None only to `describe`."""
         self._store = store
 
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        for name, meaning, *labels in _STORE_GAUGES:
+            yield GaugeMetricFamily(f"colocate_rollout_{name}", meaning, labels=labels)
+
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        states = GaugeMetricFamily(
-            "colocate_rollout_samples", "Samples by state; they add up to admitted", labels=["state"]
-        )
-        for state in SampleState:
-            states.add_metric([state], self._store.counts[state])
-        yield states
-        reasons = GaugeMetricFamily(
-            "colocate_rollout_samples_ended", "Samples that ended without training", labels=["state", "reason"]
-        )
-        for (state, reason), count in self._store.reasons.items():
-            reasons.add_metric([state, reason], count)
-        yield reasons
-        yield GaugeMetricFamily("colocate_rollout_sealed_step", "Newest sealed batch", self._store.next_step - 1)
+        if (store := self._store) is None:
+            return
+        volume, batch, evaluated = disk_usage(store.batch_directory.parent), store.sealed, store.evaluated
+        values: dict[str, list[tuple[list[str], float | None]]] = {
+            "samples": [([state], store.counts[state]) for state in SampleState],
+            "samples_ended": [([state, reason], count) for (state, reason), count in store.reasons.items()],
+            "sealed_step": [([], store.next_step - 1)],
+            "batch_reward": [([], batch.reward_mean if batch else None)],
+            "batch_staleness": [([], batch.staleness_mean if batch else None)],
+            "evaluation_reward": [([], evaluated.mean if evaluated else None)],
+            "store_size_bytes": [([], volume.total)],
+            "store_free_bytes": [([], volume.free)],
+        }
+        for family, points in zip(self.describe(), values.values(), strict=True):
+            for labels, value in points:
+                if value is not None:
+                    family.add_metric(labels, value)
+            yield family
+
+
+_STORE_GAUGES = (
+    ("samples", "Samples by state; they add up to admitted", "state"),
+    ("samples_ended", "Samples that ended without training", "state", "reason"),
+    ("sealed_step", "Newest sealed batch"),
+    ("batch_reward", "Mean reward of the newest batch"),
+    ("batch_staleness", "Mean staleness of its tokens, in steps"),
+    ("evaluation_reward", "Mean reward of the newest evaluation"),
+    ("store_size_bytes", "Of the store's volume"),
+    ("store_free_bytes", "Of the store's volume"),
+)
 
 
 class TokenRate:

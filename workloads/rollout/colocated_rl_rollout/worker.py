@@ -93,6 +93,8 @@ class Worker:
         self.concurrency = spec.rollout.concurrency
         self.temperature = spec.rollout.sampling.temperature
         self._filtered = 0  # groups, since the last batch
+        self._held_since: float | None = None  # by a group that is at its staleness limit and not complete
+        metrics.staleness_wait.set_function(self._held_s)
         self.problem: Problem | None = None
         self.no_signal: Problem | None = None
 
@@ -330,8 +332,14 @@ class Worker:
         candidates = [Candidate(self._deadline(group), group.id, group.is_complete) for group in groups]
         waits = self._rollout.at_max_staleness is AtMaxStaleness.WAIT
         chosen = choose(candidates, step=step, batch_size=self._rollout.batch_size, waits=waits)
-        if chosen is not None:
+        if chosen is None:
+            self._held_since = self._held_since or time.monotonic()
+        else:
+            self._held_since = None
             self._sealing = self._group.create_task(self._seal(step, [self._store.groups[number] for number in chosen]))
+
+    def _held_s(self) -> float:
+        return 0.0 if self._held_since is None else time.monotonic() - self._held_since
 
     async def _seal(self, step: int, groups: list[Group]) -> None:
         """Make the batch durable, files first; only then is it sealed and may anybody be told."""

@@ -1,0 +1,1 @@
+"""Pages of `docs/` that more than one part of the system is in: `PYTHONPATH=tests python -m documents [--check]`."""

@@ -1,0 +1,80 @@
+"""Every metric that a process of ours shows, read from the objects that they are made of; and its page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+
+from colocated_rl_agent.metrics import BelowTarget
+from colocated_rl_agent.metrics import Metrics as AgentMetrics
+from colocated_rl_member.metrics import ProblemGauge
+from colocated_rl_operator.metrics import Metrics as OperatorMetrics
+from colocated_rl_rollout.metrics import Metrics as RolloutMetrics
+from colocated_rl_rollout.metrics import StoreGauges
+
+HEAD = """\
+<!-- Made by `make generate` from the metrics of operator, agent and rollout controller: change those instead. -->
+# Metrics
+
+Each process shows its own on port 9090 of its pod, `/metrics`, in plain HTTP: the operator (`metrics.port` of the chart
+says which port), the agent of each GPU pod, and the rollout controller. The chart brings monitors,
+[alerts](runbooks/index.md) and a dashboard for them: `monitoring` of [its values](values.md).
+
+No metric names a job or a pod: Prometheus adds both when it scrapes. With the chart's PodMonitor they are the labels
+`namespace`, `pod`, `colocatedrljob` and `role` (`gpu` or `rollout`). Names and labels are
+[part of the interface](releases.md#what-is-stable).
+"""
+
+
+class Family(NamedTuple):
+    name: str  # as it is queried, without the endings of a histogram
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+    @property
+    def series(self) -> set[str]:
+        """Names that a query may have."""
+        return {f"{self.name}_{end}" for end in ("bucket", "sum", "count")} if self.kind == "histogram" else {self.name}
+
+
+def families() -> dict[str, list[Family]]:
+    """By whose they are."""
+    return {
+        "Operator": [*_held(OperatorMetrics(CollectorRegistry()))],
+        "Agents and rollout controllers": [*_described(ProblemGauge())],
+        "Agents": [*_held(AgentMetrics(CollectorRegistry())), *_described(BelowTarget())],
+        "Rollout controllers": [*_held(RolloutMetrics(CollectorRegistry())), *_described(StoreGauges(None))],
+    }
+
+
+def _held(metrics: object) -> Iterator[Family]:
+    for each in vars(metrics).values():
+        if isinstance(each, MetricWrapperBase):
+            ending = "_total" if each._type == "counter" else ""
+            yield Family(each._name + ending, str(each._type), tuple(each._labelnames), each._documentation)
+
+
+def _described(collector: Collector) -> Iterator[Family]:
+    for each in collector.describe():  # type: ignore[attr-defined]  # not part of the abstract class
+        yield Family(each.name, each.type, tuple(each._labelnames), each.documentation)
+
+
+def page() -> str:
+    lines = [HEAD]
+    for whose, metrics in families().items():
+        lines += [f"## {whose}", "", "| metric | kind | labels | |", "|---|---|---|---|"]
+        lines += [
+            f"| `{each.name}` | {each.kind} | {', '.join(f'`{label}`' for label in each.labels)} | {each.meaning} |"
+            for each in sorted(metrics)
+        ]
+        lines.append("")
+    lines += [
+        "Figures of `colocate_trainer_figure` are the trainer's own: [those of the reference trainer]"
+        "(trainer.md#metrics-of-a-step). Counters count since the process started."
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,32 @@
+"""What a real agent shows Prometheus while its pod climbs."""
+
+from __future__ import annotations
+
+import pytest
+
+from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.member_wire import TrainerState
+from fakes.pod import Group, make_job, network, pod
+
+V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
+
+
+async def test_metrics_show_the_rung_below_its_target_where_a_pod_stands(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    async with network(tmp_path_factory.mktemp("n")) as net, pod(net, make_job()) as it:
+        group = Group([it])
+
+        async def below_target() -> list[str]:
+            async with net.session.get(f"http://127.0.0.1:{it.metrics}/metrics") as answer:
+                lines = (await answer.text()).splitlines()
+            return [line.split()[0] for line in lines if line.startswith("colocate_below_target_seconds{")]
+
+        await group.climb(V0)
+        assert [] == await below_target()
+        it.trainer_fault("train", "hang")
+        await group.climb(V1, to=Rung.RELEASED)
+        assert [] == await below_target(), "it stands where it should"
+        await it.send(group.target(V1, Rung.TRAINED))
+        await it.until(lambda facts: facts.trainers[0].state is TrainerState.TRAINING, "a step under way")
+        assert ['colocate_below_target_seconds{rung="Released"}'] == await below_target()

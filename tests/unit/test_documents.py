@@ -1,0 +1,87 @@
+"""Pages that are made from several parts are as made, and alerts and dashboard ask for metrics that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from documents.__main__ import PAGES
+from documents.metrics import families
+from documents.values import documented
+
+from setup.layout import CHECKOUT
+
+CHART = CHECKOUT.root / "charts/colocated-rl"
+METRICS = {name: family for group in families().values() for family in group for name in family.series}
+ADDED = {"namespace", "pod", "colocatedrljob", "role"}  # by Prometheus, as the chart's PodMonitor tells it
+RULES: list[dict[str, Any]] = yaml.safe_load((CHART / "rules/alerts.yaml").read_text())["groups"][0]["rules"]
+DASHBOARD = json.loads((CHART / "dashboards/colocated-rl.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [rule["expr"] for rule in RULES] + [target["expr"] for panel in PANELS for target in panel["targets"]]
+METRIC = re.compile(r"\b(?P<name>colocate\w*_\w+)(?:\{(?P<matchers>[^}]*)\})?")
+
+
+@pytest.mark.parametrize("file", PAGES, ids=str)
+def test_page_is_as_made(file: Path) -> None:
+    assert (CHECKOUT.root / file).read_text() == PAGES[file](), "make generate"
+
+
+def test_no_metric_is_shown_by_two() -> None:
+    assert len(METRICS) == sum(len(family.series) for group in families().values() for family in group)
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_query_asks_for_metrics_and_labels_that_there_are(query: str) -> None:
+    found = [match for match in METRIC.finditer(query) if match["name"] not in ADDED]
+    assert found
+    for match in found:
+        assert match["name"] in METRICS
+        matched = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", match["matchers"] or "")
+        assert set(matched) <= {*METRICS[match["name"]].labels, *ADDED}
+    labels = {label for match in found for label in METRICS[match["name"]].labels}
+    grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(",")}
+    assert grouped <= labels | ADDED | ({"le"} if "_bucket" in query else set())
+
+
+def test_every_metric_of_the_operator_is_on_the_dashboard_but_targets() -> None:
+    shown = {match["name"] for query in QUERIES for match in METRIC.finditer(query)}
+    missing = {family.name for family in families()["Operator"] if not family.series & shown}
+    assert {"colocated_rl_operator_targets_sent_total"} == missing
+
+
+def test_panels_do_not_overlap() -> None:
+    taken = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in DASHBOARD["panels"])
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(taken) == len(set(taken))
+    assert all(x < 24 for x, _ in taken)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_alert_says_what_is_the_case_and_has_a_page_that_says_what_to_do(rule: dict[str, Any]) -> None:
+    annotations = rule["annotations"]
+    assert {"summary", "description", "runbook_url"} == annotations.keys()
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    page = (CHECKOUT.root / annotations["runbook_url"]).read_text()
+    assert page.startswith(f"# {rule['alert']}\n")
+    assert ["## What it means", "## What to look at", "## What to do"] == re.findall(r"^## .*", page, re.MULTILINE)
+    labels = set(re.findall(r"\$labels\.(\w+)", annotations["summary"] + annotations["description"]))
+    grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", rule["expr"]) for label in group.split(",")}
+    assert labels <= grouped
+
+
+def test_the_index_of_runbooks_lists_each_alert() -> None:
+    index = (CHECKOUT.root / "docs/runbooks/index.md").read_text()
+    for rule in RULES:
+        assert f"[{rule['alert']}]({Path(rule['annotations']['runbook_url']).name})" in index
+
+
+def test_every_value_is_explained() -> None:
+    assert [] == [value.path for value in documented() if value.default and not value.meaning]
