@@ -33,6 +33,7 @@ import uvloop
 from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.gate import Backend, Gate
 from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_trainer.conformance.ranks import free_port
 from engines import engine_process
 from setup.layout import CHECKOUT
 
@@ -243,11 +244,6 @@ def process(*command: str, core: int, port: int) -> Iterator[int]:
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as it:
-        return int(it.getsockname()[1])
 
 
 Command = tuple[str, ...]

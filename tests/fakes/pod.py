@@ -11,7 +11,6 @@ import functools
 import hashlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -44,6 +43,7 @@ from colocated_rl_api.member_wire import (
 from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.server import SHUTDOWN_S
 from colocated_rl_member.tls import MemberTls
+from colocated_rl_trainer.conformance.ranks import free_port
 from fakes.authority import Authority
 from fakes.device import Device
 
@@ -81,11 +81,11 @@ def make_job(**changes: Any) -> JobFile:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Different ones, of which no other process is likely to have one before they are listened on."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 @dataclass

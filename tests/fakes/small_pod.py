@@ -38,7 +38,7 @@ from fakes.weights import next_token
 
 CALL_S = 0.4  # deadline of an engine's call
 TRAINER_S = 1.0
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 TOKEN_S = 0.001
 PROMPT = [5, 6, 7]
 

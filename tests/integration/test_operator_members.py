@@ -24,6 +24,7 @@ from colocated_rl_member.server import MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.members import TLS_BUFFER_BYTES, Address, Members, bound_tls_memory
+from colocated_rl_trainer.conformance.ranks import free_port
 
 DEADLINE_S = 8.0
 POD = "sums-gpu-0-0"
@@ -206,21 +207,13 @@ async def relayed(port: int, to: int, frozen: asyncio.Event) -> AsyncIterator[No
 async def test_a_half_open_connection_is_noticed_by_its_heartbeat(authority: Authority, tmp_path: Path) -> None:
     frozen = asyncio.Event()
     async with agent(authority, tmp_path) as member, operator(authority.operator_context(), ping_s=0.2) as door:
-        port = await free_port()
+        port = free_port()
         async with relayed(port, member.server.ports.control, frozen):
             door.members.keep(UID, [Address(POD, "uid-0", names.ROLE_GPU, "127.0.0.1", port)])
             await door.until(lambda: door.answer().facts)
             frozen.set()
             await door.until(lambda: door.answer().facts is None)
             door.members.keep(UID, [])
-
-
-async def free_port() -> int:
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    port: int = server.sockets[0].getsockname()[1]
-    server.close()
-    await server.wait_closed()
-    return port
 
 
 # --------------------------------------------------------------------------------------------------- who is no member

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, Protocol, TypeVar
 
 from colocated_rl_api.ladder import WeightVersion
@@ -160,7 +161,7 @@ class TrainerGroup:
         (folder / "trainer.json").write_text(json.dumps(kind.config))
         (folder / "job.json").write_text(json.dumps(job_file(keep=keep)))
         self._sockets = tempfile.TemporaryDirectory(prefix="ranks-")  # short: a socket's path holds 107 bytes
-        port = _free_port()
+        port = free_port()
         self.ranks = [self._start(rank, port) for rank in range(size)]
 
     def _start(self, rank: int, port: int) -> TrainerProcess:
@@ -241,11 +242,13 @@ def running(
         group.end()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """For a server that listens only after a while: one of those that the kernel gives to no connection meanwhile."""
+    while True:
+        port = SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def job_file(*, keep: int = 2) -> dict[str, object]:
