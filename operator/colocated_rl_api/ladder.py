@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Never, NoReturn
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class WeightVersion(NamedTuple):
         return f"{self.step}-{self.lineage}"
 
     @classmethod
+    @lru_cache(maxsize=64)  # each of a thousand pods says the same few
     def parse(cls, text: str) -> WeightVersion:
         """Inverse of str(). Raises ValueError for anything else, the engine's own "default" included (H22)."""
         match = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)

@@ -53,7 +53,8 @@ class TagState(StrEnum):
     UNKNOWN = "Unknown"
 
 
-HELD = (TagState.MAPPED, TagState.KEPT)
+HELD = frozenset({TagState.MAPPED, TagState.KEPT})
+_GIVEN_UP = frozenset({TagState.RELEASED, TagState.KEPT})
 
 
 class EngineState(StrEnum):
@@ -96,7 +97,7 @@ class EngineFacts(Wire):
     @property
     def is_released(self) -> bool:
         """Of all that it does not keep."""
-        return self.is_drained and all(tag in (TagState.RELEASED, TagState.KEPT) for tag in self.tags)
+        return self.is_drained and _GIVEN_UP.issuperset(self.tags)
 
     @property
     def weights_mapped(self) -> bool:
@@ -104,7 +105,7 @@ class EngineFacts(Wire):
 
     @property
     def is_mapped(self) -> bool:
-        return all(tag in HELD for tag in self.tags)
+        return HELD.issuperset(self.tags)
 
     @property
     def tags(self) -> tuple[TagState, TagState, TagState]:

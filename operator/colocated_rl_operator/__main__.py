@@ -14,6 +14,7 @@ import sys
 from typing import NoReturn
 
 import kopf
+import uvloop
 from prometheus_client import REGISTRY
 
 from colocated_rl_api import logs, names
@@ -26,7 +27,7 @@ from colocated_rl_operator.errors import ApiError, BadSetting, NotFound
 from colocated_rl_operator.events import Events
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.lease import Lease, LeaseTerms
-from colocated_rl_operator.members import Members, bound_tls_memory
+from colocated_rl_operator.members import Members
 from colocated_rl_operator.metrics import Metrics
 from colocated_rl_operator.probes import Probes
 from colocated_rl_operator.settings import Settings
@@ -44,9 +45,8 @@ def main() -> int:
         return 2
     logs.configure(level=settings.log_level, role="operator", pod=settings.identity)
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # else a line for each watch event
-    bound_tls_memory()
     try:
-        asyncio.run(serve(settings, access))
+        uvloop.run(serve(settings, access))
     except asyncio.CancelledError:
         logs.log(LOG, "ended as a candidate")
     return 0

@@ -17,6 +17,7 @@ from typing import Any
 
 from colocated_rl_api import names
 from colocated_rl_api.job_status import Phase
+from colocated_rl_api.ladder import Rung
 from colocated_rl_api.logs import log
 from colocated_rl_operator import belongings, resources
 from colocated_rl_operator.actions import CreatePod, DeletePod
@@ -89,7 +90,7 @@ async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> flo
         return None
     if decided.raises:
         await _record_epoch(case, seen, decided, doors)
-    _send_targets(case, decided, doors)
+    _send_targets(case, seen.job, decided, doors)
     retry_s = None if decided.is_over else await _bring_about(case, seen, decided, doors)
     report_s = 0.0 if decided.raises else _report(case, seen, decided, doors)
     if decided.is_over and not seen.is_over:
@@ -98,9 +99,12 @@ async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> flo
     return min((each for each in (retry_s, report_s) if each is not None), default=None)
 
 
-def _send_targets(case: Case, decided: Plan, doors: Doors) -> None:
+def _send_targets(case: Case, job: Job, decided: Plan, doors: Doors) -> None:
     job_uid = case.about.uid
-    sent, heard_at = doors.members.send(job_uid, decided.targets), doors.members.heard_at(job_uid)
+    slowest = job.ladder.slowest(decided.standings.values())
+    awaited = (pod for pod, rung in decided.standings.items() if rung is slowest is not Rung.SERVING)
+    sent = doors.members.send(job_uid, decided.targets, awaited)
+    heard_at = doors.members.heard_at(job_uid)
     if sent:
         doors.metrics.targets.inc(sent)
     if sent and heard_at is not None and not decided.raises:

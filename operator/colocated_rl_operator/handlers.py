@@ -30,8 +30,7 @@ LOG = logging.getLogger(__name__)
 OURS = {names.MANAGED_BY_LABEL: names.MANAGED_BY}
 DISMISS_S = 15.0  # for a daemon to end by itself, on deletion and on exit; then it is cancelled
 CANCEL_S = 5.0
-LARGE_S = 0.002  # a job whose pass thinks for longer rests before the next, unless there is hurry:
-REST, MAX_REST_S = 4.0, 0.2  # so many times as long, so that most of the time is its members', and no longer than this
+REST, MAX_REST_S = 20.0, 0.2  # between passes, unless there is hurry: so many times what the last one took, and no more
 
 
 @dataclass
@@ -56,11 +55,24 @@ class Office:
             burial.cancel()
 
 
+class NoDiffs(kopf.DiffBaseStorage):
+    """No handler asks what changed, and to find out kopf would copy each object of each event, status and all."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        return kopf.BodyEssence()
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None
+
+
 @kopf.on.startup()
 async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.persistence.finalizer = names.FINALIZER
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.GROUP)
-    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=names.GROUP)
+    settings.persistence.diffbase_storage = NoDiffs()
     settings.posting.enabled = False  # a new Event object for each log line
     settings.scanning.disabled = True  # else it lists namespaces and CRDs; __main__ has waited for ours
     settings.watching.label_selectors["pods"] = (
@@ -111,7 +123,7 @@ def note_pod(event: Any, office: Office) -> None:
         pods.remove(job_uid, pod["metadata"]["uid"])
     else:
         pods.put(pod)
-    office.wakeups.wake(job_uid)
+    office.wakeups.wake(job_uid, hurry=False)
 
 
 def note_job(event: Any, office: Office) -> None:
@@ -142,22 +154,23 @@ async def let_go_of_undriven(event: Any, office: Office) -> None:
 async def drive_job(body: Any, stopped: Any, office: Office) -> None:
     """Until the job is deleted or this process ends. Never returns before: kopf would not start it again."""
     about, doors = _about(body["metadata"]), office.doors
-    woken = office.wakeups.of(about.uid)
+    woken, hurried = office.wakeups.of(about.uid), office.wakeups.hurry(about.uid)
     case = Case(Record(about, doors.kube, doors.events, failed=woken.set))
     office.driven.add(about.uid)
+    stopping = asyncio.ensure_future(stopped.wait())
+    stopping.add_done_callback(lambda _: office.wakeups.wake(about.uid))
     with bind(job=about.name, job_uid=about.uid):
         try:
             while not stopped:
                 office.wakeups.clear(about.uid)  # before observing: a change during the pass must not be lost
                 with doors.metrics.pass_s.time():
                     wait_s = await one_pass(case, body, doors)
-                await _first_of(woken, stopped, wait_s)
-                if case.thought_s > LARGE_S:
-                    rest_s = min(REST * case.thought_s, MAX_REST_S)
-                    await _first_of(office.wakeups.hurry(about.uid), stopped, rest_s)
+                await _within(wait_s, woken)
+                await _within(min(REST * case.thought_s, MAX_REST_S), hurried)
             if kopf.DaemonStoppingReason.RESOURCE_DELETED in stopped.reason:
                 await _let_go(case, body, office, woken)
         finally:
+            stopping.cancel()
             doors.members.keep(about.uid, ())  # kopf would wait for these tasks when it ends
             await case.record.close()
 
@@ -181,14 +194,10 @@ async def _or_leave_pods(deletion: Coroutine[None, None, None]) -> None:
         log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(errors.exceptions[0]))
 
 
-async def _first_of(woken: asyncio.Event, stopped: Any, wait_s: float | None) -> None:
-    waits = [asyncio.ensure_future(woken.wait()), asyncio.ensure_future(stopped.wait())]
-    try:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
+async def _within(wait_s: float | None, event: asyncio.Event) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            await event.wait()
 
 
 def connection(access: ClusterAccess) -> kopf.ConnectionInfo:

@@ -15,20 +15,19 @@ import logging
 import random
 import ssl
 import time
-from asyncio import sslproto
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NoReturn, Protocol, Self
 
-import aiohttp
 import pydantic
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import bind, log
 from colocated_rl_api.member_wire import (
     HEARTBEAT_S,
-    MAX_MESSAGE_BYTES,
     WIRE_VERSION,
     Hello,
     PodFacts,
@@ -39,28 +38,25 @@ from colocated_rl_api.member_wire import (
     from_member,
 )
 from colocated_rl_operator.errors import ContractBroken
+from colocated_rl_operator.link import TEXT, Link, connect, make_frame
 
 LOG = logging.getLogger(__name__)
 
 HANDSHAKE_DEADLINE_S = 10.0  # connection, TLS, upgrade, hello
-SEND_DEADLINE_S = 10.0
 RETRY_S, MAX_RETRY_S = 0.1, 2.0
 HANDSHAKES_AT_ONCE = 64
-TLS_BUFFER_BYTES = 16 * 1024
-PING_S = HEARTBEAT_S * 4 / 3  # aiohttp allows half of it for the pong: lost after 2 * HEARTBEAT_S
+KINDS_OF_TARGETS = (
+    4  # that one pass sends at most: to the rollout controller, to pods that are new in the epoch, to the rest
+)
 
 Target = PodTarget | RolloutTarget
+Facts = PodFacts | RolloutFacts
 
 
 class Changed(Protocol):
-    """A member of the job has something new. hurry: all who were told something have answered, or one is lost."""
+    """A member of the job has something new. hurry: the group may go on, or one is lost."""
 
     def __call__(self, job_uid: str, *, hurry: bool = True) -> None: ...
-
-
-def bound_tls_memory() -> None:
-    """16 KiB for each connection's read buffer instead of asyncio's 256 KiB: a thousand members fit into 30 MB."""
-    sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
 
 
 @dataclass(frozen=True)
@@ -81,22 +77,47 @@ class Answer:
     facts: None unless connected. silent_since: monotonic; None while connected.
     """
 
-    facts: PodFacts | RolloutFacts | None
+    facts: Facts | None
     highest_epoch: int
     silent_since: float | None
 
 
-@dataclass(eq=False)
-class _Link:
-    """One member, across its connections. `target` belongs to the present connection."""
+@dataclass(frozen=True, eq=False)
+class _Told:
+    """A target as it goes to each member that gets it."""
 
-    job_uid: str
+    target: Target
+    frame: bytes
+
+
+@dataclass(eq=False)
+class _Member:
+    """One member, across its connections. `told` belongs to the present one."""
+
+    job: _Job
     address: Address
     answer: Answer
-    target: Target | None = None
-    text: str = ""  # of the target
-    has_target: asyncio.Event = field(default_factory=asyncio.Event)
+    link: Link | None = None  # from its hello on
+    told: _Told | None = None
     task: asyncio.Task[None] | None = None
+
+
+@dataclass(eq=False)
+class _Job:
+    uid: str
+    members: dict[str, _Member] = field(default_factory=dict)  # by pod name
+    kept: Collection[Address] = ()  # as they were asked for
+    heard_at: float | None = None
+    awaited: set[str] = field(default_factory=set)  # pods that have said nothing since they became so
+    told: deque[_Told] = field(default_factory=lambda: deque(maxlen=KINDS_OF_TARGETS))  # newest first
+
+    def tell(self, target: Target) -> _Told:
+        """The same object for an equal target."""
+        for told in self.told:
+            if told.target == target:
+                return told
+        self.told.appendleft(_Told(target, make_frame(TEXT, target.model_dump_json(by_alias=True).encode())))
+        return self.told[0]
 
 
 class Members:
@@ -113,208 +134,193 @@ class Members:
         *,
         lost: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        ping_s: float = PING_S,
+        ping_s: float = HEARTBEAT_S,
     ) -> None:
         self._tls = tls
         self._ping_s = ping_s
         self._changed = changed
         self._lost = lost
         self._clock = clock
-        self._links: dict[str, dict[str, _Link]] = {}  # by job UID and pod name
-        self._kept: dict[str, Collection[Address]] = {}  # as they were asked for, by job UID
-        self._heard_at: dict[str, float] = {}
-        self._unheard: dict[str, set[str]] = {}  # pods that were told something since they last said something
+        self._jobs: dict[str, _Job] = {}
         self._tasks = asyncio.TaskGroup()
         self._handshakes = asyncio.Semaphore(HANDSHAKES_AT_ONCE)
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._tls, limit=0, force_close=True), trust_env=False
-        )
         await self._tasks.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for job_uid in list(self._links):
+        for job_uid in list(self._jobs):
             self.keep(job_uid, ())
-        try:
-            await self._tasks.__aexit__(kind, error, trace)
-        finally:
-            assert self._session is not None
-            await self._session.close()
+        await self._tasks.__aexit__(kind, error, trace)
 
     # ------------------------------------------------------------------------------------------- used by the job's loop
     def keep(self, job_uid: str, addresses: Collection[Address]) -> None:
         """Have a connection to exactly these members of the job: open what is missing, close what is not wanted."""
-        if addresses == self._kept.get(job_uid):
+        job = self._jobs.get(job_uid) or _Job(job_uid)
+        if addresses == job.kept:
             return
-        self._kept[job_uid] = addresses
-        links = self._links.setdefault(job_uid, {})
+        self._jobs[job_uid] = job
+        job.kept = addresses
         wanted = {address.pod: address for address in addresses}
-        for pod, link in list(links.items()):
-            if wanted.get(pod) != link.address:
-                del links[pod]
-                self._unheard.get(job_uid, set()).discard(pod)
-                if link.task is not None:
-                    link.task.cancel()
+        for pod, member in list(job.members.items()):
+            if wanted.get(pod) != member.address:
+                del job.members[pod]
+                job.awaited.discard(pod)
+                if member.task is not None:
+                    member.task.cancel()
         for pod, address in wanted.items():
-            if pod not in links:
-                link = links[pod] = _Link(job_uid, address, Answer(None, 0, silent_since=self._clock()))
-                link.task = self._tasks.create_task(self._stay_connected(link), name=f"member/{pod}")
-        if not links:
-            del self._links[job_uid], self._kept[job_uid]
-            self._heard_at.pop(job_uid, None)
-            self._unheard.pop(job_uid, None)
+            if pod not in job.members:
+                member = job.members[pod] = _Member(job, address, Answer(None, 0, silent_since=self._clock()))
+                member.task = self._tasks.create_task(self._stay_connected(member), name=f"member/{pod}")
+        if not job.members:
+            del self._jobs[job_uid]
 
     def answers(self, job_uid: str) -> dict[str, Answer]:
         """By pod name."""
-        return {pod: link.answer for pod, link in self._links.get(job_uid, {}).items()}
+        job = self._jobs.get(job_uid)
+        return {} if job is None else {pod: member.answer for pod, member in job.members.items()}
 
-    def send(self, job_uid: str, targets: Mapping[str, Target]) -> int:
-        """Give connected members their targets, by pod name; returns to how many something new is on its way."""
-        links, sent = self._links.get(job_uid, {}), 0
-        texts: dict[int, str] = {}  # by the target's identity: most members get the same one
+    def send(self, job_uid: str, targets: Mapping[str, Target], awaited: Iterable[str] = ()) -> int:
+        """Give connected members their targets, by pod name; returns to how many something new is on its way.
+
+        awaited: pods without which the group can't go on. `changed` hurries when each of them has said something more.
+        """
+        job, sent = self._jobs.get(job_uid), 0
+        if job is None:
+            return 0
+        job.awaited = set(awaited)
+        tellings: dict[int, _Told] = {}  # by the target's identity: most members get the same one
         for pod, target in targets.items():
-            link = links.get(pod)
-            if link is not None and link.answer.facts is not None and link.target != target:
-                if id(target) not in texts:
-                    texts[id(target)] = target.model_dump_json(by_alias=True)
-                link.target, link.text = target, texts[id(target)]
-                link.has_target.set()
-                self._unheard.setdefault(job_uid, set()).add(pod)
+            member = job.members.get(pod)
+            if member is None or member.link is None or member.answer.facts is None:
+                continue
+            told = tellings.get(id(target))
+            if told is None:
+                told = tellings[id(target)] = job.tell(target)
+            if member.told is not told:
+                member.told = told
+                member.link.send(told.frame)
                 sent += 1
         return sent
 
     def heard_at(self, job_uid: str) -> float | None:
         """When the newest message of any of the job's members came."""
-        return self._heard_at.get(job_uid)
+        job = self._jobs.get(job_uid)
+        return None if job is None else job.heard_at
 
     @property
     def connected(self) -> int:
-        return sum(link.answer.facts is not None for links in self._links.values() for link in links.values())
+        return sum(member.answer.facts is not None for job in self._jobs.values() for member in job.members.values())
 
     # ------------------------------------------------------------------------------------------------- one connection
-    async def _stay_connected(self, link: _Link) -> None:
-        delay_s = RETRY_S
-        with bind(job_uid=link.job_uid, pod=link.address.pod, role=link.address.role):
+    async def _stay_connected(self, member: _Member) -> None:
+        delay_s, address = RETRY_S, member.address
+        with bind(job_uid=member.job.uid, pod=address.pod, role=address.role):
             while True:
-                reason, is_broken = "the member closed the connection", False
+                is_broken = False
                 try:
-                    await self._converse(link)
-                except* ContractBroken as errors:
-                    reason, is_broken = _words(errors), True
+                    await self._converse(member)
+                except ContractBroken as error:
+                    reason, is_broken = str(error), True
                     log(LOG, "member broke the contract", logging.ERROR, reason=reason)
-                except* (aiohttp.ClientError, TimeoutError, OSError) as errors:
-                    reason = _words(errors)
-                if self._forget(link, reason):
+                except (TimeoutError, OSError) as error:
+                    reason = repr(error)
+                if self._forget(member, reason):
                     delay_s = RETRY_S
                 if is_broken:
                     delay_s = MAX_RETRY_S
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
                 delay_s = min(2 * delay_s, MAX_RETRY_S)
 
-    def _forget(self, link: _Link, reason: str) -> bool:
+    def _forget(self, member: _Member, reason: str) -> bool:
         """The connection is over: nothing stands for the member. Whether it had said anything."""
-        link.target = None
-        self._unheard.get(link.job_uid, set()).discard(link.address.pod)
-        if link.answer.silent_since is not None:
+        member.link = member.told = None
+        member.job.awaited.discard(member.address.pod)
+        if member.answer.silent_since is not None:
             log(LOG, "member not reached", logging.DEBUG, reason=reason)
             return False
-        link.answer = Answer(None, link.answer.highest_epoch, silent_since=self._clock())
+        member.answer = Answer(None, member.answer.highest_epoch, silent_since=self._clock())
         self._lost()
         log(LOG, "member lost", logging.WARNING, reason=reason)
-        self._changed(link.job_uid)
+        self._changed(member.job.uid)
         return True
 
-    async def _converse(self, link: _Link) -> None:
-        """One connection, from handshake to its end."""
-        assert self._session is not None
-        address = link.address
-        host = f"[{address.host}]" if ":" in address.host else address.host
+    async def _converse(self, member: _Member) -> NoReturn:
+        """One connection, from handshake to its end, which it raises."""
+        address = member.address
         async with self._handshakes, asyncio.timeout(HANDSHAKE_DEADLINE_S):
-            socket = await self._session.ws_connect(
-                f"wss://{host}:{address.port}/v1/link",
-                server_hostname=names.member_server_name(link.job_uid),
-                max_msg_size=MAX_MESSAGE_BYTES,
-                heartbeat=self._ping_s,
-                timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
+            link = await connect(
+                *(address.host, address.port),
+                tls=self._tls,
+                server_name=names.member_server_name(member.job.uid),
+                ping_s=self._ping_s,
+                hear=partial(self._hear, member),
             )
-        async with socket:
-            async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
-                _check_hello(link, _decode(await socket.receive()))
-            async with asyncio.TaskGroup() as group:
-                sender = group.create_task(_send_targets(socket, link), name="targets")
-                async for message in socket:
-                    self._take(link, _decode(message))
-                sender.cancel()
+        try:
+            await link.ended()
+        except asyncio.CancelledError:
+            await link.close()
+            raise
 
-    def _take(self, link: _Link, message: Hello | PodFacts | RolloutFacts | Refusal) -> None:
-        expected = PodFacts if link.address.role == names.ROLE_GPU else RolloutFacts
+    def _hear(self, member: _Member, link: Link, text: bytes) -> None:
+        message = _decode(text)
+        if member.link is link:
+            self._take(member, message)
+        else:
+            highest_epoch = _check_hello(member, message).highest_epoch
+            member.link = link
+            _raise_epoch(member, highest_epoch)
+
+    def _take(self, member: _Member, message: Hello | PodFacts | RolloutFacts | Refusal) -> None:
+        job, pod, before = member.job, member.address.pod, member.answer.facts
+        expected = PodFacts if member.address.role == names.ROLE_GPU else RolloutFacts
         match message:
             case PodFacts() | RolloutFacts() if isinstance(message, expected):
-                if link.answer.facts is None:
+                if before is None:
                     log(LOG, "member connected", epoch=message.epoch)
-                link.answer = Answer(message, max(link.answer.highest_epoch, message.epoch), silent_since=None)
+                member.answer = Answer(message, max(member.answer.highest_epoch, message.epoch), silent_since=None)
             case Refusal(reason="StaleEpoch"):
                 log(LOG, "target refused", logging.WARNING, epoch=message.epoch, reason=message.message)
-                _raise_epoch(link, message.highest_epoch)
+                _raise_epoch(member, message.highest_epoch)
             case _:
-                raise ContractBroken(f"{link.address.pod} sent {message.type}: the connection ends")
-        self._heard_at[link.job_uid] = self._clock()
-        unheard = self._unheard.get(link.job_uid, set())
-        was_unheard = link.address.pod in unheard
-        unheard.discard(link.address.pod)
-        self._changed(link.job_uid, hurry=was_unheard and not unheard)
+                raise ContractBroken(f"{pod} sent {message.type}: the connection ends")
+        job.heard_at = self._clock()
+        is_last = job.awaited == {pod}
+        job.awaited.discard(pod)
+        self._changed(job.uid, hurry=is_last or _has_news(before, message))
 
 
-async def _send_targets(socket: aiohttp.ClientWebSocketResponse, link: _Link) -> None:
-    sent: Target | None = None
-    while True:
-        await link.has_target.wait()
-        link.has_target.clear()
-        target = link.target
-        if target is not None and target != sent:
-            async with asyncio.timeout(SEND_DEADLINE_S):
-                await socket.send_str(link.text)
-            sent = target
+def _has_news(before: Facts | None, message: object) -> bool:
+    """What nobody was told to do, and a whole group may wait for: a batch, an evaluation."""
+    return isinstance(message, RolloutFacts) and (
+        not isinstance(before, RolloutFacts) or (before.sealed, before.evaluated) != (message.sealed, message.evaluated)
+    )
 
 
-def _raise_epoch(link: _Link, epoch: int) -> None:
-    answer = link.answer
-    link.answer = Answer(answer.facts, max(answer.highest_epoch, epoch), answer.silent_since)
+def _raise_epoch(member: _Member, epoch: int) -> None:
+    answer = member.answer
+    member.answer = Answer(answer.facts, max(answer.highest_epoch, epoch), answer.silent_since)
 
 
-def _check_hello(link: _Link, message: Hello | PodFacts | RolloutFacts | Refusal) -> None:
-    address = link.address
+def _check_hello(member: _Member, message: Hello | PodFacts | RolloutFacts | Refusal) -> Hello:
+    address = member.address
     if not isinstance(message, Hello):
         raise ContractBroken(f"{address.pod} began with {message.type}, not with hello")
     said = (message.wire, message.pod_uid, message.job_uid, message.role)
-    expected = (WIRE_VERSION, address.pod_uid, link.job_uid, address.role)
+    expected = (WIRE_VERSION, address.pod_uid, member.job.uid, address.role)
     if said != expected:
         raise ContractBroken(
             f"at {address.host} expected wire, pod, job, role {expected}, found {said}: unknown member"
         )
-    _raise_epoch(link, message.highest_epoch)
+    return message
 
 
-def _words(errors: BaseExceptionGroup[Exception]) -> str:
-    return "; ".join(
-        _words(error) if isinstance(error, BaseExceptionGroup) else repr(error) for error in errors.exceptions
-    )
-
-
-def _decode(message: aiohttp.WSMessage) -> Hello | PodFacts | RolloutFacts | Refusal:
-    if message.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED):
-        raise ConnectionError("closed before hello")
-    if message.type is aiohttp.WSMsgType.ERROR:
-        raise ConnectionError(f"broken: {message.data!r}")
-    if message.type is not aiohttp.WSMsgType.TEXT:
-        raise ContractBroken(f"a {message.type.name} frame instead of JSON text: the connection ends")
+def _decode(text: bytes) -> Hello | PodFacts | RolloutFacts | Refusal:
     try:
-        return from_member.validate_json(message.data)
+        return from_member.validate_json(text)
     except pydantic.ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         raise ContractBroken(f"unreadable message, {first['loc']}: {first['msg']}: the connection ends") from error

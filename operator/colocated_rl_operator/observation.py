@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec
@@ -21,6 +21,7 @@ from colocated_rl_api.member_wire import Endpoint, PodFacts, RolloutFacts, Train
 from colocated_rl_operator.reasons import Cause
 
 ROLLOUT_SEAT = names.ROLE_ROLLOUT
+MANY = 8192  # pods of one process whose endpoints are made once
 
 
 def gpu_seat(replica: int) -> str:
@@ -39,7 +40,7 @@ class Job:
     created: datetime
     spec: ColocatedRLJobSpec
 
-    @property
+    @cached_property
     def gpu_seats(self) -> tuple[str, ...]:
         return tuple(gpu_seat(replica) for replica in range(self.spec.replicas))
 
@@ -72,6 +73,11 @@ class Climb:
 def rests(job: Job, climb: Climb | None) -> bool:
     """No pod is wanted: the job is suspended, or will be when its pods are gone."""
     return job.spec.suspend if climb is None else climb.cause is Cause.SUSPENDED
+
+
+@lru_cache(maxsize=MANY)
+def _data_port(pod: str, address: str) -> Endpoint:
+    return Endpoint(pod=pod, address=address, port=names.DATA_PORT)
 
 
 class PodPhase(StrEnum):
@@ -117,9 +123,9 @@ class Member:
     def pod_facts(self) -> PodFacts | None:
         return self.facts if isinstance(self.facts, PodFacts) else None
 
-    @cached_property
+    @property
     def data_port(self) -> Endpoint | None:
-        return None if self.address is None else Endpoint(pod=self.name, address=self.address, port=names.DATA_PORT)
+        return None if self.address is None else _data_port(self.name, self.address)
 
     @cached_property
     def trainers(self) -> int:
@@ -279,11 +285,10 @@ def remember(seen: Observation) -> Observation:
     epoch = seen.climb.epoch if seen.climb else 0
     if epoch != memory.epoch:
         memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, highest={}, progress_at=now)
-    before = memory.highest
-    highest = {
-        member.uid: max(seen.standings[member.name], before.get(member.uid, Rung.UNKNOWN), key=ladder.place)
-        for member in seen.gpu_members
-    }
+    highest, standings, place = dict[str, Rung](), seen.standings, ladder.place
+    for member in seen.gpu_members:
+        rung, before = standings[member.name], memory.highest.get(member.uid, Rung.UNKNOWN)
+        highest[member.uid] = before if rung is before or place(before) > place(rung) else rung
     progress = _progress(seen, highest)
     if progress != memory.progress:
         memory = replace(memory, progress=progress, progress_at=now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -132,7 +133,11 @@ def _looks(case: Case, job: Job, pods: Pods) -> list[Look]:
 
 def _member(case: Case, look: Look, answer: Answer | None, now: float) -> Member:
     if look.member is None or look.answer is not answer:
-        look.member, look.answer = _look_at(case, look, answer, now), answer
+        if look.member is None or look.member.facts is None or answer is None or answer.facts is None:
+            look.member = _look_at(case, look, answer, now)
+        else:
+            look.member = replace(look.member, facts=answer.facts, highest_epoch=answer.highest_epoch)
+        look.answer = answer
     return look.member
 
 

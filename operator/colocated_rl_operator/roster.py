@@ -13,8 +13,6 @@ and that pod is never forced.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from colocated_rl_operator.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Member, Observation, PodPhase
 
@@ -30,16 +28,22 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
     actions: list[PodAction] = []
     wake: list[float] = []
     hears_anybody = any(member.facts for member in seen.members)
-    seated: dict[str, list[Member]] = defaultdict(list)
     for pod in seen.members:
-        seated[pod.seat].append(pod)
-        _bury(pod, seen.now, actions, wake)
-    for seat in (*seen.job.gpu_seats, ROLLOUT_SEAT):
-        pods = seated[seat]
-        current = seen.current.get(seat)
-        if current is not None and hears_anybody and _is_silent(current, seen.now, wake):
-            actions.append(DeletePod(current.name, current.uid, grace_s=None, why=_why(current, seen.now)))
-        elif current is None and not _holds_volume(seat, pods):
+        if pod.ends_at is not None:
+            _bury(pod, pod.ends_at, seen.now, actions, wake)
+    silent = [pod for pod in seen.current.values() if pod.silent_since is not None and hears_anybody]
+    actions += [
+        DeletePod(pod.name, pod.uid, grace_s=None, why=_why(pod, seen.now))
+        for pod in silent
+        if _is_silent(pod, seen.now, wake)
+    ]
+    vacant = [seat for seat in (*seen.job.gpu_seats, ROLLOUT_SEAT) if seat not in seen.current]
+    seated: dict[str, list[Member]] = {seat: [] for seat in vacant}
+    for pod in seen.members if vacant else ():
+        if pod.seat in seated:
+            seated[pod.seat].append(pod)
+    for seat, pods in seated.items():
+        if not _holds_volume(seat, pods):
             _fill(seat, pods, seen, actions, wake)
     return tuple(actions), min(wake, default=None)
 
@@ -52,19 +56,20 @@ def clear(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
         if pod.ends_at is None:
             why = f"pod {pod.name} goes: its job is suspended"
             actions.append(DeletePod(pod.name, pod.uid, grace_s=None, why=why, is_fault=False))
-        _bury(pod, seen.now, actions, wake)
+        else:
+            _bury(pod, pod.ends_at, seen.now, actions, wake)
     return tuple(actions), min(wake, default=None)
 
 
-def _bury(pod: Member, now: float, actions: list[PodAction], wake: list[float]) -> None:
+def _bury(pod: Member, ends_at: float, now: float, actions: list[PodAction], wake: list[float]) -> None:
     """Force a GPU pod that does not end within its grace."""
-    if pod.ends_at is None or pod.seat == ROLLOUT_SEAT:
+    if pod.seat == ROLLOUT_SEAT:
         return
-    if now >= pod.ends_at + FORCE_AFTER_S:
+    if now >= ends_at + FORCE_AFTER_S:
         message = f"pod {pod.name} did not end within its grace and {FORCE_AFTER_S:.0f} s: it is forgotten"
         actions.append(DeletePod(pod.name, pod.uid, grace_s=0, why=message))
     else:
-        wake.append(pod.ends_at + FORCE_AFTER_S)
+        wake.append(ends_at + FORCE_AFTER_S)
 
 
 def _is_silent(pod: Member, now: float, wake: list[float]) -> bool:

@@ -86,7 +86,7 @@ def report(
         gpu_holder=_holder(phase, ladder),
         rung=slowest.value if climb and not plan.is_over and not is_resting else None,
         ready=before.ready if answering and not seen.all_answer else _ready(seen),
-        pods_by_rung=dict(Counter(rung.value for rung in plan.standings.values())),
+        pods_by_rung={rung.value: pods for rung, pods in Counter(plan.standings.values()).items()},
         out_of_line=_out_of_line(seen, plan),
         rollout=_rollout(seen) or before.rollout,
         evaluation=_evaluation(seen) or before.evaluation,
@@ -301,7 +301,8 @@ def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
 
 
 def _ready(seen: Observation) -> str:
-    return f"{sum(member.answers for member in seen.gpu_members)}/{seen.job.spec.replicas}"
+    wanted = seen.job.spec.replicas
+    return f"{wanted if seen.all_answer else sum(member.answers for member in seen.gpu_members)}/{wanted}"
 
 
 def _rollout(seen: Observation) -> RolloutStatus | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import ssl
-from asyncio import sslproto
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ from colocated_rl_api.member_wire import GateFacts, Goal, Hello, PodFacts, PodTa
 from colocated_rl_member.server import MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_operator.authority import Authority
-from colocated_rl_operator.members import TLS_BUFFER_BYTES, Address, Members, bound_tls_memory
+from colocated_rl_operator.members import Address, Members
 from colocated_rl_trainer.conformance.ranks import free_port
 
 DEADLINE_S = 8.0
@@ -300,24 +298,3 @@ async def test_the_members_own_certificate_sends_no_targets(authority: Authority
             door.members.keep(UID, [member.address])
             await stays_unknown(door)
         assert [] == member.targets
-
-
-# ---------------------------------------------------------------------------------------------------------------- cost
-def tls_protocols() -> list[sslproto.SSLProtocol]:
-    """Every one that there is. By type alone: some objects of other libraries warn when they are asked for more."""
-    return [thing for thing in gc.get_objects() if type(thing) is sslproto.SSLProtocol]
-
-
-async def test_memory_of_a_connection_is_bounded(authority: Authority, tmp_path: Path) -> None:
-    before = sslproto.SSLProtocol.max_size
-    old = tls_protocols()
-    bound_tls_memory()
-    try:
-        async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
-            door.members.keep(UID, [member.address])
-            await door.until(lambda: door.answer().facts)
-            made = [each for each in tls_protocols() if each not in old]
-            assert {TLS_BUFFER_BYTES} == {len(vars(each)["_ssl_buffer"]) for each in made}
-    finally:
-        sslproto.SSLProtocol.max_size = before
-    assert TLS_BUFFER_BYTES * 1024 <= 32 * 1024 * 1024
