@@ -11,7 +11,7 @@ from typing import Any
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_api.ladder import RESIDENT, TIME_SLICED, Ladder, Rung, WeightVersion
+from colocated_rl_api.ladder import TIME_SLICED, Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineFacts,
     EngineState,
@@ -113,11 +113,12 @@ def pod_facts(
 
 def facts_at(rung: Rung, at: WeightVersion, *, epoch: int = 1, ladder: Ladder = TIME_SLICED) -> PodFacts:
     """Facts of a pod that stands at `rung` on its way to `at`, having served the step before."""
-    if ladder is RESIDENT:
+    if ladder.is_resident:
         return _resident_facts_at(rung, at, epoch=epoch)
     before = WeightVersion(max(0, at.step - 1), at.lineage)
     old, done = trainer(before.step, at.lineage, exported=before), trainer(at.step, at.lineage, exported=at)
     onloaded = {"state": TrainerState.ONLOADED}
+    scored = old.model_copy(update={**onloaded, "scored": at.step})
     gone = {"kv_cache": TagState.RELEASED, "cuda_graph": TagState.RELEASED}
     parts: dict[Rung, tuple[EngineFacts, TrainerFacts]] = {
         Rung.SEALED: (engine(before), old),
@@ -126,6 +127,7 @@ def facts_at(rung: Rung, at: WeightVersion, *, epoch: int = 1, ladder: Ladder = 
         Rung.PAUSED: (engine(before, paused=True), old),
         Rung.DRAINED: (engine(before, paused=True, drained=True), old),
         Rung.RELEASED: (released_engine(), old),
+        Rung.SCORED: (released_engine(), scored),
         Rung.TRAINED: (released_engine(), done.model_copy(update={**onloaded, "exported": None})),
         Rung.EXPORTED: (released_engine(), done.model_copy(update=onloaded)),
         Rung.OFFLOADED: (released_engine(), done),
@@ -141,10 +143,12 @@ def _resident_facts_at(rung: Rung, at: WeightVersion, *, epoch: int) -> PodFacts
     before = WeightVersion(max(0, at.step - 1), at.lineage)
     on_device = {"state": TrainerState.ONLOADED}
     old = trainer(before.step, at.lineage, exported=before, **on_device)
+    scored = old.model_copy(update={"scored": at.step})
     trained = trainer(at.step, at.lineage, exported=before, **on_device)
     done = trainer(at.step, at.lineage, exported=at, **on_device)
     parts: dict[Rung, tuple[EngineFacts, TrainerFacts]] = {
         Rung.SEALED: (engine(before), old),
+        Rung.SCORED: (engine(before), scored),
         Rung.TRAINED: (engine(before), trained),
         Rung.EXPORTED: (engine(before), done),
         Rung.CLOSED: (engine(before), done),
@@ -154,7 +158,7 @@ def _resident_facts_at(rung: Rung, at: WeightVersion, *, epoch: int) -> PodFacts
         Rung.UPDATED: (engine(at, paused=True, drained=True), done),
         Rung.SERVING: (engine(at), done),
     }
-    is_open = rung in (Rung.SEALED, Rung.TRAINED, Rung.EXPORTED, Rung.SERVING)
+    is_open = rung in (Rung.SEALED, Rung.SCORED, Rung.TRAINED, Rung.EXPORTED, Rung.SERVING)
     return pod_facts(*parts[rung], epoch=epoch, is_open=is_open, settled=rung is not Rung.CLOSED)
 
 

@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
+from colocated_rl_api.colocation import COLOCATIONS, ROLE_MAX, TRAINER
 from colocated_rl_api.job_status import ColocatedRLJobStatus
-from colocated_rl_api.ladder import LADDERS, Ladder, Placement
+from colocated_rl_api.ladder import Ladder, Placement, ladder_for
 from colocated_rl_api.names import OPERATOR
 from colocated_rl_api.parts import (
     Options,
@@ -167,8 +168,10 @@ class Rollout(Part):
         )
     )
 
-    colocate_with: Literal["trainer"] = Field(
-        default="trainer", description="Role whose devices the engines share; offload says how."
+    colocate_with: str = Field(
+        default=TRAINER,
+        max_length=ROLE_MAX,
+        description="Role whose devices the engines share, the trainer; offload says how.",
     )
     offload: list[Annotated[EngineMemory, Field(strict=False)]] = Field(
         default=list(EngineMemory),
@@ -235,10 +238,6 @@ class Rollout(Part):
         return Placement.TIME_SLICED if self.offload else Placement.RESIDENT
 
     @property
-    def ladder(self) -> Ladder:
-        return LADDERS[self.placement]
-
-    @property
     def concurrency(self) -> int:
         """Groups in flight at most."""
         return self.batch_size if self.max_concurrency is None else self.max_concurrency
@@ -286,6 +285,17 @@ class Evaluation(Part):
         ge=1,
         le=604_800,
         description="The switch waits for an evaluation at most this long, then goes on.",
+    )
+
+
+class Reference(Part):
+    """The frozen policy that KL is measured against.
+
+    The trainers keep a copy of it in host memory, and let it score each batch on their devices before the step.
+    """
+
+    colocate_with: str = Field(
+        default=TRAINER, max_length=ROLE_MAX, description="Role whose devices it shares, the trainer."
     )
 
 
@@ -389,7 +399,10 @@ class ColocatedRLJobSpec(Part):
     model_config = ConfigDict(
         json_schema_extra=rules(
             _ROOM,
-            *fixed("replicas", "model", "gpus", "trainer", "weightSync", "checkpoint", "storage", "managedBy"),
+            *(colocation.rule for colocation in COLOCATIONS),
+            *fixed(
+                "replicas", "model", "gpus", "reference", "trainer", "weightSync", "checkpoint", "storage", "managedBy"
+            ),
             *fixed_while_running("switch"),
         )
     )
@@ -410,6 +423,11 @@ class ColocatedRLJobSpec(Part):
     rollout: Rollout = Field(description="Generating samples.")
     evaluation: Evaluation | None = Field(
         default=None, description="No evaluation when absent. May change, for the next one."
+    )
+    reference: Reference | None = Field(
+        default=None,
+        description="The frozen policy that KL is measured against: the model as the job begins with it scores each "
+        "batch before that is trained. No reference when absent.",
     )
     trainer: Trainer = Field(default_factory=Trainer, description="Training on them.")
     weight_sync: WeightSync = Field(default_factory=WeightSync, description="How new weights reach the engines.")
@@ -449,6 +467,22 @@ class ColocatedRLJobSpec(Part):
         description=f"Controller that acts on the job: {OPERATOR}, which is meant when absent. A job of another one is "
         "left alone, its status and finalizers too.",
     )
+
+    @property
+    def ladder(self) -> Ladder:
+        return ladder_for(self.rollout.placement, scores=self.reference is not None)
+
+    @model_validator(mode="after")
+    def _roles_share_devices_that_there_are(self) -> Self:
+        named = {"rollout": self.rollout.colocate_with}
+        if self.reference is not None:
+            named["reference"] = self.reference.colocate_with
+        for colocation in COLOCATIONS:
+            if colocation.role in named:
+                words = colocation.refusal(named[colocation.role], peers=named.get(colocation.peer))
+                if words is not None:
+                    raise ValueError(words)
+        return self
 
     @model_validator(mode="after")
     def _both_find_room(self) -> Self:

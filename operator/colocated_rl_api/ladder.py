@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Never, NoReturn
@@ -53,6 +53,7 @@ class Rung(StrEnum):
     PAUSED = "Paused"  # the engine answered the pause
     DRAINED = "Drained"  # the engine's scheduler said idle, after the gate last closed
     RELEASED = "Released"  # each memory tag released once, or the engine's process is gone; trainer may hold the GPU
+    SCORED = "Scored"  # only with a reference: its log-probabilities of the batch are in
     TRAINED = "Trained"  # every rank of the pod stands at the step
     EXPORTED = "Exported"  # the weights are written with a manifest
     OFFLOADED = "Offloaded"  # trainer state is off the device
@@ -83,6 +84,16 @@ class Ladder:
     training: frozenset[Rung]  # a group whose slowest pod stands here waits for its trainers
     finished_at: Rung  # from here on a step is done for the store: nothing new begins on older weights
     stands: Callable[[PodFacts, WeightVersion], Rung]  # of a pod whose facts are known
+
+    @property
+    def is_resident(self) -> bool:
+        """Engines and trainers stay on the devices together; on any other ladder they take turns."""
+        return self.placement is Placement.RESIDENT
+
+    @property
+    def scores(self) -> bool:
+        """A reference scores each batch before it is trained."""
+        return Rung.SCORED in self._places
 
     def place(self, rung: Rung) -> int:
         """For comparing; UNKNOWN is below all."""
@@ -182,6 +193,10 @@ def _serves(pod: PodFacts) -> bool:
     return pod.gate.open and not any(engine.is_paused for engine in pod.engines)
 
 
+def _is_scored(pod: PodFacts, at: WeightVersion) -> bool:
+    return all(rank.is_alive and rank.lineage == at.lineage and rank.scored == at.step for rank in pod.trainers)
+
+
 def _is_trained(pod: PodFacts, at: WeightVersion) -> bool:
     return all(rank.is_alive and rank.lineage == at.lineage and rank.step == at.step for rank in pod.trainers)
 
@@ -237,4 +252,36 @@ RESIDENT = Ladder(
     finished_at=Rung.UPDATED,
     stands=_stands_resident,
 )
-LADDERS: Mapping[Placement, Ladder] = {ladder.placement: ladder for ladder in (TIME_SLICED, RESIDENT)}
+
+
+# -------------------------------------------------------------------------------------------------- with a reference
+def _with_scores(ladder: Ladder) -> Ladder:
+    """The same ladder with the rung Scored below Trained.
+
+    A step that need not be trained, as at a start on its checkpoint, need not be scored either.
+    """
+    place = ladder.rungs.index(Rung.TRAINED)
+    before = ladder.rungs[place - 1]
+
+    def stands(pod: PodFacts, at: WeightVersion) -> Rung:
+        rung = ladder.stands(pod, at)
+        return Rung.SCORED if rung is before and _is_scored(pod, at) else rung
+
+    return replace(
+        ladder,
+        rungs=(*ladder.rungs[:place], Rung.SCORED, *ladder.rungs[place:]),
+        barriers=ladder.barriers | {Rung.SCORED},
+        training=ladder.training | {Rung.SCORED},
+        stands=stands,
+    )
+
+
+SCORED_TIME_SLICED = _with_scores(TIME_SLICED)
+SCORED_RESIDENT = _with_scores(RESIDENT)
+LADDERS = (TIME_SLICED, RESIDENT, SCORED_TIME_SLICED, SCORED_RESIDENT)
+_LADDERS = {(ladder.placement, ladder.scores): ladder for ladder in LADDERS}
+
+
+def ladder_for(placement: Placement, *, scores: bool) -> Ladder:
+    """The one that a job climbs. scores: it has a reference."""
+    return _LADDERS[placement, scores]

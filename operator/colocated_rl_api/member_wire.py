@@ -124,6 +124,7 @@ class TrainerState(StrEnum):
     STARTING = "Starting"  # process up, group not formed or checkpoint not loaded
     OFFLOADED = "Offloaded"  # state in host memory, device down to the residue
     ONLOADED = "Onloaded"  # state on the device
+    SCORING = "Scoring"  # the reference computes a batch
     TRAINING = "Training"  # a step is under way
 
 
@@ -136,6 +137,7 @@ class TrainerFacts(Wire):
     exit_code: int | None = None  # of the last incarnation, when ABSENT; negative: signal
     lineage: int | None = None  # the group this process was started for, also of the last incarnation when ABSENT
     step: int | None = None  # last finished step; None until the checkpoint is loaded
+    scored: int | None = None  # newest step whose batch the reference has scored, of this incarnation
     dirty: bool = False  # an optimizer call of an unfinished step has happened
     exported: Version | None = None
     saved: int | None = None  # newest durable checkpoint that this rank knows of

@@ -53,7 +53,7 @@ DATA_TOKEN_FILE = "data-token"
 STATE_DIR = "/var/lib/colocate"  # journal of the agent; store of the rollout controller (its volume)
 BIN_DIR = "/run/colocate/bin"  # the runner, copied by the init container; read-only in the GPU container
 SOCKET_DIR = "/run/colocate/sock"  # runner.sock, trainer-<rank>.sock; shared by agent and GPU container
-BATCH_DIR = "/run/colocate/batches"  # shards that the agent fetched for its trainers; the agent writes, trainers read
+BATCH_DIR = "/run/colocate/batches"  # shards: the agent writes, trainers read; and a reference's scores beside them
 WEIGHTS_DIR = "/weights"  # memory-backed volume of the exports
 EXPORTS_DIR = (
     "/weights/exports"  # trainers write, engine reads, the agent makes it and removes what is old: in a directory

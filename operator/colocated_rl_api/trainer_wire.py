@@ -6,6 +6,8 @@ opens `SOCKET` and answers:
 * `GET /v1/state` -> `TrainerStatus`, at any time, also during a step.
 * `POST /v1/onload` `{}`: state to the device. `POST /v1/offload` `{}`: state to host memory, device to the residue.
   Never asked for in a resident job.
+* `POST /v1/score` `ScoreRequest`: the reference's log-probabilities of the next batch. Only asked for in a job with a
+  reference, and there before each step, of a trainer that says `canScore`. Collective.
 * `POST /v1/train` `TrainRequest`: one optimizer step on one sealed batch. Collective: every rank is asked.
 * `POST /v1/export` `ExportRequest`: write weights with a manifest (`colocated_rl_api.weights`) into `directory`.
 * `POST /v1/save` `SaveRequest`: checkpoint of the finished step, on or off the device; durable when it answers.
@@ -23,7 +25,7 @@ from pydantic import Field
 
 from colocated_rl_api.member_wire import TrainerState, Version, Wire
 
-PROTOCOL = 1
+PROTOCOL = 1  # rises when who speaks an older one can't be understood any more
 
 
 class TrainerEnvironment(StrEnum):
@@ -49,6 +51,8 @@ class TrainerStatus(Wire):
     rank: int
     lineage: int
     step: int | None = None  # last finished; None until the checkpoint is loaded
+    can_score: bool = False  # answers `/v1/score`; said once the checkpoint is loaded
+    scored: int | None = None  # newest step whose batch this process has scored, or found scored
     dirty: bool = False
     exported: Version | None = None
     saved: int | None = None  # newest durable checkpoint
@@ -61,6 +65,12 @@ class TrainerStatus(Wire):
 class TrainRequest(Wire):
     step: int  # the trainer must stand at step - 1, or at step: then it answers what it has
     shard: str  # path of this rank's shard, `colocated_rl_api.batch`
+
+
+class ScoreRequest(Wire):
+    step: int  # the trainer must stand at step - 1
+    shard: str  # as for training it
+    scores: str  # path beside it where this rank may keep what it found, to find it again after a restart
 
 
 class ExportRequest(Wire):

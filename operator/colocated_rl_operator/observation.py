@@ -46,7 +46,7 @@ class Job:
 
     @property
     def ladder(self) -> Ladder:
-        return self.spec.rollout.ladder
+        return self.spec.ladder
 
     @property
     def ranks_per_pod(self) -> int:
@@ -131,7 +131,9 @@ class Member:
     def trainers(self) -> int:
         """Digest of how far its ranks are."""
         ranks = self.pod_facts.trainers if self.pod_facts else ()
-        return hash(tuple((rank.state, rank.incarnation, rank.step, rank.exported, rank.saved) for rank in ranks))
+        return hash(
+            tuple((rank.state, rank.incarnation, rank.step, rank.scored, rank.exported, rank.saved) for rank in ranks)
+        )
 
     def standing(self, ladder: Ladder, climb: Climb) -> Rung:
         """Towards the climb's version. Facts from before its epoch don't count: they may be overtaken.

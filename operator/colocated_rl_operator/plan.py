@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from colocated_rl_api import names
 from colocated_rl_api.job import Switch, Verify
-from colocated_rl_api.ladder import RESIDENT, Ladder, Rung
+from colocated_rl_api.ladder import Ladder, Rung
 from colocated_rl_api.member_wire import Goal, PodTarget, Rendezvous, RolloutTarget
 from colocated_rl_operator.actions import DeletePod, PodAction, Wait
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Member, Observation, PodPhase
@@ -149,7 +149,7 @@ def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | None:
         message = f"engines hold different weights {now.version} ({held}): the trainers start again"
         return _restart(seen, now, Cause.WEIGHTS_DIFFER, message)
     evaluated = _evaluating(seen) is None
-    may_train = evaluated or seen.job.ladder is RESIDENT  # there only the update waits
+    may_train = evaluated or seen.job.ladder.is_resident  # there only the update waits
     if serving and now.step < spec.steps and _has_next_batch(seen, now) and may_train:
         following = replace(now, step=now.step + 1)
         if seen.trainer_died:
@@ -220,7 +220,7 @@ def _evaluating(seen: Observation) -> Evaluating | None:
     version, since = seen.served, seen.memory.epoch_at
     if seen.slowest is Rung.SERVING or version == climb.version:
         version, since = climb.version, seen.memory.reached.get(Rung.SERVING, seen.now)
-    elif version is None or ladder is not RESIDENT or not ladder.reaches(Rung.EXPORTED, seen.slowest):
+    elif version is None or not ladder.is_resident or not ladder.reaches(Rung.EXPORTED, seen.slowest):
         return None
     if version.step < seen.job.spec.steps and version.step % evaluation.every_steps != 0:
         return None
@@ -231,7 +231,7 @@ def _evaluating(seen: Observation) -> Evaluating | None:
 
 def _keeps_gates_open(seen: Observation) -> Evaluating | None:
     """What a group that has new weights for its engines waits for, and nothing else."""
-    return _evaluating(seen) if seen.slowest is Rung.EXPORTED and seen.job.ladder is RESIDENT else None
+    return _evaluating(seen) if seen.slowest is Rung.EXPORTED and seen.job.ladder.is_resident else None
 
 
 # ----------------------------------------------------------------------------------------------------------- deadlines
@@ -243,9 +243,9 @@ def patience_s(ladder: Ladder, barrier: Rung, switch: Switch) -> float:
             return switch.settle_seconds + call + MARGIN_S
         case Rung.DRAINED | Rung.RELEASED:
             return 3 * call + MARGIN_S
-        case Rung.TRAINED:
+        case Rung.SCORED | Rung.TRAINED:
             return switch.trainer_start_seconds + step + MARGIN_S
-        case Rung.EXPORTED if ladder is RESIDENT:
+        case Rung.EXPORTED if ladder.is_resident:
             return max(2 * step, switch.engine_start_seconds) + MARGIN_S  # of one that was lost meanwhile
         case Rung.EXPORTED:
             return 2 * step + MARGIN_S

@@ -181,7 +181,7 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
                 "volumeMounts": [
                     _mount("bin", names.BIN_DIR, read_only=True),
                     _mount("sock", names.SOCKET_DIR),
-                    _mount("batches", names.BATCH_DIR, read_only=True),
+                    _mount("batches", names.BATCH_DIR, read_only=spec.reference is None),
                     _mount("weights", names.WEIGHTS_DIR),
                     _mount("shm", "/dev/shm"),
                     _mount("model", names.MODEL_DIR, read_only=True),

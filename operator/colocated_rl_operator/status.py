@@ -177,7 +177,7 @@ def _phase(
 
 def _holder(phase: Phase, ladder: Ladder) -> Holder:
     match phase:
-        case Phase.TRAINING if ladder.placement is Placement.RESIDENT:
+        case Phase.TRAINING if ladder.is_resident:
             return Holder.BOTH
         case Phase.ROLLOUT:
             return Holder.ROLLOUT

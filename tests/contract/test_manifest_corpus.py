@@ -179,6 +179,7 @@ MAY_NOT_CHANGE = {
     "rollout.filters": ["Truncated"],
     "rollout.maxFilteredPerBatch": 7,
     "rollout.resources.limits.memory": "7Gi",
+    "reference": None,
     "trainer.config": {"otherRate": 1},
     "weightSync.verify": "Version",
     "checkpoint.everySteps": 7,
@@ -262,7 +263,7 @@ def test_what_pods_read_when_they_are_made_may_change_while_there_are_none(api: 
     assert "set suspend to true, change it, and set suspend to false again" in refused.message
 
 
-@pytest.mark.parametrize(("field", "is_accepted"), [("evaluation", True), ("managedBy", False)])
+@pytest.mark.parametrize(("field", "is_accepted"), [("evaluation", True), ("managedBy", False), ("reference", False)])
 def test_what_can_be_added_later(api: ApiServer, field: str, is_accepted: bool) -> None:
     without = full("without")
     value = without["spec"].pop(field)

@@ -37,10 +37,29 @@ def test_every_state_is_safe_and_leads_to_an_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, rollout=rollout)
-    explored = explore(Model(job, deaths=deaths, of=of, suspensions=suspensions), limit=MOST_STATES)
-    bounds = f"pods: {replicas}, deaths: {deaths} of {', '.join(of) or 'nobody'}, suspensions: {suspensions}"
+    check(Model(job, deaths=deaths, of=of, suspensions=suspensions), capsys)
+
+
+@pytest.mark.parametrize("rollout", [ROLLOUT, RESIDENT_ROLLOUT], ids=["time-sliced", "resident"])
+@pytest.mark.parametrize(
+    ("replicas", "deaths", "of"),
+    [(2, 1, ("trainer",)), (2, 1, ("agent",)), (1, 2, MORTAL)],
+    ids=["a-trainer", "an-agent", "any-two"],
+)
+def test_every_state_of_a_job_with_a_reference_is_safe_and_leads_to_an_end(
+    replicas: int, deaths: int, of: tuple[str, ...], rollout: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, rollout=rollout, reference={})
+    check(Model(job, deaths=deaths, of=of), capsys)
+
+
+def check(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    job, explored = model.job, explore(model, limit=MOST_STATES)
+    who = ", ".join(model.mortal) or "nobody"
+    bounds = f"pods: {job.spec.replicas}, deaths: {model.deaths} of {who}, suspensions: {model.suspensions}"
     with capsys.disabled():
-        sys.stdout.write(f"\n{job.ladder.placement}, {bounds}, {explored.words()}\n")
+        reference = "with a reference, " if job.ladder.scores else ""
+        sys.stdout.write(f"\n{job.ladder.placement}, {reference}{bounds}, {explored.words()}\n")
     assert 0 == explored.frontier
     assert [] == explored.hopeless
     assert {Cause.ALL_STEPS_DONE} == explored.ends.keys(), "a death costs one restart, and there are more"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from colocated_rl_trainer.conformance.checks import CHECKS, Check
+from colocated_rl_trainer.conformance.checks import CHECKS, SCORING, Check
 from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, running
 from fakes.tiny_model import write_tiny_model
 from setup.layout import CHECKOUT
@@ -39,16 +39,45 @@ def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield group
 
 
+@pytest.fixture(scope="module")
+def scoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
+    """The reference trainer, in a job with a reference."""
+    folder = tmp_path_factory.mktemp("s")
+    config = REFERENCE_CONFIG | {"klCoefficient": 0.1}
+    kind = TrainerKind("scoring", COMMANDS["reference"], write_tiny_model(folder / "model"), config, has_reference=True)
+    with running(kind, folder, size=RANKS) as group:
+        group.wait_loaded()
+        group.onload()
+        yield group
+
+
+@pytest.mark.parametrize("check", [*SCORING, *CHECKS], ids=lambda check: check.__name__)
+def test_our_trainer_with_a_reference(scoring: TrainerGroup, check: Check) -> None:
+    check(scoring)
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_our_trainer(trainer: TrainerGroup, check: Check) -> None:
     check(trainer)
 
 
-def conformance(folder: Path, *command: str, ranks: int = RANKS) -> subprocess.CompletedProcess[str]:
+def conformance(
+    folder: Path, *command: str, ranks: int = RANKS, options: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     (folder / "model").mkdir()
     model = ["--model", str(folder / "model")]
     return subprocess.run(
-        [sys.executable, "-m", "colocated_rl_trainer.conformance", "--ranks", str(ranks), *model, "--", *command],
+        [
+            sys.executable,
+            "-m",
+            "colocated_rl_trainer.conformance",
+            "--ranks",
+            str(ranks),
+            *options,
+            *model,
+            "--",
+            *command,
+        ],
         env=os.environ | {"PYTHONPATH": f"{CHECKOUT.root / 'tests'}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
@@ -84,6 +113,14 @@ def test_trainer_that_conforms_is_told_so_in_one_line_for_each_check(tmp_path: P
     lines = answer.stdout.splitlines()
     assert [f"held    {check.__name__.replace('_', ' ')}" for check in CHECKS] == lines[:-1]
     assert f"{len(CHECKS)} of {len(CHECKS)} checks held" == lines[-1]
+
+
+def test_trainer_that_cannot_score_is_told_so_where_that_is_asked(tmp_path: Path) -> None:
+    answer = conformance(tmp_path, sys.executable, TOY, ranks=1, options=["--reference"])
+
+    assert (1, "") == (answer.returncode, answer.stderr)
+    assert "BROKEN  scores a batch before it trains it: `canScore` is false" in answer.stdout
+    assert "held    says who it is and where it stands" in answer.stdout
 
 
 def test_command_that_is_no_trainer_ends_with_its_last_words(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ CONFIG: dict[str, object] = {
     "microBatchTokens": 80,
     "threads": 1,
     "warmupSteps": 3,
+    "klCoefficient": 0.1,
 }
 Weights = dict[str, torch.Tensor]
 
@@ -93,7 +94,7 @@ class Lost(Exception):
 @pytest.fixture(scope="module")
 def kind(tmp_path_factory: pytest.TempPathFactory) -> TrainerKind:
     model = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-    return TrainerKind("reference", [], model, CONFIG)
+    return TrainerKind("reference", [], model, CONFIG, has_reference=True)
 
 
 @pytest.fixture(scope="module")

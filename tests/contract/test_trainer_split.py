@@ -24,7 +24,7 @@ SAME = 1e-5  # of the norm
 CONFIG: dict[str, object] = {"optimizer": "SGD", "learningRate": 1.0, "gradientClip": 1e9, "threads": 1}
 LOSSES: dict[str, dict[str, object]] = {
     "grpo": {"average": "Sequences"},
-    "dapo": {"average": "Tokens", "reference": "Model", "klCoefficient": 0.2, "maxTokenAge": 1},
+    "dapo": {"average": "Tokens", "klCoefficient": 0.2, "maxTokenAge": 1},
     "dr-grpo": {"average": "Limit", "advantage": "Mean"},
 }
 Tensors = Mapping[str, torch.Tensor]
@@ -66,7 +66,8 @@ class Steps:
         if split == "uneven":
             dealt = [min(number // 3, ranks - 1) for number in range(SAMPLES)]
         files = write_shards(folder, make_samples(), step=3, split=dealt)
-        with running(TrainerKind("reference", [], self.model, config), folder, size=ranks, launch=launch) as group:
+        kind = TrainerKind("reference", [], self.model, config, has_reference="klCoefficient" in config)
+        with running(kind, folder, size=ranks, launch=launch) as group:
             group.wait_loaded()
             group.onload()
             for step in (1, 2):  # of nothing, so that tokens of the third may be old

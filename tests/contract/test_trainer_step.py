@@ -129,7 +129,7 @@ def test_penalty_old_tokens_and_further_passes_are_those_of_the_plain_implementa
     """Two steps, so that the policy has left its reference; in the second half of the samples are too old."""
     trainer = OneRank(
         tmp_path, model, learningRate=1e-2, minibatches=2, dataPasses=2, microBatchTokens=60, average=average,
-        reference="Model", klCoefficient=0.5, klEstimator=estimator, maxTokenAge=0,
+        has_reference=True, klCoefficient=0.5, klEstimator=estimator, maxTokenAge=0,
     )  # fmt: skip
     plain, begin = load_model(model), trainer.weights
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
@@ -154,18 +154,17 @@ def test_penalty_old_tokens_and_further_passes_are_those_of_the_plain_implementa
 
 
 def test_reference_is_where_the_job_began_also_after_a_restart(model: Path, tmp_path: Path) -> None:
-    config: dict[str, object] = {"learningRate": 1e-2, "reference": "Model"}
-    first = OneRank(tmp_path, model, **config)
+    first = OneRank(tmp_path, model, has_reference=True, learningRate=1e-2)
     assert 0 == pytest.approx(first.train(make_samples(1))["kl"], abs=1e-9)
     first.save()
-    second = OneRank(tmp_path, model, **config)
+    second = OneRank(tmp_path, model, has_reference=True, learningRate=1e-2)
 
     assert 1e-4 < second.train(make_samples(2))["kl"]
 
 
 def test_progress_is_told_with_every_micro_batch(model: Path, tmp_path: Path) -> None:
     """Two passes, and those of the reference and of the second minibatch's log-probabilities before them."""
-    trainer = OneRank(tmp_path, model, minibatches=2, dataPasses=2, microBatchTokens=10_000, reference="Model")
+    trainer = OneRank(tmp_path, model, minibatches=2, dataPasses=2, microBatchTokens=10_000, has_reference=True)
 
     trainer.train(make_samples(1))
 

@@ -37,7 +37,7 @@ DR_GRPO = {"advantage": "Mean", "average": "Limit", "clipLow": 0.2, "clipHigh": 
 TRL_GRPO = {"loss_type": "grpo", "scale_rewards": "group", "epsilon": 0.2, "epsilon_high": 0.2}
 TRL_DAPO = {"loss_type": "dapo", "scale_rewards": "group", "epsilon": 0.2, "epsilon_high": 0.28}
 TRL_DR_GRPO = {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon": 0.2, "max_completion_length": LIMIT}
-KL = {"klCoefficient": 0.3, "reference": "Model"}
+KL = {"klCoefficient": 0.3}
 
 VARIANTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "grpo": (GRPO, {**TRL_GRPO, "beta": 0.0}),
@@ -70,8 +70,8 @@ class Ours:
     def __init__(self, folder: Path, model: Path, config: Mapping[str, object]) -> None:
         folder.mkdir()
         trainer = OneRank(
-            folder, model, learningRate=0.05, dataPasses=2, gradientClip=1e9, importanceCap=CAP, microBatchTokens=40,
-            **config,
+            folder, model, has_reference="klCoefficient" in config, learningRate=0.05, dataPasses=2, gradientClip=1e9,
+            importanceCap=CAP, microBatchTokens=40, **config,
         )  # fmt: skip
         self.gradients: list[dict[str, Tensor]] = []
         self.weights: list[dict[str, Tensor]] = []

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from colocated_rl_trainer.conformance.ranks import job_file
+from colocated_rl_trainer.conformance.ranks import job_file, scores_beside
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
 from colocated_rl_trainer.loop import ReferenceTrainer
 from colocated_rl_trainer.settings import RankSettings, TrainerConfig
 
 
-def only_rank(folder: Path, model: Path, config: Mapping[str, object]) -> RankSettings:
+def only_rank(folder: Path, model: Path, config: Mapping[str, object], *, has_reference: bool = False) -> RankSettings:
     """`folder` keeps its checkpoints: another one there goes on where this one saved."""
     (folder / "checkpoints").mkdir(exist_ok=True)
-    (folder / "job.json").write_text(json.dumps(job_file()))
+    (folder / "job.json").write_text(json.dumps(job_file(has_reference=has_reference)))
     (folder / "trainer.json").write_text(json.dumps(config))
     return RankSettings(
         socket=folder / "unused.sock",
@@ -38,9 +38,10 @@ def only_rank(folder: Path, model: Path, config: Mapping[str, object]) -> RankSe
 class OneRank:
     """The reference trainer."""
 
-    def __init__(self, folder: Path, model: Path, **config: object) -> None:
+    def __init__(self, folder: Path, model: Path, *, has_reference: object = False, **config: object) -> None:
         self.folder = folder
-        settings = only_rank(folder, model, {"threads": 1} | config)
+        self.has_reference = bool(has_reference)
+        settings = only_rank(folder, model, {"threads": 1} | config, has_reference=self.has_reference)
         self.loop = ReferenceTrainer(settings, TrainerConfig.read(settings.config))
         self.step = self.loop.load()
         self.updates: list[int] = []  # steps, once for each optimizer call
@@ -52,6 +53,8 @@ class OneRank:
         """One step on these samples."""
         step = self.step + 1
         (shard,) = write_shards(self.folder, samples, step=step, split=1, temperature=temperature)
+        if self.has_reference:
+            self.loop.score(step, shard, scores_beside(shard), self)
         metrics = self.loop.train(step, shard, self)
         self.step = step
         return metrics

@@ -9,6 +9,7 @@ from e2e.conftest import apply
 from e2e.running_job import Kubectl, RunningJob
 
 from colocated_rl_api import names
+from colocated_rl_api.ladder import SCORED_TIME_SLICED, Rung
 
 DONE_S = 400  # an engine and a trainer start, two steps
 
@@ -26,7 +27,21 @@ def test_job_trains_on_a_file_and_its_reward_function_gets_no_keys_store_or_answ
         "variables": [],
         "batch": "HTTP/1.1 401 Unauthorized",
     } == found
+    assert_scored(job)
     job.kubectl("delete", names.PLURAL, job.name)
+
+
+def assert_scored(job: RunningJob) -> None:
+    """Its reference saw each batch before the step, and the step measured how far the policy has gone."""
+    for step in (1, 2):
+        rungs = [Rung(line.fields["rung"]) for line in job.rungs(step)]
+        assert sorted(rungs, key=SCORED_TIME_SLICED.place) == rungs, f"step {step}"
+        assert {Rung.RELEASED, Rung.SCORED, Rung.TRAINED} <= {*rungs}, f"step {step}"
+    actions = [line.fields["action"] for line in job.agent_lines("action ended")]
+    assert ["Score", "Train"] * 2 == [action for action in actions if action in ("Score", "Train")]
+    first, second = (line.fields["metrics"]["kl"] for line in job.agent_lines("step trained"))
+    assert abs(first) < 1e-6, "the policy begins as its reference"
+    assert 0 < second, "and has moved by a step"
 
 
 def spied(job: RunningJob) -> dict[str, Any]:

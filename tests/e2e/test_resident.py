@@ -10,7 +10,7 @@ from e2e.conftest import apply
 from e2e.running_job import Kubectl, RunningJob, wait_for
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import RESIDENT, Rung
+from colocated_rl_api.ladder import SCORED_RESIDENT, Rung
 
 START_S = 300  # an engine and a trainer start on two cores
 STEPS_S = 180
@@ -33,7 +33,7 @@ def test_a_resident_job_completes_and_releases_nothing(job: RunningJob) -> None:
     job.wait_for_step(1, deadline_s=START_S)
     wait_for("the job to complete", look, deadline_s=STEPS_S, explain=job.describe)
     assert {"Resident"} == {status["placement"] for status in seen}
-    assert {None, *map(str, RESIDENT.rungs), str(Rung.UNKNOWN)} >= {status.get("rung") for status in seen}
+    assert {None, *map(str, SCORED_RESIDENT.rungs), str(Rung.UNKNOWN)} >= {status.get("rung") for status in seen}
     assert {"Switching", "Rollout", "Both", "Nobody"} >= {status["gpuHolder"] for status in seen}
     assert ("3-1", 0) == (seen[-1]["weightVersion"], seen[-1]["restarts"])
     (sharing,) = [item for item in seen[0]["conditions"] if item["type"] == "GPUSharingReady"]
@@ -43,8 +43,8 @@ def test_a_resident_job_completes_and_releases_nothing(job: RunningJob) -> None:
 def test_its_pod_climbed_the_resident_ladder_in_order_in_every_step(job: RunningJob) -> None:
     for step in (1, 2, 3):
         rungs = [Rung(line.fields["rung"]) for line in job.rungs(step)]
-        assert sorted(rungs, key=RESIDENT.place) == rungs, f"step {step}"
-        assert {Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED, Rung.SERVING} <= {*rungs}, f"step {step}"
+        assert sorted(rungs, key=SCORED_RESIDENT.place) == rungs, f"step {step}"
+        assert {Rung.SCORED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED, Rung.SERVING} <= {*rungs}, f"step {step}"
 
 
 def test_its_engine_served_beside_training_and_took_each_version_drained(job: RunningJob) -> None:
@@ -52,7 +52,9 @@ def test_its_engine_served_beside_training_and_took_each_version_drained(job: Ru
     actions = [line.fields["action"] for line in ended]
     assert not {"Release", "Resume", "Offload"} & {*actions}
     assert (1, 3) == (actions.count("StartEngine"), actions.count("Update"))
-    assert any(line.fields["in_flight"] for line in ended if line.fields["action"] == "Train"), "rollout went on"
+    assert any(line.fields["in_flight"] for line in ended if line.fields["action"] in ("Score", "Train")), (
+        "rollout went on"
+    )
     assert {0} == {line.fields["in_flight"] for line in ended if line.fields["action"] in ("Pause", "Flush", "Update")}
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 
 from builders import absent_engine, absent_trainer, make_member, released_engine, rollout_facts
-from colocated_rl_api.ladder import RESIDENT, Rung, WeightVersion
+from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineFacts,
     EngineState,
@@ -171,8 +171,8 @@ class Group:
                 # an engine that starts on the export is Updated and Restored at once
                 self.must_have_stood(pod.target.epoch, before, f"{pod.seat} went on to {after}")
             self._note(pod)
-        uses = pod.trainer.state in (TrainerState.ONLOADED, TrainerState.TRAINING)
-        shares = self.ladder is RESIDENT
+        uses = pod.trainer.state in (TrainerState.ONLOADED, TrainerState.SCORING, TrainerState.TRAINING)
+        shares = self.ladder.is_resident
         must(shares or not uses or _maps_nothing(pod.engine), f"{pod.seat}: trainer and engine are both on the device")
         return True
 
@@ -181,17 +181,17 @@ class Group:
             pod.gate, pod.engine, pod.trainer = GateFacts(open=False, settled=True), GONE, NO_TRAINER
             pod.stopped = True
             return True
-        if self.ladder is RESIDENT and self._serve_on(pod, target):
+        if self.ladder.is_resident and self._serve_on(pod, target):
             return True
         if self.ladder.reaches(rung, target.rung):
             return rung is Rung.SERVING and self._save(pod, target.step)
-        if self.ladder is RESIDENT:
-            is_due = self.ladder.reaches(target.rung, Rung.TRAINED) and not _is_done(pod, target)
+        if self.ladder.is_resident:
+            is_due = self._lets_trainers_work(target) and not _is_done(pod, target)
             return is_due and self._train(pod, target)
         holds_it = pod.engine.version == target.version and pod.engine.weights_mapped
         if self.ladder.reaches(target.rung, Rung.CLOSED) and not holds_it and self._go_down(pod, target):
             return True
-        if self.ladder.reaches(target.rung, Rung.TRAINED) and _maps_nothing(pod.engine) and not _is_done(pod, target):
+        if self._lets_trainers_work(target) and _maps_nothing(pod.engine) and not _is_done(pod, target):
             return self._train(pod, target)
         if self.ladder.reaches(target.rung, Rung.UPDATED) and _is_done(pod, target):
             return self._go_up(pod, target)
@@ -260,6 +260,9 @@ class Group:
             return False
         return True
 
+    def _lets_trainers_work(self, target: PodTarget) -> bool:
+        return self.ladder.reaches(target.rung, Rung.SCORED if self.ladder.scores else Rung.TRAINED)
+
     def _train(self, pod: GpuPod, target: PodTarget) -> bool:
         rank = pod.trainer
         if rank.lineage != target.lineage or not rank.is_alive:
@@ -278,20 +281,29 @@ class Group:
         elif rank.state is TrainerState.OFFLOADED:
             pod.trainer = rank.model_copy(update={"state": TrainerState.ONLOADED})
         elif rank.step < target.step:
-            step = rank.step + 1
-            if not self._others_joined(pod, rank.step):
-                return False
-            must(self.kept_after < step <= self.sealed, f"batch {step} is not there ({self.kept_after}, {self.sealed}]")
-            pod.trainer = rank.model_copy(update={"step": step})
-            trained = self.trained_in.setdefault(target.lineage, [])
-            if not trained or trained[-1] < step:
-                must(not trained or step == trained[-1] + 1, f"{target.lineage} trained {trained}, then {step}")
-                trained.append(step)
+            return self._step(pod, target, rank.step + 1)
         elif self.ladder.reaches(target.rung, Rung.EXPORTED):
             pod.trainer = rank.model_copy(update={"exported": target.version})
             pod.export = target.version
         else:
             return False
+        return True
+
+    def _step(self, pod: GpuPod, target: PodTarget, step: int) -> bool:
+        rank = pod.trainer
+        if not self._others_joined(pod, step - 1):
+            return False
+        must(self.kept_after < step <= self.sealed, f"batch {step} is not there ({self.kept_after}, {self.sealed}]")
+        if self.ladder.scores and rank.scored != step:
+            pod.trainer = rank.model_copy(update={"scored": step})
+            return True
+        if step == target.step and not self.ladder.reaches(target.rung, Rung.TRAINED):
+            return False
+        pod.trainer = rank.model_copy(update={"step": step})
+        trained = self.trained_in.setdefault(target.lineage, [])
+        if not trained or trained[-1] < step:
+            must(not trained or step == trained[-1] + 1, f"{target.lineage} trained {trained}, then {step}")
+            trained.append(step)
         return True
 
     def _new_engine(self, version: WeightVersion) -> EngineFacts:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from colocated_rl_agent import actions as do
 from colocated_rl_agent.settings import kept_tags
-from colocated_rl_api.ladder import RESIDENT, Ladder, Rung, WeightVersion
+from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineState,
     Goal,
@@ -358,6 +358,7 @@ class Model:
             state=TrainerState.STARTING if pod.rank.is_alive else TrainerState.ABSENT,
             incarnation=None,
             step=None if pod.target else pod.rank.step,  # a record that was lost is made from it
+            scored=None,
             exported=None,
             broken=None,
         )
@@ -386,7 +387,7 @@ class Model:
         """A resident engine that is well closes its gate when every pod has the new weights, or for good."""
         is_healthy = pod.engine is not None and pod.belief.state is EngineState.READY and pod.belief.broken is None
         is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB
-        if isinstance(action, do.CloseGate) and pod.ladder is RESIDENT and is_healthy and is_climb:
+        if isinstance(action, do.CloseGate) and pod.ladder.is_resident and is_healthy and is_climb:
             must_have_stood(state.pods, pod.epoch, [Rung.EXPORTED], "a gate closes")
 
     def _choices(self, pod: Pod) -> tuple[do.Action, ...]:
@@ -404,9 +405,16 @@ class Model:
                     return None
                 loaded = before.rank._replace(state=TrainerState.OFFLOADED, step=saved, saved=saved)
                 pod = before._replace(rank=loaded)
+            case do.Score(step=step):
+                must(rollout.dropped < step <= rollout.sealed, f"batch {step} is not in the store")
+                must(before.rank.step == step - 1, "a batch is scored out of order")
+                if not self._others_joined(state, index, step - 1):
+                    return None
+                pod = before._replace(rank=before.rank._replace(scored=step, state=TrainerState.ONLOADED))
             case do.Train(step=step):
                 must(rollout.dropped < step <= rollout.sealed, f"batch {step} is not in the store")
                 must(before.rank.step == step - 1, "a batch out of order")
+                must(not before.ladder.scores or before.rank.scored == step, "a batch that no reference has scored")
                 if not self._others_joined(state, index, step - 1):
                     return None
                 pod = before._replace(rank=before.rank._replace(step=step, state=TrainerState.ONLOADED))
@@ -418,7 +426,7 @@ class Model:
             case _:
                 pod = act(before, action)
         must(
-            not pod.rank.is_on_device or pod.engine is None or pod.engine.has_given_up or pod.ladder is RESIDENT,
+            not pod.rank.is_on_device or pod.engine is None or pod.engine.has_given_up or pod.ladder.is_resident,
             "engine and trainer share the device",
         )
         after = state._replace(saved=saved).with_pod(index, pod := pod.noted())

@@ -33,10 +33,10 @@ from colocated_rl_member.fence import EpochFence
 KILLED = -9
 NEVER = 1e12
 ENGINE = "engine"  # the incarnation of the only one that there is at a time
-RULES = {ladder: Rules(ladder, settle_s=30.0, checkpoint_every=1, verify=Verify.PROBE) for ladder in LADDERS.values()}
+RULES = {ladder: Rules(ladder, settle_s=30.0, checkpoint_every=1, verify=Verify.PROBE) for ladder in LADDERS}
 RENDEZVOUS = Rendezvous(address="10.0.0.1", port=29500, world_size=2)
 BATCHES = Endpoint(pod="sums-rollout-0", address="10.0.0.9", port=8444)
-ON_DEVICE = (TrainerState.ONLOADED, TrainerState.TRAINING)
+ON_DEVICE = (TrainerState.ONLOADED, TrainerState.SCORING, TrainerState.TRAINING)
 UNREPEATABLE = (do.Release, do.Resume, do.Update)
 CALLS = (do.StartEngine, do.Pause, do.Flush, do.Continue, *UNREPEATABLE)
 
@@ -99,6 +99,7 @@ class Rank(NamedTuple):
     lineage: int | None
     exit_code: int | None
     step: int | None
+    scored: int | None
     exported: WeightVersion | None
     saved: int | None
     broken: str | None
@@ -106,7 +107,16 @@ class Rank(NamedTuple):
     @classmethod
     def of(cls, view: RankView) -> Rank:
         return cls(
-            *(view.state, view.incarnation, view.lineage, view.exit_code, view.step, view.exported, view.saved),
+            *(
+                view.state,
+                view.incarnation,
+                view.lineage,
+                view.exit_code,
+                view.step,
+                view.scored,
+                view.exported,
+                view.saved,
+            ),
             "broken" if view.broken else None,
         )
 
@@ -239,6 +249,7 @@ def engine_view(belief: Belief) -> EngineView:
 def rank_view(rank: Rank) -> RankView:
     return RankView(
         *(0, rank.state, rank.incarnation, rank.lineage, rank.exit_code, NEVER, rank.step),
+        scored=rank.scored,
         exported=rank.exported,
         saved=rank.saved,
         broken=rank.broken,
@@ -333,7 +344,7 @@ def check(pod: Pod, action: do.Action) -> None:
         case do.StartEngine(version=version):
             must(not (takes_turns and pod.rank.is_on_device), f"{name} while a trainer is on the device")
             must(pod.whole == version, "an engine starts on an export that nobody has verified")
-        case do.Onload() | do.Train() | do.Export() if takes_turns:
+        case do.Onload() | do.Score() | do.Train() | do.Export() if takes_turns:
             must(engine is None or engine.has_given_up, f"{name} while engine memory is mapped")
         case do.OpenGate(version=version):
             must(engine is not None and engine.mapped == TAGS and not engine.paused, "a gate opens on half an engine")

@@ -129,7 +129,7 @@ class Pod:
 
     def __init__(self, net: Network, job: JobFile, *, replica: int = 0, device: Device | None = None) -> None:
         self.net, self.job, self.replica, self.device = net, job, replica, device
-        self.ladder = job.spec.rollout.ladder
+        self.ladder = job.spec.ladder
         self.root = net.root / f"p{replica}"
         self.directories = Directories.below(self.root)
         self.control, self.data, self.metrics, self.pages, self.engine = free_ports(5)

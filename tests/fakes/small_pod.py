@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.settings import Directories, Settings
-from colocated_rl_api.ladder import RESIDENT, Rung, WeightVersion
+from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import Endpoint, Goal, JobFile, PodFacts, PodTarget, Refusal, Rendezvous, TrainerState
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import Ports
@@ -237,7 +237,7 @@ class SmallPod:
         self.broken: list[str] = []
         self.on_call: Callable[[str], None] = lambda route: None
         self.epoch = 0
-        self.ladder = job.spec.rollout.ladder
+        self.ladder = job.spec.ladder
         self.engine_fails_at_start = 0  # so many times
         self.others_hold: str | None = None  # checksum of most engines of the group; None: that of this one
         self._net = net
@@ -328,7 +328,7 @@ class SmallPod:
 
     def check(self) -> None:
         """I1: engine memory and a trainer on the device are never there together, unless they are resident."""
-        if self.ladder is RESIDENT:
+        if self.ladder.is_resident:
             if (self.engine is not None and self.engine.released) or (self.trainer and self.trainer.has_left):
                 self.broken.append("something of a resident pod left the device")
             return

@@ -4,8 +4,9 @@
 
 The weight of version STEP-LINEAGE is STEP + LINEAGE / 8. Checkpoints are files named by their step. A test makes it
 fail by a file `fault` beside its socket, with one line ROUTE ACTION, used once: ROUTE and crash, hang, slow or error,
-and also `export torn`, `export lies` (the probe is of other weights) and `offload leaks`. A file `asked` there has the
-routes of all requests, in order. With FAKE_DEVICE in its environment it says there what it holds of the device.
+and also `export torn`, `export lies` (the probe is of other weights), `offload leaks` and
+`load unscoring`. A file `asked` there has the routes of all requests, in order. With FAKE_DEVICE in its environment it
+says there what it holds of the device.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ class Rank:
         self.state = "Starting"
         self.step: int | None = None
         self.exported: str | None = None
+        self.can_score = False
+        self.scored: int | None = None
         self.saved: int | None = None
 
     def load(self) -> None:
-        self.fail_if_told("load")
+        self.can_score = self.fail_if_told("load") != "unscoring"
         steps = [int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*")]
         self.saved = max(steps, default=None)
         self.hold(OFFLOADED_GB)
@@ -54,7 +57,8 @@ class Rank:
     def status(self) -> dict[str, Any]:
         return {
             "protocol": PROTOCOL, "state": self.state, "rank": self.rank, "lineage": self.lineage, "step": self.step,
-            "dirty": False, "exported": self.exported, "saved": self.saved, "metrics": {"loss": 0.5},
+            "canScore": self.can_score, "scored": self.scored, "dirty": False, "exported": self.exported,
+            "saved": self.saved, "metrics": {"loss": 0.5},
         }  # fmt: skip
 
     def fail_if_told(self, route: str) -> str:
@@ -94,10 +98,18 @@ class Rank:
         self.hold(ONLOADED_GB if fault == "leaks" else OFFLOADED_GB)
         self.state = "Offloaded"
 
+    def score(self, body: dict[str, Any], fault: str) -> None:
+        assert self.state == "Onloaded", self.state
+        assert Path(body["shard"]).stat().st_size > 0, body
+        assert body["step"] == (self.step or 0) + 1 or body["step"] == self.scored, body
+        Path(body["scores"]).touch()
+        self.scored = body["step"]
+
     def train(self, body: dict[str, Any], fault: str) -> None:
         assert self.state == "Onloaded", self.state
         assert Path(body["shard"]).stat().st_size > 0, body
         assert body["step"] in (self.step, (self.step or 0) + 1), body
+        assert self.scored in (None, body["step"]), "of a job with a reference, each batch is scored"
         self.step = body["step"]
 
     def export(self, body: dict[str, Any], fault: str) -> None:

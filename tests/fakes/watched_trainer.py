@@ -24,8 +24,8 @@ from colocated_rl_trainer.rank_server import serve
 from colocated_rl_trainer.settings import RankSettings, TrainerConfig
 
 PLACES = (
-    "load", "loaded", "onload", "onloaded", "train", "dirty", "trained", "export", "exported", "offload", "offloaded",
-    "save", "saving", "saved",
+    "load", "loaded", "onload", "onloaded", "score", "scored", "train", "dirty", "trained", "export",
+    "exported", "offload", "offloaded", "save", "saving", "saved",
 )  # fmt: skip
 """In the order of a step: before and after each request, and where a half of it is done."""
 
@@ -65,6 +65,12 @@ class WatchedTrainer(ReferenceTrainer):
         self._pass("offload")
         super().offload()
         self._pass("offloaded")
+
+    def score(self, step: int, path: Path, scores: Path, watch: Watch) -> None:
+        self._at = step
+        self._pass("score")
+        super().score(step, path, scores, watch)
+        self._pass("scored")
 
     def train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
         self._at, self._updates = step, 0

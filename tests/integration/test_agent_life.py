@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_rl_api.ladder import LADDERS, TIME_SLICED, Ladder, Placement, Rung, WeightVersion
+from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung, WeightVersion, ladder_for
 from colocated_rl_api.member_wire import Refusal
 from fakes.small_pod import ASKED, SmallPod, small_pod
 
@@ -30,7 +30,7 @@ ENGINE_ROUTES = (
     "/abort_request", "/pause_generation", "/continue_generation", "/flush_cache", "/release_memory_occupation",
     "/resume_memory_occupation", "/update_weights_from_disk", "/weights_checker", "/model_info", "/ready", "/generate",
 )  # fmt: skip
-TRAINER_ROUTES = ("onload", "train", "export", "offload", "save")
+TRAINER_ROUTES = ("onload", "score", "train", "export", "offload", "save")
 
 
 @dataclass
@@ -126,14 +126,21 @@ def moves_on(ladder: Ladder) -> st.SearchStrategy[Any]:
 @given(data=st.data())
 def test_whatever_happens_nothing_is_broken_and_the_pod_serves_again(placement: Placement, data: st.DataObject) -> None:
     """I1, I5, I6, I7 and the tokens of callers: `SmallPod.broken` is what none of it may do."""
-    moves = data.draw(st.lists(moves_on(LADDERS[placement]), max_size=7))
+    reference: dict[str, Any] | None = data.draw(st.sampled_from([None, {}]))
+    moves = data.draw(st.lists(moves_on(ladder_for(placement, scores=reference is not None)), max_size=7))
 
     rollout = {"offload": data.draw(st.sampled_from(OFFLOADED[placement]))}
     verify = data.draw(st.sampled_from(["Probe", "Checksum"]))
 
     async def live() -> None:
         often = {"everySteps": 2}
-        async with small_pod(checkpoint=often, rollout=rollout, weightSync={"verify": verify}) as pod:
+        spec: dict[str, Any] = {
+            "checkpoint": often,
+            "rollout": rollout,
+            "weightSync": {"verify": verify},
+            "reference": reference,
+        }
+        async with small_pod(**spec) as pod:
             life = Life(pod)
             for what, arguments in moves:
                 await what(life, *arguments)

@@ -14,7 +14,15 @@ from colocated_rl_agent import actions as do
 from colocated_rl_agent.facts import Rules, next_actions
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS, EngineView, PodView, RankView
 from colocated_rl_api.job import Verify
-from colocated_rl_api.ladder import RESIDENT, TIME_SLICED, Ladder, Rung, WeightVersion
+from colocated_rl_api.ladder import (
+    RESIDENT,
+    SCORED_RESIDENT,
+    SCORED_TIME_SLICED,
+    TIME_SLICED,
+    Ladder,
+    Rung,
+    WeightVersion,
+)
 from colocated_rl_api.member_wire import Endpoint, EngineState, Goal, PodTarget, Rendezvous, TagState, TrainerState
 
 V0, V1, V2, V3 = (WeightVersion(step, 1) for step in range(4))
@@ -264,6 +272,51 @@ def test_ending_pod_hands_back_samples_and_then_ends_everything(goal_or_signal: 
             case other:
                 raise AssertionError(f"{other} while the pod ends")
     assert [do.CloseGate, do.AbortAll, do.KillEngine, do.StopTrainers, do.EndPod] == taken
+
+
+# ----------------------------------------------------------------------------------------------- with a reference
+SCORED = replace(RULES, ladder=SCORED_TIME_SLICED)
+
+
+def scored(rank: RankView, step: int) -> RankView:
+    return replace(rank, scored=step)
+
+
+@pytest.mark.parametrize(
+    ("pod", "target", "expected"),
+    [
+        (DOWN, (V1, Rung.RELEASED), do.Wait()),
+        (NEW_POD, (V0, Rung.SCORED), do.StartTrainers(1)),
+        (DOWN, (V1, Rung.SCORED), do.FetchShards(1)),
+        (down(make_rank(), shards=1), (V1, Rung.SCORED), do.Onload()),
+        (down(onloaded(V0), shards=1), (V1, Rung.SCORED), do.Score(1)),
+        (down(scored(onloaded(V0), 0), shards=1), (V1, Rung.SCORED), do.Score(1)),
+        (down(scored(onloaded(V0), 1), shards=1), (V1, Rung.SCORED), do.Wait()),
+        (down(scored(onloaded(V0), 1), shards=1), (V1, Rung.TRAINED), do.Train(1)),
+        (down(onloaded(V0), shards=1), (V1, Rung.TRAINED), do.Score(1)),
+        # steps that are done again, before the one that the group waits for
+        (down(onloaded(V1), shards=2), (V3, Rung.SCORED), do.Score(2)),
+        (down(scored(onloaded(V1), 2), shards=2), (V3, Rung.SCORED), do.Train(2)),
+        (down(scored(replace(make_rank(V2), saved=None), 2)), (V3, Rung.SCORED), do.Save(2)),
+        (down(onloaded(V2), shards=3), (V3, Rung.SCORED), do.Score(3)),
+        (down(scored(onloaded(V2), 3), shards=3), (V3, Rung.SCORED), do.Wait()),
+        # what need not be trained
+        (down(onloaded(V1)), (V1, Rung.SCORED), do.Wait()),
+    ],
+)
+def test_each_batch_is_scored_before_it_is_trained(
+    pod: PodView, target: tuple[WeightVersion, Rung], expected: do.Action | do.Wait
+) -> None:
+    assert expected == next_action(pod, make_target(*target), SCORED)
+
+
+def test_beside_rollout_it_is_the_same() -> None:
+    rules = replace(RULES, ladder=SCORED_RESIDENT)
+    pod = make_pod(gate_open=True, rank=onloaded(V0), shards=1)
+    assert (do.Score(1), do.Wait()) == next_actions(pod, make_target(V1, Rung.SCORED), rules)
+    pod = replace(pod, ranks=(scored(onloaded(V0), 1),))
+    assert (do.Wait(), do.Wait()) == next_actions(pod, make_target(V1, Rung.SCORED), rules)
+    assert (do.Train(1), do.Wait()) == next_actions(pod, make_target(V1, Rung.TRAINED), rules)
 
 
 # --------------------------------------------------------------------------------------------- the resident ladder
@@ -539,7 +592,7 @@ class World:
     def check(self, action: do.Action) -> None:
         """What must be true of the pod, not of what the agent believes, when an action is taken."""
         engine = self.engine
-        if self.ladder is RESIDENT:
+        if self.ladder.is_resident:
             assert not isinstance(action, do.Release | do.Resume | do.Offload), "nothing leaves the device"
             is_well = self.view.engine.state is EngineState.READY and self.view.engine.broken is None
             if isinstance(action, do.CloseGate) and is_well:
@@ -554,7 +607,7 @@ class World:
             assert (engine.number, self.closings) not in self.releases, "once per incarnation and closing"
             self.releases.add((engine.number, self.closings))
         if isinstance(action, do.StartEngine | do.Resume):
-            assert self.ladder is RESIDENT or not self.on_device, "no engine memory while a trainer is on the device"
+            assert self.ladder.is_resident or not self.on_device, "no engine memory while a trainer is on the device"
         if isinstance(action, do.StartEngine | do.Update):
             assert self.view.whole == action.version
         if isinstance(action, do.Update):
@@ -562,21 +615,21 @@ class World:
             assert not self.view.gate_open
             assert self.view.in_flight == 0
             assert engine.paused
-            assert self.ladder is TIME_SLICED or engine.flushed_in == self.closings, "drained since the gate closed"
+            assert not self.ladder.is_resident or engine.flushed_in == self.closings, "drained since the gate closed"
         if isinstance(action, do.Resume):
             assert engine is not None
             assert set(action.tags) <= engine.released
-        if isinstance(action, do.Onload | do.Train | do.Export):
+        if isinstance(action, do.Onload | do.Score | do.Train | do.Export):
             is_off = engine is None or engine.released == set(TAGS) - set(self.keeps)
-            assert self.ladder is RESIDENT or is_off, "no trainer while engine memory is mapped that it does not keep"
-            assert self.ladder is RESIDENT or engine is None or KV_CACHE in engine.released
+            assert self.ladder.is_resident or is_off, "no trainer while engine memory is mapped that it does not keep"
+            assert self.ladder.is_resident or engine is None or KV_CACHE in engine.released
         if isinstance(action, do.Update):
             assert engine is not None
             assert WEIGHTS not in engine.released
         if isinstance(action, do.Continue | do.OpenGate):
             assert engine is not None
             assert not engine.released
-            assert self.ladder is RESIDENT or engine.version == self.epoch_version
+            assert self.ladder.is_resident or engine.version == self.epoch_version
         if isinstance(action, do.OpenGate):
             assert action.version == self.view.engine.version
             assert engine is not None
@@ -614,7 +667,11 @@ class World:
             case do.Offload():
                 self.on_device = False
                 self.set_rank(rank.reported(state=TrainerState.OFFLOADED))
+            case do.Score(step=step):
+                assert rank.step == step - 1
+                self.set_rank(rank.reported(scored=step))
             case do.Train(step=step):
+                assert not self.ladder.scores or rank.scored == step, "no batch is trained unscored"
                 self.set_rank(rank.reported(step=step))
             case do.Export(version=version):
                 self.set_rank(rank.reported(exported=version))
@@ -661,9 +718,12 @@ class World:
                 assert_never(action)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @example({15: Chance.AGENT_RESTARTS, 19: Chance.TRAINER_DIES, 29: Chance.TRAINER_DIES}, 1)
-@pytest.mark.parametrize(("ladder", "keeps"), [*((TIME_SLICED, keeps) for keeps in KEPT), (RESIDENT, ())])
+@pytest.mark.parametrize(
+    ("ladder", "keeps"),
+    [*((TIME_SLICED, keeps) for keeps in KEPT), (RESIDENT, ()), (SCORED_TIME_SLICED, ()), (SCORED_RESIDENT, ())],
+)
 @given(st.dictionaries(st.integers(0, 70), st.sampled_from(Chance), max_size=8), st.integers(1, 3))
 def test_pod_keeps_every_promise_and_arrives_whatever_fails_on_the_way(
     ladder: Ladder, keeps: tuple[str, ...], chances: dict[int, Chance], steps: int

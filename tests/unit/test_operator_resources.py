@@ -53,6 +53,11 @@ def test_every_container_passes_the_restricted_profile(seat: str) -> None:
     assert kinds <= {"emptyDir", "secret", "configMap", "persistentVolumeClaim"}
 
 
+def test_trainers_write_beside_their_batches_only_where_a_reference_has_something_to_keep() -> None:
+    assert mounts(pod(gpu_seat(0)), names.GPU_CONTAINER)["batches"]
+    assert not mounts(pod(gpu_seat(0), reference={}), names.GPU_CONTAINER)["batches"]
+
+
 def test_the_agent_is_a_sidecar_of_its_own_user_and_keys_and_journal_are_its_alone() -> None:
     body = pod(gpu_seat(1))
     agent, gpu = container(body, names.AGENT_CONTAINER), container(body, names.GPU_CONTAINER)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -32,9 +33,10 @@ MOST_MOVES = 2000  # of one walk
 DEATHS_AT = 0.02  # of the moves of a walk
 
 
-def job(replicas: int, placement: Placement = Placement.TIME_SLICED) -> Job:
+def job(replicas: int, placement: Placement = Placement.TIME_SLICED, *, reference: bool = False) -> Job:
     rollout = {Placement.TIME_SLICED: ROLLOUT, Placement.RESIDENT: RESIDENT_ROLLOUT}[placement]
-    return make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, rollout=rollout)
+    spec: dict[str, Any] = {"checkpoint": {"everySteps": 1}, "rollout": rollout, "reference": {} if reference else None}
+    return make_job(replicas=replicas, steps=1, **spec)
 
 
 def assert_all_is_well(explored: Explored) -> None:
@@ -44,12 +46,21 @@ def assert_all_is_well(explored: Explored) -> None:
 
 
 @pytest.mark.parametrize("placement", Placement)
-@pytest.mark.parametrize(("replicas", "deaths", "suspensions"), [(1, 1, 0), (2, 0, 0), (1, 0, 1)])
+@pytest.mark.parametrize(
+    ("replicas", "deaths", "suspensions", "reference"),
+    [(1, 1, 0, False), (2, 0, 0, False), (1, 0, 1, False), (1, 1, 0, True), (2, 0, 0, True)],
+)
 def test_every_state_is_safe_and_leads_to_an_end(
-    replicas: int, deaths: int, suspensions: int, placement: Placement, capsys: pytest.CaptureFixture[str]
+    replicas: int,
+    deaths: int,
+    suspensions: int,
+    reference: bool,
+    placement: Placement,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    explored = explore(Model(job(replicas, placement), deaths=deaths, suspensions=suspensions), limit=MOST_STATES)
-    bounds = f"{placement}, pods: {replicas}, deaths: {deaths}, suspensions: {suspensions}"
+    model = Model(job(replicas, placement, reference=reference), deaths=deaths, suspensions=suspensions)
+    explored = explore(model, limit=MOST_STATES)
+    bounds = f"{placement}, reference: {reference}, pods: {replicas}, deaths: {deaths}, suspensions: {suspensions}"
     with capsys.disabled():
         sys.stdout.write(f"\n{bounds}, {explored.words()}\n")
     assert_all_is_well(explored)
@@ -69,7 +80,7 @@ def test_every_state_of_a_job_whose_engines_keep_memory_is_safe_too(
 @pytest.mark.parametrize("seed", range(12))
 def test_walks_at_random_are_safe_and_end(replicas: int, deaths: int, seed: int, placement: Placement) -> None:
     rng = random.Random(seed)
-    model = Model(job(replicas, placement), deaths=deaths)
+    model = Model(job(replicas, placement, reference=seed % 2 == 1), deaths=deaths)
     state = model.start()
     for _ in range(MOST_MOVES):
         following = model.successors(state)
@@ -183,6 +194,18 @@ def test_a_gate_that_opens_on_new_weights_before_every_engine_holds_them_is_noti
     )
     with pytest.raises(Broken, match=r"OpenGate led to Serving in epoch 1 before gpu-\d stood at Updated"):
         explore(Model(job(2, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
+
+
+def test_a_step_that_is_trained_before_every_reference_has_scored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an agent whose own has."""
+    asks_for = facts.Rules.asks_for
+    monkeypatch.setattr(
+        facts.Rules,
+        "asks_for",
+        lambda rules, target, rung: asks_for(rules, target, Rung.SCORED if rung is Rung.TRAINED else rung),
+    )
+    with pytest.raises(Broken, match=r"Train led to Trained in epoch 2 before gpu-\d stood at Scored"):
+        explore(Model(job(2, Placement.RESIDENT, reference=True), deaths=0), limit=MOST_STATES)
 
 
 def test_a_trainer_that_leaves_the_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

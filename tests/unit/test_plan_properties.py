@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -25,10 +26,18 @@ MOVES_TO_THE_END = 4000
 ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT), str(Cause.PODS_NOT_READY)}
 
 
-def make_group(replicas: int = 2, placement: Placement = Placement.TIME_SLICED) -> Simulation:
+def make_group(
+    replicas: int = 2, placement: Placement = Placement.TIME_SLICED, *, reference: bool = False
+) -> Simulation:
     rollout = {Placement.TIME_SLICED: ROLLOUT, Placement.RESIDENT: RESIDENT_ROLLOUT}[placement]
     often = {"everySteps": 2}
-    return Simulation(make_job(replicas=replicas, rollout=rollout, steps=3, checkpoint=often, evaluation=often))
+    spec: dict[str, Any] = {
+        "rollout": rollout,
+        "checkpoint": often,
+        "evaluation": often,
+        "reference": {} if reference else None,
+    }
+    return Simulation(make_job(replicas=replicas, steps=3, **spec))
 
 
 def fault(group: Simulation, rng: random.Random) -> str:
@@ -102,10 +111,16 @@ def everybody_moves(group: Simulation) -> tuple[Plan, bool]:
 
 
 def walk(
-    seed: int, *, replicas: int, faults: int, moves: int = 300, placement: Placement = Placement.TIME_SLICED
+    seed: int,
+    *,
+    replicas: int,
+    faults: int,
+    moves: int = 300,
+    placement: Placement = Placement.TIME_SLICED,
+    reference: bool = False,
 ) -> Simulation:
     rng = random.Random(seed)
-    group = make_group(replicas, placement)
+    group = make_group(replicas, placement, reference=reference)
     at = {rng.randrange(moves) for _ in range(faults)}
     for index in range(moves):
         if index in at:
@@ -136,11 +151,24 @@ def test_every_walk_of_a_resident_job_ends_and_no_invariant_breaks(seed: int, re
 
 
 @pytest.mark.parametrize("placement", Placement)
+@given(seed=st.integers(0, 2**32), replicas=st.integers(1, 3), faults=st.integers(0, 6))
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_walk_of_a_job_with_a_reference_ends_and_no_invariant_breaks(
+    placement: Placement, seed: int, replicas: int, faults: int
+) -> None:
+    group = walk(seed, replicas=replicas, faults=faults, placement=placement, reference=True)
+    assert group.outcome in ENDS
+    if faults <= group.job.spec.backoff_limit:
+        assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("placement", Placement)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_an_undisturbed_job_raises_one_epoch_for_each_step_and_sends_each_barrier_once(
-    replicas: int, placement: Placement
+    replicas: int, placement: Placement, reference: bool
 ) -> None:
-    group = make_group(replicas, placement)
+    group = make_group(replicas, placement, reference=reference)
     settle(group)
     assert str(Cause.ALL_STEPS_DONE) == group.outcome
     assert group.climb is not None

@@ -19,7 +19,7 @@ import pytest
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import TrainerState
-from colocated_rl_api.trainer_wire import ExportRequest, SaveRequest, TrainerStatus, TrainRequest
+from colocated_rl_api.trainer_wire import ExportRequest, SaveRequest, ScoreRequest, TrainerStatus, TrainRequest
 from colocated_rl_api.weights import MANIFEST, Probe
 from colocated_rl_trainer.rank import (
     NotDone,
@@ -88,12 +88,18 @@ class ScriptedLoop:
         return self.oldest
 
 
+class ScriptedScorer(ScriptedLoop):
+    def score(self, step: int, shard: Path, scores: Path, watch: Watch) -> None:
+        self._call("score")
+        watch.progress()
+
+
 class RunningRank:
     """A rank whose main thread is a thread of the test."""
 
-    def __init__(self, loop: ScriptedLoop, *, writes_weights: bool = True) -> None:
+    def __init__(self, loop: ScriptedLoop, *, writes_weights: bool = True, must_score: bool = False) -> None:
         self.loop = loop
-        self.rank = Rank(rank=0, lineage=2, writes_weights=writes_weights)
+        self.rank = Rank(rank=0, lineage=2, writes_weights=writes_weights, must_score=must_score)
         self.ended: queue.Queue[Exception] = queue.Queue()
         self._pool = ThreadPoolExecutor()
         threading.Thread(target=self._main, daemon=True).start()
@@ -279,6 +285,85 @@ def test_export_that_was_removed_is_written_again(tmp_path: Path) -> None:
     assert (tmp_path / "4-2" / MANIFEST).exists()
 
 
+# ---------------------------------------------------------------------------------------------------- with a reference
+def with_reference(**script: Callable[[], None]) -> RunningRank:
+    running = RunningRank(ScriptedScorer(**script), must_score=True).loaded()
+    running.ask(OnloadRequest())
+    return running
+
+
+def score(step: int = 5) -> ScoreRequest:
+    return ScoreRequest(step=step, shard="/batches/5.safetensors", scores="/batches/5.scores")
+
+
+def test_batch_is_scored_once_however_often_it_is_asked_for_and_then_trained() -> None:
+    running = with_reference()
+
+    first, again = running.ask(score()), running.ask(score())
+
+    assert (4, 5, TrainerState.ONLOADED, False) == (first.step, first.scored, first.state, first.dirty)
+    assert first == again
+    assert (5, 5) == ((trained := running.ask(train())).step, trained.scored)
+    assert ["score", "train"] == [call for call in running.loop.calls if call in ("score", "train")]
+
+
+def test_batch_that_is_not_scored_is_not_trained() -> None:
+    running = with_reference()
+    refused = running.refusal(train())
+
+    assert (409, "NotScored") == (refused.code, refused.body.error)
+    running.ask(score())
+    running.ask(train())
+    assert "NotScored" == running.refusal(train(6)).body.error, "the scores were of the batch before"
+
+
+def test_what_scores_says_so_while_it_does() -> None:
+    running = with_reference()
+    running.loop.script["score"] = running.loop.hold
+    asked = running.begin(score())
+    assert running.loop.reached.wait(DEADLINE_S)
+    assert TrainerState.SCORING is running.rank.status.state
+    assert "score is under way" in running.refusal(train()).body.message
+    running.loop.go.set()
+    assert 5 == asked.result(DEADLINE_S).scored
+
+
+def test_refused_scores_change_nothing_and_a_full_disk_is_named() -> None:
+    running = with_reference()
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    running.loop.script["score"] = full
+    refused = running.refusal(score())
+    running.loop.script.clear()
+
+    assert (500, "Refused") == (refused.code, refused.body.error)
+    assert "scores not written" in refused.body.message
+    assert "ephemeral storage" in refused.body.message
+    assert TrainerState.ONLOADED is running.rank.status.state
+    assert 5 == running.ask(score()).scored
+
+
+def test_whether_a_loop_can_score_is_said_once_it_is_there() -> None:
+    assert RunningRank(ScriptedScorer()).loaded().rank.status.can_score
+    assert not rank().rank.status.can_score
+
+
+@pytest.mark.parametrize(
+    "running",
+    [lambda: RunningRank(ScriptedScorer()), lambda: RunningRank(ScriptedLoop(), must_score=True)],
+    ids=["no reference in the job", "no score in the loop"],
+)
+def test_nothing_is_scored_without_a_reference(running: Callable[[], RunningRank]) -> None:
+    it = running().loaded()
+    it.ask(OnloadRequest())
+    refused = it.refusal(score())
+
+    assert (409, "NoReference") == (refused.code, refused.body.error)
+    assert "score" not in it.loop.calls
+
+
 # ------------------------------------------------------------------------------------------------------ what fails how
 def test_nothing_can_be_asked_before_the_checkpoint_is_loaded() -> None:
     loop = ScriptedLoop()
@@ -440,7 +525,8 @@ def test_several_requests_fit_one_connection(at: Path) -> None:
     ("method", "path", "body", "code", "error"),
     [
         ("GET", "/v1/train", None, 404, "NotFound"),
-        ("POST", "/v1/score", "{}", 404, "NotFound"),
+        ("POST", "/v1/value", "{}", 404, "NotFound"),
+        ("POST", "/v1/score", "{}", 400, "BadRequest"),
         ("POST", "/v1/state", "{}", 404, "NotFound"),
         ("DELETE", "/v1/state", None, 501, "NotImplemented"),
         ("POST", "/v1/train", "{", 400, "BadRequest"),

@@ -76,7 +76,7 @@ def test_unknown_key_is_refused_with_the_nearest_and_all_known_ones(tmp_path: Pa
         ("learningRate", -1), ("warmupSteps", -1), ("weightDecay", -0.1), ("betas", [0.9]), ("betas", [0.9, 1.0]),
         ("gradientClip", 0), ("minibatches", 0), ("dataPasses", 0), ("clipLow", 1.5), ("clipHigh", 0),
         ("importanceCap", 1), ("bypass", "perhaps"), ("microBatchTokens", 0), ("seed", -1), ("threads", 0),
-        ("dtype", "float16"), ("reference", "Yesterday"), ("klCoefficient", -1), ("klEstimator", "K4"),
+        ("dtype", "float16"), ("klCoefficient", -1), ("klEstimator", "K4"),
         ("maxTokenAge", -1), ("schedule", "Step"), ("decaySteps", 0), ("finalLearningRate", -1),
         ("activationCheckpointing", "perhaps"), ("trackers", ["Excel"]), ("wandbProject", ""),
     ],
@@ -108,7 +108,6 @@ def test_what_is_not_supported_yet_is_said_so(tmp_path: Path, key: str, said: st
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"klCoefficient": 0.1}, "klCoefficient needs a policy to compare with: set reference to Model"),
         ({"schedule": "Cosine"}, "decaySteps says when a Linear or Cosine schedule ends"),
         ({"decaySteps": 9}, "decaySteps says when a Linear or Cosine schedule ends"),
         ({"schedule": "Linear", "decaySteps": 9, "warmupSteps": 9}, "decaySteps must be after warmupSteps, 9"),

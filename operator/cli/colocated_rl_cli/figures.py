@@ -17,7 +17,7 @@ from statistics import mean, median
 from typing import Any
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import RESIDENT, TIME_SLICED, Ladder, Rung
+from colocated_rl_api.ladder import TIME_SLICED, Ladder, Rung
 
 Line = Mapping[str, Any]
 
@@ -221,7 +221,7 @@ def switch_seconds(figures: Figures) -> list[float]:
         training = [span for span in spans if span.holder is Holder.TRAINER]
         if all(span.towards is not Rung.SERVING for span in spans):
             continue  # under way when the records end
-        if not training and figures.ladder is not RESIDENT:
+        if not training and not figures.ladder.is_resident:
             continue  # no step: an engine came back
         whole = max(span.end for span in spans) - min(span.start for span in spans)
         held = max(span.end for span in training) - min(span.start for span in training) if training else 0.0
@@ -297,19 +297,20 @@ def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[Span]:
 
 def _first_of_climb(ladder: Ladder) -> Rung:
     """With which a climb begins for the GPU: the gate closes, or the trainer begins beside rollout."""
-    return Rung.SEALED if ladder is RESIDENT else Rung.CLOSED
+    return Rung.SEALED if ladder.is_resident else Rung.CLOSED
 
 
 def _holder(rung: Rung, towards: Rung | None, ladder: Ladder) -> Holder:
     """Of the time from a rung to another; None: not there yet."""
-    if ladder is RESIDENT:
+    if ladder.is_resident:
         return _RESIDENT.get(rung, Holder.ROLLOUT)
     if towards in UP_TO_CLOSED or rung in (Rung.SEALED, Rung.SERVING, Rung.UNKNOWN):
         return Holder.ROLLOUT
-    return Holder.TRAINER if rung in (Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED) else Holder.SWITCH
+    return Holder.TRAINER if rung in _TRAINING else Holder.SWITCH
 
 
+_TRAINING = (Rung.RELEASED, Rung.SCORED, Rung.TRAINED, Rung.EXPORTED)
 _RESIDENT = {
-    **dict.fromkeys((Rung.SEALED, Rung.TRAINED), Holder.BOTH),
+    **dict.fromkeys((Rung.SEALED, Rung.SCORED, Rung.TRAINED), Holder.BOTH),
     **dict.fromkeys((Rung.CLOSED, Rung.SETTLED, Rung.PAUSED, Rung.DRAINED, Rung.UPDATED), Holder.SWITCH),
 }

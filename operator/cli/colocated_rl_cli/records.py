@@ -14,16 +14,17 @@ from typing import Any, Self
 import pydantic
 
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_api.ladder import LADDERS, TIME_SLICED, Ladder, Placement
+from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, ladder_for
 
 
 def ladder_of(job: Mapping[str, Any]) -> Ladder:
     """That a job climbs, as its status says or, before it does, its spec; time-sliced if neither can be read."""
     placement = job.get("status", {}).get("placement")
     if placement in set(Placement):
-        return LADDERS[Placement(placement)]
+        has_reference = job.get("spec", {}).get("reference") is not None
+        return ladder_for(Placement(placement), scores=has_reference)
     try:
-        return ColocatedRLJobSpec.model_validate(job.get("spec")).rollout.ladder
+        return ColocatedRLJobSpec.model_validate(job.get("spec")).ladder
     except pydantic.ValidationError:
         return TIME_SLICED
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus
-from colocated_rl_api.ladder import RESIDENT, TIME_SLICED, Rung
+from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import PodFacts, RolloutFacts
 from colocated_rl_cli.evidence import Evidence, spec_of
 from colocated_rl_cli.records import ladder_of
@@ -28,6 +28,7 @@ MOVERS: dict[Rung, Mover] = {
     Rung.PAUSED: Mover("the engine's scheduler says that it is idle", "engine_call_seconds"),
     Rung.DRAINED: Mover("the engine releases its memory", "engine_call_seconds"),
     Rung.RELEASED: Mover("the trainer, which has the GPU, makes the step (after a start: loads its checkpoint)", None),
+    Rung.SCORED: Mover("the trainer, which has scores of the batch, makes the step", None),
     Rung.TRAINED: Mover("the trainer writes the new weights", "trainer_progress_seconds"),
     Rung.EXPORTED: Mover("the trainer leaves the device", "trainer_progress_seconds"),
     Rung.OFFLOADED: Mover("the engine starts on the new weights, or loads them", "engine_start_seconds"),
@@ -41,6 +42,7 @@ RESIDENT_MOVERS = MOVERS | {
     Rung.DRAINED: Mover("the engine loads the new weights, or starts on them", "engine_start_seconds"),
     Rung.UPDATED: Mover("the probe agrees and the gate opens", "engine_call_seconds"),
 }
+SCORED = Mover("the reference scores the batch (after a start: the trainer loads its checkpoint)", None)
 
 
 def waits_for(
@@ -67,7 +69,10 @@ def waits_for(
 
 
 def _mover(seen: Evidence, at: Rung) -> Mover:
-    return (RESIDENT_MOVERS if ladder_of(seen.job) is RESIDENT else MOVERS)[at]
+    ladder = ladder_of(seen.job)
+    if ladder.next_barrier(at) is Rung.SCORED and at in ladder.training:
+        return SCORED
+    return (RESIDENT_MOVERS if ladder.is_resident else MOVERS)[at]
 
 
 def _bound(seen: Evidence, at: Rung) -> str:
@@ -75,7 +80,7 @@ def _bound(seen: Evidence, at: Rung) -> str:
     if spec is None:
         return ""
     switch = spec.switch
-    if ladder_of(seen.job).next_barrier(at) is Rung.TRAINED:
+    if ladder_of(seen.job).next_barrier(at) in (Rung.SCORED, Rung.TRAINED):
         return (
             f" (at most {switch.trainer_start_seconds} s to start, "
             f"{switch.trainer_progress_seconds} s without progress: "
@@ -98,7 +103,7 @@ def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts |
     samples = (rollout.samples if rollout else status.rollout.samples if status.rollout else {}) or {}
     if rollout and rollout.sealed and rollout.sealed.step > step:
         evaluated = rollout.evaluated.step if rollout.evaluated else None
-        if spec.evaluation and evaluated != step and spec.rollout.ladder is TIME_SLICED:
+        if spec.evaluation and evaluated != step and not spec.ladder.is_resident:
             return (
                 f"batch {rollout.sealed.step} is sealed; the evaluation of step {step} has to end first (at most "
                 f"{spec.evaluation.deadline_seconds} s: evaluation.deadlineSeconds)"
@@ -113,7 +118,7 @@ def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts |
 
 
 def _begins(spec: ColocatedRLJobSpec) -> str:
-    return "switch" if spec.rollout.ladder is TIME_SLICED else "step"
+    return "step" if spec.ladder.is_resident else "switch"
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -168,6 +168,14 @@ class Onload(_Action):
 
 
 @dataclass(frozen=True)
+class Score(_Action):
+    """The reference's log-probabilities of a batch."""
+
+    lane = Lane.TRAINERS
+    step: int
+
+
+@dataclass(frozen=True)
 class Train(_Action):
     lane = Lane.TRAINERS
     step: int
@@ -227,6 +235,7 @@ TrainerAction = (
     | StopTrainers
     | FetchShards
     | Onload
+    | Score
     | Train
     | Export
     | Offload

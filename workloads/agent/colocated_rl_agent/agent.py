@@ -296,6 +296,8 @@ class Agent:
                 await self._fetch_shards(step)
             case do.Onload():
                 await trainers.onload()
+            case do.Score(step=step):
+                await trainers.score(step)
             case do.Train(step=step):
                 await trainers.train(step)
             case do.Export(version=version):

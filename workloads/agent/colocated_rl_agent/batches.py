@@ -58,6 +58,11 @@ def shard_path(directory: Path, *, step: int, rank: int) -> Path:
     return directory / f"batch-{step}-{rank}.safetensors"
 
 
+def scores_path(directory: Path, *, step: int, rank: int) -> Path:
+    """Where the rank keeps what its reference says of the batch: the agent only names it, and removes it in time."""
+    return directory / f"batch-{step}-{rank}.scores"
+
+
 async def fetch_shard(
     client: DataClient, endpoint: Endpoint, directory: Path, *, step: int, rank: int, deadline_s: float
 ) -> Path:
@@ -95,8 +100,8 @@ async def fetch_shard(
 
 
 def remove_shards(directory: Path, *, below: int) -> None:
-    """Of steps before `below`."""
-    for path in directory.glob("batch-*-*.safetensors"):
+    """Of steps before `below`, and what stands beside them."""
+    for path in directory.glob("batch-*-*"):
         step = path.name.split("-")[1]
         if step.isdigit() and int(step) < below:
             path.unlink()

@@ -49,6 +49,7 @@ from colocated_rl_agent.actions import (
     RemoveExports,
     Resume,
     Save,
+    Score,
     StartEngine,
     StartTrainers,
     StopTrainers,
@@ -59,7 +60,7 @@ from colocated_rl_agent.actions import (
 )
 from colocated_rl_agent.views import WEIGHTS, PodView
 from colocated_rl_api.job import Verify
-from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
+from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import EngineState, Goal, PodTarget, TagState, TrainerState
 
 TERMINATED = 143  # exit code of a container that was told to end: 128 + SIGTERM
@@ -81,7 +82,10 @@ class Rules:
     @property
     def releases(self) -> bool:
         """Whether engines give their memory up for the trainers."""
-        return self.ladder.placement is Placement.TIME_SLICED
+        return not self.ladder.is_resident
+
+    def lets_trainers_work(self, target: PodTarget) -> bool:
+        return self.asks_for(target, Rung.SCORED if self.ladder.scores else Rung.TRAINED)
 
     def standing(self, pod: PodView, target: PodTarget) -> Rung:
         return self.ladder.standing(pod.facts(), target.version)
@@ -104,11 +108,9 @@ def next_actions(pod: PodView, target: PodTarget | None, rules: Rules) -> tuple[
         return (Wait(),)
     if target.goal is Goal.STOP:
         return (_end(pod, rules, code=0),)
-    match rules.ladder.placement:
-        case Placement.TIME_SLICED:
-            return (_take_turns(pod, target, rules),)
-        case Placement.RESIDENT:
-            return _train_beside(pod, target, rules), _serve_on(pod, target, rules)
+    if rules.ladder.is_resident:
+        return _train_beside(pod, target, rules), _serve_on(pod, target, rules)
+    return (_take_turns(pod, target, rules),)
 
 
 def _replace(pod: PodView) -> Action | Wait | None:
@@ -165,7 +167,7 @@ def _lower(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
 def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
     """To the export of the target's version. None once it is whole."""
     ranks, at = pod.ranks, target.version
-    if not rules.asks_for(target, Rung.TRAINED):
+    if not rules.lets_trainers_work(target):
         return Wait()
     if target.rendezvous is None or target.batches is None:
         return Wait(
@@ -177,7 +179,7 @@ def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
     if max(rank.step for rank in ranks if rank.step is not None) > at.step:
         return Wait(reason="TrainerAhead", message=f"trainers stand at step {step}, step {at.step} is wanted")
     if step < at.step:
-        return _step(pod, step, rules)
+        return _step(pod, target, step, rules)
     if not rules.asks_for(target, Rung.EXPORTED):
         return Wait()
     if any(rank.exported != at for rank in ranks):
@@ -205,13 +207,22 @@ def _form_group(pod: PodView, lineage: int) -> Action | Wait | None:
     return None
 
 
-def _step(pod: PodView, done: int, rules: Rules) -> Action | Wait:
-    """One step after `done`, or what must come before it. A checkpoint that is due is durable before the next step."""
+def _step(pod: PodView, target: PodTarget, done: int, rules: Rules) -> Action | Wait:
+    """One step after `done`, or what must come before it. A checkpoint that is due is durable before the next step.
+
+    Steps that are done again after a reload are scored and trained one by one; before the target's own, the group waits
+    until every reference has scored it.
+    """
     if rules.checkpoint_is_due(done) and _lacks_checkpoint(pod, done):
         return Save(done) if _may_save(pod, rules) else Offload()
     if pod.shards != done + 1:
         return FetchShards(done + 1) if pod.now >= pod.fetch_after else Wait(until=pod.fetch_after)
-    return Onload() if _any_offloaded(pod) else Train(done + 1)
+    if _any_offloaded(pod):
+        return Onload()
+    if rules.ladder.scores and any(rank.scored != done + 1 for rank in pod.ranks):
+        return Score(done + 1)
+    is_granted = done + 1 < target.step or rules.asks_for(target, Rung.TRAINED)
+    return Train(done + 1) if is_granted else Wait()
 
 
 def _raise(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:

@@ -99,7 +99,7 @@ class Settings:
     def rules(self) -> Rules:
         spec = self.job.spec
         return Rules(
-            ladder=spec.rollout.ladder,
+            ladder=spec.ladder,
             settle_s=spec.switch.settle_seconds,
             checkpoint_every=spec.checkpoint.every_steps,
             verify=spec.weight_sync.verify,

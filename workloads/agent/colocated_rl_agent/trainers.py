@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from colocated_rl_agent.batches import shard_path
+from colocated_rl_agent.batches import scores_path, shard_path
 from colocated_rl_agent.devices import MemoryHeld
 from colocated_rl_agent.drivers.base import DriverError, OutcomeUnknown
 from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
@@ -59,7 +59,11 @@ class Trainers:
         self._one_gone = asyncio.Event()
         spec = settings.job.spec
         self._clients = {
-            rank: TrainerRank(self._socket(rank), progress_s=spec.switch.trainer_progress_seconds)
+            rank: TrainerRank(
+                self._socket(rank),
+                progress_s=spec.switch.trainer_progress_seconds,
+                must_score=spec.reference is not None,
+            )
             for rank in settings.ranks
         }
         self._views = {rank: RankView(rank) for rank in settings.ranks}
@@ -183,6 +187,20 @@ class Trainers:
         """verify: raises MemoryHeld if the devices are not as they must be afterwards."""
         await self._ask("offload", lambda rank: self._clients[rank].offload(), verify=verify)
 
+    async def score(self, step: int) -> None:
+        for view in self.views:
+            self._set(view.reported(state=TrainerState.SCORING))
+        batches = self._settings.directories.batches
+        answers = await self._ask(
+            "score",
+            lambda rank: self._clients[rank].score(
+                step, shard_path(batches, step=step, rank=rank), scores_path(batches, step=step, rank=rank)
+            ),
+        )
+        for rank, status in answers.items():
+            if status.scored != step:
+                self.broke(rank, f"score answered, and the newest batch that it scored is {status.scored}, not {step}")
+
     async def train(self, step: int) -> None:
         for view in self.views:
             self._set(view.reported(state=TrainerState.TRAINING))
@@ -269,6 +287,7 @@ class Trainers:
             view.reported(
                 state=status.state,
                 step=status.step,
+                scored=status.scored,
                 dirty=status.dirty,
                 exported=status.exported,
                 saved=status.saved,

@@ -148,6 +148,7 @@ class RankView:
     exit_code: int | None = None
     start_by: float = 0.0  # while it has not loaded its checkpoint: past it the trainer is stopped
     step: int | None = None
+    scored: int | None = None
     dirty: bool = False
     exported: WeightVersion | None = None  # as the trainer says; a fact only once its files were verified
     saved: int | None = None
@@ -184,6 +185,7 @@ class RankView:
             exit_code=self.exit_code,
             lineage=self.lineage,
             step=self.step,
+            scored=self.scored,
             dirty=self.dirty,
             exported=self.exported if self.exported == whole else None,
             saved=self.saved,

@@ -9,7 +9,8 @@ of the same batches from a checkpoint gives the same weights, on the CPU the sam
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,9 +25,11 @@ from colocated_rl_trainer.batch import MicroBatch, Shard, Use, deal_minibatches,
 from colocated_rl_trainer.checkpoint import OPTIMIZER, Checkpoints
 from colocated_rl_trainer.group import Group, join_group
 from colocated_rl_trainer.loss import importance_ratio, kl_penalty, policy_loss, token_logp
+from colocated_rl_trainer.manifest import sha256_of
 from colocated_rl_trainer.rank import Watch
 from colocated_rl_trainer.residency import Residency
-from colocated_rl_trainer.settings import RankSettings, TrainerConfig
+from colocated_rl_trainer.scores import find_scores, write_scores
+from colocated_rl_trainer.settings import RankSettings, SettingsError, TrainerConfig
 from colocated_rl_trainer.tally import Tally, metrics
 from colocated_rl_trainer.trackers import Tracker, check_trackers, make_trackers
 from colocated_rl_trainer.weights import checkpoint_activations, load_model, probe, write_model, write_tensors
@@ -52,14 +55,14 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Known:
-    """Log-probabilities of the shard's tokens, [T]; NaN where nobody computed them."""
+    """Log-probabilities of the shard's tokens, [T]; NaN where nobody needs them."""
 
     start: Tensor  # under the weights that the step begins with
-    reference: Tensor
+    reference: Tensor | None  # None: there is none
 
 
 class ReferenceTrainer:
-    """One rank. The methods are those of `rank.Loop`."""
+    """One rank. The methods are those of `rank.ScoringLoop`."""
 
     def __init__(self, settings: RankSettings, config: TrainerConfig) -> None:
         self._settings = settings
@@ -75,6 +78,12 @@ class ReferenceTrainer:
             max_token_age=config.max_token_age,
             equal_too=config.kl_coefficient > 0,
         )
+        self._has_reference = spec.reference is not None
+        if config.kl_coefficient and not self._has_reference:
+            raise SettingsError(
+                "klCoefficient in spec.trainer.config needs a policy to compare with: add spec.reference to the job"
+            )
+        self._scored: tuple[int, Tensor] | None = None  # newest step that the reference has seen, and what it said
         check_trackers(config.trackers)
         self._trackers: Sequence[Tracker] = ()
         if config.threads is not None:
@@ -88,7 +97,7 @@ class ReferenceTrainer:
         if self._config.activation_checkpointing:
             checkpoint_activations(self.model)
         self._state = Residency(self.model, self._device, with_moments=self._config.optimizer == "AdamW")
-        if self._config.reference:
+        if self._has_reference:
             self._state.keep_reference(load_model(self._settings.model))
         if found:
             self._read_optimizer(found.directory / OPTIMIZER)
@@ -105,17 +114,28 @@ class ReferenceTrainer:
     def offload(self) -> None:
         self._state.offload()
 
+    def score(self, step: int, path: Path, scores: Path, watch: Watch) -> None:
+        with self._saying_what_takes_memory(step):
+            shard, work = self._read_batch(step, path)
+            digest = sha256_of(path)
+            logp = find_scores(scores, shard_sha256=digest, needed=_computed(shard, work))
+            if not all(self._group.gather(logp is not None)):  # a pass is every rank's, or nobody's
+                logp = torch.full_like(shard.behaviour_logp, torch.nan)
+                with self._state.as_reference():
+                    self._compute(shard, work, into=logp, watch=watch)
+                write_scores(scores, logp, shard_sha256=digest)
+            assert logp is not None
+            self._scored = step, logp
+
     def train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
-        try:
+        with self._saying_what_takes_memory(step):
             return self._train(step, path, watch)
-        except torch.OutOfMemoryError as error:
-            raise DeviceFull(f"no memory for step {step}: {self._what_takes_memory()}: {error}") from error
 
     def _train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
         config, state = self._config, self._state
         shard, work = self._read_batch(step, path)
         tally = Tally.of(shard)
-        known = self._score(shard, work, watch)
+        known = self._look_up(step, shard, work, watch)
         learning_rate = config.learning_rate_at(step)
         for _data_pass in range(config.data_passes):
             for minibatch in work:
@@ -127,21 +147,23 @@ class ReferenceTrainer:
                 state.update(learning_rate=learning_rate, betas=config.betas, weight_decay=config.weight_decay)
                 tally.add_update(gradient_norm)
         tally.add_mismatch(shard, known.start)
-        told = metrics(self._group.gather(tally), has_reference=config.reference is not None)
+        told = metrics(self._group.gather(tally), has_reference=self._has_reference)
         told["learning_rate"] = learning_rate
         for tracker in self._trackers:
             tracker.tell(step, told)
         return told
 
-    def _score(self, shard: Shard, work: Sequence[_Work], watch: Watch) -> _Known:
+    def _look_up(self, step: int, shard: Shard, work: Sequence[_Work], watch: Watch) -> _Known:
         """What the step must know of the batch before its first update changes the weights."""
-        known = _Known(*(torch.full_like(shard.behaviour_logp, torch.nan) for _ in range(2)))
+        start = torch.full_like(shard.behaviour_logp, torch.nan)
         if not self._config.bypass:
-            self._compute(shard, work[1:], into=known.start, watch=watch)  # the first will find those weights
-        if self._config.reference:
-            with self._state.as_reference():
-                self._compute(shard, work, into=known.reference, watch=watch)
-        return known
+            self._compute(shard, work[1:], into=start, watch=watch)  # the first will find those weights
+        if not self._has_reference:
+            return _Known(start, None)
+        assert self._scored is not None
+        scored, reference = self._scored
+        assert scored == step
+        return _Known(start, reference)
 
     def _compute(self, shard: Shard, work: Sequence[_Work], *, into: Tensor, watch: Watch) -> None:
         for minibatch in work:
@@ -170,7 +192,7 @@ class ReferenceTrainer:
             clip_high=config.clip_high,
         )
         loss = policy.total
-        if config.reference:
+        if known.reference is not None:
             reference_logp, estimator = known.reference[micro.tokens].to(device), config.kl_estimator
             if config.kl_coefficient:
                 loss = loss + config.kl_coefficient * kl_penalty(logp, reference_logp, weight, estimator=estimator)
@@ -251,6 +273,13 @@ class ReferenceTrainer:
             gradients.mul_(self._config.gradient_clip / norm)
         return norm
 
+    @contextmanager
+    def _saying_what_takes_memory(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise DeviceFull(f"no memory for step {step}: {self._what_takes_memory()}: {error}") from error
+
     def _what_takes_memory(self) -> str:
         config, vocabulary = self._config, int(self.model.config.get_text_config().vocab_size)
         state = 4 * sum(map(len, (self._state.parameters, self._state.gradients, *self._state.moments.values())))
@@ -277,3 +306,12 @@ class ReferenceTrainer:
         for kind, buffer in state.moments.items():
             for name, view in state.named(buffer).items():
                 view.copy_(moments[f"{kind}.{name}"])
+
+
+def _computed(shard: Shard, work: Sequence[_Work]) -> Tensor:
+    """Which of the shard's tokens passes over `work` compute: bool [T]."""
+    computed = torch.zeros_like(shard.loss_mask)
+    for minibatch in work:
+        for micro in minibatch.micro_batches:
+            computed[micro.tokens] = True
+    return computed

@@ -21,12 +21,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
-from typing import NoReturn, Protocol, assert_never
+from typing import NoReturn, Protocol, assert_never, runtime_checkable
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import TrainerState, Wire
-from colocated_rl_api.trainer_wire import ExportRequest, SaveRequest, TrainerError, TrainerStatus, TrainRequest
+from colocated_rl_api.trainer_wire import (
+    ExportRequest,
+    SaveRequest,
+    ScoreRequest,
+    TrainerError,
+    TrainerStatus,
+    TrainRequest,
+)
 from colocated_rl_api.weights import MANIFEST, Probe
 from colocated_rl_trainer.manifest import write_manifest
 
@@ -97,6 +104,18 @@ class Loop(Protocol):
         """
 
 
+@runtime_checkable
+class ScoringLoop(Loop, Protocol):
+    """A loop for jobs with a reference, which is its to keep: off the device, but while it scores."""
+
+    def score(self, step: int, shard: Path, scores: Path, watch: Watch) -> None:
+        """Let the reference compute what `train` of the same step will use. May be collective, as `train`.
+
+        scores: where to keep it, whole or not at all, and find it again: asked for after a restart, it is this batch's
+        if it was made from the same bytes.
+        """
+
+
 class OnloadRequest(Wire):
     pass
 
@@ -105,7 +124,7 @@ class OffloadRequest(Wire):
     pass
 
 
-Request = OnloadRequest | OffloadRequest | TrainRequest | ExportRequest | SaveRequest
+Request = OnloadRequest | OffloadRequest | ScoreRequest | TrainRequest | ExportRequest | SaveRequest
 
 
 def holds(status: TrainerStatus, request: Request) -> bool:
@@ -115,6 +134,8 @@ def holds(status: TrainerStatus, request: Request) -> bool:
             return status.state is TrainerState.ONLOADED
         case OffloadRequest():
             return status.state is TrainerState.OFFLOADED
+        case ScoreRequest():
+            return status.scored == request.step
         case TrainRequest():
             return status.step == request.step
         case ExportRequest():
@@ -124,16 +145,25 @@ def holds(status: TrainerStatus, request: Request) -> bool:
     assert_never(request)
 
 
-def conflict(status: TrainerStatus, request: Request) -> TrainerError | None:
-    """Why `request` can't be done from here, or None. For a request whose effect does not hold."""
+def conflict(status: TrainerStatus, request: Request, *, must_score: bool = False) -> TrainerError | None:
+    """Why `request` can't be done from here, or None. For a request whose effect does not hold.
+
+    must_score: the job has a reference.
+    """
     match request:
         case OnloadRequest() | OffloadRequest():
             return None
-        case TrainRequest() | ExportRequest() if status.state is not TrainerState.ONLOADED:
+        case ScoreRequest() if not (status.can_score and must_score):
+            return trainer_error("NoReference", "the job has none, or this loop has no `score`")
+        case ScoreRequest() | TrainRequest() | ExportRequest() if status.state is not TrainerState.ONLOADED:
             return trainer_error("NotOnloaded", f"rank {status.rank} is {status.state}: ask for /v1/onload first")
-        case TrainRequest() if status.step is None or request.step != status.step + 1:
+        case ScoreRequest() | TrainRequest() if status.step is None or request.step != status.step + 1:
             return trainer_error(
-                "WrongStep", f"rank {status.rank} stands at {status.step}: it can't train {request.step}"
+                "WrongStep", f"rank {status.rank} stands at {status.step}: step {request.step} is not next"
+            )
+        case TrainRequest() if must_score and status.scored != request.step:
+            return trainer_error(
+                "NotScored", f"the reference has not seen step {request.step}: ask for /v1/score first"
             )
         case ExportRequest() if request.version != (status.step, status.lineage):
             held = f"{status.step}-{status.lineage}"
@@ -167,8 +197,9 @@ class Rank:
     `ask` is for the server's threads, everything else for the main thread.
     """
 
-    def __init__(self, *, rank: int, lineage: int, writes_weights: bool) -> None:
+    def __init__(self, *, rank: int, lineage: int, writes_weights: bool, must_score: bool = False) -> None:
         self._writes_weights = writes_weights
+        self._must_score = must_score
         self._status = TrainerStatus(state=TrainerState.STARTING, rank=rank, lineage=lineage)
         self._operation: _Operation | None = None
         self._asking = 0
@@ -216,14 +247,15 @@ class Rank:
         if self._operation is not None:
             under_way = type(self._operation.request).__name__.removesuffix("Request").lower()
             return trainer_error("Busy", f"{under_way} is under way: ask again when it is done")
-        return conflict(self._status, request)
+        return conflict(self._status, request, must_score=self._must_score)
 
     def run(self, make_loop: Callable[[], Loop]) -> NoReturn:
         """Load, then do what is asked, until something fails. Raises whatever made the state unknown."""
         began = time.monotonic()
         loop = make_loop()
         step = loop.load()
-        self._set(state=TrainerState.OFFLOADED, step=step, saved=step, replay_from=loop.replay_from())
+        can_score, replay_from = isinstance(loop, ScoringLoop), loop.replay_from()
+        self._set(state=TrainerState.OFFLOADED, can_score=can_score, step=step, saved=step, replay_from=replay_from)
         log(_LOG, "trainer loaded", step=step, took_s=_since(began))
         while True:
             with self._changed:
@@ -236,7 +268,7 @@ class Rank:
                 if not isinstance(error, Refused) or self._status.dirty:
                     operation.failure = trainer_error("Failed", f"{type(error).__name__}: {error}; this rank ends")
                     raise
-                if isinstance(operation.request, TrainRequest):
+                if isinstance(operation.request, ScoreRequest | TrainRequest):
                     self._set(state=TrainerState.ONLOADED)
                 operation.failure = trainer_error(type(error).__name__, str(error))
                 log(_LOG, "request refused", logging.WARNING, step=self._status.step, reason=str(error))
@@ -270,6 +302,13 @@ class Rank:
                 loop.offload()
                 self._set(state=TrainerState.OFFLOADED)
                 log(_LOG, "trainer offloaded", step=self._status.step, took_s=_since(began))
+            case ScoreRequest():
+                assert isinstance(loop, ScoringLoop)
+                self._set(state=TrainerState.SCORING)
+                with _refusing("scores", "give the node more ephemeral storage"):
+                    loop.score(request.step, Path(request.shard), Path(request.scores), self)
+                self._set(state=TrainerState.ONLOADED, scored=request.step)
+                log(_LOG, "batch scored", step=request.step, took_s=_since(began))
             case TrainRequest():
                 self._set(state=TrainerState.TRAINING)
                 metrics = loop.train(request.step, Path(request.shard), self)

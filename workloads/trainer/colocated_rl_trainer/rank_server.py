@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from colocated_rl_api import names
 from colocated_rl_api.logs import configure, log
 from colocated_rl_api.member_wire import Wire
-from colocated_rl_api.trainer_wire import ExportRequest, SaveRequest, TrainRequest
+from colocated_rl_api.trainer_wire import ExportRequest, SaveRequest, ScoreRequest, TrainRequest
 from colocated_rl_trainer.rank import Loop, NotDone, OffloadRequest, OnloadRequest, Rank, Request, trainer_error
 from colocated_rl_trainer.settings import RankSettings, SettingsError
 
@@ -35,6 +35,7 @@ IDLE_CONNECTION_S = 60.0  # an agent's connection that asks nothing is closed
 ROUTES: Mapping[str, type[Request]] = {
     "/v1/onload": OnloadRequest,
     "/v1/offload": OffloadRequest,
+    "/v1/score": ScoreRequest,
     "/v1/train": TrainRequest,
     "/v1/export": ExportRequest,
     "/v1/save": SaveRequest,
@@ -61,7 +62,12 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
     configure(job=job.name, job_uid=job.uid, rank=settings.rank, lineage=settings.lineage)
     if names.ENV_POD_NAME in environment:
         configure(pod=environment[names.ENV_POD_NAME])
-    rank = Rank(rank=settings.rank, lineage=settings.lineage, writes_weights=settings.writes_weights)
+    rank = Rank(
+        rank=settings.rank,
+        lineage=settings.lineage,
+        writes_weights=settings.writes_weights,
+        must_score=job.spec.reference is not None,
+    )
     try:
         server = RankServer(settings.socket, rank)
     except OSError as error:

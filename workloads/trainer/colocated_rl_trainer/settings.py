@@ -118,10 +118,9 @@ class TrainerConfig(BaseModel):
     clip_low: float = Field(default=0.2, gt=0, le=1, description="The ratio is clipped below 1 - clipLow.")
     clip_high: float = Field(default=0.28, gt=0, description="And above 1 + clipHigh.")
     importance_cap: float = Field(default=2.0, gt=1, description="Bound of the ratio to the behaviour policy.")
-    reference: Literal["Model"] | None = Field(
-        default=None, description="The frozen policy that KL is measured against: the model as the job began with it."
+    kl_coefficient: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Of KL in the loss; needs spec.reference."
     )
-    kl_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Of KL in the loss.")
     kl_estimator: KL = Field(default="K3", description="Of KL, by one token; K3 is that of GRPO.")
     max_token_age: int | None = Field(
         default=None, ge=0, description="Tokens that weights of more steps ago have made are not trained."
@@ -164,8 +163,6 @@ class TrainerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.kl_coefficient and self.reference is None:
-            raise _contradiction("klCoefficient needs a policy to compare with: set reference to Model")
         if (self.schedule == "Constant") != (self.decay_steps is None):
             raise _contradiction("decaySteps says when a Linear or Cosine schedule ends: set both or none")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:

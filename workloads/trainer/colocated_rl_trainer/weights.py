@@ -84,10 +84,14 @@ def write_model(
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """One safetensors file. Raises OSError when there is no space."""
     with _as_os_error():
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            file,
+            metadata={"format": "pt"} | dict(metadata or {}),
+        )
 
 
 def probe(model: PreTrainedModel, dtype: torch.dtype) -> Probe:

@@ -17,11 +17,12 @@ from pydantic import BaseModel, ValidationError
 
 from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable, within
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.member_wire import JobFile, Rendezvous
+from colocated_rl_api.member_wire import JobFile, Rendezvous, TrainerState
 from colocated_rl_api.trainer_wire import (
     PROTOCOL,
     ExportRequest,
     SaveRequest,
+    ScoreRequest,
     TrainerEnvironment,
     TrainerError,
     TrainerStatus,
@@ -71,10 +72,17 @@ class TrainerRank:
     """One incarnation of a rank.
 
     progress_s: deadline of each request that takes work, from its last progress. lease_s: from the last sign of life.
+    must_score: the job has a reference.
     """
 
     def __init__(
-        self, socket: Path, *, progress_s: float, heartbeat_s: float = HEARTBEAT_S, lease_s: float = LEASE_S
+        self,
+        socket: Path,
+        *,
+        progress_s: float,
+        heartbeat_s: float = HEARTBEAT_S,
+        lease_s: float = LEASE_S,
+        must_score: bool = False,
     ) -> None:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(str(socket), limit=0),
@@ -83,6 +91,7 @@ class TrainerRank:
         )
         self._progress_s = progress_s
         self._heartbeat_s, self._lease_s = heartbeat_s, lease_s
+        self._must_score = must_score
 
     async def close(self) -> None:
         await self._session.close()
@@ -96,6 +105,9 @@ class TrainerRank:
 
     async def offload(self) -> TrainerStatus:
         return await self._work("/v1/offload", {})
+
+    async def score(self, step: int, shard: Path, scores: Path) -> TrainerStatus:
+        return await self._work("/v1/score", ScoreRequest(step=step, shard=str(shard), scores=str(scores)))
 
     async def train(self, step: int, shard: Path) -> TrainerStatus:
         return await self._work("/v1/train", TrainRequest(step=step, shard=str(shard)))
@@ -158,6 +170,11 @@ class TrainerRank:
         if status.protocol != PROTOCOL:
             raise Unsuitable(
                 f"the trainer speaks protocol {status.protocol}, this agent {PROTOCOL}: use matching images"
+            )
+        if self._must_score and status.state is not TrainerState.STARTING and not status.can_score:
+            raise Unsuitable(
+                "the trainer can't score (canScore is false), and the job has a reference: give its loop a `score`, or "
+                "make a job without spec.reference"
             )
         return status
 

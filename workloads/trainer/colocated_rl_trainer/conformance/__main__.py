@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from colocated_rl_trainer.conformance.checks import CHECKS, Broken, Check
+from colocated_rl_trainer.conformance.checks import Broken, Check, checks_of
 from colocated_rl_trainer.conformance.ranks import NotThere, Refusal, TrainerGroup, TrainerKind, running
 
 HELD, BROKEN, NOT_LOADED = 0, 1, 2
@@ -24,7 +24,8 @@ LAST_LINES = 5  # of each rank's output, after a failure
 def main(words: Sequence[str]) -> int:
     options = _options(words)
     config = json.loads(options.config.read_bytes()) if options.config else {}
-    kind = TrainerKind("yours", options.command, options.model.resolve(), config)
+    kind = TrainerKind("yours", options.command, options.model.resolve(), config, has_reference=options.reference)
+    checks = checks_of(kind)
     with (
         tempfile.TemporaryDirectory(prefix="conformance-") as scratch,
         running(kind, Path(scratch), size=options.ranks, device=options.device) as trainer,
@@ -35,11 +36,11 @@ def main(words: Sequence[str]) -> int:
         except (NotThere, Refusal, OSError, ValidationError) as error:
             _say(f"the trainer did not load: {error}")
             return NOT_LOADED
-        broken = sum(not _holds(trainer, check) for check in CHECKS)
+        broken = sum(not _holds(trainer, check) for check in checks)
         if broken:
             for line in _last_words(trainer):
                 _say(line)
-    _say(f"{len(CHECKS) - broken} of {len(CHECKS)} checks held")
+    _say(f"{len(checks) - broken} of {len(checks)} checks held")
     return BROKEN if broken else HELD
 
 
@@ -68,6 +69,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="directory of a small model, Hugging Face format")
     parser.add_argument("--config", type=Path, help="JSON file: what spec.trainer.config would be")
     parser.add_argument("--ranks", type=int, default=2, help="of the group, each as in a pod of its own (2)")
+    parser.add_argument("--reference", action="store_true", help="as in a job with spec.reference: it has to score")
     parser.add_argument("--device", default="cpu", help="of each rank: cpu or cuda:N (cpu)")
     parser.add_argument("command", nargs="+", help="the trainer, after --: what spec.trainer.command would be")
     return parser.parse_args(words)

@@ -17,7 +17,7 @@ from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import TrainerState
 from colocated_rl_api.trainer_wire import PROTOCOL, TrainerStatus
 from colocated_rl_api.weights import MANIFEST, Manifest
-from colocated_rl_trainer.conformance.ranks import Refusal, TrainerGroup, running
+from colocated_rl_trainer.conformance.ranks import Refusal, TrainerGroup, TrainerKind, running
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
 from colocated_rl_trainer.manifest import sha256_of, tensor_entries
 
@@ -87,7 +87,10 @@ def answers_its_state_during_a_step(trainer: TrainerGroup) -> None:
     while training.is_alive():
         states.add(trainer.ranks[0].status.state)
     training.join()
-    expect(states <= {TrainerState.ONLOADED, TrainerState.TRAINING}, f"during a step it says {states}")
+    expect(
+        states <= {TrainerState.ONLOADED, TrainerState.SCORING, TrainerState.TRAINING},
+        f"during a step it says {states}",
+    )
 
 
 def makes_progress_in_a_step(trainer: TrainerGroup) -> None:
@@ -128,6 +131,33 @@ def changes_nothing_for_a_request_that_makes_no_sense(trainer: TrainerGroup) -> 
         expect(code == 400, f"POST /v1/train {body} is answered {code}, not 400")
         expect(bool(content.get("error") and content.get("message")), f"400 without error and message: {content}")
     expect(rank.status == before, f"senseless requests changed the state: {before}, then {rank.status}")
+
+
+def scores_a_batch_before_it_trains_it(trainer: TrainerGroup) -> None:
+    """Only in a job with a reference."""
+    expect(
+        all(rank.status.can_score for rank in trainer.ranks), "`canScore` is false: a job with a reference needs true"
+    )
+    step, files = _next_batch(trainer)
+    _expect_conflict(trainer, f"training step {step} unscored", lambda: trainer.ranks[0].train(step, files[0]))
+    first = trainer.score(step, files)
+    told = {(status.step, status.scored, status.state, status.dirty) for status in first}
+    wanted = {(step - 1, step, TrainerState.ONLOADED, False)}
+    expect(told == wanted, f"after scoring step {step}, (step, scored, state, dirty) are {told}, not {wanted}")
+    again = trainer.score(step, files)
+    expect(first == again, f"asked to score step {step} again, it did not answer what it had: {again[0]}")
+    expect({status.step for status in trainer.train(step, files)} == {step}, f"step {step} is scored and not trained")
+
+
+def refuses_to_score_what_is_not_next_or_while_offloaded(trainer: TrainerGroup) -> None:
+    """Only in a job with a reference."""
+    step, files = _next_batch(trainer)
+    _expect_conflict(
+        trainer, f"scoring step {step + 1} at step {step - 1}", lambda: trainer.ranks[0].score(step + 1, files[0])
+    )
+    trainer.offload()
+    _expect_conflict(trainer, "scoring while offloaded", lambda: trainer.ranks[0].score(step, files[0]))
+    trainer.onload()
 
 
 def exports_what_is_whole_named_and_readable(trainer: TrainerGroup) -> None:
@@ -248,6 +278,13 @@ CHECKS: Sequence[Check] = (
     saves_while_offloaded,
     goes_on_from_its_checkpoint_when_it_is_killed,  # the last: it ends them
 )
+
+SCORING: Sequence[Check] = (scores_a_batch_before_it_trains_it, refuses_to_score_what_is_not_next_or_while_offloaded)
+
+
+def checks_of(kind: TrainerKind) -> Sequence[Check]:
+    """Those of scoring too, where there is a reference; the one that ends the ranks last."""
+    return (*CHECKS[:-1], *SCORING, CHECKS[-1]) if kind.has_reference else CHECKS
 
 
 # ------------------------------------------------------------------------------------------------------------- batches

@@ -90,6 +90,9 @@ class TrainerProcess:
     def train(self, step: int, shard: Path) -> TrainerStatus:
         return self.ask("/v1/train", {"step": step, "shard": str(shard)})
 
+    def score(self, step: int, shard: Path) -> TrainerStatus:
+        return self.ask("/v1/score", {"step": step, "shard": str(shard), "scores": str(scores_beside(shard))})
+
     def export(self, version: WeightVersion, directory: Path) -> TrainerStatus:
         return self.ask("/v1/export", {"version": str(version), "directory": str(directory)})
 
@@ -128,12 +131,13 @@ class TrainerProcess:
 
 @dataclass(frozen=True)
 class TrainerKind:
-    """Whose trainer: its command, and the model and config it takes."""
+    """Whose trainer: its command, and the model and config it takes; in a job with a reference or without."""
 
     name: str
     command: Sequence[str]
     model: Path
     config: Mapping[str, object]
+    has_reference: bool = False
 
 
 class TrainerGroup:
@@ -159,7 +163,7 @@ class TrainerGroup:
         self.checkpoints = folder / "checkpoints"
         self.checkpoints.mkdir(exist_ok=True)
         (folder / "trainer.json").write_text(json.dumps(kind.config))
-        (folder / "job.json").write_text(json.dumps(job_file(keep=keep)))
+        (folder / "job.json").write_text(json.dumps(job_file(keep=keep, has_reference=kind.has_reference)))
         self._sockets = tempfile.TemporaryDirectory(prefix="ranks-")  # short: a socket's path holds 107 bytes
         port = free_port()
         self.ranks = [self._start(rank, port) for rank in range(size)]
@@ -202,7 +206,13 @@ class TrainerGroup:
     def offload(self) -> list[TrainerStatus]:
         return self.all(lambda _, rank: rank.ask("/v1/offload", {}))
 
+    def score(self, step: int, shards: Sequence[Path]) -> list[TrainerStatus]:
+        return self.all(lambda number, rank: rank.score(step, shards[number]))
+
     def train(self, step: int, shards: Sequence[Path]) -> list[TrainerStatus]:
+        """As agents do: scored first, where there is a reference."""
+        if self.kind.has_reference and any(rank.status.step != step for rank in self.ranks):
+            self.score(step, shards)
         return self.all(lambda number, rank: rank.train(step, shards[number]))
 
     def export(self, step: int) -> list[Path]:
@@ -242,6 +252,10 @@ def running(
         group.end()
 
 
+def scores_beside(shard: Path) -> Path:
+    return shard.with_suffix(".scores")
+
+
 def free_port() -> int:
     """For a server that listens only after a while: one of those that the kernel gives to no connection meanwhile."""
     while True:
@@ -251,7 +265,7 @@ def free_port() -> int:
             return port
 
 
-def job_file(*, keep: int = 2) -> dict[str, object]:
+def job_file(*, keep: int = 2, has_reference: bool = False) -> dict[str, object]:
     return {
         "name": "sums",
         "namespace": "default",
@@ -263,5 +277,6 @@ def job_file(*, keep: int = 2) -> dict[str, object]:
             "rollout": {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 4},
             "switch": {"trainerStartSeconds": 100, "trainerProgressSeconds": 60},
             "checkpoint": {"keep": keep},
+            **({"reference": {}} if has_reference else {}),
         },
     }

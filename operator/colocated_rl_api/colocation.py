@@ -1,0 +1,78 @@
+"""Whose devices a role shares: what `colocateWith` may say, and what is wrong with everything else.
+
+A role names another one, `""` asks for devices of its own, and the trainer, whose devices they are, names nobody. What
+works yet is to share the trainer's. Said twice, in CEL for the API server and in Python, with the same words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from colocated_rl_api.parts import Rule
+
+TRAINER = "trainer"
+ROLE_MAX = 32  # characters
+
+
+@dataclass(frozen=True)
+class Colocation:
+    """Of one role. peer: the other one that may set the field."""
+
+    role: str
+    peer: str
+
+    def refusal(self, named: str, *, peers: str | None) -> str | None:
+        """Why the role can't share the devices of `named`. peers: whom the peer names; None: the job has no peer."""
+        if named == TRAINER:
+            return None
+        if named == "":
+            return self._own
+        if named not in (self.role, self.peer):
+            return self._unknown % named
+        if named == self.role:
+            return self._itself
+        if peers is None:
+            return self._inactive
+        return self._cycle if peers == self.role else self._indirect
+
+    @property
+    def rule(self) -> Rule:
+        """The same, of the spec."""
+        named, peers = f"self.{self.role}.colocateWith", f"self.{self.peer}.colocateWith"
+        return Rule(
+            field=f"{self.role}.colocateWith",
+            rule=f"!has(self.{self.role}) || !has({named}) || {named} == '{TRAINER}'",
+            message=f"{self.role}.colocateWith is {TRAINER}: no other devices are supported yet",
+            said=f"{named} == '' ? '{self._own}' : "
+            f"!({named} in ['{self.role}', '{self.peer}']) ? '{self._unknown}'.format([{named}]) : "
+            f"{named} == '{self.role}' ? '{self._itself}' : "
+            f"!has(self.{self.peer}) ? '{self._inactive}' : "
+            f"has({peers}) && {peers} == '{self.role}' ? '{self._cycle}' : '{self._indirect}'",
+        )
+
+    @property
+    def _own(self) -> str:
+        return f"{self.role} on devices of its own is not supported yet: write {TRAINER}"
+
+    @property
+    def _unknown(self) -> str:
+        return f"colocateWith is %s, and the roles are rollout, reference and {TRAINER}: write {TRAINER}"
+
+    @property
+    def _itself(self) -> str:
+        return f"{self.role} shares no devices by naming itself: write {TRAINER}"
+
+    @property
+    def _inactive(self) -> str:
+        return f"colocateWith is {self.peer}, and this job has none: write {TRAINER}"
+
+    @property
+    def _cycle(self) -> str:
+        return f"{self.role} and {self.peer} name each other, and no devices: write {TRAINER} in both"
+
+    @property
+    def _indirect(self) -> str:
+        return f"{self.role} on the devices of {self.peer} is not supported yet: write {TRAINER}, whose they are"
+
+
+COLOCATIONS = (Colocation("rollout", peer="reference"), Colocation("reference", peer="rollout"))
