@@ -118,6 +118,12 @@ lock: ## resolve the pinned requirement files anew
 images: ## container images of the last commit, with docker, podman or nerdctl; IMAGES="operator agent" for some of them
 	@BUILDER='$(BUILDER)' REPOSITORY='$(REPOSITORY)' TAG='$(TAG)' BUILD_ARGS='$(BUILD_ARGS)' workloads/images/build.sh $(IMAGES)
 
+.PHONY: docs
+docs: setup-dev ## the pages of docs/ as a site in .build/site, every link checked
+	@.build/tools/bin/uv run --quiet --no-project --with-requirements tests/website/requirements.txt \
+	  mkdocs build --quiet --strict --config-file tests/website/mkdocs.yml
+	@echo ".build/site/index.html"
+
 .PHONY: bundle
 bundle: ## the chart as plain manifests for kubectl apply, in .build/colocated-rl.yaml
 	@$(SETUP) --only cluster

@@ -21,6 +21,7 @@ SELECTIONS = {
     "workloads/agent/requirements.txt": ("workloads/agent/pyproject.toml",),
     "workloads/rollout/requirements.txt": ("workloads/rollout/pyproject.toml",),
     "tests/peers/requirements.txt": ("tests/peers/requirements.in",),
+    "tests/website/requirements.txt": ("tests/website/requirements.in",),
     "workloads/gpu/requirements.txt": ("workloads/gpu/requirements.in", "workloads/trainer/pyproject.toml"),
 }
 

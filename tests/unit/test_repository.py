@@ -114,11 +114,13 @@ def test_requirement_files_pin_everything_and_name_no_index(path: Path) -> None:
 def test_no_library_has_two_versions_in_the_project() -> None:
     everything = {requirement.partition(" ;")[0] for _, requirement in pins(ROOT / "tests/requirements.txt")}
     ours = {pin.partition("==")[0] for pin in everything}
-    peers = ROOT / "tests/peers/requirements.txt"  # what only it has is no part of the project
+    besides = {
+        ROOT / f"tests/{name}/requirements.txt" for name in ("peers", "website")
+    }  # what only they have is no part of it
     others = {
         requirement.partition(" ;")[0]
         for path in REQUIREMENTS
         for name, requirement in pins(path)
-        if path != peers or name in ours
+        if path not in besides or name in ours
     }
     assert set() == others - everything
