@@ -189,6 +189,9 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
 async def _apply_objects(job: Job, doors: Doors) -> None:
     with contextlib.suppress(Conflict):  # made at an earlier look; its name contains the job's UID
         await doors.kube.create_secret(job.namespace, belongings.tls_secret(job, doors.authority.job_files(job.uid)))
+    for claim in belongings.claims(job):
+        with contextlib.suppress(Conflict):  # there, and perhaps larger by now: a claim can't be made smaller again
+            await doors.kube.create_claim(job.namespace, claim)
     for body in belongings.applied(job, operator_namespace=doors.namespace):
         await doors.kube.apply(job.namespace, body)
 

@@ -13,8 +13,8 @@ from colocated_rl_operator.resources import Object, claim_name, config_name, met
 
 
 def applied(job: Job, *, operator_namespace: str) -> list[Object]:
-    """All that is kept as it is here; the Secret is made once."""
-    return [config(job), network_policy(job, operator_namespace=operator_namespace), *claims(job)]
+    """All that is kept as it is here; the Secret and the claims are made once."""
+    return [config(job), network_policy(job, operator_namespace=operator_namespace)]
 
 
 def config(job: Job) -> Object:

@@ -8,7 +8,8 @@
 | delete_job | rl.colocate.dev colocatedrljobs | delete | of the job |
 | list_pods | pods | list | of the job |
 | create_pod, delete_pod | pods | create, delete | of the job |
-| apply | configmaps, persistentvolumeclaims; networking.k8s.io networkpolicies | create, patch | of the job |
+| create_claim | persistentvolumeclaims | create | of the job |
+| apply | configmaps; networking.k8s.io networkpolicies | create, patch | of the job |
 | create_secret | secrets | create | of the job, and its own |
 | read_secret | secrets | get | its own only |
 | create_event, repeat_event | events.k8s.io events | create, patch | of the job |
@@ -43,7 +44,6 @@ Body = dict[str, Any]
 
 _PLURALS = {
     ("v1", "ConfigMap"): "configmaps",
-    ("v1", "PersistentVolumeClaim"): "persistentvolumeclaims",
     ("networking.k8s.io/v1", "NetworkPolicy"): "networkpolicies",
 }
 
@@ -135,6 +135,11 @@ class Kube:
             "application/apply-patch+yaml",
             query={"fieldManager": names.FIELD_MANAGER, "force": "true"},
         )
+
+    async def create_claim(self, namespace: str, claim: Body) -> Body:
+        """Raises Conflict if it is there."""
+        plural = "persistentvolumeclaims"
+        return await self._call("post", plural, _core_path(namespace, plural), claim)
 
     async def create_secret(self, namespace: str, secret: Body) -> Body:
         return await self._call("post", "secrets", _core_path(namespace, "secrets"), secret)

@@ -42,7 +42,7 @@ KOPF = {
 GARBAGE_COLLECTION = {Right(JOBS, names.GROUP, f"{names.PLURAL}/finalizers", "update")}  # for blockOwnerDeletion
 
 THING = {"metadata": {"name": "some"}}
-APPLIED = (("v1", "ConfigMap"), ("v1", "PersistentVolumeClaim"), ("networking.k8s.io/v1", "NetworkPolicy"))
+APPLIED = (("v1", "ConfigMap"), ("networking.k8s.io/v1", "NetworkPolicy"))
 CALLS: dict[str, list[dict[str, Any]]] = {
     "read_job": [{"namespace": JOBS, "name": "some"}],
     "list_jobs": [{"namespace": JOBS}],
@@ -52,6 +52,7 @@ CALLS: dict[str, list[dict[str, Any]]] = {
     "create_pod": [{"namespace": JOBS, "pod": THING}],
     "delete_pod": [{"namespace": JOBS, "name": "some", "uid": "some"}],
     "apply": [{"namespace": JOBS, "body": {"apiVersion": api, "kind": kind, **THING}} for api, kind in APPLIED],
+    "create_claim": [{"namespace": JOBS, "claim": THING}],
     "create_secret": [{"namespace": namespace, "secret": THING} for namespace in (JOBS, NAMESPACE)],
     "read_secret": [{"namespace": NAMESPACE, "name": "some"}],
     "create_event": [{"namespace": JOBS, "event": THING}],

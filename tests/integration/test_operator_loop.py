@@ -277,6 +277,24 @@ async def test_objects_of_the_job_are_made_before_its_pods(world: World) -> None
         assert plurals.index(plural) < plurals.index("pods", plurals.index("configmaps")), plurals
 
 
+async def test_a_claim_that_somebody_enlarged_stays_as_it_is(world: World) -> None:
+    """It was applied again with each new pod: a server refuses to make a claim smaller, and the job stalled over it."""
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        [path, *_] = [path for path in world.api.objects if "/persistentvolumeclaims/" in path]
+        claim = world.api.objects[path]
+        larger = {**claim, "spec": {**claim["spec"], "resources": {"requests": {"storage": "9Ti"}}}}
+        world.api.put(path, larger)
+        kept = world.api.objects[path]
+        change(world, suspend=True)
+        await world.until(lambda: world.status.get("phase") == "Suspended")
+        change(world, suspend=False)
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+    assert kept == world.api.objects[path]
+    assert not [line for line in world.api.requests if line.startswith("PATCH") and "/persistentvolumeclaims/" in line]
+
+
 # --------------------------------------------------------------------------------------------------------------- faults
 @pytest.mark.parametrize("rung", [Rung.PAUSED, Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED])
 async def test_a_killed_operator_is_taken_over_in_the_middle_of_a_switch(world: World, rung: Rung) -> None:
