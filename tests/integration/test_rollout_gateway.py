@@ -17,8 +17,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 
 from colocated_rl_api import names
 from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_rollout.engine_client import Generated
 from colocated_rl_rollout.gateway import MAX_REQUEST_BYTES
 from colocated_rl_rollout.openai_requests import ONLY
+from colocated_rl_rollout.turns import Turn
 from fakes.gate import Fault, logp_of
 from fakes.gateway import ANSWER, QUESTION, TOOLS, TOOLS_TEMPLATE, extra, gateway_running, text_of
 from fakes.gateway import GatewayScene as Scene
@@ -89,6 +91,23 @@ async def test_a_switch_at_every_instant_is_not_seen(tmp_path: Path) -> None:
             assert expected == pytest.approx([token.logprob for token in content])
             assert not extra(completion)["interrupted"]
         assert scene.figure("resumed_total") > size
+
+
+async def test_a_turn_that_fails_as_nobody_thought_of_is_its_own_end_alone(scene: Scene) -> None:
+    """Raised in the worker's group, it ended the controller: every sample in flight and every other client's turn."""
+    turns = scene.controller._gateway._turns
+
+    def breaks(turn: Turn, generated: Generated) -> None:
+        raise ZeroDivisionError("with the prompt's words")
+
+    turns._accept = breaks  # type: ignore[method-assign]
+    await scene.gate.open(V0)
+    with pytest.raises(openai.InternalServerError, match="failed: ZeroDivisionError at test_rollout") as told:
+        await scene.ask()
+    assert "words" not in str(told.value)
+    assert 1 == scene.figure("turns_total", ending="failed")
+    del turns._accept
+    assert ANSWER == text_of(await scene.ask())
 
 
 async def test_a_text_is_completed_too(scene: Scene) -> None:

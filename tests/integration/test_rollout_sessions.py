@@ -289,7 +289,7 @@ async def test_what_a_session_can_not_be_is_said(scene: GatewayScene) -> None:
     with pytest.raises(openai.BadRequestError, match="turns of a session use that") as refused:
         await agent.ask(QUESTION, temperature=0.5)
     assert "temperature" == refused.value.param
-    assert 409 == (await agent.reward(1.0)).status_code, "no answered turn"
+    assert 404 == (await agent.reward(1.0)).status_code, "no answered turn"
     assert 404 == (await call(scene, "POST", "/nobody/reward", {"reward": 1, "group": "g"})).status_code
     for body in ({}, {"reward": 1}, {"reward": "much", "group": "g"}, {"reward": 1, "group": ""}, [1]):
         said = await call(scene, "POST", "/s/reward", body)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.resume import Ending, GarbledAnswer, finish_of, join, read_answer, remaining
+from colocated_rl_rollout.resume import Ending, GarbledAnswer, finish_of, join, join_all, read_answer, remaining
 from colocated_rl_rollout.samples import NO_TOKENS, Finish, Span, Tokens
 
 END = 2
@@ -122,6 +122,8 @@ def test_whatever_is_joined_each_token_keeps_its_version(segments: list[tuple[in
     whole = NO_TOKENS
     for segment in segments:
         whole = join(whole, tokens(segment))
+    at_once = join_all(tokens(segment) for segment in segments)
+    assert (whole.ids.tolist(), whole.spans) == (at_once.ids.tolist(), at_once.spans)
     expected = [step for step, count in segments for _ in range(count)]
     made_by = [span.version.step for span in whole.spans for _ in range(span.start, span.end)]
     assert expected == made_by

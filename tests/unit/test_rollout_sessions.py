@@ -85,6 +85,11 @@ class SessionsMachine(RuleBasedStateMachine):
             self.recorded += length
             self.sessions.end(session)
 
+    @rule(name=st.sampled_from(NAMES))
+    def turn_without_an_answer(self, name: str) -> None:
+        with suppress(RequestRefused):
+            self.sessions.end(self.sessions.begin(name))
+
     @rule(name=st.sampled_from(NAMES), reward=st.sampled_from([0.0, 1.0]), group=st.sampled_from(["g", "h"]))
     def reward(self, name: str, reward: float, group: str) -> None:
         with suppress(RequestRefused):
@@ -138,6 +143,10 @@ class SessionsMachine(RuleBasedStateMachine):
                 yield self.sessions.find(name)
 
     @invariant()
+    def no_session_is_held_for_nothing(self) -> None:
+        assert all(session.turns for session in self.open())
+
+    @invariant()
     def nothing_is_lost(self) -> None:
         held = sum(len(turn.tokens) for session in self.open() for turn in session.turns)
         samples = [sample for group in self.store.groups.values() for sample in group.samples]
@@ -187,6 +196,24 @@ def test_the_longest_history_that_goes_on_is_taken(tmp_path: Path) -> None:
     found = session.match(Conversation((user, loose, user)))
     assert found is session.turns[0]
     assert session.match(Conversation((user, reply, user), options={"enable_thinking": False})) is None
+    store.close()
+
+
+def test_a_session_without_an_answered_turn_is_forgotten_when_its_last_one_ends(tmp_path: Path) -> None:
+    """Each client whose first request was refused, or who left, took one of the sessions' places for two hours."""
+    registry = CollectorRegistry()
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = sessions_of(store, registry)
+    session = sessions.begin("s")
+    assert session is sessions.begin("s")
+    sessions.end(session)
+    assert session is sessions.find("s"), "the other turn may still be answered"
+    sessions.end(session)
+    with pytest.raises(RequestRefused, match="no session s"):
+        sessions.find("s")
+    asyncio.run(store.flushed())
+    assert [] == store.rows("SELECT * FROM sessions")
+    assert 1 == registry.get_sample_value("colocate_gateway_sessions_ended_total", {"ending": "Empty"})
     store.close()
 
 

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -177,7 +177,9 @@ class Gateway:
             self._sessions.end(session)
 
     async def _serve_session(self, request: web.Request) -> web.Response:
-        return web.json_response(shown(self._sessions.find(_session_name(request))))
+        session = self._sessions.find(_session_name(request))
+        now = replace(session, turns=list(session.turns))  # the thread must not see another one come
+        return web.Response(body=await asyncio.to_thread(_shown, now), content_type="application/json")
 
     async def _delete_session(self, request: web.Request) -> web.Response:
         name = _session_name(request)
@@ -323,6 +325,11 @@ async def _reading(request: web.Request, response: web.StreamResponse) -> AsyncI
         if request.transport is not None:
             request.transport.abort()
         raise ClientGone(response) from error
+
+
+def _shown(session: Session) -> bytes:
+    """In a thread: it may be millions of tokens."""
+    return json.dumps(shown(session)).encode()
 
 
 def _session_name(request: web.Request) -> str:

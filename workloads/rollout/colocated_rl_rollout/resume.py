@@ -8,7 +8,7 @@ an answer whose ids, log-probabilities and versions do not describe the same tok
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -88,19 +88,26 @@ def _read_ending(reason: Mapping[str, Any] | None) -> Ending:
 
 def join(so_far: Tokens, segment: Tokens) -> Tokens:
     """One response from what was there and what an attempt added; neighbouring spans of one version become one."""
-    if not len(segment):
-        return so_far
-    if not len(so_far):
-        return segment
-    offset = len(so_far)
-    spans = list(so_far.spans)
-    for span in segment.spans:
-        last = spans[-1] if spans else None
-        if last and last.version == span.version and last.end == span.start + offset:
-            spans[-1] = Span(span.version, last.start, span.end + offset)
-        else:
-            spans.append(Span(span.version, span.start + offset, span.end + offset))
-    return Tokens(np.concatenate([so_far.ids, segment.ids]), np.concatenate([so_far.logp, segment.logp]), tuple(spans))
+    return join_all([so_far, segment])
+
+
+def join_all(segments: Iterable[Tokens]) -> Tokens:
+    """As `join`, of any number."""
+    parts = [segment for segment in segments if len(segment)]
+    if len(parts) < 2:
+        return parts[0] if parts else NO_TOKENS
+    spans: list[Span] = []
+    offset = 0
+    for segment in parts:
+        for span in segment.spans:
+            last = spans[-1] if spans else None
+            if last and last.version == span.version and last.end == span.start + offset:
+                spans[-1] = Span(span.version, last.start, span.end + offset)
+            else:
+                spans.append(Span(span.version, span.start + offset, span.end + offset))
+        offset += len(segment)
+    ids, logp = np.concatenate([part.ids for part in parts]), np.concatenate([part.logp for part in parts])
+    return Tokens(ids, logp, tuple(spans))
 
 
 def finish_of(tokens: Tokens, ending: Ending, *, limit: int, end_ids: Collection[int]) -> Finish | None:

@@ -27,8 +27,8 @@ from colocated_rl_rollout.chat import Chat, Unrenderable
 from colocated_rl_rollout.database import Statement
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.openai_requests import Conversation, RequestRefused
-from colocated_rl_rollout.resume import join
-from colocated_rl_rollout.samples import NO_TOKENS, Finish, Group, Tokens, Trajectory
+from colocated_rl_rollout.resume import join_all
+from colocated_rl_rollout.samples import Finish, Group, Tokens, Trajectory
 from colocated_rl_rollout.staleness import deadline
 from colocated_rl_rollout.store import Store
 
@@ -164,7 +164,6 @@ class Sessions:
             raise RequestRefused(429, message, code="too_many_sessions", retry_s=RETRY_S)
         if session is None:
             session = self._sessions[name] = Session(name)
-            self._store.write((tables.SESSION, [(name,)]))
         elif session.reward is not None:
             raise RequestRefused(409, f"session {name} has its reward: it takes no more turns", code="session_ended")
         elif len(session.turns) >= TURNS_AT_MOST:
@@ -174,8 +173,11 @@ class Sessions:
         return session
 
     def end(self, session: Session) -> None:
+        """One without an answered turn is forgotten: its client was told of none, and begins it again by asking."""
         session.under_way -= 1
         session.used_at = self._clock()
+        if not session.under_way and not session.turns and self._sessions.get(session.id) is session:
+            self._drop(session, "Empty")
 
     async def record(
         self,
@@ -205,7 +207,8 @@ class Sessions:
         )
         session.turns.append(turn)
         self._held += turn.size
-        self._store.write(_row_of(session, turn))
+        begins = [(tables.SESSION, [(session.id,)])] if turn.number == 1 else []
+        self._store.write(*begins, _row_of(session, turn))
         await self._store.flushed()
 
     # ------------------------------------------------------------------------------------------------- rewards
@@ -223,8 +226,6 @@ class Sessions:
                 raise RequestRefused(409, f"session {name} has another reward already", code="session_ended")
         elif session.under_way:
             raise RequestRefused(409, f"session {name} has a turn under way: wait for it", code="session_busy")
-        elif not session.turns:
-            raise RequestRefused(409, f"session {name} has no answered turn", code="session_empty")
         else:
             session.reward, session.grouping = reward, grouping
             self._rewarded[name] = session
@@ -351,11 +352,10 @@ def prompt_after(turn: RecordedTurn, conversation: Conversation, chat: Chat) -> 
 
 def tokens_of(path: Sequence[RecordedTurn], *, after: int = 0) -> Tokens:
     """Everything of a path from token `after` of its first prompt on; what the policy did not write is in no span."""
-    whole = NO_TOKENS
-    for place, turn in enumerate(path):
-        context = turn.context[after:] if place == 0 else turn.context
-        whole = join(join(whole, context_tokens(context)), turn.tokens)
-    return whole
+    segments = [segment for turn in path for segment in (context_tokens(turn.context), turn.tokens)]
+    if segments:
+        segments[0] = context_tokens(path[0].context[after:])
+    return join_all(segments)
 
 
 def context_tokens(ids: NDArray[np.int32]) -> Tokens:

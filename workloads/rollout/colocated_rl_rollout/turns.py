@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from colocated_rl_api.logs import log
 from colocated_rl_rollout.chat import Chat
@@ -163,6 +165,22 @@ class Turns:
 
     # ------------------------------------------------------------------------------------------------- one attempt
     async def _attempt(self, turn: Turn, engine: EngineClient) -> None:
+        try:
+            await self._try(turn, engine)
+        except asyncio.CancelledError:
+            if not turn.ended:  # it is the process that ends, not the client who left
+                self._refuse(turn, _ended())
+            raise
+        except Exception as error:  # noqa: BLE001 - a bug; raised in the worker's group it would end everybody's turns
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            reason = (
+                f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}"  # its text may quote a prompt
+            )
+            log(LOG, "turn failed", logging.ERROR, gate=engine.name, turn=turn.number, reason=reason)
+            if not turn.ended:
+                self._refuse(turn, RequestRefused(500, f"the rollout controller failed: {reason}", code="failed"))
+
+    async def _try(self, turn: Turn, engine: EngineClient) -> None:
         asked = turn.asked
         request = GenerateRequest(
             [*asked.prompt.tolist(), *turn.tokens.ids.tolist()],
@@ -189,10 +207,6 @@ class Turns:
             self._interrupt(turn)
         except RequestRejected as error:
             self._refuse(turn, _rejected(error))
-        except asyncio.CancelledError:
-            if not turn.ended:  # it is the process that ends, not the client who left
-                self._refuse(turn, _ended())
-            raise
         else:
             self._metrics.resent_tokens.inc(len(turn.tokens))
             self._accept(turn, generated)
