@@ -36,7 +36,8 @@ class Unrenderable(Exception):
 class Chat:
     """Tokenizer and chat template of one model. Raises ModelUnusable.
 
-    template: its text. end_ids: tokens that end a response. vocabulary: ids are below it.
+    template: its text. end_ids: tokens that end a response. vocabulary: ids are below it. special_ids: of tokens that
+    are no text. byte_ids: of tokens that are one byte, where the tokenizer has such.
     """
 
     def __init__(self, model: Path) -> None:
@@ -53,6 +54,10 @@ class Chat:
         self.template = _template_text(model, config)
         self._render = _renderer(self.template)
         self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        bytes_alone = (self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256))
+        self.byte_ids = frozenset(number for number in bytes_alone if number is not None)
         self.end_ids = frozenset(self._end_ids(model))
         if not self.end_ids:
             raise ModelUnusable(

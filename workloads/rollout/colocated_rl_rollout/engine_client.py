@@ -343,9 +343,9 @@ class _Stream(_Answer):
     def feed(self, piece: bytes) -> None:
         super().feed(piece)
         *events, self._bytes = self._bytes.split(b"\n\n")
-        for event in map(bytes, events):
-            if event.startswith(b"data: ") and event != b"data: [DONE]":
-                self._take(event.removeprefix(b"data: "))
+        said = [event for event in events if event.startswith(b"data: ") and event != b"data: [DONE]"]
+        if said:
+            self._take(bytes(said[-1].removeprefix(b"data: ")))  # it has what is in those before it
 
     def end(self) -> Generated:
         return self.so_far

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.growing_text import CUT_OFF, GrowingText
 from colocated_rl_rollout.openai_requests import Asked, Form
 from colocated_rl_rollout.samples import NO_TOKENS, Finish, Tokens
 from colocated_rl_rollout.sessions import Session, tokens_of
 from colocated_rl_rollout.tool_calls import BEGIN, ToolCall, read_calls
 
 EXTENSION = "colocated_rl"
-CUT_OFF = "\ufffd"  # how the first bytes of a character decode
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Reply:
 
     def logprobs(self, chat: Chat, tokens: Tokens, first: int, offset: int) -> dict[str, Any]:
         """Of the tokens from `first` on; offset: of their text."""
-        ids, logp = tokens.ids.tolist()[first:], tokens.logp.tolist()[first:]
+        ids, logp = tokens.ids[first:].tolist(), tokens.logp[first:].tolist()
         texts = [chat.token_text(token) for token in ids]
         if self.form.chat:
             content = [
@@ -95,22 +95,33 @@ class Pieces:
         self._chat = chat
         form, asked = reply.form, reply.asked
         self._marks = (*asked.stops, *((BEGIN,) if form.tools else ()))
-        self._text = ""  # that was told
+        self._growing = GrowingText(chat)
+        self._held = ""  # text that may become a mark
+        self._is_marked = False  # what follows is told at the end
+        self._decoded = 0  # tokens
         self._told = 0  # tokens
+        self._length = 0  # characters that were told
         self._begun = False
 
     def more(self, tokens: Tokens) -> Iterator[dict[str, Any]]:
         """Events for what has come since the last ones."""
-        whole = self._chat.text(tokens.ids.tolist())
-        text = settled(whole, self._marks)
-        if len(text) > len(self._text) and visible(whole, self._reply.asked.stops) == whole:
-            yield from self._event(text, tokens)
+        new, self._decoded = tokens.ids[self._decoded :].tolist(), len(tokens)
+        if self._is_marked:
+            return
+        text = self._held + self._growing.more(new)
+        before = visible(text, self._marks)
+        self._is_marked = len(before) < len(text)
+        piece = before if self._is_marked else settled(text, self._marks)
+        self._held = text[len(piece) :]
+        if piece and visible(text, self._reply.asked.stops) == text:
+            yield from self._event(piece, tokens)
 
     def rest(self, tokens: Tokens, finish: Finish | None, *, segments: int) -> Iterator[dict[str, Any]]:
         """Events for the rest, and what closes the stream."""
         text, calls = self._reply.read(self._chat, tokens, finish)
-        if len(text) > len(self._text) or len(tokens) > self._told or not self._begun:
-            yield from self._event(text, tokens)
+        new = text[self._length :]
+        if new or len(tokens) > self._told or not self._begun:
+            yield from self._event(new, tokens)
         if calls:
             called = [{"index": place, **call} for place, call in enumerate(self._reply.called(calls))]
             yield self._chunk({"delta": {"tool_calls": called}})
@@ -119,20 +130,19 @@ class Pieces:
         if self._reply.form.usage:
             yield {**self._chunk({}), "choices": [], "usage": self._reply.usage(tokens)}
 
-    def _event(self, text: str, tokens: Tokens) -> Iterator[dict[str, Any]]:
+    def _event(self, new: str, tokens: Tokens) -> Iterator[dict[str, Any]]:
         form = self._reply.form
         if form.chat and not self._begun:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
-        new = text[len(self._text) :]
         choice: dict[str, Any] = {"delta": {"content": new}} if form.chat else {"text": new}
         if form.logprobs:
-            choice["logprobs"] = self._reply.logprobs(self._chat, tokens, self._told, len(self._text))
+            choice["logprobs"] = self._reply.logprobs(self._chat, tokens, self._told, self._length)
         if form.token_ids:
-            choice["token_ids"] = tokens.ids.tolist()[self._told :]
+            choice["token_ids"] = tokens.ids[self._told :].tolist()
         event = self._chunk(choice)
         if form.token_ids and not self._begun:
             event["prompt_token_ids"] = self._reply.asked.prompt.tolist()
-        self._text, self._told, self._begun = text, len(tokens), True
+        self._length, self._told, self._begun = self._length + len(new), len(tokens), True
         yield event
 
     def _empty(self) -> dict[str, Any]:
@@ -197,7 +207,6 @@ def visible(text: str, stops: Sequence[str]) -> str:
 
 def settled(text: str, marks: Sequence[str]) -> str:
     """The part of a growing text that is told whatever comes: before a mark, or what may become one."""
-    text = text.rstrip(CUT_OFF)
     before = visible(text, marks)
     held = 0 if len(before) < len(text) else max((_overlap(text, mark) for mark in marks), default=0)
     return before[: len(before) - held]

@@ -1,0 +1,133 @@
+"""Text of a stream: what is told as tokens come is the beginning of what all of them decode to, whatever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from colocated_rl_rollout.growing_text import CUT_OFF, KEPT, WINDOW, GrowingText
+
+SPECIAL = ["<|end|>", "<|call|>"]
+BYTES = [f"<0x{value:02X}>" for value in range(256)]
+CHARACTERS = [*"ab.☃é", "\U0001f600"]
+
+
+def byte_level() -> Tokenizer:
+    """Each token some bytes: whole characters, parts of them, and what is no text at all."""
+    names = dict(zip(unicode_bytes(), sorted(pre_tokenizers.ByteLevel.alphabet()), strict=True))
+    parts = [
+        "☃".encode(),
+        "\U0001f600".encode()[:3],
+        b"\x83a",
+        b" b",
+        b"\xff\xe2",
+        b"\xe2\x98",
+        b"the",
+        CUT_OFF.encode(),
+    ]
+    words = [*SPECIAL, *names.values(), *("".join(names[value] for value in part) for part in parts)]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def unicode_bytes() -> list[int]:
+    """The bytes in the order of the characters that stand for them."""
+    kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [value for value in range(256) if value not in kept]
+    return [*kept, *others]
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama's: words with a mark for their space, and a byte each of whatever has no word."""
+    words = [*SPECIAL, *BYTES, "▁", "▁a", "▁the", *CHARACTERS]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    words = [*SPECIAL, "▁", "▁a", "▁the", *CHARACTERS]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    words = [*SPECIAL, "a", "the", "##s", ".", "n't", "##☃"]
+    tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="a"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+class Counting:
+    """decoded: the longest that was decoded at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.size: int = tokenizer.get_vocab_size()
+        words: dict[str, int] = tokenizer.get_vocab()
+        self.special_ids = frozenset(words[word] for word in SPECIAL)
+        self.byte_ids = frozenset(words[word] for word in BYTES if word in words)
+        self.decoded = 0
+
+    def text(self, ids: Sequence[int]) -> str:
+        self.decoded = max(self.decoded, len(ids))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+TOKENIZERS = {"bytes": byte_level(), "fallback": byte_fallback(), "metaspace": metaspace(), "pieces": word_piece()}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_pieces_add_up_to_a_beginning_of_what_all_tokens_decode_to(name: str, data: st.DataObject) -> None:
+    """However many come at a time; and no more of them is held back than a character or a row of bytes."""
+    decoder = Counting(TOKENIZERS[name])
+    steps = data.draw(st.lists(st.lists(st.integers(0, decoder.size - 1), min_size=1, max_size=4), max_size=40))
+    growing = GrowingText(decoder)
+    ids: list[int] = []
+    told = ""
+    for step in steps:
+        ids += step
+        told += growing.more(step)
+        whole = Counting(TOKENIZERS[name]).text(ids)
+        assert whole.startswith(told)
+        words = [token for token in ids if token not in decoder.special_ids]
+        if words and words[-1] not in decoder.byte_ids:
+            assert whole in (told, told + CUT_OFF)
+
+
+@pytest.mark.parametrize("word", ["the", "☃", "\U0001f600", "\udcff"])
+def test_however_long_a_text_gets_only_a_few_tokens_are_decoded_at_a_time(word: str) -> None:
+    """Also of one that never makes a whole character. All tokens were decoded again at each event."""
+    decoder = Counting(TOKENIZERS["bytes"])
+    places = {value: number for number, value in enumerate(unicode_bytes(), len(SPECIAL))}
+    ids = [places[value] for value in word.encode(errors="surrogateescape")] * 200
+    growing = GrowingText(decoder)
+    told = "".join(growing.more([token]) for token in ids)
+    assert decoder.decoded <= WINDOW + 1
+    assert decoder.text(ids) in (told, told + CUT_OFF)
+    assert KEPT < WINDOW
+
+
+def test_a_row_of_bytes_is_told_once_it_has_ended() -> None:
+    """One more byte may make all of it unreadable: each is shown for itself then."""
+    decoder = Counting(TOKENIZERS["fallback"])
+    snow = [2 + value for value in "☃☃".encode()]
+    word, broken = TOKENIZERS["fallback"].get_vocab()["a"], 2 + 0xFF
+    growing = GrowingText(decoder)
+    assert ["", "☃☃a"] == [growing.more(snow), growing.more([word])]
+    growing = GrowingText(decoder)
+    assert ["", "", CUT_OFF * 7 + "a"] == [growing.more(snow), growing.more([broken]), growing.more([word])]
