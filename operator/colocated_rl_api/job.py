@@ -163,7 +163,7 @@ class Rollout(Part):
             *fixed(
                 *("colocateWith", "offload", "engineArgs", "prompts", "maxPromptTokens", "maxResponseTokens"),
                 *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
-                *("maxFilteredPerBatch", "resources"),
+                *("maxFilteredPerBatch", "minRolloutSeconds", "resources"),
             ),
         )
     )
@@ -228,6 +228,14 @@ class Rollout(Part):
         le=1_048_576,
         description="Groups that filters keep from one batch at most; further ones are trained as they are, and the "
         "status says NoLearningSignal. 4 * batchSize when absent.",
+    )
+    min_rollout_seconds: int = Field(
+        default=0,
+        ge=0,
+        le=86_400,
+        description="A batch is not sealed before gates have been open for so long since the last step: a switch costs "
+        "the same after a short rollout. What is generated meanwhile is kept for later steps, as far as maxStaleness "
+        "allows; when nothing more may be generated the batch is sealed at once.",
     )
     sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
     resources: Resources = Field(default_factory=Resources, description="Resources of the rollout controller.")

@@ -2,13 +2,15 @@
 
 A sample goes back to the engine that has its prefix, if that one is open; otherwise to the one with the fewest of our
 requests. After a switch gates open one after another, and everything waits: for a moment each gets its share and no
-more, or the first one would take all. Engines that are named no more are forgotten at once, their requests end as lost
-attempts (H36).
+more, or the first one would take all. And no engine gets more than BURST requests in PACE_S, in the order in which they
+are asked for: a thousand connections and prompts at once would hold up the loop, the gate and the most urgent of them.
+Engines that are named no more are forgotten at once, their requests end as lost attempts (H36).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -17,6 +19,7 @@ from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.engine_client import EngineClient
 
 SHARE_S = 3.0  # from the first gate that opens: so long the others may take to follow
+BURST, PACE_S = 64, 0.1  # requests that one engine is sent at once, and how soon after them it gets more
 
 
 class Engines:
@@ -38,6 +41,7 @@ class Engines:
         self._clients: dict[Endpoint, EngineClient] = {}
         self._share_until = 0.0
         self._any_open = False
+        self._sent: Counter[EngineClient] = Counter()  # in the last PACE_S
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
         """These are the gates from now on."""
@@ -65,6 +69,7 @@ class Engines:
             for client in self._clients.values()
             if client.takes_requests
             and client.in_flight < at_most
+            and self._sent[client] < BURST
             and (step is None or (client.version and client.version.step == step))
         ]
         return next(
@@ -77,9 +82,16 @@ class Engines:
     ) -> asyncio.Task[None]:
         """Run an attempt, which counts from now on: a burst must not see an engine as idle until its first one runs."""
         engine.in_flight += 1
+        if not self._sent[engine]:
+            asyncio.get_running_loop().call_later(PACE_S, self._refill, engine)
+        self._sent[engine] += 1
         task = group.create_task(attempt, name=name)
         task.add_done_callback(lambda _: self._ended(engine))
         return task
+
+    def _refill(self, engine: EngineClient) -> None:
+        if self._sent.pop(engine) >= BURST:
+            self._changed()
 
     async def run(self) -> None:
         """Keep one watcher for each gate until cancelled."""

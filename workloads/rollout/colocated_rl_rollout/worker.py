@@ -1,11 +1,12 @@
 """The persistent worker: keeps groups in flight all the time, across switches, and seals a batch when one is there.
 
 `run` is the whole loop. Everything that happens (a gate opens, an attempt ends, a prompt is ready, a target comes)
-wakes it, and it does what may be done now: admit, send, seal. It keeps no state of its own: what is to be done follows
+wakes it, and it does what may be done now: admit, seal, send. It keeps no state of its own: what is to be done follows
 from the store and the gates, so a restart goes on where the last process was.
 
 While all gates are closed nothing is sent: samples wait in the store. Interrupted samples go first, and of them those
-whose tokens would be too old soonest.
+whose tokens would be too old soonest. When a batch is sealed the engines are about to change hands: what they have may
+end, and nothing is sent that would only be prefilled.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Filter, Interruption
+from colocated_rl_api.ladder import Placement
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_rollout.batches import BatchRecord, write_batch
@@ -47,6 +49,8 @@ LOG = logging.getLogger(__name__)
 
 FULL_RETRY_S = 10.0  # while the store's volume is full
 REPLACED_AT_MOST = 2  # times the group's size; then the whole group is given up
+MOMENT_S = 0.001  # that a timer may come before its time
+SWITCH_S = 5.0  # from a sealed batch to closed gates; past it nobody is there to close them, and rollout goes on
 
 
 class Worker:
@@ -95,6 +99,8 @@ class Worker:
         self._filtered = 0  # groups, since the last batch
         self._held_since: float | None = None  # by a group that is at its staleness limit and not complete
         metrics.staleness_wait.set_function(self._held_s)
+        self._open_since = (0, 0.0)  # a step, and when the first gate opened for it
+        self._switches_until = 0.0
         self.problem: Problem | None = None
         self.no_signal: Problem | None = None
 
@@ -112,8 +118,8 @@ class Worker:
                 self._wake.clear()
                 if not self._draining:
                     self._admit()
-                    self._send()
                     self._seal_if_due()
+                    self._send()
                 self._changed()
                 await self._wake.wait()
 
@@ -176,6 +182,8 @@ class Worker:
         if self._engines.pick(at_most=share) is None:
             return  # before putting in order what may be tens of thousands, at each answer
         self._turns.send(self._engines, self._group, at_most=share)
+        if self._is_about_to_switch:
+            return
         for sample in self._in_order():
             engine = self._engines.pick(preferred=sample.engine, at_most=share)
             if engine is None:
@@ -184,6 +192,19 @@ class Worker:
             sample.engine = engine.name
             attempt = self._attempt(sample, engine)
             self._own(sample, self._engines.send(self._group, engine, attempt, name=f"sample/{sample.id}"))
+
+    @property
+    def _is_about_to_switch(self) -> bool:
+        """Whether the gates close in a moment, with whatever is behind them."""
+        if self._rollout.placement is Placement.RESIDENT or (self._evaluation and self._evaluation.demand):
+            return False
+        is_sealed = self._sealing is not None or self._store.sealed_groups > 0
+        return is_sealed and asyncio.get_running_loop().time() < self._switches_until - MOMENT_S
+
+    def _expect_switch(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._switches_until = loop.time() + SWITCH_S
+        loop.call_later(SWITCH_S, self.wake)
 
     def _in_order(self) -> list[Sample]:
         waiting = self._store.waiting.values()
@@ -323,7 +344,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- sealing
     def _seal_if_due(self) -> None:
         step = self._store.next_step
-        if self._sealing or self._store.sealed_groups or step > self.last_step:
+        if self._sealing or self._store.sealed_groups or step > self.last_step or self._is_too_soon(step):
             return
         groups = self._store.groups.values()
         if sum(group.is_complete for group in groups) < self._rollout.batch_size:
@@ -336,10 +357,22 @@ class Worker:
             self._held_since = self._held_since or time.monotonic()
         else:
             self._held_since = None
+            self._expect_switch()
             self._sealing = self._group.create_task(self._seal(step, [self._store.groups[number] for number in chosen]))
 
     def _held_s(self) -> float:
         return 0.0 if self._held_since is None else time.monotonic() - self._held_since
+
+    def _is_too_soon(self, step: int) -> bool:
+        """Whether gates have been open for less than `minRolloutSeconds` since the last step, and engines have work."""
+        least_s, loop = self._rollout.min_rollout_seconds, asyncio.get_running_loop()
+        if self._engines.open and self._open_since[0] != step:
+            self._open_since = (step, loop.time())
+            if least_s:
+                loop.call_later(least_s, self.wake)
+        since = self._open_since[1] if self._open_since[0] == step else loop.time()
+        works = self._store.counts[SampleState.RUNNING] > 0 or len(self._store.waiting) > 0
+        return works and loop.time() < since + least_s - MOMENT_S
 
     async def _seal(self, step: int, groups: list[Group]) -> None:
         """Make the batch durable, files first; only then is it sealed and may anybody be told."""
@@ -354,6 +387,7 @@ class Worker:
         await self._store.flushed()
         self._log_sealed(record, filtered)
         self._sealing = None
+        self._expect_switch()
         self.wake()
 
     async def _write_batch(self, step: int, groups: list[Group]) -> BatchRecord | None:

@@ -1,0 +1,301 @@
+"""A whole job in virtual time: the rollout controller's own worker, store and engines, beside a script that takes turns
+as operator and trainer do; and the same job as a synchronous loop, for comparison.
+
+Everything that decides is the real thing: admission, order, resume, staleness, sealing, the database. Simulated are the
+engines (`simulated_engines`), prompts and rewards, and training: it takes a stated time for each token of a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from bench import virtual_time
+from bench.simulated_engines import PROMPT_TOKENS, Machine, Numbers, Rates, SimulatedEngine, Trace
+from colocated_rl_api.job import ColocatedRLJobSpec, Interruption
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_rollout.batches import BatchRecord
+from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.engine_client import EngineClient
+from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.prompts import PromptSource
+from colocated_rl_rollout.rewards import TaskProcesses
+from colocated_rl_rollout.samples import Prompt, SampleState
+from colocated_rl_rollout.sessions import Sessions
+from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.turns import Turns
+from colocated_rl_rollout.worker import Worker
+
+
+@dataclass(frozen=True)
+class Job:
+    """switch_s: beside training, each step. train_s: of a token."""
+
+    trace: Trace
+    steps: int = 50
+    batch_size: int = 32
+    group_size: int = 8
+    engines: int = 4
+    rates: Rates = field(default_factory=Rates)
+    switch_s: float = 5.0
+    train_s: float = 0.0
+    max_staleness: int = 1
+    max_concurrency: int | None = None
+    interruption: Interruption = Interruption.RESUME
+    min_rollout_s: int = 0
+
+    @property
+    def samples(self) -> int:
+        return self.batch_size * self.group_size
+
+    @property
+    def tokens(self) -> int:
+        """Of all samples that the job trains; prompts come in order, and each is trained once."""
+        prompts = range(self.steps * self.batch_size)
+        return sum(self.trace(prompt, number) for prompt in prompts for number in range(self.group_size))
+
+
+@dataclass
+class Outcome:
+    """took_s: until the last step is trained. phases_s: of it, with gates open, before each step. resent_tokens: that
+    were prefilled again."""
+
+    took_s: float = 0.0
+    phases_s: list[float] = field(default_factory=list)
+    trained_tokens: int = 0
+    resent_tokens: int = 0
+    discarded_tokens: int = 0
+    batches: list[BatchRecord] = field(default_factory=list)
+
+    @property
+    def rollout_s(self) -> float:
+        return sum(self.phases_s)
+
+    @property
+    def staleness_mean(self) -> float:
+        ages = [(age, count) for batch in self.batches for age, count in batch.staleness.items()]
+        return sum(age * count for age, count in ages) / max(1, sum(count for _, count in ages))
+
+
+# ----------------------------------------------------------------------------------------------------- synchronous
+def synchronous(job: Job) -> Outcome:
+    """Each step generates its own batch to the end, and then trains it."""
+    return virtual_time.run(_synchronous(job))
+
+
+async def _synchronous(job: Job) -> Outcome:
+    loop = virtual_time.loop()
+    machines = [Machine(job.rates) for _ in range(job.engines)]
+    outcome = Outcome()
+    for step in range(job.steps):
+        began, prompts = loop.now, range(step * job.batch_size, (step + 1) * job.batch_size)
+        lengths = [job.trace(prompt, number) for prompt in prompts for number in range(job.group_size)]
+        requests = [
+            machines[place % job.engines].generate(prefill=PROMPT_TOKENS, length=length)
+            for place, length in enumerate(lengths)
+        ]
+        tokens = sum(await asyncio.gather(*requests))
+        outcome.phases_s.append(loop.now - began)
+        outcome.trained_tokens += tokens
+        await asyncio.sleep(job.switch_s + tokens * job.train_s)
+    outcome.took_s = loop.now
+    return outcome
+
+
+# ------------------------------------------------------------------------------------------------------ this system
+def colocated(job: Job, *, watch: Callable[[Store], None] = lambda _: None) -> Outcome:
+    """The real worker over simulated engines. watch: called after each step."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
+        return virtual_time.run(_colocated(job, Path(directory), watch))
+
+
+async def _colocated(job: Job, directory: Path, watch: Callable[[Store], None]) -> Outcome:
+    loop = virtual_time.loop()
+    scene = Scene(job, directory)
+    outcome = Outcome()
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(scene.engines.run(), name="engines")
+        working = group.create_task(scene.worker.run(), name="worker")
+        await asyncio.sleep(0)
+        for step in range(1, job.steps + 1):
+            began = loop.now
+            scene.open_gates(WeightVersion(step - 1, 1))
+            batch = await scene.sealed(step)
+            scene.close_gates()
+            outcome.phases_s.append(loop.now - began)
+            outcome.trained_tokens += batch.loss_tokens
+            outcome.batches.append(batch)
+            await asyncio.sleep(job.switch_s + batch.loss_tokens * job.train_s)
+            scene.trained(step)
+            watch(scene.store)
+        outcome.took_s = loop.now
+        scene.worker.drain()
+        await working
+        following.cancel()
+    outcome.resent_tokens = scene.counted("colocate_rollout_resent_tokens_total")
+    outcome.discarded_tokens = scene.counted("colocate_rollout_discarded_tokens_total")
+    assert scene.store.counts[SampleState.TRAINED] == job.steps * job.samples, scene.store.counts
+    scene.store.close()
+    return outcome
+
+
+class Scene:
+    """The parts of one rollout controller, put together as `controller` does it."""
+
+    def __init__(self, job: Job, directory: Path) -> None:
+        spec = spec_of(job)
+        self._changed = asyncio.Event()
+        self._registry = CollectorRegistry()
+        metrics, chat = Metrics(self._registry), NoText()
+        self.store = store = PatientStore(directory, job_uid="simulated")
+        processes = Rewards(spec)
+        self.engines = SimulatedEngines(job, changed=self._wake)
+        self.worker = Worker(
+            spec,
+            store=store,
+            engines=self.engines,
+            prompts=PromptsInOrder(),
+            chat=chat,
+            processes=processes,
+            evaluation=None,
+            turns=Turns(chat, metrics, keeps=True, changed=self._wake, at_most=1, parked_at_most_s=1.0),
+            sessions=Sessions(
+                store,
+                metrics,
+                group_size=job.group_size,
+                max_staleness=job.max_staleness,
+                changed=self._wake,
+                clock=virtual_time.loop().time,
+            ),
+            metrics=metrics,
+            changed=self._changed.set,
+        )
+
+    def _wake(self) -> None:
+        self.worker.wake()
+
+    def open_gates(self, version: WeightVersion) -> None:
+        for engine in self.engines.simulated:
+            engine.open(version)
+
+    def close_gates(self) -> None:
+        for engine in self.engines.simulated:
+            engine.close()
+
+    async def sealed(self, step: int) -> BatchRecord:
+        """The batch of a step, once it is durable."""
+        while (batch := self.store.batch(step)) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        await self.store.flushed()
+        return batch
+
+    def trained(self, step: int) -> None:
+        """As a target of the operator has it."""
+        self.store.commit(step)
+        self.worker.discard_stale()
+        self.store.forget(step)
+        self.worker.wake()
+
+    def counted(self, name: str) -> int:
+        found = [
+            sample.value for metric in self._registry.collect() for sample in metric.samples if sample.name == name
+        ]
+        return int(sum(found))
+
+
+def spec_of(job: Job) -> ColocatedRLJobSpec:
+    rollout: dict[str, Any] = {
+        "prompts": {"reasoningGym": {"name": "chain_sum", "size": 1}},
+        "maxPromptTokens": 1,
+        "maxResponseTokens": 10_000_000,
+        "batchSize": job.batch_size,
+        "groupSize": job.group_size,
+        "maxStaleness": job.max_staleness,
+        "maxConcurrency": job.max_concurrency or (job.max_staleness + 1) * job.batch_size,
+        "interruption": job.interruption,
+    }
+    if job.min_rollout_s:
+        rollout["minRolloutSeconds"] = job.min_rollout_s
+    fields = {"steps": job.steps, "model": {"claimName": "model"}, "gpus": {"count": 0}, "rollout": rollout}
+    return ColocatedRLJobSpec.model_validate(fields)
+
+
+class PatientStore(Store):
+    """On a volume whose commits take no time of the simulation."""
+
+    async def flushed(self) -> None:
+        with virtual_time.loop().outside():
+            await super().flushed()
+
+
+class SimulatedEngines(Engines):
+    """Named at once, and open when the script says so."""
+
+    def __init__(self, job: Job, *, changed: Callable[[], None]) -> None:
+        self._clients = {}
+        self._renamed = asyncio.Event()
+        self._named = tuple(Endpoint(pod=f"gpu-{number}", address="", port=1) for number in range(job.engines))
+        self._changed = changed
+        self._share_until = 0.0
+        self._any_open = False
+        self._sent = Counter()
+        self._job = job
+        self._numbers = Numbers(job.group_size)
+
+    def _client_of(self, endpoint: Endpoint) -> EngineClient:
+        job = self._job
+        return SimulatedEngine(
+            endpoint,
+            Machine(job.rates),
+            trace=job.trace,
+            numbers=self._numbers,
+            keeps=job.interruption is Interruption.RESUME,
+            changed=self._gate_changed,
+        )
+
+    @property
+    def simulated(self) -> list[SimulatedEngine]:
+        return [client for client in self._clients.values() if isinstance(client, SimulatedEngine)]
+
+
+class PromptsInOrder(PromptSource):
+    """One token each: the prompt's number."""
+
+    def __init__(self) -> None:
+        self._position = 0
+        self.problem = None
+
+    def take(self) -> Prompt | None:
+        prompt = Prompt(self._position, self._position, (self._position,))
+        self._position += 1
+        return prompt
+
+
+class Rewards(TaskProcesses):
+    """Every other response is right."""
+
+    def __init__(self, spec: ColocatedRLJobSpec) -> None:
+        super().__init__(spec.rollout.prompts, count=1, socket=Path("/nowhere"))
+
+    async def score(self, index: int, response: str) -> float:
+        return float(index % 2)
+
+
+class NoText(Chat):
+    """Tokens that stand for nothing."""
+
+    def __init__(self) -> None:
+        self.end_ids = frozenset({2})
+
+    def text(self, ids: Any) -> str:
+        return ""

@@ -1,0 +1,161 @@
+"""Whole jobs in virtual time: what the worker does between two switches, and that the bench's bound is one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import virtual_time
+from bench.rollout_bound import least_s
+from bench.simulated_engines import PROMPT_TOKENS, Machine, Rates
+from bench.simulated_job import Job, Scene, colocated, synchronous
+from colocated_rl_api.job import Interruption
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_rollout.engines import BURST, PACE_S
+from colocated_rl_rollout.samples import SampleState
+from colocated_rl_rollout.worker import SWITCH_S
+
+V0 = WeightVersion(0, 1)
+
+
+def some_lengths(prompt: int, number: int) -> int:
+    """From 1 to 400, most of them short."""
+    return 1 + int(400 * random.Random(prompt * 8 + number).random() ** 4)
+
+
+def small(**fields: Any) -> Job:
+    return Job(**{"trace": some_lengths, "steps": 6, "batch_size": 4, "group_size": 4, "engines": 2, **fields})
+
+
+def test_without_staleness_a_job_is_as_fast_as_a_synchronous_loop() -> None:
+    job = small(max_staleness=0, train_s=0.001)
+    assert synchronous(job).took_s == pytest.approx(colocated(job).took_s, rel=0.02)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 99), staleness=st.integers(0, 4), slots=st.integers(1, 16))
+def test_a_job_trains_every_sample_once_and_discards_nothing(seed: int, staleness: int, slots: int) -> None:
+    """And takes no less than its batches would in the best of orders."""
+
+    def lengths(prompt: int, number: int) -> int:
+        return some_lengths(prompt + 1000 * seed, number)
+
+    job = small(trace=lengths, max_staleness=staleness, rates=Rates(slots=slots), train_s=0.001)
+    outcome = colocated(job)
+    assert (job.tokens, 0) == (outcome.trained_tokens, outcome.discarded_tokens)
+    assert max(age for batch in outcome.batches for age in batch.staleness) <= staleness
+    if staleness == 0:
+        assert least_s(job) <= outcome.took_s
+    everything_s = job.steps * job.switch_s + job.tokens * (job.train_s + 1 / (2 * job.rates.throughput(slots)))
+    assert everything_s < outcome.took_s
+
+
+def test_what_is_interrupted_starts_over_where_a_job_says_so() -> None:
+    job = small(interruption=Interruption.RETRY, max_staleness=2)
+    outcome = colocated(job)
+    assert (job.tokens, 0) == (outcome.trained_tokens, outcome.resent_tokens)
+    assert outcome.discarded_tokens > 0
+
+
+def test_what_happens_while_gates_are_closed_takes_nothing_from_rollout() -> None:
+    """So one run stands for every time of switch and training."""
+    quick, slow = colocated(small(switch_s=1.0)), colocated(small(switch_s=30.0, train_s=0.01))
+    assert quick.phases_s == pytest.approx(slow.phases_s)
+
+
+@pytest.mark.parametrize("least_s", [1, 3])
+def test_a_batch_is_not_sealed_before_its_least_time_in_rollout_while_engines_have_work(least_s: int) -> None:
+    """Then the batches that are there already follow one another at once."""
+    job = small(steps=12, max_staleness=4, rates=Rates(slots=4))
+    assert min(colocated(job).phases_s) < 1
+    outcome = colocated(small(steps=12, max_staleness=4, rates=Rates(slots=4), min_rollout_s=least_s))
+    working = [phase for phase in outcome.phases_s if phase >= least_s]
+    assert len(working) > 1
+    assert outcome.trained_tokens == job.tokens
+    short = [place for place, phase in enumerate(outcome.phases_s) if phase < least_s]
+    assert all(place >= job.steps - 5 for place in short), "only when nothing more may be generated"
+
+
+def run_scene(job: Job, directory: Path, script: Any) -> None:
+    async def main() -> None:
+        scene = Scene(job, directory)
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(scene.engines.run())
+            working = group.create_task(scene.worker.run())
+            await asyncio.sleep(0)
+            await script(scene)
+            scene.worker.drain()
+            scene.close_gates()
+            await working
+            following.cancel()
+        scene.store.close()
+
+    virtual_time.run(main())
+
+
+def noting(machine: Machine, sent: list[tuple[float, int]]) -> None:
+    """When a request came, and how much of it was to be prefilled."""
+    generate = machine.generate
+
+    def noted(*, prefill: int, length: int) -> Coroutine[Any, Any, int]:
+        sent.append((virtual_time.loop().now, prefill))
+        return generate(prefill=prefill, length=length)
+
+    machine.generate = noted  # type: ignore[method-assign]
+
+
+def test_after_a_switch_interrupted_samples_go_first_and_an_engine_gets_so_many_at_a_time(tmp_path: Path) -> None:
+    job = small(trace=lambda prompt, number: 1000, batch_size=128, engines=1, rates=Rates(slots=64))
+    sent: list[tuple[float, int]] = []
+
+    async def script(scene: Scene) -> None:
+        scene.open_gates(V0)
+        await asyncio.sleep(5)
+        scene.close_gates()
+        await asyncio.sleep(5)
+        assert scene.store.counts[SampleState.INTERRUPTED] == 1024
+        noting(scene.engines.simulated[0].machine, sent)
+        scene.open_gates(V0)
+        await asyncio.sleep(5)
+
+    run_scene(job, tmp_path, script)
+    assert len(sent) == 1024
+    assert all(prefill > PROMPT_TOKENS for _, prefill in sent[:64])
+    assert all(prefill == PROMPT_TOKENS for _, prefill in sent[64:])
+    times = [time for time, _ in sent]
+    assert all(later - earlier >= PACE_S - 1e-6 for earlier, later in zip(times, times[BURST:], strict=False))
+    assert times[-1] - times[0] == pytest.approx(PACE_S * (1024 // BURST - 1))
+
+
+def test_nothing_is_sent_once_a_batch_is_sealed_unless_no_switch_comes(tmp_path: Path) -> None:
+    """It would be prefilled, aborted, and prefilled again."""
+    job = small(max_staleness=3, engines=1, rates=Rates(slots=2))
+    sent: list[tuple[float, int]] = []
+
+    async def script(scene: Scene) -> None:
+        scene.open_gates(V0)
+        await scene.sealed(1)
+        sealed_at = virtual_time.loop().now
+        noting(scene.engines.simulated[0].machine, sent)
+        scene.close_gates()
+        scene.open_gates(V0)
+        await asyncio.sleep(SWITCH_S + 1)
+        assert sent
+        assert all(time == pytest.approx(sealed_at + SWITCH_S) for time, _ in sent[:1])
+
+    run_scene(job, tmp_path, script)
+
+
+def test_a_wait_that_nothing_can_end_is_an_error() -> None:
+    async def main() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(virtual_time.NothingLeft):
+        virtual_time.run(main())
