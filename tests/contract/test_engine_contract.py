@@ -402,6 +402,7 @@ async def test_what_the_rollout_controller_asks_through_a_gate_is_understood(eng
     assert {"type": "stop", "matched": stop} == reason_of(chunks[-1])
 
 
+ENDLESS: dict[str, Any] = {"model": "m", "max_tokens": 3000, "ignore_eos": True}
 OPENAI: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": PROMPT},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "one plus two"}]},
@@ -428,7 +429,7 @@ async def test_h44_gate_makes_a_whole_of_what_the_openai_routes_stream_whatever_
 
 @pytest.mark.parametrize("path", OPENAI)
 async def test_abort_ends_the_openai_routes_with_what_was_generated(engine: Engine, gate: str, path: str) -> None:
-    request = {"model": "m", "max_tokens": 3000, "ignore_eos": True, **OPENAI[path]}
+    request = {**ENDLESS, **OPENAI[path]}
     asking = asyncio.create_task(ask(engine, gate + path, **request))
     beside = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG), tokens=20)
     while not asking.done():  # one abort can come before the request
@@ -480,16 +481,19 @@ async def test_h2_release_while_busy_kills_the_engine_and_the_stream_keeps_what_
 ) -> None:
     """Last: the engine is gone afterwards."""
     running = asyncio.create_task(ask(engine, f"{gate}/generate", input_ids=PROMPT, sampling_params=LONG))
+    openai = [asyncio.create_task(ask(engine, gate + path, **ENDLESS, **body)) for path, body in OPENAI.items()]
     beside = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG), tokens=30)
     release = asyncio.create_task(engine.post("/release_memory_occupation", {}))
     try:
         async with asyncio.timeout(30):
             _, answer = await running
+            counted = [whole["usage"]["completion_tokens"] for _, whole in await asyncio.gather(*openai)]
     finally:
         for task in (beside, release):
             task.cancel()
         await asyncio.gather(beside, release, return_exceptions=True)
     assert ("abort", True) == (reason_of(answer)["type"], len(answer["output_ids"]) > 0)
+    assert all(tokens > 0 for tokens in counted), "also what the OpenAI routes had made"
     assert 0 != await asyncio.to_thread(server.engine.process.wait, 30)
 
 

@@ -228,7 +228,7 @@ class FakeEngine:
             self.on_call(request.path)
         request[BODY] = body
         fault = self.faults.pop(request.path, None) if request.path != "/generate" else None
-        if fault in ("leak", "skip"):
+        if fault in ("leak", "skip", "cut"):
             self.faults[fault] = fault
         if fault == "crash":
             self.die(f"asked to crash in {request.path}")
@@ -460,18 +460,22 @@ class FakeEngine:
 
         async with self.making(sample):
             response = await self.begin_stream(request)
-            sent = 0
+            sent, options = 0, body.get("stream_options") or {}
             async for _ in self.chunks(sample, body):
                 ids, sent = sample.output[sent:], len(sample.output)
                 logprobs = {"tokens": ids, "token_logprobs": [pair[0] for pair in sample.logprobs[sent - len(ids) :]]}
                 choice = {"index": 0, **piece("x" * len(ids)), "logprobs": logprobs, "finish_reason": None}
-                await response.write(event(choices=[choice]))
+                counted = {"prompt_tokens": len(prompt), "completion_tokens": sent}
+                usage = counted if options.get("continuous_usage_stats") else None
+                await response.write(event(choices=[choice], usage=usage))
+                if self.faults.pop("cut", None) is not None and request.transport is not None:
+                    request.transport.abort()
             assert sample.reason is not None
             await response.write(
                 event(choices=[{"index": 0, **piece(""), "logprobs": None, "finish_reason": sample.reason["type"]}])
             )
             usage = {"prompt_tokens": len(prompt), "completion_tokens": len(sample.output)}
-            if (body.get("stream_options") or {}).get("include_usage"):
+            if options.get("include_usage"):
                 await response.write(event(choices=[], usage=usage))
             await response.write(b"data: [DONE]\n\n")
         return response

@@ -348,7 +348,32 @@ async def test_h58_openai_stream_that_breaks_off_ends_as_an_abort(scene: Scene, 
     scene.break_engine_connections()
     pieces = await running
     assert "abort" == finish_reason(pieces[-1])
-    assert "aborted" == scene.ended[0][0]
+    assert [("aborted", len(text_of(pieces)))] == scene.ended, "the fake's tokens are letters"
+    assert len(text_of(pieces)) > 0
+
+
+@pytest.mark.parametrize("path", OPENAI)
+async def test_h58_openai_answer_of_an_engine_that_was_lost_counts_its_tokens(scene: Scene, path: str) -> None:
+    """Such a request counted none: the engine's usage came with the last chunk, and there was no last chunk."""
+    scene.engine.faults[path] = "cut"
+    _, answer = await scene.post(path=path, max_tokens=3000, ignore_eos=True)
+    assert "abort" == finish_reason(answer)
+    assert answer["usage"]["completion_tokens"] > 0
+    assert [("aborted", answer["usage"]["completion_tokens"])] == scene.ended
+
+
+@pytest.mark.parametrize("path", OPENAI)
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [({}, []), ({"include_usage": True}, [6]), ({"continuous_usage_stats": True}, [1, 2, 3, 4, 5, 6])],
+)
+async def test_caller_of_an_openai_stream_sees_the_counts_that_it_asked_for(
+    scene: Scene, path: str, options: dict[str, bool], counts: list[int]
+) -> None:
+    pieces = await scene.stream(path=path, max_tokens=6, ignore_eos=True, stream_options=options)
+    assert counts == [piece["usage"]["completion_tokens"] for piece in pieces if piece["usage"]]
+    assert 6 == len(text_of(pieces))
+    assert [("finished", 6)] == scene.ended
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -637,6 +662,11 @@ def test_pieces_of_a_chat_become_one_message() -> None:
     assert ("a", {"name": "add", "arguments": '{"x":1}'}) == (first["id"], first["function"])
     assert ("b", "sub") == (second["id"], second["function"]["name"])
     assert "tool_calls" == whole["finish_reason"]
+
+
+def text_of(pieces: list[dict[str, Any]]) -> str:
+    choices = [choice for piece in pieces for choice in piece["choices"]]
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
 
 
 def finish_reason(answer: dict[str, Any]) -> Any:

@@ -75,6 +75,7 @@ class Request:
     body: bytes
     streams: bool  # the caller wants chunks
     wants_usage: bool = True  # and the closing chunk of the OpenAI routes that counts tokens
+    wants_counts: bool = False  # in each chunk
 
 
 class Dialect(Protocol):
@@ -211,9 +212,11 @@ class OpenAI:
         if not isinstance(options, dict):
             raise Refused(400, "stream_options must be an object")
         rid = uuid.uuid4().hex
-        asked |= {"rid": rid, "stream_options": {**options, "include_usage": True}}
+        counts = {"include_usage": True, "continuous_usage_stats": True}  # an engine that is lost has told what it made
+        asked |= {"rid": rid, "stream_options": {**options, **counts}}
         streams, asked["stream"] = bool(asked.get("stream")), True
-        return Request(rid, _json(asked), streams, wants_usage=bool(options.get("include_usage")))
+        wants_usage, wants_counts = (bool(options.get(count)) for count in counts)
+        return Request(rid, _json(asked), streams, wants_usage, wants_counts)
 
     def reply(self, request: Request, version: WeightVersion) -> Reply:
         return OpenAIReply(request, version, whole=self._whole)
@@ -237,9 +240,9 @@ class OpenAIReply:
             chunk = _event(event)
             _raise_error(chunk)
             with _understood():
-                choices = [*(chunk.pop("choices", None) or [])]
-                self.tokens = int((chunk.get("usage") or {}).get("completion_tokens", self.tokens))
-                self._usage = chunk.pop("usage", None) or self._usage
+                choices, usage = [*(chunk.pop("choices", None) or [])], chunk.pop("usage", None)
+                self._usage = usage or self._usage
+                self.tokens = int(self._usage.get("completion_tokens", self.tokens))
                 for choice in choices:
                     self._keep(choice, len(event))
         except Refused as refusal:
@@ -247,9 +250,12 @@ class OpenAIReply:
             return event
         if (reason := self._choice.get("finish_reason")) is not None:
             self.outcome = "aborted" if reason == "abort" else "finished"
-        if choices:
-            self._head |= chunk
-        return event if choices or self._request.wants_usage else None
+        if not choices:
+            return event if self._request.wants_usage else None
+        self._head |= chunk
+        if usage is None or self._request.wants_counts or not self._request.streams:
+            return event
+        return _json({**chunk, "choices": choices, "usage": None})
 
     def _keep(self, choice: dict[str, Any], size: int) -> None:
         """Of a choice that its caller gets piece by piece, how it ended."""
