@@ -162,7 +162,7 @@ WAYS = list(itertools.product(ASKED, (False, True), (None, 0.01)))
 
 @both_ladders
 @pytest.mark.parametrize("steps", [2])
-async def test_requests_at_every_instant_of_a_switch_all_end_and_the_count_balances(
+async def test_h1_h2_h3_requests_at_every_instant_of_a_switch_all_end_and_the_count_balances(
     steps: int, placement: Placement
 ) -> None:
     async with small_pod(**OFFLOADS[placement]) as pod:
@@ -294,6 +294,20 @@ async def test_h55_engine_is_paused_only_when_nothing_is_in_flight(placement: Pl
         await pod.climb(V1, to=Rung.DRAINED)
         assert ["abort"] * 6 == await asyncio.gather(*asked)
         assert 0 == in_flight["/pause_generation"]
+
+
+@both_ladders
+async def test_target_that_is_not_on_the_ladder_is_refused_and_nothing_else_happens(placement: Placement) -> None:
+    """It ended the agent, and the next one as soon as it was told again."""
+    async with small_pod(**OFFLOADS[placement]) as pod:
+        await pod.climb(V0)
+        before = pod.agent.server.target
+        for rung in set(Rung) - set(pod.ladder.rungs):
+            refusal = pod.send(pod.target(V1, rung, epoch=pod.epoch + 1))
+            assert refusal is not None
+            assert ("NotForThisMember", pod.epoch) == (refusal.reason, refusal.highest_epoch)
+        assert before == pod.agent.server.target
+        assert "length" == await pod.ask(tokens=4)
 
 
 async def test_figures_tell_a_life() -> None:

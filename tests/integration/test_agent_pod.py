@@ -48,7 +48,7 @@ async def test_new_pod_climbs_to_serving_trains_a_step_and_serves_it(net: Networ
         assert ["1-1"] == sorted(path.name for path in it.directories.weights.iterdir())
 
 
-async def test_h13_h14_h16_h39_engine_calls_of_a_switch_come_in_their_order_and_are_all(net: Network) -> None:
+async def test_h13_h14_h16_h39_h53_engine_calls_of_a_switch_come_in_their_order_and_are_all(net: Network) -> None:
     async with pod(net, make_job()) as it:
         group = Group([it])
         await group.climb(V0)

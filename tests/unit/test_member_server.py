@@ -13,6 +13,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_api import names
@@ -235,6 +238,65 @@ async def test_unreadable_target_ends_the_connection(tmp_path: Path, frame: str)
         assert [] == it.member.accepted
 
 
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(["Climb", "1-1"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = [*(field.alias or name for name, field in PodTarget.model_fields.items()), "other"]
+frames = st.one_of(
+    st.binary(max_size=200),
+    st.text(max_size=200),
+    anything.map(json.dumps),
+    st.dictionaries(st.sampled_from(FIELDS), anything, max_size=6).map(
+        lambda fields: json.dumps(make_target(1).model_dump(mode="json", by_alias=True) | fields)
+    ),
+)
+requests = st.lists(
+    st.sampled_from(
+        [b"GET /v1/link HTTP/1.1", b"GET /v1/state HTTP/1.1", b"POST /v1/state HTTP/1.1", b"Host: m", b"", b"{}", b"0",
+         b"Upgrade: websocket", b"Connection: upgrade", b"Sec-WebSocket-Version: 13", b"Sec-WebSocket-Key: x",
+         b"Content-Length: 3", b"Content-Length: -1", b"Transfer-Encoding: chunked", b"Content-Encoding: gzip"]
+    )
+    | st.binary(max_size=40),
+    max_size=12,
+).map(b"\r\n".join)  # fmt: skip
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sent=st.lists(frames, max_size=8), asked=st.lists(requests, max_size=6))
+def test_whatever_comes_over_the_control_port_the_member_goes_on_and_answers_no_500(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sent: list[bytes | str], asked: list[bytes]
+) -> None:
+    async def send() -> None:
+        async with scene(tmp_path, idle_s=0.2) as it:
+            for frame in sent:
+                link = await it.link()
+                await receive(link), await receive(link)
+                await (link.send_bytes(frame) if isinstance(frame, bytes) else link.send_str(frame))
+                await link.close()
+            for request in asked:
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1",
+                    it.member.server.ports.control,
+                    ssl=it.operator,
+                    server_hostname=names.member_server_name(JOB_UID),
+                )
+                writer.write(request + b"\r\n\r\n")
+                assert b" 500 " not in (await reader.read()).split(b"\r\n", 1)[0]
+                writer.close()
+            link = await it.link()
+            hello = await receive(link)
+            assert isinstance(hello, Hello)
+            await receive(link)
+            await link.send_str(make_target(hello.highest_epoch + 1).model_dump_json(by_alias=True))
+            assert hello.highest_epoch + 1 == getattr(await receive(link), "epoch", None)
+
+    asyncio.run(send())
+    failed = [record.exc_info for record in caplog.records if record.name == "aiohttp.server" and record.exc_info]
+    assert [] == [info for info in failed if not isinstance(info[1], HttpProcessingError)], "of a handler"
+
+
 async def test_oversized_target_ends_the_connection(tmp_path: Path) -> None:
     async with scene(tmp_path) as it:
         link = await it.link()
@@ -303,9 +365,26 @@ SLOW = [b"", b"GET /healthz HTTP/1.1\r\nHost: m\r\nX-Sl"]
 
 
 @pytest.mark.parametrize("sent", SLOW)
-async def test_connection_without_a_whole_request_is_closed(tmp_path: Path, sent: bytes) -> None:
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_connection_without_a_whole_request_is_closed(tmp_path: Path, sent: bytes, encrypted: bool) -> None:
     async with scene(tmp_path, idle_s=0.2) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.member.server.ports.metrics)
+        ports = it.member.server.ports
+        name = names.member_server_name(JOB_UID)
+        reader, writer = (
+            await asyncio.open_connection("127.0.0.1", ports.control, ssl=it.operator, server_hostname=name)
+            if encrypted
+            else await asyncio.open_connection("127.0.0.1", ports.metrics)
+        )
+        writer.write(sent)
+        assert b"" == await reader.read()
+        writer.close()
+
+
+@pytest.mark.parametrize("port", ["control", "data"])
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02"])
+async def test_handshake_that_is_not_finished_is_not_waited_for(tmp_path: Path, port: str, sent: bytes) -> None:
+    async with scene(tmp_path, idle_s=0.2) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", getattr(it.member.server.ports, port))
         writer.write(sent)
         assert b"" == await reader.read()
         writer.close()

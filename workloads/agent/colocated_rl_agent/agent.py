@@ -91,6 +91,7 @@ class Agent:
         client = DataClient(session, tls, settings.job.uid)
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
         self._exports = Exports(places.weights, probe=settings.rules.verify is Verify.PROBE)
+        self._ladder = settings.rules.ladder
         self.server = MemberServer(
             hello=Hello(
                 pod=settings.pod,
@@ -106,6 +107,7 @@ class Agent:
             facts=self._facts,
             accept=self._accept,
             remember_epoch=self._journal.epoch_accepted,
+            unfit=self._unfit,
             data=DataPort(self._gate.serve, admits=tls.admits),
             ports=settings.ports,
             registry=registry,
@@ -120,7 +122,6 @@ class Agent:
         self._stopped = False
         self._closed_at = time.monotonic()
         self._agreed: tuple[WeightVersion, str] | None = None
-        self._ladder = settings.rules.ladder
         self._climb = Climb(self._ladder, self._reached)
         registry.register(BelowTarget(self._below_target))
 
@@ -369,6 +370,10 @@ class Agent:
                     await self._engine.abort_all(self._gate.settled)
 
     # --------------------------------------------------------------------------------------------------- what happens
+    def _unfit(self, target: PodTarget) -> str:
+        known = target.rung in self._ladder.rungs
+        return "" if known else f"rung {target.rung} is not on the ladder of a {self._ladder.placement} job"
+
     def _accept(self, target: PodTarget) -> None:
         log(LOG, "target accepted", epoch=target.epoch, step=target.step, rung=target.rung, version=str(target.version))
         self._gate.enter_epoch(target.epoch)

@@ -369,7 +369,7 @@ def _understood() -> Iterator[None]:
     """Raises Refused for an event of another shape than those of the engine's routes."""
     try:
         yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise Refused(502, f"the engine sent something else than expected: {error!r}") from error
 
 

@@ -18,11 +18,20 @@ class EpochFence(Generic[TargetT]):
     """Holds the newest accepted target of one member.
 
     remember_epoch: makes an epoch durable, and raises if it can't; called once per epoch, before `admit` returns.
+    unfit: why a target of this kind is not one for this member; "" if it is.
     """
 
-    def __init__(self, kind: type[TargetT], *, highest_epoch: int, remember_epoch: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        kind: type[TargetT],
+        *,
+        highest_epoch: int,
+        remember_epoch: Callable[[int], None],
+        unfit: Callable[[TargetT], str] = lambda target: "",
+    ) -> None:
         self._kind = kind
         self._remember_epoch = remember_epoch
+        self._unfit = unfit
         self.highest_epoch = highest_epoch
         self.target: TargetT | None = None
 
@@ -32,6 +41,8 @@ class EpochFence(Generic[TargetT]):
             return self._refusal(
                 target, "NotForThisMember", f"this member takes {self._kind.__name__}, not {target.type}"
             )
+        if why := self._unfit(target):
+            return self._refusal(target, "NotForThisMember", why)
         if target.epoch < self.highest_epoch:
             return self._refusal(
                 target, "StaleEpoch", f"epoch {target.epoch} is over: {self.highest_epoch} was accepted"

@@ -48,6 +48,7 @@ LOG = logging.getLogger(__name__)
 SEND_DEADLINE_S = 2 * HEARTBEAT_S
 SHUTDOWN_S = 1.0  # for connections that are still open when the member ends
 IDLE_S = 60.0
+HANDSHAKE_S = 10.0
 MAX_HEADER_BYTES = 8190  # of one header line
 MAX_HEADERS = 64
 
@@ -83,6 +84,7 @@ class MemberServer(Generic[TargetT]):
     facts: the member's state now; called whenever it is to be sent or shown.
     accept: takes a target that passed the fence; must not block.
     remember_epoch: makes an epoch durable before a target of it is accepted.
+    unfit: why a target of this kind is not one for this member; "" if it is.
     data: application of the data port (`data_application`), or a port that serves itself; None when there is none.
     pages: further routes for people, on the pod's loopback.
     idle_s, data_idle_s: for a caller to send the head of a request.
@@ -97,6 +99,7 @@ class MemberServer(Generic[TargetT]):
         facts: Callable[[], PodFacts | RolloutFacts],
         accept: Callable[[TargetT], None],
         remember_epoch: Callable[[int], None],
+        unfit: Callable[[TargetT], str] = lambda target: "",
         data: web.Application | DataPort | None = None,
         pages: Sequence[web.RouteDef] = (),
         ports: Ports | None = None,
@@ -113,7 +116,7 @@ class MemberServer(Generic[TargetT]):
         self._registry = registry
         self._own = CollectorRegistry()
         self._own.register(ProblemGauge(lambda: facts().problem))
-        self._fence = EpochFence(kind, highest_epoch=hello.highest_epoch, remember_epoch=remember_epoch)
+        self._fence = EpochFence(kind, highest_epoch=hello.highest_epoch, remember_epoch=remember_epoch, unfit=unfit)
         self._changed = asyncio.Event()
         self._link: web.WebSocketResponse | None = None
         self._idle_s, self._data_idle_s = idle_s, data_idle_s
@@ -185,8 +188,17 @@ class MemberServer(Generic[TargetT]):
         )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, host, port, ssl_context=context, reuse_address=True).start()
-        address: tuple[str, int] = runner.addresses[0]
+        assert runner.server is not None, "it was set up"
+        server = await asyncio.get_running_loop().create_server(
+            runner.server,
+            host,
+            port,
+            ssl=context,
+            ssl_handshake_timeout=min(HANDSHAKE_S, self._idle_s) if context else None,
+            reuse_address=True,
+        )
+        stack.callback(server.close)  # before the runner ends what it still serves
+        address: tuple[str, int] = server.sockets[0].getsockname()
         return address[1]
 
     # ------------------------------------------------------------------------------------------------- the link
