@@ -344,7 +344,7 @@ async def test_h17_h58_engine_that_is_lost_in_a_request_leaves_what_it_said(
 @pytest.mark.parametrize("path", OPENAI)
 async def test_h58_openai_stream_that_breaks_off_ends_as_an_abort(scene: Scene, path: str) -> None:
     running = asyncio.create_task(scene.stream(path=path, max_tokens=3000, ignore_eos=True))
-    await scene.until(lambda: bool(scene.generated()))
+    await scene.until(lambda: any(running.reply.tokens for running in scene.gate._running))
     scene.break_engine_connections()
     pieces = await running
     assert "abort" == finish_reason(pieces[-1])
