@@ -139,6 +139,22 @@ def test_a_resident_pod_waits_for_its_own_ladder() -> None:
     assert "switch.trainerProgressSeconds" in str(found.waits_for)
 
 
+@pytest.mark.parametrize(
+    ("scored", "rung", "words"),
+    [
+        (1, "Sealed", "the reference scores the batch (after a start: the trainer loads its checkpoint)"),
+        (2, "Scored", "the trainer, which has scores of the batch, makes the step"),
+    ],
+)
+def test_a_job_with_a_reference_waits_for_its_scores_and_then_for_the_step(scored: int, rung: str, words: str) -> None:
+    rank = {"rank": 0, "state": "Scoring", "lineage": 1, "step": 1, "scored": scored}
+    states = pages(**{f"sums-gpu-{replica}-0": gpu_page(target="2-1", trainers=[rank]) for replica in (0, 1)})
+    status = running(phase="Training", targetStep=2, rung=rung, placement="Resident")
+    found = explained(job(status=status, rollout=RESIDENT_ROLLOUT, reference={}), states=states)
+    assert {"sums-gpu-0-0": rung, "sums-gpu-1-0": rung} == found.rungs
+    assert f"at {rung}: {words} (at most 900 s to start, 1800 s without progress" in str(found.waits_for)
+
+
 def test_a_sealed_batch_of_a_resident_job_waits_for_no_evaluation() -> None:
     sealed = {"step": 2, "groups": 4, "samples": 8, "lossTokens": 10}
     states = pages(**{"sums-rollout-0": rollout_page(sealed=sealed)})

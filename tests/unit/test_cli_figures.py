@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from colocated_rl_api.ladder import RESIDENT, Rung
+from colocated_rl_api.ladder import RESIDENT, SCORED_TIME_SLICED, Rung
 from colocated_rl_cli.figures import (
     Holder,
     holder_shares,
@@ -62,6 +62,17 @@ def test_the_trainer_holds_the_device_from_released_until_offloaded() -> None:
     held = [span for span in figures.spans if span.holder is Holder.TRAINER]
     assert [Rung.TRAINED, Rung.EXPORTED, Rung.OFFLOADED] == [span.towards for span in held]
     assert pytest.approx([30.4, 32.6]) == [held[0].start, held[-1].end]
+
+
+def test_scoring_is_the_trainers_time_and_has_a_figure_of_its_own() -> None:
+    down, trained = SWITCH[:4], [(rung, after + 1.5) for rung, after in SWITCH[4:] + BACK]
+    step = rises("a", [*down, ("Scored", 1.9), *trained], step=1, after=30.0)
+    figures = read_figures([*rises("a", START, step=0), *step], SCORED_TIME_SLICED)
+    held = [span for span in figures.spans if span.holder is Holder.TRAINER]
+    assert [Rung.SCORED, Rung.TRAINED, Rung.EXPORTED, Rung.OFFLOADED] == [span.towards for span in held]
+    (scored,) = [time for time in rung_times(figures) if time.rung is Rung.SCORED]
+    assert pytest.approx(1.5) == scored.mean_s
+    assert switch_seconds(read_figures(one_switch())) == [pytest.approx(switch_seconds(figures)[0])]
 
 
 def test_rollout_holds_the_device_until_the_gate_closes() -> None:
