@@ -129,7 +129,7 @@ class Engine:
             version = await client.weight_version()
             if version != self.view.starts_on:
                 raise CallRefused(f"it serves {version} and was started on {self.view.starts_on}")
-            checksum = await self._checksum(client)
+            checksum = await self._checksum(client, version)
         except DriverError as error:
             self.broke(f"the started engine can't be used: {error}")
             return
@@ -206,7 +206,7 @@ class Engine:
             paused = not await client.takes_requests()
             version = await client.weight_version()
             await self._look_at(client)
-            checksum = await self._checksum(client) if remembered.version == version else None
+            checksum = await self._checksum(client, version) if remembered.version == version else None
         except DriverError as error:
             return remembered.broke(f"it could not be recognized: {error}")
         if not remembered.is_whole and not paused:
@@ -224,9 +224,13 @@ class Engine:
         self._dtype, self._mapped_bytes = info.dtype, info.mapped_bytes(saved_tags)
         return info
 
-    async def _checksum(self, client: SGLang) -> str | None:
+    async def _checksum(self, client: SGLang, version: WeightVersion) -> str | None:
         """Of the weights that it holds; None where the job does not ask. Raises DriverError."""
-        return await client.checksum() if self._settings.rules.verify is Verify.CHECKSUM else None
+        if self._settings.rules.verify is not Verify.CHECKSUM:
+            return None
+        started, checksum = time.monotonic(), await client.checksum()
+        log(LOG, "weights added up", version=str(version), checksum=checksum, took_s=_since(started))
+        return checksum
 
     # ---------------------------------------------------------------------------------------------------- a switch
     def backend(self) -> Backend:
@@ -291,7 +295,7 @@ class Engine:
             await client.update(directory, version)
             if (found := await client.weight_version()) != version:
                 raise CallRefused(f"it says {found} after the update to {version}")
-            checksum = await self._checksum(client)
+            checksum = await self._checksum(client, version)
 
         await self._change(
             "update",
