@@ -128,7 +128,7 @@ def beside_a_plain_write(model: Qwen3ForCausalLM, shared: Path, origin: Path) ->
 # --------------------------------------------------------------------------------------------------------------- moves
 def beside_a_plain_copy(model: Qwen3ForCausalLM) -> None:
     state = Residency(model, torch.device("cpu"), moves=True)
-    size = 3 * 4 * len(state.parameters)
+    size = 3 * 4 * len(state.gradients)
     source, copies = torch.ones(size // 4), list[Tensor]()
 
     def copy_to_new_memory() -> None:

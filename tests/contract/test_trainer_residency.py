@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from colocated_rl_trainer.residency import Residency
+from colocated_rl_trainer.residency import GRADIENTS, PARAMETERS, Residency
 
 CPU = torch.device("cpu")
 
@@ -30,11 +31,11 @@ def test_parameters_and_gradients_are_views_of_one_buffer_each() -> None:
     loss_of(plain.eval()).backward()
 
     trained = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
-    assert sum(parameter.numel() for parameter in trained.values()) == len(state.parameters)
+    assert sum(parameter.numel() for parameter in trained.values()) == len(state.parameters[0])
     for name, parameter in trained.items():
         assert parameter.grad is not None
-        torch.testing.assert_close(state.named(state.parameters)[name], parameter.data, rtol=0, atol=0)
-        torch.testing.assert_close(state.named(state.gradients)[name], parameter.grad, rtol=0, atol=0)
+        torch.testing.assert_close(state.named(PARAMETERS)[name], parameter.data, rtol=0, atol=0)
+        torch.testing.assert_close(state.named(GRADIENTS)[name], parameter.grad, rtol=0, atol=0)
 
 
 def test_gradients_of_several_backward_passes_add_up_in_place() -> None:
@@ -82,26 +83,30 @@ def test_update_without_moments_is_that_of_sgd() -> None:
         loss_of(model).backward()
         state.update(learning_rate=0.01, betas=(0.8, 0.9), weight_decay=0.0)
         state.offload()
+    state.onload()
 
     assert {} == state.moments
     for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected)
 
 
-def test_reference_computes_in_the_place_of_the_gradients() -> None:
-    reference, model = make_model(seed=1).eval(), make_model().eval()
-    reference.get_parameter("1.weight").data = model.get_parameter("1.weight").data  # not trained
+@pytest.mark.parametrize("onloaded", [False, True])
+def test_reference_computes_what_the_model_did_and_costs_no_memory(onloaded: bool) -> None:
+    reference, model = make_model().eval(), make_model().eval()
     state = Residency(model, CPU, moves=True)
-    state.keep_reference(reference)
+    if onloaded:
+        state.onload()
+    state.keep_reference()
     state.onload()
-    own, place = loss_of(model).detach(), state.parameters.data_ptr()
+    state.parameters[0].mul_(1.5)
+    own, place = loss_of(model).detach(), state.parameters[0].data_ptr()
 
     with torch.no_grad(), state.as_reference():
         frozen = loss_of(model)
 
     torch.testing.assert_close(frozen, loss_of(reference).detach())
     torch.testing.assert_close(own, loss_of(model).detach())
-    assert place == state.parameters.data_ptr()
+    assert place == state.parameters[0].data_ptr()
     assert not state.gradients.any()
 
 
@@ -120,20 +125,22 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 def test_what_is_trained_between_two_moves_is_what_stands_on_the_host() -> None:
     stays, model = make_model().eval(), make_model().eval()
     resident, moving = Residency(stays, CPU), Residency(model, CPU, moves=True)
-    host = moving.parameters.data_ptr()
+    host = moving.named(PARAMETERS)["0.weight"].data_ptr()
     for _ in range(3):
         moving.onload()
-        assert host != moving.parameters.data_ptr()
+        assert host != moving.named(PARAMETERS)["0.weight"].data_ptr()
         for each, state in ((stays, resident), (model, moving)):
             loss_of(each).backward()
             state.update(learning_rate=0.01, betas=(0.9, 0.95), weight_decay=0.0)
         moving.offload()
 
-    assert host == moving.parameters.data_ptr()
-    assert not len(moving.gradients)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    for kind in ("parameters", "first_moment", "second_moment"):
-        torch.testing.assert_close(getattr(moving, kind), getattr(resident, kind), rtol=0, atol=0)
+    assert host == moving.named(PARAMETERS)["0.weight"].data_ptr()
+    for block in (*moving.parameters, *moving.moments.values(), moving.gradients):
+        assert 0 == block.untyped_storage().nbytes()
+    assert moving.saved().keys() == resident.saved().keys()
+    for name, tensor in moving.saved().items():
+        torch.testing.assert_close(tensor, resident.saved()[name], rtol=0, atol=0)
+    moving.onload()
     torch.testing.assert_close(loss_of(model), loss_of(stays), rtol=0, atol=0)
 
 
@@ -141,7 +148,7 @@ def test_moves_are_idempotent() -> None:
     state = Residency(make_model(), CPU, moves=True)
     state.offload()
     state.onload()
-    place = state.parameters.data_ptr()
+    place = state.parameters[0].data_ptr()
     state.onload()
 
-    assert place == state.parameters.data_ptr()
+    assert place == state.parameters[0].data_ptr()

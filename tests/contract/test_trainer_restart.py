@@ -73,7 +73,7 @@ class Run:
                 told = group.save(step, KEEP)
                 self.replay_from = max(self.replay_from, min(status.replay_from or 0 for status in told))
                 if step == harm:
-                    (group.checkpoints / f"step-{step:08d}" / "model.safetensors").write_bytes(b"damaged")
+                    (group.checkpoints / f"step-{step:08d}" / "__1_0.distcp").write_bytes(b"damaged")
                     raise Lost
         return load_file(exported[0] / "model.safetensors")
 
@@ -126,10 +126,9 @@ def test_run_with_a_killed_rank_goes_on_to_the_same_bits(
     kind: TrainerKind, batches: list[list[Path]], undisturbed: Weights, tmp_path: Path, place: str
 ) -> None:
     step = {"load": 0, "loaded": 0}.get(place, 4 if place.startswith("sav") else 3)
-    rank = 0 if place.startswith("sav") else PLACES.index(place) % RANKS
     run = Run(tmp_path / "run", kind, batches)
 
-    weights = run.to_the_end(die=(rank, place, step))
+    weights = run.to_the_end(die=(PLACES.index(place) % RANKS, place, step))
 
     assert 2 == run.lineage
     assert _same_bits(undisturbed, weights)

@@ -90,7 +90,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     "division",
     [
         {"ranks": 1, "microBatchTokens": 20},
-        {"ranks": 2, "microBatchTokens": 100},
+        {"ranks": 2, "microBatchTokens": 100, "trainingState": "Replicated"},
         {"ranks": 2, "split": "uneven"},
         {"ranks": 4, "microBatchTokens": 40},
         {"ranks": 1, "packing": True, "microBatchTokens": 90},

@@ -40,7 +40,7 @@ def test_export_has_the_tensors_of_the_original(origin: Path, out: Path) -> None
 def test_export_holds_the_weights_as_they_are_now(origin: Path, out: Path) -> None:
     model = load_model(origin)
     state = Residency(model, torch.device("cpu"))
-    state.parameters.mul_(1.5)
+    state.parameters[0].mul_(1.5)
 
     write_model(model, out, origin=origin, dtype=torch.float32)
 

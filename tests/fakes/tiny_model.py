@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 VOCABULARY = 48
 
 
-def write_tiny_model(directory: Path, *, seed: int = 0, tied: bool = True, hidden: int = 32) -> Path:
+def write_tiny_model(directory: Path, *, seed: int = 0, tied: bool = True, hidden: int = 32, layers: int = 2) -> Path:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=hidden // 4,

@@ -21,7 +21,9 @@ from colocated_rl_api.weights import Probe
 from colocated_rl_trainer.loop import ReferenceTrainer
 from colocated_rl_trainer.rank import Watch
 from colocated_rl_trainer.rank_server import serve
+from colocated_rl_trainer.residency import GRADIENTS
 from colocated_rl_trainer.settings import RankSettings, TrainerConfig
+from colocated_rl_trainer.sharding import whole
 
 PLACES = (
     "load", "loaded", "onload", "onloaded", "score", "scored", "train", "dirty", "trained", "export",
@@ -29,8 +31,8 @@ PLACES = (
 )  # fmt: skip
 """In the order of a step: before and after each request, and where a half of it is done."""
 
-_forking = multiprocessing.get_context("forkserver")
-_forking.set_forkserver_preload(  # what takes long; ours would not be found: the server has no path of the tests
+forking = multiprocessing.get_context("forkserver")
+forking.set_forkserver_preload(  # what takes long; ours would not be found: the server has no path of the tests
     ["torch", "torch.distributed", "transformers.core_model_loading", "transformers.models.qwen3.modeling_qwen3"]
 )
 
@@ -87,9 +89,9 @@ class WatchedTrainer(ReferenceTrainer):
         self._watch.mark_dirty()
         self._updates += 1
         if self._gradients:
-            gradients = self._state.named(self._state.gradients)
+            gradients = {key: whole(part).clone() for key, part in self._state.named(GRADIENTS).items()}
             name = f"step-{self._at}-update-{self._updates}-rank-{self._rank}.safetensors"
-            save_file({key: tensor.clone() for key, tensor in gradients.items()}, self._gradients / name)
+            save_file(gradients, self._gradients / name)
         if self._updates == 2:
             self._pass("dirty")  # one update is done, the other isn't
 
@@ -147,7 +149,7 @@ def fork(
     gradients: Path | None = None,
 ) -> ForkedRank:
     """Start a rank."""
-    process = _forking.Process(target=_be, args=(dict(environment), log, die, gradients), daemon=True)
+    process = forking.Process(target=_be, args=(dict(environment), log, die, gradients), daemon=True)
     process.start()
     return ForkedRank(process)
 

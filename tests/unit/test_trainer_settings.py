@@ -78,7 +78,8 @@ def test_unknown_key_is_refused_with_the_nearest_and_all_known_ones(tmp_path: Pa
         ("importanceCap", 1), ("bypass", "perhaps"), ("microBatchTokens", 0), ("seed", -1), ("threads", 0),
         ("dtype", "float16"), ("klCoefficient", -1), ("klEstimator", "K4"),
         ("maxTokenAge", -1), ("schedule", "Step"), ("decaySteps", 0), ("finalLearningRate", -1),
-        ("activationCheckpointing", "perhaps"), ("trackers", ["Excel"]), ("wandbProject", ""),
+        ("activationCheckpointing", "perhaps"), ("trainingState", "Halved"),
+        ("trackers", ["Excel"]), ("wandbProject", ""),
     ],
 )  # fmt: skip
 def test_value_out_of_bounds_is_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
@@ -92,7 +93,7 @@ def test_value_out_of_bounds_is_refused_by_name(tmp_path: Path, key: str, value:
         ("critic", "there is no critic"),
         ("valueCoefficient", "there is no critic"),
         ("loraRank", "none as LoRA"),
-        ("tensorParallelSize", "every rank holds the whole model"),
+        ("tensorParallelSize", r"ranks share a model's state \(trainingState\)"),
         ("megatron", "no helper for Megatron"),
         ("quantization", "neither training nor rollout is quantized"),
         ("cudaIpc", "weights reach the engines as files in memory"),

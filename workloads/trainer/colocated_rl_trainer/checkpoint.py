@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,20 +94,34 @@ class Checkpoints:
         Any of a later step goes as well: it did not verify, or this step would not be written now.
         Raises OSError and Superseded; then no checkpoint has come or gone.
         """
-        self._keep = keep
+        draft = self.begin(step)
+        fill(draft)
+        return self.finish(draft, step, keep=keep)
+
+    def begin(self, step: int) -> Path:
+        """An empty directory for the checkpoint of `step`. Raises OSError and Superseded."""
         self._refuse_if_superseded()
         for left in self._directory.iterdir():
             if _DRAFT.fullmatch(left.name):
                 shutil.rmtree(left)
-        target = self._directory / f"step-{step:08d}"
-        draft = self._directory / f".{target.name}-{self._lineage}.draft"
+        draft = self._directory / f".step-{step:08d}-{self._lineage}.draft"
         draft.mkdir()
-        fill(draft)
-        contents = Contents(format=FORMAT, step=step, lineage=self._lineage, sha256=hashes_of(sorted(draft.iterdir())))
+        return draft
+
+    def finish(self, draft: Path, step: int, *, keep: int, sha256: Mapping[str, str] | None = None) -> Saved:
+        """Make what stands in the directory that `begin` gave the checkpoint of `step`. As `write` otherwise.
+
+        sha256: of the files whose hashes are known already.
+        """
+        self._keep = keep
+        known = dict(sha256 or {})
+        known |= hashes_of(sorted(path for path in draft.iterdir() if path.name not in known))
+        contents = Contents(format=FORMAT, step=step, lineage=self._lineage, sha256=known)
         (draft / CONTENTS).write_text(contents.model_dump_json(indent=2))
         for path in (*draft.iterdir(), draft):
             _flush(path)
         self._refuse_if_superseded()  # it may have taken minutes
+        target = self._directory / f"step-{step:08d}"
         if target.exists():
             shutil.rmtree(target)
         draft.rename(target)

@@ -62,6 +62,28 @@ class Group:
             with _waiting_for_peers("broadcast"):
                 dist.broadcast(tensor, src=0)
 
+    def led(self, do: Callable[[], Item]) -> Item:
+        """Rank 0 does it, and every rank has its result. Raises what `do` raises of OSError and Refused, there; Refused
+        everywhere else.
+        """
+        done: tuple[Item | None, OSError | Refused | None] = (None, None)
+        if self.rank == 0:
+            try:
+                done = (do(), None)
+            except (OSError, Refused) as error:
+                done = (None, error)
+        result, fault = done
+        result, told = self.gather((result, str(fault) if fault else None))[0]
+        if fault is not None:
+            raise fault
+        if told is not None:
+            raise Refused(f"rank 0: {told}")
+        return result  # type: ignore[return-value]  # rank 0's
+
+    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what calls collectives by itself. Raises GroupLost."""
+        return _waiting_for_peers(what)
+
     def once(self, what: str, do: Callable[[], object], *, within_s: float) -> None:
         """Rank 0 does it and returns, every other rank returns when it has: they need not come at the same time.
 

@@ -1,7 +1,8 @@
 """The reference trainer: GRPO on sealed batches, data parallel, AdamW.
 
 One step on one screen is `ReferenceTrainer.train`. Every rank computes the gradient of its own samples; the gradient is
-summed over ranks, and every normalizer is of all ranks, so the split of a batch changes nothing but rounding. The step
+summed over ranks, and every normalizer is of all ranks, so the split of a batch changes nothing but rounding. Ranks
+share the model and its state (`sharding`), or each has all of it: that changes nothing but rounding either. The step
 number decides everything else that could differ between two runs (learning rate, division into minibatches): a replay
 of the same batches from a checkpoint gives the same weights, on the CPU the same bits.
 """
@@ -10,29 +11,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from colocated_rl_api.logs import log
 from colocated_rl_api.weights import Probe
 from colocated_rl_trainer.batch import MicroBatch, Shard, Use, deal_minibatches, micro_batches, read_together
-from colocated_rl_trainer.checkpoint import OPTIMIZER, Checkpoints
+from colocated_rl_trainer.checkpoint import Checkpoints
 from colocated_rl_trainer.group import Group, join_group
 from colocated_rl_trainer.loss import importance_ratio, kl_penalty, policy_loss, token_logp
-from colocated_rl_trainer.manifest import sha256_of
+from colocated_rl_trainer.manifest import hashes_of, sha256_of
 from colocated_rl_trainer.rank import Watch
-from colocated_rl_trainer.residency import Residency
+from colocated_rl_trainer.residency import PARAMETERS, Residency
 from colocated_rl_trainer.scores import find_scores, write_scores
 from colocated_rl_trainer.settings import RankSettings, SettingsError, TrainerConfig
+from colocated_rl_trainer.sharding import divide, read_parts, write_parts
 from colocated_rl_trainer.tally import Tally, metrics
 from colocated_rl_trainer.trackers import Tracker, check_trackers, make_trackers
-from colocated_rl_trainer.weights import checkpoint_activations, load_model, probe, write_model, write_tensors
+from colocated_rl_trainer.weights import checkpoint_activations, load_model, probe, write_model
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class _Work:
     """This rank's part of a minibatch: none is possible, its peers wait for it all the same."""
 
     divisor: int  # of the loss: tokens or samples of all ranks
-    micro_batches: list[MicroBatch]
+    micro_batches: list[MicroBatch | None]  # None: a pass that peers make, for which this rank has nothing left
 
 
 @dataclass(frozen=True)
@@ -90,21 +91,27 @@ class ReferenceTrainer:
             torch.set_num_threads(config.threads)
 
     def load(self) -> int:
-        """Rank 0 reads the newest checkpoint and hands it to the others: replicas can't begin apart."""
+        """Rank 0 says which checkpoint, and each reads its part of it."""
         self._group: Group = join_group(self._settings)
-        found = self._checkpoints.newest() if self._group.rank == 0 else None
-        self.model = load_model(found.directory if found else self._settings.model, packing=self._config.packing)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        found = self._group.gather(self._checkpoints.newest() if self._group.rank == 0 else None)[0]
+        self.model = load_model(self._settings.model, packing=self._config.packing)
         if self._config.activation_checkpointing:
             checkpoint_activations(self.model)
+        self._is_shared = self._group.size > 1 and self._config.training_state == "Sharded"
+        if self._is_shared:
+            divide(self.model, self._device, ranks=self._group.size)
         self._state = Residency(self.model, self._device, with_moments=self._config.optimizer == "AdamW")
         if self._has_reference:
-            self._state.keep_reference(load_model(self._settings.model))
+            self._state.keep_reference()  # before the checkpoint is read: the model as the job began with it
         if found:
-            self._read_optimizer(found.directory / OPTIMIZER)
+            self._read_checkpoint(found.directory)
             log(_LOG, "checkpoint read", step=found.step)
-        step, self._state.updates = self._group.gather((found.step if found else 0, self._state.updates))[0]
-        for buffer in (self._state.parameters, *self._state.moments.values()):
-            self._group.broadcast_in_place(buffer)
+        elif not self._is_shared:  # replicas can't begin apart
+            for tensor in self._state.named(PARAMETERS).values():
+                self._group.broadcast_in_place(tensor)
+        step = found.step if found else 0
         self._trackers = make_trackers(self._settings, self._config, step=step)
         return step
 
@@ -115,7 +122,7 @@ class ReferenceTrainer:
         self._state.offload()
 
     def score(self, step: int, path: Path, scores: Path, watch: Watch) -> None:
-        with self._saying_what_takes_memory(step):
+        with self._saying_what_takes_memory(step), self._passing("score"):
             shard, work = self._read_batch(step, path)
             digest = sha256_of(path)
             logp = find_scores(scores, shard_sha256=digest, needed=_computed(shard, work))
@@ -128,7 +135,7 @@ class ReferenceTrainer:
             self._scored = step, logp
 
     def train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
-        with self._saying_what_takes_memory(step):
+        with self._saying_what_takes_memory(step), self._passing("step"):
             return self._train(step, path, watch)
 
     def _train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
@@ -140,7 +147,10 @@ class ReferenceTrainer:
         for _data_pass in range(config.data_passes):
             for minibatch in work:
                 for micro in minibatch.micro_batches:
-                    self._add_gradient(shard, micro, minibatch.divisor, known, tally)
+                    if micro is None:
+                        self._keep_up(with_gradient=True)
+                    else:
+                        self._add_gradient(shard, micro, minibatch.divisor, known, tally)
                     watch.progress()
                 gradient_norm = self._sum_and_clip_gradients(step)
                 watch.mark_dirty()
@@ -168,8 +178,11 @@ class ReferenceTrainer:
     def _compute(self, shard: Shard, work: Sequence[_Work], *, into: Tensor, watch: Watch) -> None:
         for minibatch in work:
             for micro in minibatch.micro_batches:
-                with torch.no_grad():
-                    into[micro.tokens] = self._logp(shard, micro)[0].cpu()
+                if micro is None:
+                    self._keep_up(with_gradient=False)
+                else:
+                    with torch.no_grad():
+                        into[micro.tokens] = self._logp(shard, micro)[0].cpu()
                 watch.progress()
 
     def _add_gradient(self, shard: Shard, micro: MicroBatch, divisor: int, known: _Known, tally: Tally) -> None:
@@ -202,18 +215,21 @@ class ReferenceTrainer:
         tally.add_tokens(float(loss.detach()), policy, entropy, importance, cap=config.importance_cap)
 
     def export(self, directory: Path) -> Probe | None:
-        if not self._settings.writes_weights:
+        writes = self._settings.writes_weights
+        if not (writes or self._is_shared):
             return None
-        write_model(self.model, directory, origin=self._settings.model, dtype=self._dtype)
-        return probe(self.model, self._dtype)
+        with self._passing("export"):
+            write_model(self.model, directory if writes else None, origin=self._settings.model, dtype=self._dtype)
+            return probe(self.model, self._dtype)
 
     def save(self, step: int, keep: int) -> None:
-        """Rank 0 writes; the others answer when it has: then the step is durable for everyone."""
-        self._group.once(
-            f"saved step {step}",
-            lambda: self._checkpoints.write(step, keep=keep, fill=self._write_checkpoint),
-            within_s=self._progress_s,
-        )
+        """Every rank writes its part of the state, and rank 0 what makes them one: then it is durable for everyone."""
+        draft = self._group.led(lambda: self._checkpoints.begin(step))
+        with self._group.together("save"):
+            self._write_checkpoint(draft)
+        hashes = self._group.gather(hashes_of(sorted(draft.glob(f"__{self._group.rank}_*"))))
+        known = {name: digest for of_rank in hashes for name, digest in of_rank.items()}
+        self._group.led(lambda: self._checkpoints.finish(draft, step, keep=keep, sha256=known))
 
     def replay_from(self) -> int:
         return self._checkpoints.oldest()
@@ -223,14 +239,19 @@ class ReferenceTrainer:
         config = self._config
         shard, shares = read_together(path, self._group, step=step, use=self._use)
         minibatches = deal_minibatches(shares, count=config.minibatches, seed=config.seed * 1_000_003 + step)
-        return shard, [
+        work = [
             _Work(
                 minibatch.loss_tokens if config.average == "Tokens" else minibatch.samples,
-                micro_batches(shard, minibatch, tokens=config.micro_batch_tokens, packing=config.packing),
+                [*micro_batches(shard, minibatch, tokens=config.micro_batch_tokens, packing=config.packing)],
             )
             for minibatch in minibatches
             if minibatch.teaches
         ]
+        if self._is_shared:
+            passes = self._group.gather([len(minibatch.micro_batches) for minibatch in work])
+            for minibatch, most in zip(work, map(max, zip(*passes, strict=True)), strict=True):
+                minibatch.micro_batches.extend([None] * (most - len(minibatch.micro_batches)))
+        return shard, work
 
     def _weight(self, shard: Shard, micro: MicroBatch) -> Tensor:
         """Of each trained token in the sum over tokens."""
@@ -262,11 +283,27 @@ class ReferenceTrainer:
             temperature=shard.header.temperature,
         )
 
+    def _keep_up(self, *, with_gradient: bool) -> None:
+        """A pass over one token that teaches nothing: peers need this rank's part of every layer."""
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        with (
+            torch.set_grad_enabled(with_gradient),
+            torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16),
+        ):
+            logits = self.model(input_ids=nothing, use_cache=False).logits
+        if with_gradient:
+            logits.backward(torch.zeros_like(logits))
+
     def _sum_and_clip_gradients(self, step: int) -> float:
         """Norm of the whole gradient before it was clipped. Raises Diverged."""
         gradients = self._state.gradients
-        self._group.sum_in_place(gradients)
-        norm = float(torch.linalg.vector_norm(gradients))
+        if not self._is_shared:  # else each rank's part is summed in the passes
+            self._group.sum_in_place(gradients)
+        norm = torch.linalg.vector_norm(gradients)
+        if self._is_shared:
+            self._group.sum_in_place(norm.square_())
+            norm.sqrt_()
+        norm = float(norm)
         if not norm < float("inf"):
             raise Diverged(f"gradient norm of step {step} is {norm}: lower learningRate, gradientClip or importanceCap")
         if norm > self._config.gradient_clip:
@@ -282,7 +319,7 @@ class ReferenceTrainer:
 
     def _what_takes_memory(self) -> str:
         config, vocabulary = self._config, int(self.model.config.get_text_config().vocab_size)
-        state = 4 * sum(map(len, (self._state.parameters, self._state.gradients, *self._state.moments.values())))
+        state = self._state.size_bytes
         logits = 4 * config.micro_batch_tokens * vocabulary
         lower = f"lower microBatchTokens (it is {config.micro_batch_tokens})"
         if not config.activation_checkpointing:
@@ -293,19 +330,17 @@ class ReferenceTrainer:
         )
 
     def _write_checkpoint(self, directory: Path) -> None:
-        write_model(self.model, directory, origin=self._settings.model, dtype=torch.float32)
-        state = self._state
-        moments: dict[str, Tensor] = {"updates": torch.tensor(state.updates)}
-        for kind, buffer in state.moments.items():
-            moments |= {f"{kind}.{name}": view for name, view in state.named(buffer).items()}
-        write_tensors(directory / OPTIMIZER, moments)
+        write_parts(self._state.saved() | {"updates": torch.tensor(self._state.updates)}, directory)
 
-    def _read_optimizer(self, file: Path) -> None:
-        state, moments = self._state, load_file(file)
-        state.updates = int(moments["updates"])
-        for kind, buffer in state.moments.items():
-            for name, view in state.named(buffer).items():
-                view.copy_(moments[f"{kind}.{name}"])
+    def _read_checkpoint(self, directory: Path) -> None:
+        updates = torch.zeros((), dtype=torch.int64)
+        with self._group.together("load"):
+            read_parts(self._state.saved() | {"updates": updates}, directory)
+        self._state.updates = int(updates)
+
+    def _passing(self, what: str) -> AbstractContextManager[None]:
+        """Around passes through the model, each of which needs the peers where they share it."""
+        return self._group.together(what) if self._is_shared else nullcontext()
 
 
 def _computed(shard: Shard, work: Sequence[_Work]) -> Tensor:
@@ -313,5 +348,6 @@ def _computed(shard: Shard, work: Sequence[_Work]) -> Tensor:
     computed = torch.zeros_like(shard.loss_mask)
     for minibatch in work:
         for micro in minibatch.micro_batches:
-            computed[micro.tokens] = True
+            if micro is not None:
+                computed[micro.tokens] = True
     return computed

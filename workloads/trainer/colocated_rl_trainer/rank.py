@@ -62,9 +62,8 @@ class Watch(Protocol):
 class Loop(Protocol):
     """What a person writes. All methods are called on the main thread, never two at a time.
 
-    With several ranks, `load`, `train` and `export` are called on every one of them and may be collective. `onload` and
-    `offload` come when each pod is ready for them: no peer may be waited for. So does `save`, which may wait for a peer
-    that writes for all, since each is asked for it, but with no collective.
+    With several ranks, `load`, `train`, `export` and `save` are called on every one of them and may be collective.
+    `onload` and `offload` come when each pod is ready for them: no peer may be waited for.
     """
 
     def load(self) -> int:

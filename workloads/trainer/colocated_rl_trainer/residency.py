@@ -1,70 +1,99 @@
-"""Where a rank's training state lives: parameters, gradients and optimizer moments, each one flat float32 buffer.
+"""Where a rank's training state lives: parameters, gradients and optimizer moments, in float32.
 
-A model's parameters become views of the first buffer and their gradients views of the second, so one copy moves a kind
-of state between device and host, one collective sums a gradient, and one fused kernel updates everything. Off the
-device, parameters and moments stand in pinned host memory and gradients nowhere: they are zero between steps.
+A model's parameters are views of one buffer and their gradients views of another, so one copy moves a kind of state
+between device and host, one collective sums a gradient, and one fused kernel updates everything. Where ranks share a
+model, parameters stand in the buffers that FSDP2 has made, one of each, and everything else in one, in the same order.
+Off the device, parameters and moments stand in pinned host memory and gradients nowhere: they are zero between steps.
+The device's memory is then given back from under the tensors: they stay what they are, and nobody may read them.
 
-A frozen reference is a second set of parameters, on the host: when it has to compute, before a step, it stands in the
-device buffer of the gradients, which are zero then. So it costs no memory on the device.
+A frozen reference is a second set of parameters, on the host: when it has to compute, before a step, it takes the place
+of the policy's, which stands in the buffer of the gradients, zero then. So it costs no memory on the device.
 
 On the CPU device and host are the same memory, and both moves change nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from colocated_rl_trainer.sharding import as_part, part_of
+
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+MOMENTS = ("first_moment", "second_moment")
+
 _EPSILON = 1e-8  # of AdamW
+
+Blocks = tuple[Tensor, ...]
 
 
 class Residency:
     """The state of one model and its AdamW, on the host or on the device.
 
-    Invariants between calls: every trained parameter of the model is a view of `parameters`, and while onloaded its
-    gradient is a view of `gradients`.
+    Invariants between calls: every trained parameter of the model, or this rank's part of it, is a view of `parameters`
+    and its gradient one of `gradients`.
     """
 
     def __init__(
         self, model: nn.Module, device: torch.device, *, moves: bool | None = None, with_moments: bool = True
     ) -> None:
-        """Take the model's parameters over, on the host. moves: device and host are different memory.
+        """Take the model's parameters over, and leave them on the host. moves: device and host are different memory.
 
         with_moments: for AdamW; without, an update is plain SGD.
         """
         self._device = device
         self._moves = device.type != "cpu" if moves is None else moves
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._fixed = [tensor for tensor in chain(model.parameters(), model.buffers()) if not tensor.requires_grad]
-        size = sum(parameter.numel() for parameter in self._trained.values())
-        self.parameters, self.first_moment, self.second_moment = self._host = tuple(
-            torch.zeros(length, dtype=torch.float32, pin_memory=device.type == "cuda")
-            for length in (size, *(2 * [size if with_moments else 0]))
-        )
-        self._host_fixed = [tensor.data for tensor in self._fixed]
+        self._shapes = [part_of(parameter).shape for parameter in self._trained.values()]
+        fixed = (tensor for tensor in chain(model.parameters(), model.buffers()) if not tensor.requires_grad)
+        self._fixed = [tensor for tensor in fixed if not isinstance(tensor, DTensor)]
+        self._host_fixed = [tensor.data.cpu() for tensor in self._fixed]
+        self.parameters, self._widths = self._take_over()
+        size = sum(self._widths)
+        self.gradients = torch.zeros(size, device=device)
+        self.moments: dict[str, Tensor] = {
+            kind: torch.zeros(size, device=device) for kind in (MOMENTS if with_moments else ())
+        }
         self.updates = 0  # optimizer calls so far, for the bias correction of the moments
-        for parameter, view in zip(self._trained.values(), self._views(self.parameters), strict=True):
+        for parameter, view in zip(self._trained.values(), self._views((self.gradients,)), strict=True):
+            parameter.grad = as_part(view, parameter)
+        self._host = {kind: self._host_buffer() for kind in self._kept} if self._moves else {}
+        self._reference: Tensor | None = None
+        self.is_onloaded = True
+        self.offload()
+
+    def _take_over(self) -> tuple[Blocks, list[int]]:
+        """The buffers of the parameters, and how much of them each parameter has."""
+        trained = self._trained.values()
+        if any(isinstance(parameter, DTensor) for parameter in trained):
+            storages = [part_of(parameter).untyped_storage() for parameter in trained]  # padded to the size of others'
+            blocks = [torch.empty(0, device=self._device).set_(storage) for storage in storages]
+            return tuple(blocks), [len(block) for block in blocks]
+        self._widths = [parameter.numel() for parameter in trained]
+        block = torch.empty(sum(self._widths), device=self._device)
+        for parameter, view in zip(trained, self._views((block,)), strict=True):
             view.copy_(parameter.data)
             parameter.data = view  # one by one: each old tensor is freed before the next is copied
-        self.gradients = torch.empty(0)
-        self._reference = torch.empty(0)
-        self.is_onloaded = not self._moves
-        if self.is_onloaded:
-            self._make_gradients()
+        return (block,), self._widths
 
     def onload(self) -> None:
         """Bring everything to the device and make the gradients there, zero."""
         if self.is_onloaded:
             return
-        self._place(*(buffer.to(self._device, non_blocking=True, copy=True) for buffer in self._host))
+        for kind, blocks in self._kept.items():
+            for block, host in self._beside(blocks, self._host[kind]):
+                _take_memory(block)
+                block.copy_(host, non_blocking=True)
+        _take_memory(self.gradients)
+        self.gradients.zero_()
         for tensor, host in zip(self._fixed, self._host_fixed, strict=True):
             tensor.data = host.to(self._device, non_blocking=True)
-        self._make_gradients()
         self._wait_for_copies()
         self.is_onloaded = True
 
@@ -72,15 +101,14 @@ class Residency:
         """Bring everything to host memory and give the device's back to the driver."""
         if not (self._moves and self.is_onloaded):
             return
-        for host, buffer in zip(self._host, (self.parameters, self.first_moment, self.second_moment), strict=True):
-            host.copy_(buffer, non_blocking=True)
+        for kind, blocks in self._kept.items():
+            for block, host in self._beside(blocks, self._host[kind]):
+                host.copy_(block, non_blocking=True)
         self._wait_for_copies()  # before a device buffer is freed
-        self._place(*self._host)
+        for block in (*chain.from_iterable(self._kept.values()), self.gradients):
+            block.untyped_storage().resize_(0)
         for tensor, host in zip(self._fixed, self._host_fixed, strict=True):
             tensor.data = host
-        for parameter in self._trained.values():
-            parameter.grad = None
-        self.gradients = torch.empty(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self.is_onloaded = False
@@ -90,64 +118,83 @@ class Residency:
 
         Weight decay is decoupled from the gradient. Source: Loshchilov and Hutter 2019.
         """
-        if len(self.first_moment):
-            calls_before = torch.tensor(float(self.updates), device=self.parameters.device)
+        gradients = [part for _, part in self._beside(self.parameters, self.gradients)]
+        if self.moments:
+            first, second = (
+                [part for _, part in self._beside(self.parameters, moment)] for moment in self.moments.values()
+            )
+            calls_before = torch.full((len(self.parameters),), float(self.updates), device=self._device).unbind()
             adamw(
-                [self.parameters], [self.gradients], [self.first_moment], [self.second_moment], [], [calls_before],
+                list(self.parameters), gradients, first, second, [], list(calls_before),
                 lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=_EPSILON,
                 amsgrad=False, maximize=False, fused=True,
             )  # fmt: skip
         else:
-            self.parameters.mul_(1 - learning_rate * weight_decay).sub_(self.gradients, alpha=learning_rate)
+            for block, gradient in zip(self.parameters, gradients, strict=True):
+                block.mul_(1 - learning_rate * weight_decay).sub_(gradient, alpha=learning_rate)
         self.updates += 1
         self.gradients.zero_()
 
-    def keep_reference(self, model: nn.Module) -> None:
-        """Copy the reference's parameters, on the host, from a model of the same shape."""
-        reference = torch.empty_like(self._host[0], pin_memory=self._device.type == "cuda")
-        for name, view in self.named(reference).items():
-            view.copy_(model.get_parameter(name).data)
-        self._reference = reference
+    def keep_reference(self) -> None:
+        """Copy the parameters as they are now, on the host."""
+        self._reference = self._host_buffer()
+        for block, reference in self._beside(self._kept_now(PARAMETERS), self._reference):
+            reference.copy_(block)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Inside, the model computes as the reference. For no gradient, and between steps: gradients are zero."""
-        self.gradients.copy_(self._reference, non_blocking=True)
-        self._point_at(self.gradients)
+        assert self._reference is not None
+        for block, aside in self._beside(self.parameters, self.gradients):
+            aside.copy_(block)
+        for block, reference in self._beside(self.parameters, self._reference):
+            block.copy_(reference, non_blocking=True)
         try:
             yield
         finally:
-            self._point_at(self.parameters)
+            for block, aside in self._beside(self.parameters, self.gradients):
+                block.copy_(aside)
             self.gradients.zero_()
 
+    def named(self, kind: str) -> dict[str, Tensor]:
+        """Parameters, gradients or a moment where they stand now, by parameter name; this rank's part of each."""
+        blocks = (self.gradients,) if kind == GRADIENTS else self._kept_now(kind)
+        views = zip(self._trained.items(), self._views(blocks), strict=True)
+        return {name: as_part(view, parameter) for (name, parameter), view in views}
+
+    def saved(self) -> dict[str, Tensor]:
+        """Everything that a checkpoint holds, by kind and name, in place: to be written, or to be filled."""
+        return {f"{kind}.{name}": view for kind in self._kept for name, view in self.named(kind).items()}
+
     @property
-    def moments(self) -> dict[str, Tensor]:
-        """The optimizer's buffers by kind; none for SGD."""
-        kinds = {"first_moment": self.first_moment, "second_moment": self.second_moment}
-        return {kind: buffer for kind, buffer in kinds.items() if len(buffer)}
+    def size_bytes(self) -> int:
+        """On the device."""
+        return sum(4 * len(block) for block in (*chain.from_iterable(self._kept.values()), self.gradients))
 
-    def named(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Views of one of the buffers by parameter name."""
-        return dict(zip(self._trained, self._views(buffer), strict=True))
+    @property
+    def _kept(self) -> dict[str, Blocks]:
+        """What outlives a step, on the device."""
+        return {PARAMETERS: self.parameters} | {kind: (buffer,) for kind, buffer in self.moments.items()}
 
-    def _place(self, parameters: Tensor, first_moment: Tensor, second_moment: Tensor) -> None:
-        self.parameters, self.first_moment, self.second_moment = parameters, first_moment, second_moment
-        self._point_at(parameters)
+    def _kept_now(self, kind: str) -> Blocks:
+        return self._kept[kind] if self.is_onloaded else (self._host[kind],)
 
-    def _point_at(self, buffer: Tensor) -> None:
-        for parameter, view in zip(self._trained.values(), self._views(buffer), strict=True):
-            parameter.data = view
+    def _beside(self, blocks: Sequence[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each block with its part of a buffer of the same state."""
+        return zip(blocks, buffer.split([len(block) for block in blocks]), strict=True)
 
-    def _make_gradients(self) -> None:
-        self.gradients = torch.zeros_like(self.parameters)
-        for parameter, view in zip(self._trained.values(), self._views(self.gradients), strict=True):
-            parameter.grad = view
+    def _views(self, blocks: Blocks) -> Iterator[Tensor]:
+        parts = blocks if len(blocks) == len(self._widths) else blocks[0].split(self._widths)
+        for part, shape in zip(parts, self._shapes, strict=True):
+            yield part[: shape.numel()].view(shape)
 
-    def _views(self, buffer: Tensor) -> Iterator[Tensor]:
-        shapes = [parameter.shape for parameter in self._trained.values()]
-        for part, shape in zip(buffer.split([shape.numel() for shape in shapes]), shapes, strict=True):
-            yield part.view(shape)
+    def _host_buffer(self) -> Tensor:
+        return torch.empty(sum(self._widths), pin_memory=self._device.type == "cuda")
 
     def _wait_for_copies(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _take_memory(block: Tensor) -> None:
+    block.untyped_storage().resize_(block.numel() * block.element_size())

@@ -87,9 +87,8 @@ NOT_YET: Mapping[str, str] = {  # by a part of the key
     "value": "there is no critic, advantages are relative to the group.",
     "lora": "all weights are trained, none as LoRA.",
     "peft": "all weights are trained, none as LoRA.",
-    "megatron": "every rank holds the whole model, and there is no helper for Megatron.",
-    "parallel": "every rank holds the whole model.",
-    "fsdp": "every rank holds the whole model.",
+    "megatron": "there is no helper for Megatron.",
+    "parallel": "ranks share a model's state (trainingState) and each computes samples of its own.",
     "quant": "neither training nor rollout is quantized.",
     "cudaipc": "weights reach the engines as files in memory.",
 }
@@ -134,6 +133,10 @@ class TrainerConfig(BaseModel):
         default="Tokens",
         description="The loss is the mean over tokens (DAPO), over samples of their tokens' means (GRPO), or over "
         "samples of their tokens' sums divided by maxResponseTokens (Dr. GRPO).",
+    )
+    training_state: Literal["Sharded", "Replicated"] = Field(
+        default="Sharded",
+        description="Parameters, gradients and optimizer state: divided among the ranks (FSDP2), or each has them all.",
     )
     activation_checkpointing: bool = Field(
         default=False, description="Compute activations again instead of keeping them: less memory, more work."

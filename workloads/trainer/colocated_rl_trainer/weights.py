@@ -12,7 +12,8 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from colocated_rl_api.weights import MANIFEST, Probe
 from colocated_rl_trainer.checkpoint import CONTENTS, OPTIMIZER
 from colocated_rl_trainer.packing import PACKED_ATTENTION, check_packing
 from colocated_rl_trainer.settings import SettingsError
+from colocated_rl_trainer.sharding import whole
 
 FILE_BYTES = 256 * 1024**2  # of one safetensors file at most, unless a single tensor is larger: they are hashed at once
 PROBE_TOKENS = 32
@@ -62,25 +64,36 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def write_model(
-    model: PreTrainedModel, directory: Path, *, origin: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
+    model: PreTrainedModel, directory: Path | None, *, origin: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
 ) -> None:
     """Write the model's weights in `dtype`, and what of `origin` is not weights, into the empty `directory`.
 
-    Raises OSError when there is no space.
+    Collective where ranks share the model: one without a directory only gives its part. No more of the model is whole
+    at any time than what goes into one file, and one tensor. Raises OSError when there is no space.
     """
+    parts = _whole_parts(model, dtype, file_bytes, are_wanted=directory is not None)
+    try:
+        if directory is not None:
+            _write_files(parts, directory, origin=origin, dtype=dtype)
+    finally:
+        for _ in parts:
+            pass  # whatever became of this rank's files, its peers wait for its part of theirs
+
+
+def _write_files(parts: Iterator[_Part], directory: Path, *, origin: Path, dtype: torch.dtype) -> None:
     for file in sorted(origin.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and file.name not in _OURS:
             shutil.copyfile(file, directory / file.name)
     _set_dtype(directory / "config.json", dtype)
-    tensors = _named_tensors(model)
-    files = _divide(tensors, dtype, file_bytes)
-    for name, members in files.items():
-        write_tensors(directory / name, {member: tensors[member].to(dtype) for member in members})
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize},
-            "weight_map": {member: name for name, members in files.items() for member in members},
-        }
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    for part in parts:
+        write_tensors(directory / part.file, part.tensors)
+        weight_map |= dict.fromkeys(part.tensors, part.file)
+        total_size += sum(tensor.nbytes for tensor in part.tensors.values())
+        del part  # before the next is gathered
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
@@ -119,15 +132,37 @@ def _check_trainable(directory: Path) -> None:
         )
 
 
-def _named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What loaders of the architecture's files expect: no tied duplicate, and the names of the original files."""
+@dataclass(frozen=True)
+class _Part:
+    """What goes into one file, whole."""
+
+    file: str
+    tensors: Mapping[str, Tensor]
+
+
+def _whole_parts(model: PreTrainedModel, dtype: torch.dtype, file_bytes: int, *, are_wanted: bool) -> Iterator[_Part]:
+    """The model as loaders of its architecture expect it: no tied duplicate, and the names of the original files.
+
+    are_wanted: or there are none, and this rank gives its peers what they want.
+    """
     tied = model.all_tied_weights_keys
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    return dict(revert_weight_conversion(model, tensors))
+    divided = _divide(tensors, dtype, file_bytes)
+    for number, names in enumerate(divided, start=1):
+        file = f"model-{number:05d}-of-{len(divided):05d}" if len(divided) > 1 else "model"
+        gathered = {}
+        for name in names:
+            tensor = whole(tensors[name])
+            if are_wanted:
+                gathered[name] = tensor.to(dtype).cpu()
+            del tensor
+        if are_wanted:
+            yield _Part(f"{file}.safetensors", revert_weight_conversion(model, gathered))
+        del gathered  # before the next one is
 
 
-def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int) -> dict[str, list[str]]:
-    """Tensor names by file name, in the model's order."""
+def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int) -> Sequence[Sequence[str]]:
+    """Tensor names by file, in the model's order."""
     parts: list[list[str]] = [[]]
     room = file_bytes
     for name, tensor in tensors.items():
@@ -137,9 +172,7 @@ def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int) 
             room = file_bytes
         parts[-1].append(name)
         room -= size
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
+    return parts
 
 
 def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:

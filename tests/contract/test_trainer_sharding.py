@@ -1,0 +1,230 @@
+"""A model that ranks share: each has its part, and together they do what each alone would do with the whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from contract.trainer_in_process import OneRank
+from contract.trainer_ranks_in_process import Watched, in_ranks
+from safetensors.torch import load_file
+
+from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.group import GroupLost
+from colocated_rl_trainer.manifest import tensor_entries
+from colocated_rl_trainer.rank import Refused
+from colocated_rl_trainer.sharding import part_of, whole
+from colocated_rl_trainer.weights import write_model
+from fakes.tiny_model import write_tiny_model
+
+Tensors = Mapping[str, torch.Tensor]
+
+STATE = 4  # float32 of each parameter: itself, its gradient, two moments
+FILE_BYTES = 4 << 20
+
+
+def samples(step: int) -> list[Sample]:
+    return [
+        Sample([1 + number, 2], [3 + number % 5, 4, 5 + step], [-3.0] * 3, float(number % 3), number // 4, step - 1)
+        for number in range(8)
+    ]
+
+
+def train(trainer: Watched, steps: int = 1) -> None:
+    folder = trainer._settings.checkpoints.parent
+    for step in range(trainer.step + 1, trainer.step + steps + 1):
+        ranks = trainer._settings.world_size
+        mine = folder / f"rank-{trainer.rank}"
+        mine.mkdir(exist_ok=True)
+        trainer.train(step, write_shards(mine, samples(step), step=step, split=ranks)[trainer.rank], trainer)
+    trainer.step += steps
+
+
+def state_of(trainer: Watched) -> dict[str, list[float]]:
+    """All of it, whole."""
+    return {name: whole(tensor).flatten().tolist() for name, tensor in trainer._state.saved().items()}
+
+
+# ------------------------------------------------------------------------------------------------------ what each holds
+def bytes_held(trainer: Watched) -> tuple[int, int]:
+    train(trainer)
+    parts = [part_of(parameter) for parameter in trainer.model.parameters()]
+    return trainer._state.size_bytes, sum(part.numel() for part in parts)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_rank_holds_its_part_of_the_state(tmp_path: Path, ranks: int) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    size = sum(tensor.numel() for tensor in load_file(model / "model.safetensors").values())
+
+    held = in_ranks(ranks, tmp_path, model, bytes_held)
+
+    assert size == sum(parameters for _, parameters in held)
+    for state_bytes, _ in held:
+        assert state_bytes < 1.1 * STATE * 4 * size / ranks
+
+
+def test_each_rank_has_everything_where_state_is_replicated(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    size = sum(tensor.numel() for tensor in load_file(model / "model.safetensors").values())
+
+    assert [(STATE * 4 * size, size)] * 2 == in_ranks(2, tmp_path, model, bytes_held, trainingState="Replicated")
+
+
+# --------------------------------------------------------------------------------------------------------------- steps
+def train_one(trainer: Watched) -> dict[str, list[float]]:
+    train(trainer)
+    return state_of(trainer)
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1e9], ids=["clipped", "as it is"])
+def test_gradient_is_clipped_by_the_norm_of_all_its_parts(tmp_path: Path, clip: float) -> None:
+    config: dict[str, object] = {"optimizer": "SGD", "learningRate": 1.0, "gradientClip": clip}
+    model = write_tiny_model(tmp_path / "model")
+    begin = load_file(model / "model.safetensors")
+    (alone,), (shared, *_) = (in_ranks(ranks, tmp_path, model, train_one, **config) for ranks in (1, 2))
+
+    moved = 0.0
+    for name, tensor in begin.items():
+        ours, theirs = (torch.tensor(state[f"parameters.{name}"]) - tensor.flatten() for state in (shared, alone))
+        assert (ours - theirs).norm() < 1e-5 * max(float(theirs.norm()), 1e-3)
+        moved += float(ours.square().sum())
+    assert (moved**0.5 < 1.01e-3) == (clip < 1)
+
+
+# -------------------------------------------------------------------------------------------------------------- exports
+def export_in_small_files(trainer: Watched) -> None:
+    directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
+    directory.mkdir()
+    write_model(trainer.model, directory, origin=trainer._settings.model, dtype=trainer._dtype, file_bytes=20_000)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_pod_gets_the_whole_export(tmp_path: Path, tied: bool, dtype: str) -> None:
+    """Three ranks, among which no tensor divides evenly."""
+    model = write_tiny_model(tmp_path / "model", tied=tied)
+
+    in_ranks(3, tmp_path, model, export_in_small_files, dtype=dtype)
+
+    wanted = load_file(model / "model.safetensors")
+    for rank in range(3):
+        files = sorted((tmp_path / f"export-{rank}").glob("*.safetensors"))
+        assert 2 < len(files)
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert wanted.keys() == found.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(tensor.to(getattr(torch, dtype)), found[name]), name
+        assert {"F32" if dtype == "float32" else "BF16"} == {
+            entry.dtype for file in files for entry in tensor_entries(file).values()
+        }
+
+
+def export_and_measure(trainer: Watched) -> int:
+    """Growth of this process at its highest, in bytes."""
+    directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
+    directory.mkdir()
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    write_model(trainer.model, directory, origin=trainer._settings.model, dtype=torch.float32, file_bytes=FILE_BYTES)
+    return _resident("VmHWM") - before
+
+
+def _resident(line: str) -> int:
+    (found,) = re.findall(rf"^{line}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found) * 1024
+
+
+def test_memory_of_an_export_is_bounded_by_its_files_not_by_the_model(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", hidden=512, layers=16)
+    size = (model / "model.safetensors").stat().st_size
+    assert 32 * FILE_BYTES < size
+
+    for grown in in_ranks(2, tmp_path, model, export_and_measure):
+        assert isinstance(grown, int), grown
+        assert grown < 8 * FILE_BYTES
+
+
+def export_beside_a_full_volume(trainer: Watched) -> str:
+    if trainer.rank == 1:
+        _limit_files(1000)
+    directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
+    directory.mkdir()
+    try:
+        write_model(trainer.model, directory, origin=trainer._settings.model, dtype=torch.float32, file_bytes=20_000)
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+    return f"{len(list(directory.glob('*.safetensors')))} files"
+
+
+def test_rank_whose_volume_is_full_leaves_the_exports_of_its_peers_whole(tmp_path: Path) -> None:
+    told = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), export_beside_a_full_volume)
+
+    assert "EFBIG" == told[1]
+    assert re.fullmatch(r"[3-9] files", str(told[0]))
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+def train_and_save(trainer: Watched) -> dict[str, list[float]]:
+    train(trainer)
+    trainer.offload()
+    trainer.save(trainer.step, 2)
+    return state_of(trainer)
+
+
+@pytest.mark.parametrize("again", [1, 2, 4])
+def test_checkpoint_is_gone_on_from_by_another_number_of_ranks(tmp_path: Path, again: int) -> None:
+    """Saved by three, and once more by those that went on."""
+    model = write_tiny_model(tmp_path / "model")
+    saved, *_ = in_ranks(3, tmp_path, model, train_and_save, learningRate=1e-2)
+
+    for state in in_ranks(again, tmp_path, model, state_of):
+        assert saved == state
+
+    further, *_ = in_ranks(again, tmp_path, model, train_and_save, learningRate=1e-2)
+    alone = OneRank(tmp_path, model)
+    assert 2 == alone.step
+    assert further == {name: tensor.flatten().tolist() for name, tensor in alone.loop._state.saved().items()}
+
+
+def save_to_a_full_volume(trainer: Watched) -> str:
+    train(trainer)
+    if trainer.rank == 1:
+        _limit_files(1000)
+    try:
+        trainer.save(1, 2)
+    except (OSError, Refused) as error:
+        return str(error)
+    return "saved"
+
+
+def test_checkpoint_that_one_rank_cannot_write_is_nobodys(tmp_path: Path) -> None:
+    told = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), save_to_a_full_volume)
+
+    assert ["File too large" in str(words) for words in told] == [True, True], told
+    assert [] == list((tmp_path / "checkpoints").glob("step*"))
+
+
+# ----------------------------------------------------------------------------------------------------------- lost peers
+def lose_a_peer_in_a_pass(trainer: Watched) -> None:
+    if trainer.rank == 1:
+        trainer.model.model.layers[1].register_forward_pre_hook(lambda *_: os._exit(1))
+    train(trainer)
+
+
+def test_rank_that_loses_a_peer_in_a_pass_says_so(tmp_path: Path) -> None:
+    left, gone = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), lose_a_peer_in_a_pass)
+
+    assert isinstance(gone, EOFError)
+    assert isinstance(left, GroupLost)
+    assert "a peer was lost in a step" in str(left)
+
+
+def _limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

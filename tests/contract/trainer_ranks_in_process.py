@@ -1,0 +1,80 @@
+"""Ranks of the reference trainer without the protocol: each a process that does one function and tells its result."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from contract.trainer_in_process import only_rank
+
+from colocated_rl_trainer.loop import ReferenceTrainer
+from colocated_rl_trainer.settings import RankSettings, TrainerConfig
+from fakes.watched_trainer import forking
+
+ANSWER_S = 120.0
+
+
+class Watched(ReferenceTrainer):
+    """Loaded and onloaded; its steps are watched by nobody."""
+
+    def __init__(self, settings: RankSettings, config: Mapping[str, object]) -> None:
+        super().__init__(settings, TrainerConfig.model_validate({"threads": 1} | dict(config)))
+        self.rank = settings.rank
+        self.step = self.load()
+        self.onload()
+
+    def progress(self) -> None:
+        pass
+
+    def mark_dirty(self) -> None:
+        pass
+
+
+def in_ranks(size: int, folder: Path, model: Path, do: Callable[[Watched], object], **config: object) -> list[Any]:
+    """What `do`, a function of a module, returned or raised on each rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = replace(only_rank(folder, model, config), world_size=size, master_port=port)
+    with contextlib.ExitStack() as stack:
+        pipes = [stack.enter_context(_started(replace(settings, rank=rank), do, config)) for rank in range(size)]
+        return [_answer(pipe) for pipe in pipes]
+
+
+@contextlib.contextmanager
+def _started(
+    settings: RankSettings, do: Callable[[Watched], object], config: Mapping[str, object]
+) -> Iterator[Connection]:
+    here, there = forking.Pipe(duplex=False)
+    process = forking.Process(target=_be, args=(settings, do, config, there), daemon=True)
+    process.start()
+    there.close()
+    try:
+        yield here
+    finally:
+        process.kill()
+        process.join()
+
+
+def _answer(pipe: Connection) -> object:
+    assert pipe.poll(ANSWER_S), "a rank did not answer"
+    try:
+        return pipe.recv()
+    except EOFError as error:  # it ended without a word
+        return error
+
+
+def _be(
+    settings: RankSettings, do: Callable[[Watched], object], config: Mapping[str, object], pipe: Connection
+) -> None:
+    try:
+        pipe.send(do(Watched(settings, config)))
+    except Exception as error:  # noqa: BLE001 - told to the test
+        pipe.send(error)
+    os._exit(0)  # without waiting for peers
