@@ -21,7 +21,7 @@ from typing import Any
 from builders import absent_engine, absent_trainer, facts_at, pod_facts, rollout_facts
 from colocated_rl_api import names
 from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
-from colocated_rl_api.member_wire import EvaluationResult, Goal, Hello, PodTarget, RolloutTarget, target
+from colocated_rl_api.member_wire import EvaluationResult, Goal, Hello, PodTarget, RolloutTarget, read_target
 
 GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 TEXT, CLOSE, PING, PONG = 0x81, 0x88, 0x89, 0x8A
@@ -186,7 +186,7 @@ class RolloutState:
 
 @cache
 def read(text: bytes) -> PodTarget | RolloutTarget:
-    return target.validate_json(text)
+    return read_target(text)
 
 
 @cache

@@ -9,6 +9,10 @@ message is one JSON text frame of at most MAX_MESSAGE_BYTES, discriminated by `t
 * operator: `Target`. A member holds the newest one it accepted and works until its facts agree with it.
 * member: `Refusal` of a target, with the reason: an older epoch (I5), or one that is not meant for this member.
 
+Versions may differ by what was added: an upgraded operator drives pods that run until their job ends. Whoever reads a
+message or the job's file passes over fields that it does not know, the resource's own parts included, which are strict
+anywhere else. What means something else gets another WIRE_VERSION, and then no operator of the other one is a peer.
+
 `GET /v1/state` on the same port, and on the pod's loopback, answers `{hello, target, facts}` for people.
 """
 
@@ -305,15 +309,25 @@ FromMember = Annotated[Hello | PodFacts | RolloutFacts | Refusal, Field(discrimi
 Target = Annotated[PodTarget | RolloutTarget, Field(discriminator="type")]
 
 from_member: TypeAdapter[Hello | PodFacts | RolloutFacts | Refusal] = TypeAdapter(FromMember)
-target: TypeAdapter[PodTarget | RolloutTarget] = TypeAdapter(Target)
+_target: TypeAdapter[PodTarget | RolloutTarget] = TypeAdapter(Target)
+
+
+def read_target(text: str | bytes) -> PodTarget | RolloutTarget:
+    """Raises pydantic.ValidationError. Fields of a newer operator are passed over, in parts of the spec too."""
+    return _target.validate_json(text, extra="ignore")
 
 
 # -------------------------------------------------------------------------------------------------- the job's own file
 class JobFile(Wire):
-    """`names.JOB_FILE`: what a member needs to know of its job, written once when the job starts."""
+    """`names.JOB_FILE`: what a member needs to know of its job, as the operator that runs now has it."""
 
     name: str
     namespace: str
     uid: str
     created: datetime
     spec: ColocatedRLJobSpec
+
+    @classmethod
+    def read(cls, text: bytes) -> JobFile:
+        """Raises pydantic.ValidationError. Fields of a newer operator are passed over, in the spec too."""
+        return cls.model_validate_json(text, extra="ignore")

@@ -38,6 +38,7 @@ LOG = logging.getLogger(__name__)
 
 AT_ONCE = 16  # calls to the API server for one job
 STALL_RETRY_S = 30.0
+MAX_EXPIRE_RETRY_S = 3600.0
 NAME_RETRY_S = 1.0
 DELETE_GRACE_S = 30  # of pods whose job is deleted
 DELETE_TRIES, DELETE_RETRY_S = 4, 1.0
@@ -86,8 +87,7 @@ async def claim(case: Case, doors: Doors) -> bool:
 async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     """Do what the plan says; returns after how many seconds to look again although nothing changed."""
     if decided.is_expired:
-        await _expire(case, doors)
-        return None
+        return await _expire(case, seen, doors)
     if decided.raises:
         await _record_epoch(case, seen, decided, doors)
     _send_targets(case, seen.job, decided, doors)
@@ -175,15 +175,19 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
         if any(isinstance(action, DeletePod) for action in decided.pods):
             await list_again(case, doors.kube, doors.pods)
     except* Refused as errors:
-        message = str(_first(errors))
-        if case.stall is None or case.stall.message != message:
-            case.record.note(None, News("Warning", Reason.OBJECT_REFUSED, message, action="CreateObjects"))
-        case.stall = Stall(Reason.OBJECT_REFUSED, message)
+        _stall(case, str(_first(errors)), action="CreateObjects")
     else:
         case.stall = None
     if case.stall is not None:
         return STALL_RETRY_S
     return None if all(task.result() for task in done) else NAME_RETRY_S
+
+
+def _stall(case: Case, message: str, *, action: str) -> None:
+    """Said once, for as long as the server's words are the same."""
+    if case.stall is None or case.stall.message != message:
+        case.record.note(None, News("Warning", Reason.OBJECT_REFUSED, message, action=action))
+    case.stall = Stall(Reason.OBJECT_REFUSED, message)
 
 
 async def _apply_objects(job: Job, doors: Doors) -> None:
@@ -233,11 +237,26 @@ async def dismiss(case: Case, decided: Plan, doors: Doors, woken: asyncio.Event)
     await case.record.commit(leaving(before=case.status, at=doors.wall()))
 
 
-async def _expire(case: Case, doors: Doors) -> None:
-    """Its end is written before it goes, also when it goes at once. The rest is that of every deletion."""
-    await case.record.commit(case.status)
+async def _expire(case: Case, seen: Observation, doors: Doors) -> float | None:
+    """Its end is written before it goes, also when it goes at once. The rest is that of every deletion.
+
+    Returns after how many seconds to try again.
+    """
+    if case.stall is None:
+        await case.record.commit(case.status)
+    try:
+        await doors.kube.delete_job(case.about.namespace, case.about.name, uid=case.about.uid)
+    except Refused as error:
+        _stall(case, str(error), action="DeleteJob")
+        ttl_s, ended_at = seen.job.spec.ttl_seconds_after_finished or 0, seen.finished_at or seen.now
+        return expire_again_s(overdue_s=seen.now - ended_at - ttl_s)
     log(LOG, "job expired", reason="ttlSecondsAfterFinished is over")
-    await doors.kube.delete_job(case.about.namespace, case.about.name, uid=case.about.uid)
+    return None
+
+
+def expire_again_s(*, overdue_s: float) -> float:
+    """When to ask again for a deletion that the server did not admit: each time twice as late, up to an hour."""
+    return min(max(STALL_RETRY_S, overdue_s), MAX_EXPIRE_RETRY_S)
 
 
 async def delete_pods(about: About, doors: Doors) -> None:

@@ -1,7 +1,8 @@
 """An API server in memory, on a real port: names, UIDs, resource versions, preconditions, graceful deletion, watchers.
 
 It admits everything and validates nothing; what the operator's objects look like to a real server is shown elsewhere.
-Faults are injected by request: `refuse_next(403)` answers the next change with that code, `hold` keeps changes waiting.
+Faults are injected by request: `refuse_next(403)` answers the next change with that code, `hold` keeps changes waiting,
+of which `forbidden` is true is never done.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class FakeApiServer:
         self.watchers: list[tuple[str, Watcher]] = []
         self._versions = itertools.count(1)
         self._refusals: list[int] = []
+        self.forbidden: Callable[[str, str], bool] = lambda method, path: False  # answered with 403, always
         self._held: Callable[[str, Any], bool] = lambda path, body: False
         self._let_go = asyncio.Event()
         app = web.Application()
@@ -109,6 +111,8 @@ class FakeApiServer:
         self.requests.append(f"{request.method} {path}")
         if request.method != "GET" and self._refusals:
             return _status(self._refusals.pop(0), "refused by the test")
+        if self.forbidden(request.method, path):
+            return _status(403, "forbidden by the test")
         body = json.loads(await request.text() or "null")
         if request.method != "GET" and self._held(path, body):
             await self._let_go.wait()

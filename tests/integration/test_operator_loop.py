@@ -22,7 +22,7 @@ from builders import RESIDENT_ROLLOUT, make_job, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.ladder import RESIDENT, Rung
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
-from colocated_rl_operator.act import Doors
+from colocated_rl_operator.act import Doors, expire_again_s
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.case import Pods, Wakeups
 from colocated_rl_operator.events import Events
@@ -245,7 +245,7 @@ def mean_ms(histogram: Histogram) -> tuple[float, int]:
 async def test_a_switch_costs_at_most_four_writes_of_the_job(world: World) -> None:
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Complete")
-    writes = [line for line in world.api.requests if line.startswith("PATCH") and line.endswith("/sums/status")]
+    writes = status_writes(world)
     switches = 3
     start_and_end = 8
     assert len(writes) <= 4 * switches + start_and_end, writes
@@ -545,6 +545,44 @@ async def test_a_job_without_time_to_live_after_its_end_is_seen_complete_before_
     async with world.operator():
         await world.until(lambda: JOB_PATH not in world.api.objects)
     assert "Complete" == phases[-1]
+
+
+async def test_a_deletion_that_the_server_refuses_is_said_once_and_not_asked_for_all_the_time(world: World) -> None:
+    """An expired job was deleted, and its status written, each second, with a line in the log each time."""
+    change(world, ttlSecondsAfterFinished=0)
+    tries = 0
+
+    def is_deletion(method: str, path: str) -> bool:
+        nonlocal tries
+        is_it = (method, path) == ("DELETE", JOB_PATH)
+        tries += is_it
+        world.kubelet.moved.set()
+        return is_it
+
+    world.api.forbidden = is_deletion
+    async with world.operator() as operator:
+        await world.until(lambda: "ObjectRefused" in reasons_of_events(world))
+        writes = len(status_writes(world))
+        before = tries
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: tries > before)
+        assert writes == len(status_writes(world))
+        assert not [line for line in world.api.requests if line.startswith("PATCH") and "/events/" in line]
+        world.api.forbidden = lambda method, path: False
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: JOB_PATH not in world.api.objects)
+
+
+def test_an_expired_job_is_asked_for_less_and_less_often() -> None:
+    waits, overdue_s = [], 0.0
+    for _ in range(9):
+        waits.append(expire_again_s(overdue_s=overdue_s))
+        overdue_s += waits[-1]
+    assert [30, 30, 60, 120, 240, 480, 960, 1920, 3600] == waits
+
+
+def status_writes(world: World) -> list[str]:
+    return [line for line in world.api.requests if line.startswith("PATCH") and line.endswith("/sums/status")]
 
 
 # ------------------------------------------------------------------------------------------------------- two operators

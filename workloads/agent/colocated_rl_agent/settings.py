@@ -146,7 +146,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 def _read_job(path: Path) -> JobFile:
     try:
-        return JobFile.model_validate_json(path.read_bytes())
+        return JobFile.read(path.read_bytes())
     except OSError as error:
         raise SettingsError(f"job file {path} can't be read: {error}") from error
     except pydantic.ValidationError as error:

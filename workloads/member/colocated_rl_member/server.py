@@ -34,9 +34,7 @@ from colocated_rl_api.member_wire import (
     PodFacts,
     Refusal,
     RolloutFacts,
-)
-from colocated_rl_api.member_wire import (
-    target as target_adapter,
+    read_target,
 )
 from colocated_rl_member.data import DATA_IDLE_S, DataPort
 from colocated_rl_member.fence import EpochFence, TargetT
@@ -241,7 +239,7 @@ class MemberServer(Generic[TargetT]):
                 await link.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"one JSON text frame per message")
                 return
             try:
-                received = target_adapter.validate_json(message.data)
+                received = read_target(message.data)
             except pydantic.ValidationError as error:
                 log(LOG, "target unreadable", logging.ERROR, reason=_first_line(error))
                 await link.close(code=WSCloseCode.INVALID_TEXT, message=b"not a target")

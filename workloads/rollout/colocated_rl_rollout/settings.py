@@ -108,7 +108,7 @@ def _required(environment: Mapping[str, str], name: str) -> str:
 
 def _read_job(path: Path) -> JobFile:
     try:
-        return JobFile.model_validate_json(path.read_bytes())
+        return JobFile.read(path.read_bytes())
     except OSError as error:
         raise SettingsError(f"job file {path} can't be read: {error}") from error
     except pydantic.ValidationError as error:

@@ -67,7 +67,7 @@ class RankSettings:
     def read_job(self) -> JobFile:
         """The job this rank works for. Raises SettingsError."""
         try:
-            return JobFile.model_validate_json(self.job.read_bytes())
+            return JobFile.read(self.job.read_bytes())
         except (OSError, ValidationError) as error:
             raise SettingsError(f"{Variable.JOB}={self.job} is not a readable job file: {error}") from error
 
