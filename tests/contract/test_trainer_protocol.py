@@ -119,8 +119,7 @@ def test_trainer_that_cannot_score_is_told_so_where_that_is_asked(tmp_path: Path
     answer = conformance(tmp_path, sys.executable, TOY, ranks=1, options=["--reference"])
 
     assert (1, "") == (answer.returncode, answer.stderr)
-    assert "BROKEN  scores a batch before it trains it: `canScore` is false" in answer.stdout
-    assert "held    says who it is and where it stands" in answer.stdout
+    assert "BROKEN  `canScore` is false: in a job with a reference this trainer is refused\n" == answer.stdout
 
 
 def test_command_that_is_no_trainer_ends_with_its_last_words(tmp_path: Path) -> None:

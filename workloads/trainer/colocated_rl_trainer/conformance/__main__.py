@@ -32,6 +32,9 @@ def main(words: Sequence[str]) -> int:
     ):
         try:
             trainer.wait_loaded()
+            if options.reference and not all(rank.status.can_score for rank in trainer.ranks):
+                _say("BROKEN  `canScore` is false: in a job with a reference this trainer is refused")
+                return BROKEN
             trainer.onload()
         except (NotThere, Refusal, OSError, ValidationError) as error:
             _say(f"the trainer did not load: {error}")
