@@ -80,8 +80,11 @@ class TrainerProcess:
         with contextlib.closing(connection):
             connection.sock.connect(str(self.socket))
             connection.request(method, path, body)
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
+            try:
+                answer = connection.getresponse()
+                return answer.status, json.loads(answer.read())
+            except http.client.HTTPException as error:
+                raise ConnectionResetError(f"{path} was answered in part: the rank has ended") from error
 
     @property
     def status(self) -> TrainerStatus:
