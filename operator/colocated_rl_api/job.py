@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic.alias_generators import to_camel
 
 from colocated_rl_api.colocation import COLOCATIONS, ROLE_MAX, TRAINER
+from colocated_rl_api.failure import FailurePolicy
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import Ladder, Placement, ladder_for
 from colocated_rl_api.names import OPERATOR
@@ -449,6 +450,10 @@ class ColocatedRLJobSpec(Part):
         ge=0,
         le=1000,
         description="Restarts of the trainers after failures before the job is failed. May change.",
+    )
+    failure_policy: FailurePolicy | None = Field(
+        default=None,
+        description="What is done about failures, by cause. Absent: each has its usual answer, at once. May change.",
     )
     pods_ready_deadline_seconds: int = Field(
         default=1800,

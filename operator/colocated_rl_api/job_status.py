@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
@@ -91,6 +92,23 @@ class PodOutOfLine(StatusPart):
     message: str = Field(default="", max_length=1024, description="The same for people.")
 
 
+class FailuresStatus(StatusPart):
+    """Failures that made the trainers start together again, and what was done about the newest."""
+
+    cause: str = Field(default="", max_length=64, description="Of the newest failure, as in spec.failurePolicy.")
+    action: str = Field(default="", max_length=64, description="What was done about it.")
+    rule: int | None = Field(
+        default=None, description="Which of spec.failurePolicy.rules said so, from 0; absent: it is the usual answer."
+    )
+    pod_restarts: int = Field(default=0, description="Restarts for which a GPU pod was made again.")
+    step_retries: int = Field(default=0, description="Restarts in the pods that there were.")
+    step: int | None = Field(default=None, description="Step that failed last.")
+    tries: int = Field(default=0, description="Failures of that step in a row.")
+    avoided_nodes: list[Annotated[str, Field(max_length=253)]] = Field(
+        default_factory=list, max_length=8, description="Nodes that get no GPU pod of the job, the newest last."
+    )
+
+
 class ColocatedRLJobStatus(StatusPart):
     """What the operator knows. Written by the operator alone."""
 
@@ -111,6 +129,7 @@ class ColocatedRLJobStatus(StatusPart):
     cause: str | None = Field(default=None, max_length=64, description="Why the epoch was raised.")
     group: str | None = Field(default=None, max_length=64, description="Hash of the pods that form the trainer group.")
     restarts: int | None = Field(default=None, description="Trainer restarts after failures, against backoffLimit.")
+    failures: FailuresStatus | None = Field(default=None, description="Absent while there were none.")
     placement: Placement | None = Field(
         default=None,
         description="How engines and trainer share the GPUs, derived from rollout.colocateWith and rollout.offload.",

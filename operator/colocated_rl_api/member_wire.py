@@ -81,6 +81,7 @@ class EngineFacts(Wire):
     cuda_graph: TagState = TagState.MAPPED
     version: Version | None = None  # read back; None from the release of the weights until an update is confirmed
     checksum: str | None = Field(default=None, max_length=128)  # of `version`, by the engine; None: not asked for
+    failures: int = 0  # of its incarnations, since one last served
 
     @property
     def is_absent(self) -> bool:

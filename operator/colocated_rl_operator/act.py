@@ -32,7 +32,17 @@ from colocated_rl_operator.observation import Job, Observation
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, Reason
 from colocated_rl_operator.record import News
-from colocated_rl_operator.status import BLINK_S, PROGRESS_S, Stall, invalid, is_blink, is_urgent, leaving, report
+from colocated_rl_operator.status import (
+    BLINK_S,
+    PROGRESS_S,
+    Stall,
+    backs_off,
+    invalid,
+    is_blink,
+    is_urgent,
+    leaving,
+    report,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -145,6 +155,8 @@ def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float
         doors.metrics.switch_s.observe(seen.memory.last_switch_s)
     if is_new and status.phase is Phase.COMPLETE:
         news.append(News("Normal", Reason.COMPLETED, f"all {seen.job.spec.steps} steps are done", action="Complete"))
+    if backs_off(status) and not backs_off(before) and decided.wait is not None:
+        news.append(News("Warning", Reason.BACKING_OFF, decided.wait.message, action="BackOff"))
     case.record.note(status, *news)
     case.reported_at = doors.clock()
     return min(wait_s, default=None)
@@ -206,8 +218,8 @@ async def _change_pod(
     """False when the pod's name is taken by somebody else's, most likely an ending pod of a deleted job."""
     async with limit:
         match action:
-            case CreatePod(seat, attempt):
-                body = resources.pod(job, seat, attempt, doors.images)
+            case CreatePod(seat, attempt, avoids):
+                body = resources.pod(job, seat, attempt, doors.images, avoids=avoids)
                 name = body["metadata"]["name"]
                 try:
                     doors.pods.put(await doors.kube.create_pod(job.namespace, body))

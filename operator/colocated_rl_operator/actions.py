@@ -9,10 +9,11 @@ from colocated_rl_operator.reasons import Waiting
 
 @dataclass(frozen=True)
 class CreatePod:
-    """Fill a seat."""
+    """Fill a seat. avoids: nodes on which the pod may not stand."""
 
     seat: str
     attempt: int
+    avoids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

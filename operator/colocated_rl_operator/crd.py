@@ -25,6 +25,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from colocated_rl_api import names
+from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_operator.reasons import Cause, ConditionType, Reason
@@ -311,6 +312,8 @@ def _rules_of(schema: Schema, *, path: str) -> Iterator[tuple[str, str]]:
         yield path, rule["message"]
     for name, field in schema.get("properties", {}).items():
         yield from _rules_of(field, path=f"{path}.{name}")
+    if "items" in schema:
+        yield from _rules_of(schema["items"], path=f"{path}[]")
 
 
 def _reasons() -> Iterator[str]:
@@ -330,6 +333,19 @@ def _reasons() -> Iterator[str]:
         for word in words:
             advice = f"{word.advice[0].upper()}{word.advice[1:]}." if word.advice else ""
             yield f"| `{word}` | {word.meaning} | {advice} |"
+
+
+def _failures() -> Iterator[str]:
+    """What can fail, and what may answer it."""
+    told = "What `spec.failurePolicy` answers. The usual answer is followed where no rule matches. [failures.md]"
+    yield from ("", "## Failures", "", f"{told}(failures.md) says more.")
+    yield from ("", "| cause | what it is | usual answer | other answers |", "|---|---|---|---|")
+    for cause in FailureCause:
+        usual, *others = (f"`{action}`" for action in cause.answers)
+        yield f"| `{cause}` | {cause.meaning} | {usual} | {', '.join(others)} |"
+    yield from ("", "| action | what is done |", "|---|---|")
+    for action in FailureAction:
+        yield f"| `{action}` | {action.meaning} |"
 
 
 def reference_page() -> str:
@@ -358,6 +374,7 @@ def reference_page() -> str:
         )
     lines += ["", "## Rules", "", "| where | rule |", "|---|---|"]
     lines += [f"| `{path or 'job'}` | {message} |" for path, message in _rules_of(schema, path="")]
+    lines += _failures()
     lines += ["", "## status", "", "Written by the operator.", "", "| field | type | |", "|---|---|---|"]
     lines += [
         f"| `{fact.path.removeprefix('status.')}` | {fact.type} | {fact.sentence}"

@@ -15,6 +15,7 @@ from enum import StrEnum
 from functools import cached_property, lru_cache
 
 from colocated_rl_api import names
+from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import Endpoint, PodFacts, RolloutFacts, TrainerFacts, Version
@@ -55,6 +56,24 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Tally:
+    """Failures that made the trainers start together again, and what was done about the newest."""
+
+    pod_restarts: int = 0
+    step_retries: int = 0
+    step: int = 0  # that failed last
+    tries: int = 0  # its failures in a row
+    cause: str = ""
+    action: str = ""
+    rule: int | None = None  # of the failure policy; None: the usual answer
+    avoids: tuple[str, ...] = ()  # nodes for GPU pods, the newest last
+
+    def tries_at(self, step: int) -> int:
+        """Failures in a row that came before the next one, in a climb to `step`: none once an earlier one is done."""
+        return self.tries if step <= self.step else 0
+
+
+@dataclass(frozen=True)
 class Climb:
     """The decision that an epoch stands for. In status before a target of it is sent."""
 
@@ -63,7 +82,8 @@ class Climb:
     lineage: int
     group: str  # hash of the UIDs of the pods whose trainers form the lineage; "": nobody's yet
     cause: Cause
-    restarts: int = 0
+    restarts: int = 0  # after failures that count against backoffLimit
+    tally: Tally = Tally()
 
     @property
     def version(self) -> WeightVersion:
@@ -103,6 +123,9 @@ class Member:
     address: str | None = None
     ends_at: float | None = None  # when the grace of its deletion is over; None: not being deleted
     is_ready: bool = False  # its node says that it answers there
+    node: str | None = None  # where it stands, or stood
+    fate: FailureCause | None = None  # why it is lost, as the cluster says; None: it is not, or nobody says
+    memory_kills: int = 0  # restarts of its GPU container, if it ended for its memory the last time
     trouble: str | None = None  # why its containers don't run, in kubelet's words and their last ones
     silent_since: float | None = None  # running, and not connected since
     highest_epoch: int = 0  # that it ever accepted, as it says
@@ -168,6 +191,9 @@ class Memory:
     last_switch_s: float | None = None  # None: no whole switch seen yet
     attempts: dict[str, int] = field(default_factory=dict)  # highest attempt seen, by seat
     stopped: frozenset[str] = frozenset()  # UIDs of members that said that they had stopped
+    died: frozenset[str] = frozenset()  # UIDs of pods whose trainers were the first to die
+    died_at: float | None = None
+    memory_kills: dict[str, int] = field(default_factory=dict)  # of each pod, by UID, when the epoch was raised
 
 
 @dataclass(frozen=True)
@@ -210,6 +236,10 @@ class Observation:
         )
 
     @cached_property
+    def hears_anybody(self) -> bool:
+        return any(member.facts for member in self.members)
+
+    @cached_property
     def group(self) -> str | None:
         """Hash of the GPU pods' UIDs in the order of their seats; None while a seat is empty."""
         if len(self.gpu_members) != self.job.spec.replicas:
@@ -247,7 +277,7 @@ class Observation:
         return (
             self.climb is not None
             and self.climb.group == self.group
-            and not any(member.facts for member in self.members)
+            and not self.hears_anybody
             and all(seat in self.current and self.current[seat].is_ready for seat in seats)
         )
 
@@ -270,9 +300,16 @@ class Observation:
     @property
     def trainer_died(self) -> bool:
         """A rank of the climb's lineage has ended, and not because an agent ended it for another one."""
-        return self.climb is not None and any(
-            not rank.is_alive and rank.lineage == self.climb.lineage and rank.exit_code is not None
-            for rank in self._ranks()
+        return self.climb is not None and any(_has_died(rank, self.climb) for rank in self._ranks())
+
+    @property
+    def dead(self) -> tuple[Member, ...]:
+        """The pods of such ranks."""
+        climb = self.climb
+        return tuple(
+            member
+            for member in self.gpu_members
+            if climb and member.pod_facts and any(_has_died(rank, climb) for rank in member.pod_facts.trainers)
         )
 
     def _ranks(self) -> Iterator[TrainerFacts]:
@@ -281,12 +318,19 @@ class Observation:
                 yield from member.pod_facts.trainers
 
 
+def _has_died(rank: TrainerFacts, climb: Climb) -> bool:
+    return not rank.is_alive and rank.lineage == climb.lineage and rank.exit_code is not None
+
+
 def remember(seen: Observation) -> Observation:
     """The observation with its memory brought up to its `now`."""
     memory, now, ladder = seen.memory, seen.now, seen.job.ladder
     epoch = seen.climb.epoch if seen.climb else 0
     if epoch != memory.epoch:
-        memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, highest={}, progress_at=now)
+        kills = {member.uid: member.memory_kills for member in seen.gpu_members if member.memory_kills}
+        memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, highest={}, progress_at=now, memory_kills=kills)
+    if seen.job.spec.failure_policy is not None:
+        memory = _remember_deaths(seen, memory)
     highest, standings, place = dict[str, Rung](), seen.standings, ladder.place
     for member in seen.gpu_members:
         rung, before = standings[member.name], memory.highest.get(member.uid, Rung.UNKNOWN)
@@ -315,6 +359,16 @@ def remember(seen: Observation) -> Observation:
     memory = replace(memory, reached=reached, highest=highest, attempts=attempts, stopped=stopped)
     memory = replace(memory, unready_since=unready_since, awaited_since=awaited_since)
     return replace(seen, memory=memory)
+
+
+def _remember_deaths(seen: Observation, memory: Memory) -> Memory:
+    """The first to die is at fault: a death breaks the collectives of all others, which then die too."""
+    dead = seen.dead
+    if dead and memory.died_at is None:
+        return replace(memory, died=frozenset(member.uid for member in dead), died_at=seen.now)
+    if not dead and seen.all_answer and memory.died_at is not None:
+        return replace(memory, died=frozenset(), died_at=None)
+    return memory
 
 
 def _switch_s(ladder: Ladder, epoch_at: float, reached: dict[Rung, float]) -> float:

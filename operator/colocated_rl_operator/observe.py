@@ -12,8 +12,9 @@ from typing import Any
 import pydantic
 
 from colocated_rl_api import names
+from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_api.job_status import ColocatedRLJobStatus, FailuresStatus
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
 from colocated_rl_operator import resources
@@ -21,7 +22,17 @@ from colocated_rl_operator.case import Case, Look, Pods
 from colocated_rl_operator.errors import JobInvalid
 from colocated_rl_operator.kube import Body
 from colocated_rl_operator.members import Address, Answer, Members
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Job, Member, Memory, Observation, PodPhase, remember
+from colocated_rl_operator.observation import (
+    ROLLOUT_SEAT,
+    Climb,
+    Job,
+    Member,
+    Memory,
+    Observation,
+    PodPhase,
+    Tally,
+    remember,
+)
 from colocated_rl_operator.reasons import Cause
 
 LOG = logging.getLogger(__name__)
@@ -115,6 +126,17 @@ def _climb(status: ColocatedRLJobStatus) -> Climb | None:
         group=status.group or "",
         cause=causes[status.cause],
         restarts=status.restarts or 0,
+        tally=_tally(status.failures),
+    )
+
+
+def _tally(failures: FailuresStatus | None) -> Tally:
+    if failures is None:
+        return Tally()
+    return Tally(
+        *(failures.pod_restarts, failures.step_retries, failures.step or 0, failures.tries),
+        *(failures.cause, failures.action, failures.rule),
+        avoids=tuple(failures.avoided_nodes),
     )
 
 
@@ -161,11 +183,32 @@ def _look_at(case: Case, look: Look, answer: Answer | None, now: float) -> Membe
         address=status.get("podIP"),
         ends_at=ends_at,
         is_ready=_is_ready(status),
+        node=look.pod["spec"].get("nodeName"),
+        fate=_fate(status, is_deleted=ends_at is not None),
+        memory_kills=_memory_kills(status),
         trouble=_trouble(status, is_restarting=restarts > case.restarts.get(uid, 0)),
         silent_since=answer.silent_since if answer else None,
         highest_epoch=answer.highest_epoch if answer else 0,
         facts=facts,
     )
+
+
+def _fate(status: Body, *, is_deleted: bool) -> FailureCause | None:
+    """A pod that is deleted may end as Failed by that alone."""
+    if status.get("reason") == "Evicted" or any(
+        item["type"] == "DisruptionTarget" and item["status"] == "True" for item in status.get("conditions", ())
+    ):
+        return FailureCause.POD_EVICTED
+    return FailureCause.POD_FAILED if status.get("phase") == PodPhase.FAILED and not is_deleted else None
+
+
+def _memory_kills(status: Body) -> int:
+    for container in status.get("containerStatuses", ()):
+        state, last = container.get("state", {}), container.get("lastState", {})
+        ended = state.get("terminated") or last.get("terminated") or {}
+        if ended.get("reason") == "OOMKilled":
+            return int(container.get("restartCount", 0)) + ("terminated" in state)
+    return 0
 
 
 def _is_ready(status: Body) -> bool:

@@ -19,6 +19,18 @@ from colocated_rl_api.job import Switch, Verify
 from colocated_rl_api.ladder import Ladder, Rung
 from colocated_rl_api.member_wire import Goal, PodTarget, Rendezvous, RolloutTarget
 from colocated_rl_operator.actions import DeletePod, PodAction, Wait
+from colocated_rl_operator.answers import (
+    Decision,
+    Hold,
+    after_death,
+    after_difference,
+    after_loss,
+    after_replacement,
+    after_standstill,
+    listed,
+    raise_epoch,
+    rest_after_roll_back,
+)
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Member, Observation, PodPhase
 from colocated_rl_operator.reasons import Cause, Waiting
 from colocated_rl_operator.roster import clear, muster
@@ -47,11 +59,17 @@ def plan(seen: Observation) -> Plan:
     """The whole decision, from one observation."""
     if seen.is_over:
         return _keep(seen)
-    decision = _decide(seen)
-    if decision is not None:
-        # facts count under the epoch they were reported in, so the new one starts with every pod unknown
-        return _follow(replace(seen, climb=decision.climb), raises=True, message=decision.message)
-    return _follow(seen, raises=False, message="")
+    match _decide(seen):
+        case Decision(climb, message, pods):
+            # facts count under the epoch they were reported in, so the new one starts with every pod unknown
+            found = _follow(replace(seen, climb=climb), raises=True, message=message)
+            return replace(found, pods=(*pods, *found.pods)) if pods else found
+        case Hold(until, message):
+            found = _follow(seen, raises=False, message="")
+            wake_at = until if found.wake_at is None else min(until, found.wake_at)
+            return replace(found, wait=Wait(Waiting.BACKOFF, (), message), wake_at=wake_at)
+        case None:
+            return _follow(seen, raises=False, message="")
 
 
 def stop(seen: Observation) -> Plan:
@@ -81,37 +99,30 @@ def _follow(seen: Observation, *, raises: bool, message: str) -> Plan:
 
 
 # ------------------------------------------------------------------------------------------------------- the decision
-@dataclass(frozen=True)
-class Decision:
-    climb: Climb
-    message: str
-
-
-def _decide(seen: Observation) -> Decision | None:
+def _decide(seen: Observation) -> Decision | Hold | None:
     """A new climb, or None to go on with the present one."""
     now = seen.climb
     if now is not None and now.cause.goal is Goal.STOP:
         return _decide_after_stop(seen, now)
     if seen.job.spec.suspend:
         message = "members stop, then their pods go; volumes stay"
-        return None if now is None else _raise(seen, now, Cause.SUSPENDED, message)
+        return None if now is None else raise_epoch(seen, now, Cause.SUSPENDED, message)
     if (failure := _decide_by_time(seen, now)) is not None:
         return failure
     if now is None:
         return _first(seen) if seen.all_answer else None
-    if seen.all_answer and (decision := _decide_when_all_answer(seen, now)) is not None:
-        return decision
-    if _is_contested(seen):
-        return _raise(seen, now, Cause.TAKEOVER, "the operator looks at the job for the first time, or again")
-    return None
+    found = _decide_when_all_answer(seen, now) if seen.all_answer else after_loss(seen, now)
+    if _is_contested(seen) and not isinstance(found, Decision):
+        return raise_epoch(seen, now, Cause.TAKEOVER, "the operator looks at the job for the first time, or again")
+    return found
 
 
 def _decide_after_stop(seen: Observation, now: Climb) -> Decision | None:
     """A suspension that has begun is finished before the job goes on: who was told to stop can't be told otherwise."""
     if now.cause is Cause.SUSPENDED and not seen.members:
         message = "the job goes on: its pods are made again"
-        return None if seen.job.spec.suspend else _raise(seen, replace(now, group=""), Cause.RESUMED, message)
-    return _raise(seen, now, now.cause, "the end is told again") if _is_contested(seen) else None
+        return None if seen.job.spec.suspend else raise_epoch(seen, replace(now, group=""), Cause.RESUMED, message)
+    return raise_epoch(seen, now, now.cause, "the end is told again") if _is_contested(seen) else None
 
 
 def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
@@ -119,65 +130,54 @@ def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
     spec, awaited_since, active_until = seen.job.spec, seen.memory.awaited_since, _active_until(seen)
     if active_until is not None and seen.now >= active_until:
         message = f"not complete {spec.active_deadline_seconds} s after its start: activeDeadlineSeconds is over"
-        return _raise(seen, now, Cause.DEADLINE, message)
+        return raise_epoch(seen, now, Cause.DEADLINE, message)
     if awaited_since is not None and seen.now >= awaited_since + spec.pods_ready_deadline_seconds:
         message = f"not every member answered within {spec.pods_ready_deadline_seconds} s: {_absentees(seen)}"
-        return _raise(seen, now, Cause.PODS_NOT_READY, message)
+        return raise_epoch(seen, now, Cause.PODS_NOT_READY, message)
     return None
 
 
-def _decide_when_all_answer(seen: Observation, now: Climb) -> Decision | None:
+def _decide_when_all_answer(seen: Observation, now: Climb) -> Decision | Hold | None:
     if not now.group:
         climb = replace(now, lineage=now.lineage + 1, group=seen.group or "")
-        return _raise(seen, climb, Cause.RESUMED, "every member answers again: the trainers start")
+        cause = Cause.POD_REPLACED if now.cause is Cause.POD_REPLACED else Cause.RESUMED
+        return raise_epoch(seen, climb, cause, "every member answers again: the trainers start")
     if seen.group != now.group:
-        return _restart(seen, now, Cause.POD_REPLACED, f"{_replaced(seen)}: the trainers start together again")
+        return after_replacement(seen, now)
+    if (decision := after_loss(seen, now)) is not None:
+        return decision
     if seen.slowest is not Rung.UNKNOWN and (decision := _decide_for_whole_group(seen, now)):
         return decision
     if seen.slowest is not Rung.SERVING and seen.now >= _deadline(seen):
         where = f"{_laggards(seen)} stayed at {seen.slowest} for {seen.now - seen.memory.progress_at:.0f} s"
-        return _restart(seen, now, Cause.RUNG_DEADLINE, f"{where}: the trainers start again")
+        return after_standstill(seen, now, _deadline(seen), where)
     return None
 
 
-def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | None:
+def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | Hold | None:
     """Every member reported under this epoch."""
     spec, serving = seen.job.spec, seen.slowest is Rung.SERVING
     updated = seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)
     if updated and _compares(seen) and _agreed(seen, now) is None:
-        held = _listed([f"{name} {str(checksum)[:12]}" for name, checksum in _checksums(seen, now).items()])
-        message = f"engines hold different weights {now.version} ({held}): the trainers start again"
-        return _restart(seen, now, Cause.WEIGHTS_DIFFER, message)
+        held = listed([f"{name} {str(checksum)[:12]}" for name, checksum in _checksums(seen, now).items()])
+        return after_difference(seen, now, f"engines hold different weights {now.version} ({held})")
     evaluated = _evaluating(seen) is None
     may_train = evaluated or seen.job.ladder.is_resident  # there only the update waits
     if serving and now.step < spec.steps and _has_next_batch(seen, now) and may_train:
         following = replace(now, step=now.step + 1)
         if seen.trainer_died:
-            return _restart(seen, following, Cause.TRAINER_DIED, "a trainer died while rollout ran: all start again")
-        return _raise(seen, following, Cause.NEXT_STEP, f"step {following.step}")
+            return after_death(seen, following)
+        if (hold := rest_after_roll_back(seen, following)) is not None:
+            return hold
+        return raise_epoch(seen, following, Cause.NEXT_STEP, f"step {following.step}")
     is_last = serving and now.step >= spec.steps
     if is_last and seen.saved_step >= now.step and evaluated:
-        return _raise(seen, now, Cause.ALL_STEPS_DONE, f"all {spec.steps} steps are done")
+        return raise_epoch(seen, now, Cause.ALL_STEPS_DONE, f"all {spec.steps} steps are done")
     if seen.trainer_died and (not updated or (is_last and seen.saved_step < now.step)):
-        return _restart(seen, now, Cause.TRAINER_DIED, "a trainer died: all start again from the newest checkpoint")
+        return after_death(seen, now)
     if is_last and seen.saved_step < now.step and seen.now >= _deadline(seen):
-        message = "the last checkpoint is not durable in time: the trainers start again"
-        return _restart(seen, now, Cause.RUNG_DEADLINE, message)
+        return after_standstill(seen, now, _deadline(seen), "the last checkpoint is not durable in time")
     return None
-
-
-def _raise(seen: Observation, now: Climb | None, cause: Cause, message: str) -> Decision:
-    now = now or Climb(epoch=0, step=0, lineage=0, group="", cause=cause)
-    return Decision(replace(now, epoch=seen.highest_epoch + 1, cause=cause), message)
-
-
-def _restart(seen: Observation, now: Climb, cause: Cause, message: str) -> Decision:
-    """The trainers start together again: a new lineage, or the end of the job's patience."""
-    limit = seen.job.spec.backoff_limit
-    if now.restarts >= limit:
-        return _raise(seen, seen.climb, Cause.BACKOFF_LIMIT, f"{message}, but backoffLimit {limit} is used up")
-    climb = replace(now, lineage=now.lineage + 1, group=seen.group or now.group, restarts=now.restarts + 1)
-    return _raise(seen, climb, cause, message)
 
 
 def _first(seen: Observation) -> Decision:
@@ -191,7 +191,7 @@ def _first(seen: Observation) -> Decision:
         group=seen.group or "",
         cause=Cause.FIRST_START,
     )
-    return _raise(seen, climb, Cause.FIRST_START, "every member answers: the trainers start")
+    return raise_epoch(seen, climb, Cause.FIRST_START, "every member answers: the trainers start")
 
 
 def _is_contested(seen: Observation) -> bool:
@@ -201,7 +201,7 @@ def _is_contested(seen: Observation) -> bool:
 
 def _has_next_batch(seen: Observation, now: Climb) -> bool:
     facts = seen.rollout_facts
-    return facts is not None and facts.sealed is not None and facts.sealed.step == now.step + 1
+    return facts is not None and facts.sealed is not None and facts.sealed.step > now.step
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ def _absent(seen: Observation) -> tuple[str, ...]:
 
 
 def _absentees(seen: Observation) -> str:
-    return _listed([f"{seat} ({_why_absent(seen.current.get(seat))})" for seat in _absent(seen)])
+    return listed([f"{seat} ({_why_absent(seen.current.get(seat))})" for seat in _absent(seen)])
 
 
 def _why_absent(member: Member | None) -> str:
@@ -439,24 +439,8 @@ def _why_absent(member: Member | None) -> str:
     return member.trouble or (problem.message if problem else f"pod {member.phase}, no connection")
 
 
-def _replaced(seen: Observation) -> str:
-    """Pods that no longer fill their seat, as far as they are still there to be asked why."""
-    gone = [member for member in seen.members if member.seat in seen.job.gpu_seats and not member.is_usable]
-    newest = {member.seat: member for member in sorted(gone, key=lambda member: member.attempt)}
-    told = [f"{member.name} ({_why_gone(member)})" for member in newest.values()]
-    return f"replaced: {_listed(told)}" if told else "a GPU pod was replaced"
-
-
-def _why_gone(member: Member) -> str:
-    return member.trouble or ("deleted" if member.ends_at is not None else str(member.phase))
-
-
 def _laggards(seen: Observation) -> str:
     """The slowest, with what they say of it themselves."""
     slowest = [member for member in seen.gpu_members if seen.standings[member.name] is seen.slowest]
     problems = {member.name: member.pod_facts.problem for member in slowest if member.pod_facts}
-    return _listed([f"{name} ({problem.message[:200]})" if problem else name for name, problem in problems.items()])
-
-
-def _listed(words: list[str]) -> str:
-    return ", ".join(words[:10]) + (f" and {len(words) - 10} more" if len(words) > 10 else "")
+    return listed([f"{name} ({problem.message[:200]})" if problem else name for name, problem in problems.items()])

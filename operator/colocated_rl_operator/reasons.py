@@ -63,6 +63,11 @@ class Cause(Told):
         "The trainers were restarted after failures more than backoffLimit times: the job has failed.",
         "the message tells of the last failure; the pods' logs are there until the job is deleted",
     )
+    FAILURE_POLICY = (
+        "FailurePolicy",
+        "A rule of spec.failurePolicy answers a failure with FailJob: the job has failed.",
+        "the message names the failure and the rule; put right what failed and make the job again",
+    )
     PODS_NOT_READY = (
         "PodsReadyDeadlineExceeded",
         "Not every member answered within podsReadyDeadlineSeconds: the job has failed and its GPUs are free.",
@@ -83,7 +88,7 @@ class Cause(Told):
     @property
     def is_failure(self) -> bool:
         """The job ends as failed."""
-        return self in (Cause.BACKOFF_LIMIT, Cause.PODS_NOT_READY, Cause.DEADLINE)
+        return self in (Cause.BACKOFF_LIMIT, Cause.FAILURE_POLICY, Cause.PODS_NOT_READY, Cause.DEADLINE)
 
     @property
     def is_recovery(self) -> bool:
@@ -101,6 +106,7 @@ class Waiting(StrEnum):
 
     PODS = "PodsNotReady"  # a pod is missing, starting or silent
     STOPPING = "MembersStopping"
+    BACKOFF = "BackingOff"  # the answer to a failure has its time
 
 
 class ConditionType(Told):
@@ -138,6 +144,11 @@ class Reason(Told):
         "Every pod is ready, and the operator reaches none of those that it has reached before. What runs goes on, the "
         "next switch waits, and no deadline of the pods runs.",
         "look at the network between the operator and the job's pods",
+    )
+    BACKING_OFF = (
+        "BackingOff",
+        "Something failed, and what is done about it waits for the back-off of spec.failurePolicy. An event too.",
+        "the message says what failed, what will be done and when",
     )
     MEMBERS_ANSWER = "MembersAnswer", "Every member answers."
     JOB_ENDED = "JobEnded", "The job is complete or has failed: its members have stopped."

@@ -96,8 +96,8 @@ def metadata_of(job: Job, name: str, labels: Mapping[str, str] | None = None, *,
 
 
 # ---------------------------------------------------------------------------------------------------------------- pods
-def pod(job: Job, seat: str, attempt: int, images: PodImages) -> Object:
-    """The pod that fills a seat."""
+def pod(job: Job, seat: str, attempt: int, images: PodImages, *, avoids: Sequence[str] = ()) -> Object:
+    """The pod that fills a seat. avoids: nodes on which it may not stand."""
     if seat == ROLLOUT_SEAT:
         labels, spec = {names.ROLE_LABEL: names.ROLE_ROLLOUT}, _rollout_spec(job, images)
     else:
@@ -109,7 +109,16 @@ def pod(job: Job, seat: str, attempt: int, images: PodImages) -> Object:
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
         "karpenter.sh/do-not-disrupt": "true",
     }
+    if avoids:
+        spec["affinity"] = _anywhere_but(avoids)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _anywhere_but(nodes: Sequence[str]) -> Object:
+    """By the nodes' names and not a label that a node may lack; the API takes one name in each requirement."""
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    required = {"nodeSelectorTerms": [{"matchFields": fields}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
 
 
 def _pod_spec(*, grace_s: int) -> Object:

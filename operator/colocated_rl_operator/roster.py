@@ -27,15 +27,13 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
     """Actions that bring every seat nearer to a usable pod, and when to look again."""
     actions: list[PodAction] = []
     wake: list[float] = []
-    hears_anybody = any(member.facts for member in seen.members)
     for pod in seen.members:
         if pod.ends_at is not None:
             _bury(pod, pod.ends_at, seen.now, actions, wake)
-    silent = [pod for pod in seen.current.values() if pod.silent_since is not None and hears_anybody]
     actions += [
         DeletePod(pod.name, pod.uid, grace_s=None, why=_why(pod, seen.now))
-        for pod in silent
-        if _is_silent(pod, seen.now, wake)
+        for pod in seen.current.values()
+        if is_silent(seen, pod, wake)
     ]
     vacant = [seat for seat in (*seen.job.gpu_seats, ROLLOUT_SEAT) if seat not in seen.current]
     seated: dict[str, list[Member]] = {seat: [] for seat in vacant}
@@ -72,14 +70,14 @@ def _bury(pod: Member, ends_at: float, now: float, actions: list[PodAction], wak
         wake.append(ends_at + FORCE_AFTER_S)
 
 
-def _is_silent(pod: Member, now: float, wake: list[float]) -> bool:
-    if pod.phase is not PodPhase.RUNNING or pod.silent_since is None:
+def is_silent(seen: Observation, pod: Member, wake: list[float] | None = None) -> bool:
+    """For too long, while somebody is heard. wake: gets when it will be."""
+    if pod.phase is not PodPhase.RUNNING or pod.silent_since is None or not seen.hears_anybody:
         return False
     until = pod.silent_since + (RESTARTS_S if pod.trouble else SILENCE_S)
-    if now < until:
+    if seen.now < until and wake is not None:
         wake.append(until)
-        return False
-    return True
+    return seen.now >= until
 
 
 def _why(pod: Member, now: float) -> str:
@@ -93,12 +91,13 @@ def _holds_volume(seat: str, pods: list[Member]) -> bool:
 
 def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAction], wake: list[float]) -> None:
     last = seen.memory.attempts.get(seat)
+    avoids = seen.climb.tally.avoids if seen.climb and seat != ROLLOUT_SEAT else ()
     if last is None:
-        actions.append(CreatePod(seat, attempt=0))
+        actions.append(CreatePod(seat, attempt=0, avoids=avoids))
         return
     delay_s = min(2.0 ** min(last, MAX_DOUBLINGS), MAX_DELAY_S)
     due = max((pod.created_at for pod in pods), default=seen.now - MAX_DELAY_S) + delay_s
     if seen.now >= due:
-        actions.append(CreatePod(seat, attempt=last + 1))
+        actions.append(CreatePod(seat, attempt=last + 1, avoids=avoids))
     else:
         wake.append(due)

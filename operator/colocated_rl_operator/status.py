@@ -20,6 +20,7 @@ from colocated_rl_api.job_status import (
     Condition,
     ConditionStatus,
     EvaluationStatus,
+    FailuresStatus,
     Holder,
     Phase,
     PodOutOfLine,
@@ -27,9 +28,9 @@ from colocated_rl_api.job_status import (
 )
 from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import Problem
-from colocated_rl_operator.observation import Observation, rests
+from colocated_rl_operator.observation import Observation, Tally, rests
 from colocated_rl_operator.plan import Plan
-from colocated_rl_operator.reasons import Cause, ConditionType, Reason, Told
+from colocated_rl_operator.reasons import Cause, ConditionType, Reason, Told, Waiting
 
 PROGRESS_S = 10.0
 BLINK_S = 5.0  # members that are away for less (a take-over, a restarted agent) change no word
@@ -70,6 +71,8 @@ def report(
         served = None
     answering = seen.all_answer or is_blink(seen, before)
     phase = _phase(seen, plan, slowest, served, before, answering=answering)
+    if _backs_off(plan) and phase is not Phase.ROLLOUT:
+        phase = Phase.RECOVERING
     return ColocatedRLJobStatus(
         observed_generation=seen.job.generation,
         phase=phase,
@@ -82,6 +85,7 @@ def report(
         cause=climb.cause if climb else None,
         group=climb.group if climb else None,
         restarts=climb.restarts if climb else None,
+        failures=_failures(climb.tally) if climb else None,
         placement=ladder.placement,
         gpu_holder=_holder(phase, ladder),
         rung=slowest.value if climb and not plan.is_over and not is_resting else None,
@@ -105,6 +109,11 @@ def is_blink(seen: Observation, before: ColocatedRLJobStatus) -> bool:
     return any(
         item.type == ConditionType.PODS_READY and item.status is ConditionStatus.TRUE for item in before.conditions
     )
+
+
+def backs_off(status: ColocatedRLJobStatus) -> bool:
+    """What is done about a failure has its time."""
+    return any(item.reason == Reason.BACKING_OFF for item in status.conditions)
 
 
 def invalid(message: str, *, generation: int, before: ColocatedRLJobStatus, at: datetime) -> ColocatedRLJobStatus:
@@ -159,7 +168,7 @@ def _phase(
         return Phase.FAILED
     if climb.cause is Cause.ALL_STEPS_DONE:
         return Phase.COMPLETE if plan.is_over else (before.phase or Phase.ROLLOUT)
-    if not climb.group:
+    if not climb.group and climb.cause is not Cause.POD_REPLACED:
         return Phase.PENDING  # resumed, and not everybody is back
     if not answering:
         return Phase.RECOVERING
@@ -229,6 +238,9 @@ def _conditions(
     cause = plan.climb.cause if plan.climb else None
     ready = _readiness(phase, cause)
     waiting = plan.wait.message if plan.wait and not answering else ""
+    if _backs_off(plan) and plan.wait:
+        waiting = plan.wait.message
+        ready = (ready[0], ready[1] if ready[0] else Reason.BACKING_OFF)
     stalled: tuple[bool, Told, str] = (False, Reason.NOT_STALLED, "")
     if is_failed and cause:
         stalled = (True, cause, plan.message)
@@ -245,7 +257,7 @@ def _conditions(
     kept = "its pods are gone, its volumes are kept: it goes on when spec.suspend is false" if is_suspended else ""
     return [
         stamp(ConditionType.READY, ready[0], ready[1], failure or waiting),
-        stamp(ConditionType.RECONCILING, not ready[0] and not (is_failed or is_suspended), ready[1], waiting),
+        stamp(ConditionType.RECONCILING, *_reconciles(plan, ready, is_at_rest=is_failed or is_suspended), waiting),
         stamp(ConditionType.STALLED, *stalled),
         stamp(ConditionType.PODS_READY, *pods_ready),
         stamp(ConditionType.GPU_SHARING_READY, served is not None and not plan.is_over, *sharing),
@@ -253,6 +265,14 @@ def _conditions(
         stamp(ConditionType.COMPLETE, is_complete, Reason.COMPLETED if is_complete else Reason.STEPS_REMAIN, done),
         stamp(ConditionType.FAILED, is_failed, cause if is_failed and cause else Reason.NOT_FAILED, failure),
     ]
+
+
+def _backs_off(plan: Plan) -> bool:
+    return plan.wait is not None and plan.wait.reason is Waiting.BACKOFF
+
+
+def _reconciles(plan: Plan, ready: tuple[bool, Told], *, is_at_rest: bool) -> tuple[bool, Told]:
+    return (True, Reason.BACKING_OFF) if _backs_off(plan) else (not ready[0] and not is_at_rest, ready[1])
 
 
 def _pods_ready(plan: Plan, waiting: str, *, answering: bool, is_deaf: bool) -> tuple[bool, Told, str]:
@@ -298,6 +318,21 @@ def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
         else PodOutOfLine(name=name, rung=rung)
         for _, name, rung, problem in heapq.nsmallest(MAX_OUT_OF_LINE, found, key=lambda pod: pod[:2])
     ]
+
+
+def _failures(tally: Tally) -> FailuresStatus | None:
+    if tally == Tally():
+        return None
+    return FailuresStatus(
+        cause=tally.cause,
+        action=tally.action,
+        rule=tally.rule,
+        pod_restarts=tally.pod_restarts,
+        step_retries=tally.step_retries,
+        step=tally.step,
+        tries=tally.tries,
+        avoided_nodes=list(tally.avoids),
+    )
 
 
 def _ready(seen: Observation) -> str:

@@ -152,6 +152,8 @@ MAY_CHANGE = {
     "steps": 7,
     "suspend": True,
     "backoffLimit": 7,
+    "failurePolicy.backoffSeconds": 7,
+    "failurePolicy": None,
     "podsReadyDeadlineSeconds": 7,
     "activeDeadlineSeconds": 7,
     "ttlSecondsAfterFinished": 7,
@@ -263,7 +265,10 @@ def test_what_pods_read_when_they_are_made_may_change_while_there_are_none(api: 
     assert "set suspend to true, change it, and set suspend to false again" in refused.message
 
 
-@pytest.mark.parametrize(("field", "is_accepted"), [("evaluation", True), ("managedBy", False), ("reference", False)])
+@pytest.mark.parametrize(
+    ("field", "is_accepted"),
+    [("evaluation", True), ("failurePolicy", True), ("managedBy", False), ("reference", False)],
+)
 def test_what_can_be_added_later(api: ApiServer, field: str, is_accepted: bool) -> None:
     without = full("without")
     value = without["spec"].pop(field)

@@ -53,6 +53,17 @@ def test_every_state_of_a_job_with_a_reference_is_safe_and_leads_to_an_end(
     check(Model(job, deaths=deaths, of=of), capsys)
 
 
+@pytest.mark.parametrize("rollout", [ROLLOUT, RESIDENT_ROLLOUT], ids=["time-sliced", "resident"])
+@pytest.mark.parametrize("action", ["RollBack", "RestartPod"])
+def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
+    action: str, rollout: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = {"rules": [{"onCauses": ["TrainerDied", "RungDeadlineExceeded"], "action": action}]}
+    often = {"everySteps": 1}
+    job = make_job(replicas=2, steps=1, checkpoint=often, rollout=rollout, failurePolicy=policy)
+    check(Model(job, deaths=1, of=("trainer",)), capsys)
+
+
 def check(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     job, explored = model.job, explore(model, limit=MOST_STATES)
     who = ", ".join(model.mortal) or "nobody"

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import count
 
 from builders import absent_engine, absent_trainer, make_member, released_engine, rollout_facts
+from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineFacts,
@@ -33,6 +34,7 @@ from colocated_rl_api.member_wire import (
     TrainerState,
 )
 from colocated_rl_operator.actions import CreatePod
+from colocated_rl_operator.answers import MAX_AVOIDED
 from colocated_rl_operator.observation import (
     ROLLOUT_SEAT,
     Climb,
@@ -85,6 +87,7 @@ class GpuPod(SimPod):
     gate: GateFacts = field(default_factory=lambda: GateFacts(open=False, settled=True))
     engine: EngineFacts = GONE
     trainer: TrainerFacts = NO_TRAINER
+    engine_failures: int = 0  # since it last served
     export: WeightVersion | None = None  # newest
     sent: PodTarget | None = None  # newest over the present connection
     inbox: list[PodTarget] = field(default_factory=list)
@@ -99,7 +102,7 @@ class GpuPod(SimPod):
         return PodFacts(
             epoch=self.target.epoch if self.target else 0,
             gate=self.gate,
-            engines=(self.engine,),
+            engines=(self.engine.model_copy(update={"failures": self.engine_failures}),),
             trainers=(self.trainer,),
             stopped=self.stopped,
         )
@@ -217,7 +220,7 @@ class Group:
         elif engine.paused:
             pod.engine = engine.model_copy(update={"paused": False, "drained": False})
         elif not pod.gate.open:
-            pod.gate = GateFacts(open=True, settled=False)
+            pod.gate, pod.engine_failures = GateFacts(open=True, settled=False), 0
         else:
             return False
         return True
@@ -342,7 +345,7 @@ class Group:
         elif engine.paused:
             pod.engine = engine.model_copy(update={"paused": False, "drained": False})
         else:
-            pod.gate = GateFacts(open=True, settled=False)
+            pod.gate, pod.engine_failures = GateFacts(open=True, settled=False), 0
         return True
 
     def _save(self, pod: GpuPod, step: int) -> bool:
@@ -378,6 +381,7 @@ class Group:
         if not pod.alive or pod.engine.is_absent:
             return False
         pod.engine, pod.gate = GONE, GateFacts(open=False, settled=True)
+        pod.engine_failures += 1
         self._note(pod)  # absent satisfies what lies below Updated
         return True
 
@@ -461,6 +465,7 @@ class Simulation(Group):
             self._send(name, target)
         for action in decided.pods:
             if isinstance(action, CreatePod):
+                must(len(action.avoids) <= MAX_AVOIDED, "ever more nodes are avoided")
                 self.add(action.seat, action.attempt, f"uid-{next(self.incarnations)}")
             else:
                 self._delete(action.uid)
@@ -480,6 +485,8 @@ class Simulation(Group):
                 name=f"{pod.seat}-{pod.attempt}",
                 uid=pod.uid,
                 phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
+                node=f"node-{pod.uid}",
+                fate=None if pod.alive else FailureCause.POD_FAILED,
                 created_at=-1000.0,
                 address=f"10.0.0.{index}",
                 silent_since=None if pod.reported else self.now,

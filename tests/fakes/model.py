@@ -226,8 +226,11 @@ class Model:
             self.plans += 1
             seen = self.observe(state)
             decided = plan(seen)
-            if late and decided.wake_at is not None:
-                decided = plan(replace(seen, now=decided.wake_at))
+            while late and not decided.raises and decided.wake_at is not None:  # a back-off follows a deadline
+                seen = replace(seen, now=decided.wake_at)
+                decided = plan(seen)
+                if decided.pods:
+                    break
             self._plans[key] = decided
         return decided
 
@@ -261,13 +264,17 @@ class Model:
         memory = Memory(
             epoch=operator.climb.epoch if operator.climb else 0,
             raised=operator.raised,
+            reached={Rung.SERVING: 0.0},  # when it is reached, its time has been
             unready_since=0.0 if is_awaited else None,
             awaited_since=0.0 if is_awaited else None,
             attempts={gpu_seat(index): pod.attempt for index, pod in enumerate(state.pods)}
             | {ROLLOUT_SEAT: rollout.attempt},
         )
         recorded = (operator.climb, operator.trained_step, operator.served, operator.is_over)
-        return Observation(0.0, job, tuple(members), *recorded, memory=memory)
+        seen = Observation(0.0, job, tuple(members), *recorded, memory=memory)
+        if dead := frozenset(member.uid for member in seen.dead):
+            seen = replace(seen, memory=replace(memory, died=dead, died_at=0.0))
+        return seen
 
     def _carry_out(self, state: State, decided: Plan) -> State:
         """Record, send, make pods, report."""

@@ -7,188 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 from kopf import DaemonStoppingReason
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import Histogram
 
-from builders import RESIDENT_ROLLOUT, make_job, make_manifest
+from builders import RESIDENT_ROLLOUT, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.ladder import RESIDENT, Rung
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
-from colocated_rl_operator.act import Doors, expire_again_s
-from colocated_rl_operator.authority import Authority
-from colocated_rl_operator.case import Pods, Wakeups
-from colocated_rl_operator.events import Events
-from colocated_rl_operator.handlers import Office, drive_job, note_job, note_pod
-from colocated_rl_operator.kube import Kube
-from colocated_rl_operator.members import Members
-from colocated_rl_operator.metrics import Metrics
-from colocated_rl_operator.resources import PodImages
-from fakes.api_server import FakeApiServer
-from fakes.group import Group
-from fakes.member import FakeKubelet
-
-JOB_PATH = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}/sums"
-SPEC: dict[str, Any] = {"replicas": 2, "steps": 3, "checkpoint": {"everySteps": 2}, "evaluation": {"everySteps": 2}}
-DEADLINE_S = 20.0
-
-
-@dataclass
-class Stopper:
-    """What kopf hands to a daemon."""
-
-    reason: DaemonStoppingReason = field(default_factory=lambda: DaemonStoppingReason(0))
-    event: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __bool__(self) -> bool:
-        return self.event.is_set()
-
-    async def wait(self) -> None:
-        await self.event.wait()
-
-    def set(self, reason: DaemonStoppingReason) -> None:
-        self.reason = reason
-        self.event.set()
-
-
-@dataclass
-class Operator:
-    office: Office
-    stopper: Stopper
-    task: asyncio.Task[None]
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.office.doors.metrics
-
-
-@dataclass
-class World:
-    """An API server, a kubelet, and as many operators as a test starts."""
-
-    api: FakeApiServer
-    group: Group
-    kubelet: FakeKubelet
-    authority: Authority
-    tasks: asyncio.TaskGroup
-    daemon: asyncio.Task[None] | None = None  # the newest
-
-    @asynccontextmanager
-    async def operator(self, **options: Any) -> AsyncIterator[Operator]:
-        """One process of it; leaving the context is kill -9."""
-        metrics, wakeups, pods, stopper = Metrics(CollectorRegistry()), Wakeups(), Pods(), Stopper()
-        async with (
-            Kube(self.api.access, count=metrics.count_request) as kube,
-            Members(self.authority.operator_context(), wakeups.wake, lost=metrics.lost.inc) as members,
-        ):
-            images = PodImages(agent="agent", rollout="rollout", gpu="gpu", pull_policy="IfNotPresent")
-            doors = Doors(
-                kube=kube,
-                members=members,
-                events=Events(kube, instance="test"),
-                pods=pods,
-                authority=self.authority,
-                images=images,
-                metrics=metrics,
-                namespace="operators",
-                confirm=_confirmed,
-                **{"release": "operators/lease"} | options,
-            )
-            office = Office(self.api.access, doors, wakeups)
-            watching = len(self.api.watchers)
-            self.api.watch("pods", lambda event, body: note_pod({"type": event, "object": body}, office))
-            self.api.watch(names.PLURAL, lambda event, body: note_job({"type": event, "object": body}, office))
-            task = asyncio.create_task(drive_job(self.body, stopper, office), name="daemon")
-            task.add_done_callback(lambda task: self.kubelet.moved.set())
-            self.daemon = task
-            try:
-                yield Operator(office, stopper, task)
-            finally:
-                task.cancel()
-                office.close()
-                del self.api.watchers[watching:]
-                await asyncio.gather(task, return_exceptions=True)
-
-    @property
-    def body(self) -> Any:
-        return Live(self.api)
-
-    @property
-    def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = self.api.objects[JOB_PATH].get("status", {})
-        return status
-
-    async def until(self, what: Callable[[], object]) -> None:
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                while not what():
-                    if self.daemon is not None and self.daemon.done() and not self.daemon.cancelled():
-                        self.daemon.result()  # an error of its loop is the test's
-                    self.kubelet.moved.clear()
-                    await self.kubelet.moved.wait()
-        except TimeoutError:
-            pytest.fail(f"did not happen in {DEADLINE_S} s; status {self.status}")
-
-
-class Live(dict[str, Any]):
-    """The job's body, always the newest: as kopf gives it to a daemon."""
-
-    def __init__(self, api: FakeApiServer) -> None:
-        self._api = api
-
-    def __getitem__(self, key: str) -> Any:
-        return self._api.objects[JOB_PATH][key]
-
-
-async def _confirmed() -> None:
-    return None
-
+from colocated_rl_operator.act import expire_again_s
+from fakes.world import DEADLINE_S, JOB_PATH, SPEC, World, change, condition, stay_in_rollout, stood
 
 resident = pytest.mark.parametrize("world", [{"rollout": RESIDENT_ROLLOUT}], indirect=True, ids=["resident"])
-
-
-@pytest.fixture
-async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
-    spec = SPEC | getattr(request, "param", {})
-    async with asyncio.TaskGroup() as tasks, FakeApiServer() as api:
-        group = Group(make_job(**spec))
-
-        async def set_status(pod: dict[str, Any], status: dict[str, Any]) -> None:
-            path = f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}"
-            if path in api.objects:
-                api.set_status(path, status)
-
-        async def ended(pod: dict[str, Any]) -> None:
-            api.remove(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}")
-
-        async def read_secret(name: str) -> dict[str, str]:
-            files: dict[str, str] = api.objects[f"/api/v1/namespaces/default/secrets/{name}"]["stringData"]
-            return files
-
-        kubelet = FakeKubelet(group, tmp_path, read_secret=read_secret, set_status=set_status, ended=ended, tasks=tasks)
-        api.watch("pods", kubelet.note)
-        for plural in ("pods", "events", names.PLURAL):
-            api.watch(plural, lambda event, body: kubelet.moved.set())
-        api.put(JOB_PATH, make_manifest(**spec))
-        yield World(api, group, kubelet, Authority.new(), tasks)
-        kubelet.end_all()
-
-
-def stay_in_rollout(world: World) -> None:
-    """No batch is sealed."""
-    world.kubelet.hold("rollout", under=lambda target: target.goal is Goal.CLIMB)
-
-
-def condition(world: World, kind: str) -> tuple[str, str]:
-    found = next(item for item in world.status["conditions"] if item["type"] == kind)
-    return found["status"], found["reason"]
 
 
 # --------------------------------------------------------------------------------------------------------------- whole
@@ -227,7 +61,7 @@ async def test_a_resident_job_runs_its_steps_and_says_so(world: World) -> None:
 @pytest.mark.parametrize("rung", [Rung.TRAINED, Rung.EXPORTED, Rung.DRAINED, Rung.UPDATED])
 async def test_a_killed_operator_of_a_resident_job_is_taken_over_in_any_rung(world: World, rung: Rung) -> None:
     async with world.operator():
-        await world.until(lambda: any(_stood(world, rung, step=2)))
+        await world.until(lambda: any(stood(world, rung, step=2)))
         epoch = world.status["epoch"]
     async with world.operator():
         await world.until(lambda: world.status["epoch"] > epoch)
@@ -264,7 +98,7 @@ async def test_no_rung_of_a_switch_waits_for_the_api_server(world: World) -> Non
         await world.until(lambda: world.status.get("phase") == "Rollout")
         world.api.hold(is_no_epoch)
         world.kubelet.let_go("rollout")
-        await world.until(lambda: all(_stood(world, Rung.SERVING, step=1)))
+        await world.until(lambda: all(stood(world, Rung.SERVING, step=1)))
         world.api.let_go()
         await world.until(lambda: world.status.get("phase") == "Complete")
 
@@ -299,7 +133,7 @@ async def test_a_claim_that_somebody_enlarged_stays_as_it_is(world: World) -> No
 @pytest.mark.parametrize("rung", [Rung.PAUSED, Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED])
 async def test_a_killed_operator_is_taken_over_in_the_middle_of_a_switch(world: World, rung: Rung) -> None:
     async with world.operator():
-        await world.until(lambda: any(_stood(world, rung, step=2)))
+        await world.until(lambda: any(stood(world, rung, step=2)))
         epoch = world.status["epoch"]
     async with world.operator():
         await world.until(lambda: world.status["epoch"] > epoch)
@@ -307,19 +141,10 @@ async def test_a_killed_operator_is_taken_over_in_the_middle_of_a_switch(world: 
     assert {1: [1, 2, 3]} == world.group.trained_in
 
 
-def _stood(world: World, rung: Rung, *, step: int) -> list[bool]:
-    """Whether each pod has reached `rung` in the climb to `step`."""
-    ladder, stood = world.group.ladder, world.group.stood
-    return [
-        pod.target is not None and pod.target.step == step and ladder.reaches(stood[pod.target.epoch][pod.seat], rung)
-        for pod in world.group.pods
-    ]
-
-
 async def test_one_slow_pod_holds_the_other_at_the_barrier(world: World) -> None:
     async with world.operator():
         world.kubelet.hold("gpu-1", under=lambda target: target.type == "podTarget" and target.step == 1)
-        await world.until(lambda: any(_stood(world, Rung.PAUSED, step=1)))
+        await world.until(lambda: any(stood(world, Rung.PAUSED, step=1)))
         newest = world.kubelet.of_seat("gpu-0").seen[-1]
         assert isinstance(newest, PodTarget)
         assert Rung.PAUSED is newest.rung
@@ -344,7 +169,7 @@ async def test_a_lost_pod_is_made_anew_and_the_trainers_start_together_again(wor
 
 async def test_a_dead_trainer_starts_a_new_lineage(world: World) -> None:
     async with world.operator():
-        await world.until(lambda: any(_stood(world, Rung.RELEASED, step=1)))
+        await world.until(lambda: any(stood(world, Rung.RELEASED, step=1)))
         member = world.kubelet.of_seat("gpu-0")
         assert not isinstance(member.pod, str)
         await world.until(lambda: world.group.trainer_dies(member.pod))  # type: ignore[arg-type]
@@ -418,19 +243,13 @@ async def test_a_job_with_a_broken_spec_is_dismissed_too(world: World) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- suspend and resume
-def change(world: World, **spec: Any) -> None:
-    """A person edits the spec."""
-    body = world.api.objects[JOB_PATH]
-    world.api.put(JOB_PATH, {**body, "spec": {**body["spec"], **spec}})
-
-
 async def test_a_suspended_job_has_no_pods_and_goes_on_where_it_was_under_the_next_operator(world: World) -> None:
     def is_half_way(target: Any) -> bool:
         return isinstance(target, PodTarget) and target.goal is Goal.CLIMB and target.step == 2
 
     world.kubelet.hold("gpu-1", under=is_half_way)
     async with world.operator():
-        await world.until(lambda: any(_stood(world, Rung.PAUSED, step=2)))
+        await world.until(lambda: any(stood(world, Rung.PAUSED, step=2)))
         change(world, suspend=True)
         await world.until(lambda: world.status.get("phase") == "Suspended")
     assert ("True", "Suspended") == condition(world, "Suspended")
@@ -517,7 +336,7 @@ class Clock:
 async def test_a_failed_job_frees_its_pods(world: World) -> None:
     change(world, backoffLimit=0)
     async with world.operator():
-        await world.until(lambda: any(_stood(world, Rung.RELEASED, step=1)))
+        await world.until(lambda: any(stood(world, Rung.RELEASED, step=1)))
         member = world.kubelet.of_seat("gpu-0")
         await world.until(lambda: world.group.trainer_dies(member.pod))  # type: ignore[arg-type]
         member.poke()

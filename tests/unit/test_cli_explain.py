@@ -376,3 +376,21 @@ def test_the_table_is_in_the_documentation() -> None:
         reason for reason, remedy in REMEDIES.items() if f"| `{reason}` | {remedy.means} | {remedy.do} |" not in text
     ]
     assert [] == missing
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+def test_the_answer_to_the_last_failure_is_told_with_its_rule() -> None:
+    failures = {"cause": "EngineLost", "action": "ReplacePodElsewhere", "rule": 1, "avoidedNodes": ["node-7"]}
+    told = explained(job(status=running(restarts=1, failures=failures))).headline
+    assert told.endswith(
+        "1 of 6 restarts used, last EngineLost: ReplacePodElsewhere (failurePolicy.rules[1]), no GPU pod on node-7"
+    )
+
+
+def test_a_back_off_is_told_and_is_no_problem() -> None:
+    why = "a trainer died at step 2: the trainers start together again, 10 s later"
+    conditions = [condition("Ready", "False", "BackingOff", why), condition("Reconciling", "True", "BackingOff", why)]
+    found = explained(job(status=running(phase="Recovering", conditions=conditions)))
+    assert [("BackingOff", None)] == reasons(found)
+    assert why == found.causes[0].message
+    assert not found.is_problem

@@ -40,7 +40,7 @@ def make_pod(name: str = "sums-rollout-0", version: int = 1, **parts: Any) -> Bo
         (status if key.endswith("tatuses") or key in ("phase", "conditions", "reason", "message") else metadata)[
             key
         ] = value
-    return {"metadata": metadata, "status": status}
+    return {"metadata": metadata, "spec": {"nodeName": "node-1"}, "status": status}
 
 
 class Office:

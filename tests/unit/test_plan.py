@@ -297,7 +297,7 @@ def test_f52_engines_without_a_majority_do_not_serve_and_are_named(checksums: tu
     assert decided.climb is not None
     assert (Cause.WEIGHTS_DIFFER, 2, 1) == (decided.climb.cause, decided.climb.lineage, decided.climb.restarts)
     held = ", ".join(f"sums-gpu-{replica}-0 {checksum}" for replica, checksum in enumerate(checksums))
-    assert f"engines hold different weights 1-1 ({held}): the trainers start again" == decided.message
+    assert f"engines hold different weights 1-1 ({held}): the trainers start together again" == decided.message
     assert {Rung.SEALED} == {target.rung for target in pod_targets(decided)}
     assert {None} == {target.checksum for target in pod_targets(decided)}
 

@@ -33,10 +33,10 @@ MOST_MOVES = 2000  # of one walk
 DEATHS_AT = 0.02  # of the moves of a walk
 
 
-def job(replicas: int, placement: Placement = Placement.TIME_SLICED, *, reference: bool = False) -> Job:
+def job(replicas: int, placement: Placement = Placement.TIME_SLICED, *, reference: bool = False, **more: Any) -> Job:
     rollout = {Placement.TIME_SLICED: ROLLOUT, Placement.RESIDENT: RESIDENT_ROLLOUT}[placement]
     spec: dict[str, Any] = {"checkpoint": {"everySteps": 1}, "rollout": rollout, "reference": {} if reference else None}
-    return make_job(replicas=replicas, steps=1, **spec)
+    return make_job(replicas=replicas, steps=1, **spec, **more)
 
 
 def assert_all_is_well(explored: Explored) -> None:
@@ -73,6 +73,22 @@ def test_every_state_of_a_job_whose_engines_keep_memory_is_safe_too(
 ) -> None:
     keeping = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, rollout=ROLLOUT | {"offload": offload})
     assert_all_is_well(explore(Model(keeping, deaths=deaths), limit=MOST_STATES))
+
+
+@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize("action", ["RollBack", "RestartPod"])
+def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
+    action: str, placement: Placement, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a back-off; a pod that failed is replaced elsewhere."""
+    rules = [
+        {"onCauses": ["TrainerDied", "RungDeadlineExceeded"], "action": action},
+        {"onCauses": ["PodFailed", "MemberSilent"], "action": "ReplacePodElsewhere"},
+    ]
+    explored = explore(Model(job(1, placement, failurePolicy={"rules": rules}), deaths=1), limit=MOST_STATES)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{placement}, pods: 1, deaths: 1, {action}, {explored.words()}\n")
+    assert_all_is_well(explored)
 
 
 @pytest.mark.parametrize("placement", Placement)

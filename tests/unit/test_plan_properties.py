@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from builders import RESIDENT_ROLLOUT, ROLLOUT, make_job
+from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung
 from colocated_rl_operator import observation
 from colocated_rl_operator.plan import Plan
@@ -27,7 +28,11 @@ ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT), str(Cause.PODS_NOT_
 
 
 def make_group(
-    replicas: int = 2, placement: Placement = Placement.TIME_SLICED, *, reference: bool = False
+    replicas: int = 2,
+    placement: Placement = Placement.TIME_SLICED,
+    *,
+    reference: bool = False,
+    policy: dict[str, Any] | None = None,
 ) -> Simulation:
     rollout = {Placement.TIME_SLICED: ROLLOUT, Placement.RESIDENT: RESIDENT_ROLLOUT}[placement]
     often = {"everySteps": 2}
@@ -36,8 +41,21 @@ def make_group(
         "checkpoint": often,
         "evaluation": often,
         "reference": {} if reference else None,
+        "failurePolicy": policy,
     }
     return Simulation(make_job(replicas=replicas, steps=3, **spec))
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> dict[str, Any]:
+    """Any that does not end the job."""
+    rules = []
+    for _ in range(draw(st.integers(1, 4))):
+        cause = draw(st.sampled_from(FailureCause))
+        action = draw(st.sampled_from([each for each in cause.answers if each is not FailureAction.FAIL_JOB]))
+        rule: dict[str, Any] = {"onCauses": [cause], "action": action, "counts": draw(st.booleans())}
+        rules.append(rule | ({"maxTries": draw(st.integers(1, 2))} if draw(st.booleans()) else {}))
+    return {"rules": rules, "backoffSeconds": draw(st.sampled_from([0, 10])), "maxBackoffSeconds": 60}
 
 
 def fault(group: Simulation, rng: random.Random) -> str:
@@ -118,9 +136,10 @@ def walk(
     moves: int = 300,
     placement: Placement = Placement.TIME_SLICED,
     reference: bool = False,
+    policy: dict[str, Any] | None = None,
 ) -> Simulation:
     rng = random.Random(seed)
-    group = make_group(replicas, placement, reference=reference)
+    group = make_group(replicas, placement, reference=reference, policy=policy)
     at = {rng.randrange(moves) for _ in range(faults)}
     for index in range(moves):
         if index in at:
@@ -145,6 +164,25 @@ def test_every_walk_ends_and_no_invariant_breaks(seed: int, replicas: int, fault
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_walk_of_a_resident_job_ends_and_no_invariant_breaks(seed: int, replicas: int, faults: int) -> None:
     group = walk(seed, replicas=replicas, faults=faults, placement=Placement.RESIDENT)
+    assert group.outcome in ENDS
+    if faults <= group.job.spec.backoff_limit:
+        assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    replicas=st.integers(1, 3),
+    faults=st.integers(1, 6),
+    placement=st.sampled_from(Placement),
+    policy=policies(),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_walk_under_any_policy_ends_and_no_invariant_breaks(
+    seed: int, replicas: int, faults: int, placement: Placement, policy: dict[str, Any]
+) -> None:
+    group = walk(seed, replicas=replicas, faults=faults, placement=placement, policy=policy)
+    assert group.climb is not None
+    event(f"{group.climb.tally.cause}: {group.climb.tally.action}")
     assert group.outcome in ENDS
     if faults <= group.job.spec.backoff_limit:
         assert str(Cause.ALL_STEPS_DONE) == group.outcome

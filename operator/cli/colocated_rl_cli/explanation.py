@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pydantic
 
 from colocated_rl_api import names
-from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, Phase
+from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, FailuresStatus, Phase
 from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import PodFacts, Problem, RolloutFacts
 from colocated_rl_cli import remedies
@@ -92,7 +92,18 @@ def _headline(job: Object, status: ColocatedRLJobStatus) -> str:
         parts.append(f"epoch {status.epoch} ({status.cause})")
     if status.restarts:
         parts.append(f"{status.restarts} of {job['spec'].get('backoffLimit', 6)} restarts used")
+    if status.failures is not None:
+        parts += _failures(status.failures)
     return ", ".join(parts)
+
+
+def _failures(failures: FailuresStatus) -> Iterator[str]:
+    """What was done about the newest, and by which rule."""
+    if failures.cause:
+        rule = "the usual answer" if failures.rule is None else f"failurePolicy.rules[{failures.rule}]"
+        yield f"last {failures.cause}: {failures.action} ({rule})"
+    if failures.avoided_nodes:
+        yield f"no GPU pod on {' '.join(failures.avoided_nodes)}"
 
 
 def _observed(status: ColocatedRLJobStatus) -> int | None:
@@ -121,6 +132,8 @@ def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Cause]:
     for one in status.conditions:
         if one.status is ConditionStatus.TRUE and one.type in ("Stalled", "Suspended"):
             yield Cause("Suspended" if one.type == "Suspended" else one.reason, one.message)
+        if one.type == "Reconciling" and one.reason == "BackingOff":
+            yield Cause(one.reason, one.message)
     if status.phase is Phase.SUSPENDING:
         yield Cause("Suspending", "")
 

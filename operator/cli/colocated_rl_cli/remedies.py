@@ -45,6 +45,15 @@ REMEDIES: dict[str, Remedy] = {
         "find out why they ended (logs of the gpu containers, which are kept), then make a new job; it goes on from "
         "the newest checkpoint if it has the same name and its volumes were kept",
     ),
+    "FailurePolicy": Remedy(
+        "a rule of spec.failurePolicy says that such a failure ends the job",
+        "put right what the message names, then make a new job; or change the rule",
+    ),
+    "BackingOff": Remedy(
+        "something failed, and what is done about it waits for the back-off of spec.failurePolicy",
+        "nothing, unless it goes on happening; backoffSeconds may be changed",
+        heals=True,
+    ),
     "PodsReadyDeadlineExceeded": Remedy(
         "not every pod answered within podsReadyDeadlineSeconds",
         "see why the pods named do not run, then make a new job",

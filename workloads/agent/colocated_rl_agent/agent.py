@@ -184,6 +184,7 @@ class Agent:
             devices=self._devices.facts,
             problem=self._problems.newest,
             took_s=self._climb.took_s,
+            engine_failures=self._engine.failures,
         )
 
     def _advance(self) -> float | None:

@@ -80,7 +80,7 @@ class Engine:
         self._dtype = "unknown"
         self._mapped_bytes: int | None = None  # of each device, by what of weights and KV pool it gives up
         self.freed_bytes: Mapping[int, int] = {}  # of each device that can tell, by the last release
-        self._failures = 0  # since it last served: how long the next start waits
+        self.failures = 0  # since it last served: how long the next start waits, and what a failure policy counts
         self._exits: dict[str, ChildExited] = {}  # newest, which can come before the answer to the start
         self._killed_for: str | None = None
         self._gone = asyncio.Event()
@@ -239,7 +239,7 @@ class Engine:
         assert client is not None, "a gate opens on an engine"
         assert incarnation is not None, "a gate opens on an engine"
         assert version is not None, "a gate opens on a version"
-        self._failures = 0
+        self.failures = 0
         return Backend(client.url, incarnation, version, client.abort)
 
     def gate_closed(self) -> None:
@@ -368,11 +368,11 @@ class Engine:
         return time.monotonic() + self._settings.job.spec.switch.engine_start_seconds
 
     def _lost(self, reason: str) -> None:
-        self._failures += 1
-        wait_s = 0.0 if self._failures == 1 else min(MAX_BACK_OFF_S, 2.0 ** (self._failures - 2))
+        self.failures += 1
+        wait_s = 0.0 if self.failures == 1 else min(MAX_BACK_OFF_S, 2.0 ** (self.failures - 2))
         self._metrics.replaced.inc()
-        log(LOG, "engine lost", logging.WARNING, reason=reason, failures=self._failures, starts_again_in_s=wait_s)
-        again = f" ({self._failures} times since it last served, the next start in {wait_s:.0f} s)" if wait_s else ""
+        log(LOG, "engine lost", logging.WARNING, reason=reason, failures=self.failures, starts_again_in_s=wait_s)
+        again = f" ({self.failures} times since it last served, the next start in {wait_s:.0f} s)" if wait_s else ""
         self._failed("EngineLost", reason + again)
         self._set(self.view.gone(start_after=time.monotonic() + wait_s))
 

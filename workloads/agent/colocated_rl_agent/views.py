@@ -121,7 +121,8 @@ class EngineView:
     def gone(self, *, start_after: float) -> EngineView:
         return EngineView(start_after=start_after)
 
-    def facts(self) -> EngineFacts:
+    def facts(self, *, failures: int = 0) -> EngineFacts:
+        """failures: of its incarnations, since one last served."""
         return EngineFacts(
             name=ENGINE_NAME,
             state=self.state,
@@ -134,6 +135,7 @@ class EngineView:
             cuda_graph=self.tags[CUDA_GRAPH],
             version=self.version,
             checksum=self.checksum,
+            failures=failures,
         )
 
 
@@ -220,12 +222,13 @@ class PodView:
         devices: tuple[DeviceFacts, ...] = (),
         problem: Problem | None = None,
         took_s: Mapping[Rung, float] | None = None,
+        engine_failures: int = 0,
     ) -> PodFacts:
         known = self.runner_known or self.stopped
         return PodFacts(
             epoch=epoch,
             gate=GateFacts(open=self.gate_open, settled=not self.gate_open and self.in_flight == 0),
-            engines=(self.engine.facts(),) if known else (),
+            engines=(self.engine.facts(failures=engine_failures),) if known else (),
             trainers=tuple(rank.facts(self.whole) for rank in self.ranks) if known else (),
             devices=devices,
             problem=problem,

@@ -1,0 +1,216 @@
+"""What can fail in a job, and what may answer it: one table, read by the schema, the plan, the documentation and tests.
+
+A cause is here only if the operator can tell it from every other. Its answers are those that can help: what is asked of
+a cause that it can't have is refused when the job is made, with the answers that it can have.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from colocated_rl_api.ladder import Rung
+from colocated_rl_api.parts import Part, Rule, rules
+
+
+class FailureAction(StrEnum):
+    """What is done about a failure."""
+
+    meaning: str
+
+    def __new__(cls, word: str, meaning: str) -> Self:
+        action = str.__new__(cls, word)
+        action._value_ = word
+        action.meaning = meaning
+        return action
+
+    RESTART_ENGINE = "RestartEngine", "The agent starts the engine again, more slowly each time; the pod stays."
+    RETRY_STEP = (
+        "RetryStep",
+        "The trainers start together again from the newest checkpoint and do the step again; engines and pods stay.",
+    )
+    ROLL_BACK = (
+        "RollBack",
+        "The trainers start together again and go back to the last finished step, engines serve it, and rollout goes "
+        "on until the step is tried again after the back-off.",
+    )
+    RESTART_POD = "RestartPod", "The pod is deleted and made again; then the trainers start together again."
+    REPLACE_POD_ELSEWHERE = (
+        "ReplacePodElsewhere",
+        "As RestartPod, and no GPU pod of the job is put on the node where it stood any more: of such nodes the newest "
+        "8 are avoided.",
+    )
+    FAIL_JOB = "FailJob", "The job fails at once: its members stop, its pods' logs and its volumes are kept."
+
+
+_OF_A_STEP = (
+    *(FailureAction.RETRY_STEP, FailureAction.ROLL_BACK, FailureAction.RESTART_POD),
+    *(FailureAction.REPLACE_POD_ELSEWHERE, FailureAction.FAIL_JOB),
+)
+_OF_A_POD = FailureAction.RESTART_POD, FailureAction.REPLACE_POD_ELSEWHERE, FailureAction.FAIL_JOB
+
+
+class FailureCause(StrEnum):
+    """Why something failed, as the operator tells it. `answers`: what may be done about it, the usual one first."""
+
+    meaning: str
+    answers: tuple[FailureAction, ...]
+
+    def __new__(cls, word: str, meaning: str, answers: tuple[FailureAction, ...]) -> Self:
+        cause = str.__new__(cls, word)
+        cause._value_ = word
+        cause.meaning, cause.answers = meaning, answers
+        return cause
+
+    ENGINE_LOST = (
+        "EngineLost",
+        "An engine ended by itself, or its agent ended it because nobody could tell its state any more. maxTries "
+        "counts how often since it last served.",
+        (FailureAction.RESTART_ENGINE, *_OF_A_POD),
+    )
+    TRAINER_DIED = "TrainerDied", "A trainer rank ended by itself, or its agent ended it past a deadline.", _OF_A_STEP
+    OUT_OF_MEMORY = (
+        "OutOfMemory",
+        "The same, and by then kubelet has said of the pod's GPU container that it was ended for its memory. Where "
+        "the kernel ends single processes (cgroup v1), that is TrainerDied.",
+        _OF_A_STEP,
+    )
+    RUNG_DEADLINE = (
+        "RungDeadlineExceeded",
+        "The group stood on one rung for longer than spec.switch allows. At fault are the pods that stand lowest; "
+        "when all stand there, those that report a problem.",
+        _OF_A_STEP,
+    )
+    WEIGHTS_DIFFER = (
+        "WeightsDiffer",
+        "Engines hold different weights of one version (weightSync.verify: Checksum).",
+        (FailureAction.RETRY_STEP, FailureAction.FAIL_JOB),
+    )
+    MEMBER_SILENT = (
+        "MemberSilent",
+        "A running GPU pod's agent does not answer the operator for 30 s while others do, or for 300 s while kubelet "
+        "starts it again: so looks a lost node.",
+        _OF_A_POD,
+    )
+    POD_EVICTED = (
+        "PodEvicted",
+        "The cluster took the GPU pod away and says so in the pod's condition DisruptionTarget: preemption, drain, "
+        "a node out of resources, a taint, a node that is gone.",
+        _OF_A_POD,
+    )
+    POD_FAILED = (
+        "PodFailed",
+        "The GPU pod ended as Failed without being deleted: its node did not admit it, for instance for a device that "
+        "is not healthy.",
+        _OF_A_POD,
+    )
+
+
+def _does_not_answer(cause: FailureCause) -> str:
+    """Why an action is refused. One rule for each cause: the server could not bound the cost of one over all."""
+    return f"{cause} is answered by {', '.join(cause.answers)}: write one of them, or a rule of its own for that cause"
+
+
+_CAN_ANSWER = tuple(
+    Rule(
+        field="action",
+        rule=f"!('{cause}' in self.onCauses) || self.action in {[str(each) for each in cause.answers]}",
+        message=_does_not_answer(cause),
+    )
+    for cause in FailureCause
+)
+_RUNGS_WORDS = (
+    "atRungs says where the group stood when its deadline passed: it goes with onCauses: [RungDeadlineExceeded] alone"
+)
+_RUNGS = Rule(
+    field="atRungs",
+    rule=f"!has(self.atRungs) || self.onCauses == ['{FailureCause.RUNG_DEADLINE}']",
+    message=_RUNGS_WORDS,
+)
+
+
+class FailureRule(Part):
+    """An answer to some causes. `onCauses` and not `on`, which is the boolean true in kubectl's YAML."""
+
+    model_config = ConfigDict(json_schema_extra=rules(*_CAN_ANSWER, _RUNGS))
+
+    on_causes: list[Annotated[FailureCause, Field(strict=False)]] = Field(
+        min_length=1,
+        max_length=len(FailureCause),
+        json_schema_extra={"x-kubernetes-list-type": "set"},
+        description="Causes that the rule answers.",
+    )
+    at_rungs: list[Annotated[Rung, Field(strict=False)]] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=len(Rung),
+        json_schema_extra={"x-kubernetes-list-type": "set"},
+        description="Rungs at which the group stood still, of RungDeadlineExceeded; any when absent.",
+    )
+    max_tries: int | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="The rule answers so many failures in a row, without a finished step between them; after those, "
+        "later rules are asked. All when absent.",
+    )
+    action: Annotated[FailureAction, Field(strict=False)] = Field(description="What is done.")
+    counts: bool = Field(
+        default=True,
+        description="False: what the rule answers is no failure of the job, and leaves backoffLimit alone.",
+    )
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if len(set(self.on_causes)) != len(self.on_causes):
+            raise ValueError(f"onCauses is a set: {', '.join(self.on_causes)} has one of them twice")
+        if self.at_rungs is not None and len(set(self.at_rungs)) != len(self.at_rungs):
+            raise ValueError(f"atRungs is a set: {', '.join(self.at_rungs)} has one of them twice")
+        for cause in self.on_causes:
+            if self.action not in cause.answers:
+                raise ValueError(_does_not_answer(cause))
+        if self.at_rungs is not None and self.on_causes != [FailureCause.RUNG_DEADLINE]:
+            raise ValueError(_RUNGS_WORDS)
+        return self
+
+
+_BACKOFF_SAID = "maxBackoffSeconds is %d and backoffSeconds is %d: write a maximum that is no smaller"
+_BACKOFF = Rule(
+    field="maxBackoffSeconds",
+    rule="self.backoffSeconds <= self.maxBackoffSeconds",
+    message="maxBackoffSeconds must be at least backoffSeconds",
+    said=f"'{_BACKOFF_SAID}'.format([self.maxBackoffSeconds, self.backoffSeconds])",
+)
+
+
+_POLICY_CONFIG = ConfigDict(json_schema_extra=rules(_BACKOFF))
+
+
+class FailurePolicy(Part):
+    """What is done about failures, by cause; a cause without a rule that matches has its usual answer."""
+
+    model_config = _POLICY_CONFIG
+
+    rules: list[FailureRule] = Field(
+        default_factory=list, max_length=16, description="In order: the first that matches is followed."
+    )
+    backoff_seconds: int = Field(
+        default=10,
+        ge=0,
+        le=3600,
+        description="From a trainer's death, or a rung's deadline, to what is done about it; twice as long after each "
+        "further failure in a row. RollBack comes at once, and the step again after that time. 0: no back-off.",
+    )
+    max_backoff_seconds: int = Field(default=300, ge=0, le=86_400, description="No back-off is longer.")
+
+    @model_validator(mode="after")
+    def _backs_off_up_to_a_maximum(self) -> Self:
+        if self.backoff_seconds > self.max_backoff_seconds:
+            raise ValueError(_BACKOFF_SAID % (self.max_backoff_seconds, self.backoff_seconds))
+        return self
+
+    def backoff_s(self, tries: int) -> float:
+        """Before the answer to a failure that so many came before, in a row."""
+        return min(self.backoff_seconds * 2.0 ** min(tries, 32), self.max_backoff_seconds)

@@ -1,0 +1,176 @@
+"""Each action of a failure policy, by the operator's real loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from colocated_rl_api import names
+from colocated_rl_api.ladder import Rung
+from colocated_rl_api.member_wire import Goal, PodTarget
+from fakes.group import GpuPod
+from fakes.world import SPEC, World, condition, stood
+
+
+def answered(cause: str, action: str, *, backoff_s: int = 0, **more: Any) -> pytest.MarkDecorator:
+    """The job has a rule for the cause."""
+    rules = [{"onCauses": [cause], "action": action, **more}]
+    policy = {"rules": rules, "backoffSeconds": backoff_s, "maxBackoffSeconds": 60}
+    return pytest.mark.parametrize("world", [SPEC | {"failurePolicy": policy}], indirect=True, ids=[action])
+
+
+def gpu_pod(world: World, seat: str) -> GpuPod:
+    pod = world.kubelet.of_seat(seat).pod
+    assert isinstance(pod, GpuPod)
+    return pod
+
+
+async def trainer_dies_in_step_2(world: World, seat: str = "gpu-0") -> None:
+    """In the first lineage: its pod stays where it is until then, and the group with it."""
+
+    def is_first_try(target: object) -> bool:
+        return isinstance(target, PodTarget) and (target.step, target.lineage) == (2, 1) and target.goal is Goal.CLIMB
+
+    world.kubelet.hold(seat, under=is_first_try)
+    await world.until(lambda: any(stood(world, Rung.PAUSED, step=2)))
+    assert world.group.trainer_dies(gpu_pod(world, seat))
+    world.kubelet.poke_all()
+
+
+def pods(world: World) -> set[str]:
+    return {pod["metadata"]["name"] for pod in world.api.all("pods")}
+
+
+def events(world: World, reason: str) -> list[str]:
+    return [event["note"] for event in world.api.all("events") if event["reason"] == reason]
+
+
+def failures(world: World) -> dict[str, Any]:
+    told: dict[str, Any] = world.status["failures"]
+    return told
+
+
+FIRST = {"sums-gpu-0-0", "sums-gpu-1-0", "sums-rollout-0"}
+
+
+@answered("TrainerDied", "RetryStep", backoff_s=1)
+async def test_a_step_is_retried_after_a_back_off_that_status_and_event_tell_of(world: World) -> None:
+    seen: list[dict[str, Any]] = []
+    world.api.watch(names.PLURAL, lambda event, body: seen.append(body.get("status", {})))
+    async with world.operator():
+        await trainer_dies_in_step_2(world)
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    waiting = next(
+        item
+        for status in seen
+        for item in status.get("conditions", [])
+        if (item["type"], item["reason"]) == ("Reconciling", "BackingOff")
+    )
+    assert "True" == waiting["status"]
+    assert waiting["message"].endswith("the trainers start together again (failurePolicy.rules[0]), 1 s later")
+    assert [waiting["message"]] == events(world, "BackingOff")
+    assert FIRST == pods(world)
+    told = failures(world)
+    assert ("TrainerDied", "RetryStep", 0) == (told["cause"], told["action"], told["rule"])
+    assert (1, 0, 1) == (told["stepRetries"], told["podRestarts"], world.status["restarts"])
+
+
+@answered("TrainerDied", "RollBack", backoff_s=1)
+async def test_a_step_is_rolled_back_and_tried_again_after_its_back_off(world: World) -> None:
+    seen: list[dict[str, Any]] = []
+    world.api.watch(names.PLURAL, lambda event, body: seen.append(body.get("status", {})))
+    async with world.operator():
+        await trainer_dies_in_step_2(world)
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert {1: [1], 2: [1, 2, 3]} == world.group.trained_in
+    between = [status for status in seen if status.get("weightVersion") == "1-2"]
+    assert "Rollout" in {status["phase"] for status in between}
+    assert ["step 2 failed 1 time: rollout goes on before it is tried again"] == events(world, "BackingOff")
+    assert (3, 1, FIRST) == (world.status["step"], world.status["restarts"], pods(world))
+
+
+@answered("TrainerDied", "RestartPod")
+async def test_a_pod_whose_trainer_died_is_made_again(world: World) -> None:
+    async with world.operator():
+        await trainer_dies_in_step_2(world, "gpu-1")
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert FIRST - {"sums-gpu-1-0"} | {"sums-gpu-1-1"} == pods(world)
+    assert (1, 1, 0) == (world.status["restarts"], failures(world)["podRestarts"], failures(world)["stepRetries"])
+
+
+@answered("TrainerDied", "ReplacePodElsewhere")
+async def test_a_pod_is_replaced_on_another_node_and_a_new_operator_still_avoids_the_old_one(world: World) -> None:
+    async with world.operator():
+        await trainer_dies_in_step_2(world)
+        await world.until(lambda: any(pod["metadata"].get("deletionTimestamp") for pod in world.api.all("pods")))
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    made = next(pod for pod in world.api.all("pods") if pod["metadata"]["labels"].get(names.REPLICA_LABEL) == "0")
+    [term] = made["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
+    assert {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["node-0"]}]} == term
+    assert "node-1" == made["spec"]["nodeName"]
+    assert (["node-0"], 1) == (failures(world)["avoidedNodes"], world.status["restarts"])
+
+
+@answered("TrainerDied", "FailJob")
+async def test_a_job_fails_by_a_rule_and_its_condition_names_both(world: World) -> None:
+    async with world.operator():
+        await trainer_dies_in_step_2(world)
+        await world.until(lambda: world.status.get("completionTime"))
+    assert ("True", "FailurePolicy") == condition(world, "Failed")
+    message = next(item["message"] for item in world.status["conditions"] if item["type"] == "Failed")
+    assert message.startswith("a trainer died at step 2: sums-gpu-0-0")
+    assert message.endswith("the job fails (failurePolicy.rules[0])")
+    assert [message] == events(world, "FailurePolicy")
+
+
+ENGINES = [
+    {"onCauses": ["EngineLost"], "action": "RestartEngine", "maxTries": 1},
+    {"onCauses": ["EngineLost"], "action": "ReplacePodElsewhere"},
+]
+
+
+@pytest.mark.parametrize("world", [SPEC | {"failurePolicy": {"rules": ENGINES}}], indirect=True, ids=["RestartEngine"])
+async def test_an_engine_is_started_again_by_its_agent_before_its_pod_is_replaced(world: World) -> None:
+    def is_step_2(target: object) -> bool:
+        return isinstance(target, PodTarget) and target.step == 2 and target.goal is Goal.CLIMB
+
+    async with world.operator():
+        world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == 1)
+        await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step", 0) >= 1)
+        assert world.group.engine_dies(gpu_pod(world, "gpu-0"))
+        world.kubelet.poke_all()
+        await world.until(lambda: gpu_pod(world, "gpu-0").gate.open)
+        assert FIRST == pods(world)
+        world.kubelet.hold("gpu-1", under=is_step_2)
+        pod = gpu_pod(world, "gpu-0")
+        pod.engine_failures = 2  # since it last served
+        world.kubelet.poke_all()
+        await world.until(lambda: "sums-gpu-0-1" in pods(world))
+        world.kubelet.let_go("gpu-1")
+        world.kubelet.let_go("rollout")
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert ["node-0"] == failures(world)["avoidedNodes"]
+
+
+@answered("PodEvicted", "RestartPod", counts=False)
+async def test_an_eviction_that_does_not_count_leaves_the_limit_alone(world: World) -> None:
+    async with world.operator():
+        world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == 1)
+        await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step", 0) >= 1)
+        victim = world.kubelet.of_seat("gpu-1")
+        world.kubelet.end(victim.pod.uid)
+        evicted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+        path = f"/api/v1/namespaces/default/pods/{victim.server.hello.pod}"
+        world.api.set_status(path, {"phase": "Failed", "conditions": [evicted]})
+        await world.until(lambda: world.status["cause"] == "PodReplaced")
+        world.kubelet.let_go("rollout")
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert (0, 1, "PodEvicted") == (
+        world.status["restarts"],
+        failures(world)["podRestarts"],
+        failures(world)["cause"],
+    )

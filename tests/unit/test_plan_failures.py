@@ -1,0 +1,428 @@
+"""What the plan does about failures: by the job's policy, and by the usual answers without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from builders import absent_trainer, facts_at, make_climb, make_job, make_member, make_observation, rollout_facts
+from colocated_rl_api.failure import FailureAction, FailureCause
+from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
+from colocated_rl_api.member_wire import Goal, PodFacts, PodTarget, Problem
+from colocated_rl_operator.actions import CreatePod, DeletePod
+from colocated_rl_operator.answers import MAX_AVOIDED
+from colocated_rl_operator.observation import Climb, Member, Observation, PodPhase, Tally, remember
+from colocated_rl_operator.plan import Plan, patience_s, plan
+from colocated_rl_operator.reasons import Cause, Waiting
+from colocated_rl_operator.roster import SILENCE_S
+
+V2 = WeightVersion(2, 1)
+
+
+def policy(*rules: dict[str, Any], backoff_s: int = 0, most_s: int = 300) -> dict[str, Any]:
+    return {"rules": list(rules), "backoffSeconds": backoff_s, "maxBackoffSeconds": most_s}
+
+
+def rule(*causes: str, action: str, **more: Any) -> dict[str, Any]:
+    return {"onCauses": list(causes), "action": action, **more}
+
+
+def climbing(*rungs: Rung, failure_policy: dict[str, Any] | None = None, **spec: Any) -> Observation:
+    """A group at these rungs on its way to step 2 of 3, epoch 5; step 1 is trained. Pods stand on node-0, node-1."""
+    if failure_policy is not None:
+        spec["failurePolicy"] = failure_policy
+    climb = make_climb(2, epoch=5, cause=Cause.NEXT_STEP)
+    pods: list[PodFacts | None] = [facts_at(rung, V2, epoch=5) for rung in rungs]
+    job = make_job(replicas=len(rungs), **spec)
+    seen = make_observation(job, pods, climb=climb, rollout=rollout_facts(sealed=2, trained=1), trained_step=1)
+    members = [replace(member, node=f"node-{place}") for place, member in enumerate(seen.members)]
+    return remember(replace(seen, members=tuple(members)))
+
+
+def changed(seen: Observation, index: int, **changes: Any) -> Observation:
+    members = list(seen.members)
+    members[index] = replace(members[index], **changes)
+    return remember(replace(seen, members=tuple(members)))
+
+
+def dead(seen: Observation, index: int = 0, **changes: Any) -> Observation:
+    """A trainer of that pod has ended."""
+    facts = seen.members[index].pod_facts
+    assert facts is not None
+    assert seen.climb is not None
+    died = absent_trainer(seen.climb.lineage, exit_code=1)
+    problem = Problem(reason="TrainerDied", message="rank 0 ended with code 1; last words: no such file")
+    told = facts.model_copy(update={"trainers": (died,), "problem": problem})
+    return changed(seen, index, facts=told, **changes)
+
+
+def later(seen: Observation, seconds: float) -> Observation:
+    return remember(replace(seen, now=seen.now + seconds))
+
+
+def following(seen: Observation, decided: Plan) -> Observation:
+    """What is seen once the plan was carried out: the epoch is recorded, pods are deleted and made."""
+    members = [
+        replace(member, ends_at=seen.now + 60.0, facts=None)
+        if any(isinstance(each, DeletePod) and each.uid == member.uid for each in decided.pods)
+        else member
+        for member in seen.members
+    ]
+    members += [make_member(each.seat, each.attempt) for each in decided.pods if isinstance(each, CreatePod)]
+    memory = replace(seen.memory, raised=seen.memory.raised or decided.raises)
+    return remember(replace(seen, members=tuple(members), climb=decided.climb, memory=memory))
+
+
+def climb_of(decided: Plan) -> Climb:
+    assert decided.raises
+    assert decided.climb is not None
+    return decided.climb
+
+
+def gone(decided: Plan) -> list[str]:
+    return [each.name for each in decided.pods if isinstance(each, DeletePod)]
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+@pytest.mark.parametrize("cause", FailureCause)
+def test_every_cause_has_a_usual_answer_and_can_end_the_job(cause: FailureCause) -> None:
+    assert len(set(cause.answers)) == len(cause.answers) > 1
+    assert FailureAction.FAIL_JOB in cause.answers[1:]
+
+
+def test_every_action_answers_something() -> None:
+    assert set(FailureAction) == {action for cause in FailureCause for action in cause.answers}
+
+
+# ------------------------------------------------------------------------------------------------ of a trainer's death
+def test_without_a_policy_the_trainers_start_together_again_at_once() -> None:
+    decided = plan(dead(climbing(Rung.RELEASED, Rung.RELEASED)))
+    climb = climb_of(decided)
+    assert (2, 2, 1, Cause.TRAINER_DIED) == (climb.step, climb.lineage, climb.restarts, climb.cause)
+    assert Tally(step_retries=1, step=2, tries=1, cause="TrainerDied", action="RetryStep") == climb.tally
+    assert [] == gone(decided)
+    assert (
+        "a trainer died at step 2: sums-gpu-0-0 (rank 0 ended with code 1; last words: no such file): "
+        "the trainers start together again" == decided.message
+    )
+
+
+def test_the_first_rule_that_matches_is_followed_and_named() -> None:
+    rules = policy(
+        rule("RungDeadlineExceeded", action="FailJob"),
+        rule("TrainerDied", action="RestartPod"),
+        rule("TrainerDied", action="FailJob"),
+    )
+    decided = plan(dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules)))
+    assert ["sums-gpu-0-0"] == gone(decided)
+    assert decided.message.endswith("sums-gpu-0-0 made again (failurePolicy.rules[1])")
+    assert (1, "RestartPod") == (climb_of(decided).tally.rule, climb_of(decided).tally.action)
+
+
+def test_a_rule_of_another_cause_leaves_the_usual_answer() -> None:
+    rules = policy(rule("RungDeadlineExceeded", action="FailJob"))
+    climb = climb_of(plan(dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))))
+    assert (Cause.TRAINER_DIED, None) == (climb.cause, climb.tally.rule)
+
+
+def test_fail_job_ends_the_job_with_the_failure_in_its_message() -> None:
+    rules = policy(rule("TrainerDied", action="FailJob"), backoff_s=60)
+    decided = plan(dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules)))
+    assert Cause.FAILURE_POLICY is climb_of(decided).cause
+    assert {Goal.STOP} == {target.goal for target in decided.targets.values() if isinstance(target, PodTarget)}
+    assert "no such file" in decided.message
+    assert decided.message.endswith("the job fails (failurePolicy.rules[0])")
+
+
+def test_a_pod_made_again_costs_one_restart_and_its_trainers_wait_for_it() -> None:
+    rules = policy(rule("TrainerDied", action="RestartPod"))
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))
+    decided = plan(seen)
+    climb = climb_of(decided)
+    assert ("", 1, 1, Cause.POD_REPLACED) == (climb.group, climb.restarts, climb.tally.pod_restarts, climb.cause)
+    assert {} == decided.targets
+    seen = following(seen, decided)
+    decided = plan(seen)
+    assert not decided.raises
+    assert (CreatePod("gpu-0", 1),) == decided.pods
+    seen = following(seen, decided)
+    assert not plan(seen).raises
+    fresh = next(index for index, member in enumerate(seen.members) if member.name == "sums-gpu-0-1")
+    again = plan(changed(seen, fresh, facts=facts_at(Rung.RELEASED, V2, epoch=0)))
+    climb = climb_of(again)
+    assert (2, 2, 1, Cause.POD_REPLACED) == (climb.step, climb.lineage, climb.restarts, climb.cause)
+    assert climb.group
+    assert 0 == climb.tally.step_retries
+
+
+def test_a_pod_replaced_elsewhere_avoids_its_node_and_so_do_all_later_ones() -> None:
+    rules = policy(rule("TrainerDied", action="ReplacePodElsewhere"))
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules), 1)
+    decided = plan(seen)
+    assert ("node-1",) == climb_of(decided).tally.avoids
+    assert "sums-gpu-1-0 made again, not on node-1" in decided.message
+    seen = following(seen, decided)
+    assert (CreatePod("gpu-1", 1, avoids=("node-1",)),) == plan(seen).pods
+    other = changed(seen, 0, phase=PodPhase.FAILED, facts=None)
+    assert {("gpu-0", ("node-1",)), ("gpu-1", ("node-1",))} == {
+        (each.seat, each.avoids) for each in plan(other).pods if isinstance(each, CreatePod)
+    }
+
+
+def test_the_store_s_pod_stands_wherever_its_volume_is() -> None:
+    seen = climbing(Rung.SERVING, Rung.SERVING)
+    assert seen.climb is not None
+    seen = replace(seen, climb=replace(seen.climb, tally=Tally(avoids=("node-2",))))
+    assert (CreatePod("rollout", 1),) == plan(changed(seen, 2, phase=PodPhase.FAILED, facts=None)).pods
+
+
+def test_so_many_nodes_are_avoided_and_the_oldest_are_forgotten() -> None:
+    rules = policy(rule("TrainerDied", action="ReplacePodElsewhere"))
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))
+    assert seen.climb is not None
+    older = tuple(f"old-{number}" for number in range(MAX_AVOIDED))
+    seen = replace(seen, climb=replace(seen.climb, tally=Tally(avoids=older)))
+    assert (*older[1:], "node-0") == climb_of(plan(seen)).tally.avoids
+
+
+def test_the_first_to_die_is_at_fault_not_those_whose_collectives_it_broke() -> None:
+    rules = policy(rule("TrainerDied", action="RestartPod"), backoff_s=10)
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules), 1)
+    seen = dead(dead(later(seen, 1), 0), 1)
+    assert ["sums-gpu-1-0"] == gone(plan(later(seen, 9)))
+
+
+def test_out_of_memory_is_told_from_other_deaths_by_kubelet_s_word_of_this_epoch() -> None:
+    rules = policy(rule("OutOfMemory", action="FailJob"))
+    seen = climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules)
+    assert Cause.TRAINER_DIED is climb_of(plan(dead(seen))).cause
+    killed = plan(dead(seen, memory_kills=1))
+    assert Cause.FAILURE_POLICY is climb_of(killed).cause
+    assert "OutOfMemory" == climb_of(killed).tally.cause
+    long_ago = replace(changed(seen, 0, memory_kills=1), memory=replace(seen.memory, epoch=4))
+    assert Cause.TRAINER_DIED is climb_of(plan(dead(remember(long_ago), memory_kills=1))).cause
+
+
+# ----------------------------------------------------------------------------------------------------------- back-off
+def test_a_retry_waits_for_twice_as_long_after_each_failure_in_a_row_up_to_the_maximum() -> None:
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=10, most_s=35)))
+    assert seen.climb is not None
+    for tries, wait_s in ((0, 10), (1, 20), (2, 35), (3, 35)):
+        tried = replace(seen, climb=replace(seen.climb, tally=Tally(step=2, tries=tries)))
+        waiting = plan(later(tried, wait_s - 1))
+        assert not waiting.raises
+        assert waiting.wait is not None
+        assert Waiting.BACKOFF is waiting.wait.reason
+        assert f"the trainers start together again, {wait_s} s later" in waiting.wait.message
+        assert seen.now + wait_s == waiting.wake_at
+        assert tries + 1 == climb_of(plan(later(tried, wait_s))).tally.tries
+
+
+def test_a_finished_step_ends_the_row() -> None:
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=10)))
+    assert seen.climb is not None
+    seen = replace(seen, climb=replace(seen.climb, tally=Tally(step_retries=4, step=1, tries=4)))
+    climb = climb_of(plan(later(seen, 10)))
+    assert (5, 2, 1) == (climb.tally.step_retries, climb.tally.step, climb.tally.tries)
+
+
+def test_a_new_leader_raises_its_epoch_before_it_waits() -> None:
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=10)))
+    seen = replace(seen, memory=replace(seen.memory, raised=False))
+    assert Cause.TAKEOVER is climb_of(plan(seen)).cause
+
+
+def test_what_is_exhausted_fails_at_once_and_says_what_to_do() -> None:
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=10), backoffLimit=3))
+    assert seen.climb is not None
+    used = replace(seen.climb, restarts=3, tally=Tally(pod_restarts=1, step_retries=2))
+    decided = plan(replace(seen, climb=used))
+    assert Cause.BACKOFF_LIMIT is climb_of(decided).cause
+    assert "backoffLimit 3 is used up by 1 pod restart and 2 step retries: read the pods' logs" in decided.message
+
+
+def test_what_a_rule_does_not_count_is_never_exhausted() -> None:
+    rules = policy(rule("PodEvicted", action="RestartPod", counts=False))
+    seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules, backoffLimit=0)
+    climb = climb_of(plan(changed(seen, 0, phase=PodPhase.FAILED, facts=None, fate=FailureCause.POD_EVICTED)))
+    assert (0, 1, "") == (climb.restarts, climb.tally.pod_restarts, climb.group)
+
+
+def test_a_rule_with_tries_makes_way_for_the_next() -> None:
+    rules = policy(rule("TrainerDied", action="RetryStep", maxTries=2), rule("TrainerDied", action="FailJob"))
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))
+    assert seen.climb is not None
+    for tries, cause in ((0, Cause.TRAINER_DIED), (1, Cause.TRAINER_DIED), (2, Cause.FAILURE_POLICY)):
+        tried = replace(seen, climb=replace(seen.climb, tally=Tally(step=2, tries=tries)))
+        assert cause is climb_of(plan(tried)).cause
+
+
+# ----------------------------------------------------------------------------------------------------------- roll back
+ROLL_BACK = policy(rule("TrainerDied", "RungDeadlineExceeded", action="RollBack"), backoff_s=20)
+
+
+def test_a_step_that_is_not_finished_is_rolled_back_to_the_one_before_at_once() -> None:
+    decided = plan(dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=ROLL_BACK)))
+    climb = climb_of(decided)
+    assert (1, 2, Cause.TRAINER_DIED) == (climb.step, climb.lineage, climb.cause)
+    assert (2, 1) == (climb.tally.step, climb.tally.tries)
+    assert "back to step 1" in decided.message
+
+
+@pytest.mark.parametrize("known", ["facts", "status", "store"])
+def test_a_step_that_anybody_knows_to_be_finished_is_not_taken_back(known: str) -> None:
+    rungs = (Rung.TRAINED, Rung.TRAINED) if known == "facts" else (Rung.RELEASED, Rung.RELEASED)
+    seen = climbing(*rungs, failure_policy=ROLL_BACK)
+    if known == "status":
+        seen = replace(seen, trained_step=2)
+    if known == "store":
+        seen = changed(seen, 2, facts=rollout_facts(sealed=2, trained=2, epoch=5))
+    if known == "facts":
+        seen = later(seen, patience_s(TIME_SLICED, Rung.EXPORTED, seen.job.spec.switch))
+    climb = climb_of(plan(seen if known == "facts" else dead(seen)))
+    assert (2, 2) == (climb.step, climb.lineage)
+
+
+def test_rollout_goes_on_before_a_rolled_back_step_is_tried_again() -> None:
+    job = make_job(failurePolicy=ROLL_BACK)
+    climb = replace(make_climb(1, 2, epoch=6, cause=Cause.TRAINER_DIED), restarts=1)
+    climb = replace(climb, tally=Tally(step_retries=1, step=2, tries=1, cause="TrainerDied", action="RollBack", rule=0))
+    pods: list[PodFacts | None] = [facts_at(Rung.SERVING, WeightVersion(1, 2), epoch=6)] * 2
+    seen = make_observation(job, pods, climb=climb, rollout=rollout_facts(sealed=2, trained=1), trained_step=1)
+    waiting = plan(later(seen, 19))
+    assert not waiting.raises
+    assert waiting.wait is not None
+    assert "step 2 failed 1 time: rollout goes on before it is tried again" == waiting.wait.message
+    again = climb_of(plan(later(seen, 20)))
+    assert (2, 2, Cause.NEXT_STEP) == (again.step, again.lineage, again.cause)
+    assert 1 == again.tally.tries_at(2)
+
+
+def test_the_first_climb_has_nothing_to_go_back_to() -> None:
+    job = make_job(failurePolicy=ROLL_BACK)
+    pods: list[PodFacts | None] = [facts_at(Rung.RELEASED, WeightVersion(0, 1), epoch=1)] * 2
+    seen = make_observation(job, pods, climb=make_climb(0), rollout=rollout_facts())
+    assert 0 == climb_of(plan(dead(seen))).step
+
+
+# ------------------------------------------------------------------------------------------------ of a rung's deadline
+def stuck(*rungs: Rung, failure_policy: dict[str, Any]) -> Observation:
+    seen = climbing(*rungs, failure_policy=failure_policy)
+    barrier = TIME_SLICED.next_barrier(seen.slowest)
+    return later(seen, patience_s(TIME_SLICED, barrier, seen.job.spec.switch))
+
+
+def test_a_rule_may_be_for_some_rungs() -> None:
+    rules = policy(rule("RungDeadlineExceeded", action="FailJob", atRungs=["Released"]))
+    assert Cause.FAILURE_POLICY is climb_of(plan(stuck(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))).cause
+    assert Cause.RUNG_DEADLINE is climb_of(plan(stuck(Rung.PAUSED, Rung.PAUSED, failure_policy=rules))).cause
+
+
+def test_the_pods_that_stand_lowest_are_at_fault() -> None:
+    rules = policy(rule("RungDeadlineExceeded", action="RestartPod"))
+    assert ["sums-gpu-1-0"] == gone(plan(stuck(Rung.TRAINED, Rung.RELEASED, failure_policy=rules)))
+
+
+def test_a_group_that_stands_still_together_loses_no_pod_but_those_that_report_a_problem() -> None:
+    rules = policy(rule("RungDeadlineExceeded", action="ReplacePodElsewhere"))
+    seen = stuck(Rung.RELEASED, Rung.RELEASED, failure_policy=rules)
+    together = plan(seen)
+    assert [] == gone(together)
+    assert (1, 0, ()) == (
+        climb_of(together).tally.step_retries,
+        climb_of(together).tally.pod_restarts,
+        climb_of(together).tally.avoids,
+    )
+    facts = seen.members[1].pod_facts
+    assert facts is not None
+    hung = facts.model_copy(update={"problem": Problem(reason="TrainerFailed", message="no answer")})
+    assert ["sums-gpu-1-0"] == gone(plan(changed(seen, 1, facts=hung)))
+
+
+def test_engines_that_hold_different_weights_are_answered_at_once_because_they_would_serve() -> None:
+    verify = {"verify": "Checksum"}
+    seen = climbing(Rung.UPDATED, Rung.UPDATED, failure_policy=policy(backoff_s=10), weightSync=verify)
+    for index in range(2):
+        facts = seen.members[index].pod_facts
+        assert facts is not None
+        engine = facts.engines[0].model_copy(update={"checksum": f"sum {index}"})
+        seen = changed(seen, index, facts=facts.model_copy(update={"engines": (engine,)}))
+    climb = climb_of(plan(seen))
+    assert (Cause.WEIGHTS_DIFFER, 1, "WeightsDiffer") == (climb.cause, climb.tally.step_retries, climb.tally.cause)
+
+
+# ---------------------------------------------------------------------------------------------- of engines and of pods
+def engine_lost(seen: Observation, index: int, failures: int) -> Observation:
+    facts = seen.members[index].pod_facts
+    assert facts is not None
+    engine = facts.engines[0].model_copy(update={"failures": failures})
+    return changed(seen, index, facts=facts.model_copy(update={"engines": (engine,)}))
+
+
+def test_a_lost_engine_is_the_agent_s_business_until_a_rule_says_otherwise() -> None:
+    rules = policy(
+        rule("EngineLost", action="RestartEngine", maxTries=2), rule("EngineLost", action="ReplacePodElsewhere")
+    )
+    seen = climbing(Rung.OFFLOADED, Rung.SERVING, failure_policy=rules)
+    assert not plan(engine_lost(seen, 0, 2)).raises
+    decided = plan(engine_lost(seen, 0, 3))
+    assert (["sums-gpu-0-0"], ("node-0",)) == (gone(decided), climb_of(decided).tally.avoids)
+    assert "was lost, 3 times since it last served" in decided.message
+    assert not plan(engine_lost(climbing(Rung.OFFLOADED, Rung.SERVING), 0, 30)).raises
+
+
+LOST: list[tuple[FailureCause, dict[str, Any]]] = [
+    (FailureCause.POD_EVICTED, {"fate": FailureCause.POD_EVICTED, "ends_at": 160.0}),
+    (FailureCause.POD_FAILED, {"fate": FailureCause.POD_FAILED, "phase": PodPhase.FAILED}),
+    (FailureCause.MEMBER_SILENT, {"silent_since": 100.0 - SILENCE_S}),
+]
+
+
+@pytest.mark.parametrize(("cause", "signs"), LOST, ids=lambda value: str(value) if isinstance(value, str) else None)
+def test_a_lost_pod_is_answered_by_its_rule(cause: FailureCause, signs: dict[str, Any]) -> None:
+    def lose(action: str | None, seat: int = 1) -> Plan:
+        rules = policy(rule(cause, action=action)) if action else None
+        seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules)
+        return plan(changed(seen, seat, facts=None, **signs))
+
+    usual = lose(None)
+    assert not usual.raises
+    elsewhere = lose("ReplacePodElsewhere")
+    climb = climb_of(elsewhere)
+    assert (("node-1",), "", 1, str(cause)) == (climb.tally.avoids, climb.group, climb.restarts, climb.tally.cause)
+    assert len(usual.pods) == len(elsewhere.pods) == 1
+    made = [each.avoids for each in elsewhere.pods if isinstance(each, CreatePod)]
+    assert made == ([] if cause is FailureCause.MEMBER_SILENT else [("node-1",)])
+    assert Cause.FAILURE_POLICY is climb_of(lose("FailJob")).cause
+    assert not lose("FailJob", seat=2).raises, "the rollout controller's pod has no rules"
+
+
+def test_a_pod_that_somebody_deleted_is_no_failure_for_a_rule() -> None:
+    rules = policy(rule("PodEvicted", "PodFailed", "MemberSilent", action="FailJob"))
+    seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules)
+    decided = plan(changed(seen, 1, facts=None, ends_at=160.0))
+    assert not decided.raises
+    assert (CreatePod("gpu-1", 1),) == decided.pods
+
+
+def test_a_second_loss_while_the_first_is_made_good_costs_no_second_restart() -> None:
+    rules = policy(rule("PodEvicted", action="ReplacePodElsewhere"))
+    seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules)
+    evicted = {"fate": FailureCause.POD_EVICTED, "ends_at": 160.0, "facts": None}
+    seen = changed(seen, 0, **evicted)
+    seen = following(seen, plan(seen))
+    assert not plan(seen).raises
+    seen = changed(seen, 1, **evicted)
+    climb = climb_of(plan(seen))
+    assert (1, 1, ("node-0", "node-1")) == (climb.restarts, climb.tally.pod_restarts, climb.tally.avoids)
+
+
+def test_a_pod_lost_without_a_rule_is_counted_when_the_group_is_whole_again() -> None:
+    seen = climbing(Rung.SERVING, Rung.SERVING)
+    fresh = make_member("gpu-1", 1, facts=facts_at(Rung.RELEASED, V2, epoch=0))
+    lost: Member = replace(seen.members[1], phase=PodPhase.FAILED, facts=None, fate=FailureCause.POD_FAILED)
+    climb = climb_of(plan(remember(replace(seen, members=(seen.members[0], lost, fresh, seen.members[2])))))
+    assert (1, 1, 0) == (climb.restarts, climb.tally.pod_restarts, climb.tally.step_retries)
+    assert ("PodFailed", "RestartPod") == (climb.tally.cause, climb.tally.action)
