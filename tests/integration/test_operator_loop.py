@@ -57,6 +57,25 @@ async def test_a_resident_job_runs_its_steps_and_says_so(world: World) -> None:
     assert "Trainer" not in {status["gpuHolder"] for status in told}
 
 
+@pytest.mark.parametrize(
+    "world",
+    [{"reference": {}}, {"reference": {}, "rollout": RESIDENT_ROLLOUT}],
+    indirect=True,
+    ids=["time-sliced", "resident"],
+)
+async def test_a_job_with_a_reference_trains_nothing_before_every_pod_has_scored(world: World) -> None:
+    world.kubelet.hold(
+        "gpu-1",
+        under=lambda target: isinstance(target, PodTarget) and (target.step, target.rung) == (2, Rung.SCORED),
+    )
+    async with world.operator():
+        await world.until(lambda: any(_stood(world, Rung.SCORED, step=2)))
+        assert {1: [1]} == world.group.trained_in
+        world.kubelet.let_go("gpu-1")
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert {1: [1, 2, 3]} == world.group.trained_in
+
+
 @resident
 @pytest.mark.parametrize("rung", [Rung.TRAINED, Rung.EXPORTED, Rung.DRAINED, Rung.UPDATED])
 async def test_a_killed_operator_of_a_resident_job_is_taken_over_in_any_rung(world: World, rung: Rung) -> None:

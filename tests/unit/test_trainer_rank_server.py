@@ -564,6 +564,7 @@ def _connection(path: Path) -> http.client.HTTPConnection:
 
 def _ask(path: Path, method: str, route: str, body: str | None = None) -> tuple[int, Any]:
     with contextlib.closing(_connection(path)) as connection:
-        connection.request(method, route, body)
+        with contextlib.suppress(BrokenPipeError):  # a body that is too large is refused before it is read
+            connection.request(method, route, body)
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
