@@ -69,7 +69,7 @@ async def test_a_job_with_a_reference_trains_nothing_before_every_pod_has_scored
         under=lambda target: isinstance(target, PodTarget) and (target.step, target.rung) == (2, Rung.SCORED),
     )
     async with world.operator():
-        await world.until(lambda: any(_stood(world, Rung.SCORED, step=2)))
+        await world.until(lambda: any(stood(world, Rung.SCORED, step=2)))
         assert {1: [1]} == world.group.trained_in
         world.kubelet.let_go("gpu-1")
         await world.until(lambda: world.status.get("phase") == "Complete")
