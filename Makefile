@@ -99,6 +99,10 @@ bench: setup ## figures: time of each rung, what operator and agents add, memory
 bench-operator: setup ## what the operator adds to a switch, from 8 members to 1,024
 	@PYTHONPATH=tests python -m bench.operator
 
+.PHONY: bench-rollout
+bench-rollout: setup-dev ## how long a step takes beside a synchronous loop and a bound, simulated; what resuming costs
+	@python -m bench.rollout
+
 .PHONY: bench-gate
 bench-gate: setup-dev ## what a gate costs; with ROUTER=PYTHON of an environment that has sglang-router, beside that
 	@PYTHONPATH=tests python -m bench.gate $(if $(ROUTER),--router $(ROUTER))

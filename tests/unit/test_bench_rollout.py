@@ -20,6 +20,7 @@ from colocated_rl_api.job import Interruption
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_rollout.engines import BURST, PACE_S
 from colocated_rl_rollout.samples import SampleState
+from colocated_rl_rollout.store import Store
 from colocated_rl_rollout.worker import SWITCH_S
 
 V0 = WeightVersion(0, 1)
@@ -81,6 +82,22 @@ def test_a_batch_is_not_sealed_before_its_least_time_in_rollout_while_engines_ha
     assert outcome.trained_tokens == job.tokens
     short = [place for place, phase in enumerate(outcome.phases_s) if phase < least_s]
     assert all(place >= job.steps - 5 for place in short), "only when nothing more may be generated"
+
+
+def test_what_a_store_holds_does_not_grow_with_the_job() -> None:
+    job = small(trace=lambda prompt, number: 1 + some_lengths(prompt, number) // 40, steps=60, max_staleness=2)
+    held: list[tuple[int, ...]] = []
+
+    def watch(store: Store) -> None:
+        names = ("samples", "segments", "groups", "batches")
+        rows = [store.rows(f"SELECT COUNT(*) FROM {name}")[0][0] for name in names]
+        held.append((*rows, len(store.groups), len(list(store.batch_directory.iterdir()))))
+
+    colocated(job, watch=watch)
+    early, late = ([max(column) for column in zip(*part, strict=True)] for part in (held[5:30], held[30:]))
+    assert len(held) == job.steps
+    assert all(later <= 1.25 * before for before, later in zip(early, late, strict=True)), (early, late)
+    assert late[0] <= (job.max_staleness + 2) * job.samples
 
 
 def run_scene(job: Job, directory: Path, script: Any) -> None:

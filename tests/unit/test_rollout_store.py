@@ -231,6 +231,12 @@ class StoreMachine(RuleBasedStateMachine):
             assert GROUP_SIZE == len(group.kept)
 
     @invariant()
+    def a_groups_oldest_tokens_are_those_of_its_samples(self) -> None:
+        for group in self.store.groups.values():
+            steps = [span.version.step for sample in group.kept for span in sample.tokens.spans]
+            assert group.oldest_step == min(steps, default=None)
+
+    @invariant()
     def no_sample_is_in_two_batches(self) -> None:
         sealed = [number for ids in self.batches.values() for number in ids]
         assert len(sealed) == len(set(sealed))

@@ -144,6 +144,8 @@ class Group:
     prompt: Prompt
     samples: list[Sample] = field(default_factory=list)
     unfinished: int = 0  # samples that are live
+    oldest_is_known: bool = False  # until one of its samples changes: it is asked of all groups at each answer
+    oldest: int | None = None
 
     @property
     def kept(self) -> list[Sample]:
@@ -162,5 +164,8 @@ class Group:
     @property
     def oldest_step(self) -> int | None:
         """Step of the oldest weights in the group; None while it has no token."""
-        steps = [step for sample in self.kept if (step := sample.tokens.oldest_step) is not None]
-        return min(steps, default=None)
+        if not self.oldest_is_known:
+            steps = [step for sample in self.kept if (step := sample.tokens.oldest_step) is not None]
+            self.oldest = min(steps, default=None)
+            self.oldest_is_known = True
+        return self.oldest

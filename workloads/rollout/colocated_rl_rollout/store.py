@@ -379,6 +379,7 @@ class Store:
         self.counts[sample.state] -= 1
         self.counts[state] += 1
         sample.group.unfinished += (state in LIVE) - (sample.state in LIVE)
+        sample.group.oldest_is_known = False
         sample.state = state
         if state in WAITING:
             self.waiting[sample.id] = sample
