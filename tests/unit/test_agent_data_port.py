@@ -180,6 +180,26 @@ async def test_request_without_one_clear_framing_is_refused_and_nothing_after_it
         assert "/next" not in echo.asked
 
 
+@pytest.mark.parametrize(
+    ("begins", "goes_on", "limit", "status"),
+    [
+        (b"GET /a HTTP/1.1\r\nX: ", b"x" * 4096, MAX_HEAD_BYTES, b"431"),
+        (CHUNKED + b"3;", b"x" * 65536, MAX_HEAD_BYTES + 2 * MAX_REQUEST_BYTES, b"413"),
+    ],
+    ids=["head", "chunk"],
+)
+async def test_what_has_no_end_is_refused_at_its_limit_and_not_when_its_time_is_over(
+    begins: bytes, goes_on: bytes, limit: int, status: bytes
+) -> None:
+    """What comes in one piece with its beginning is not counted: up to 256 KiB."""
+    async with echoing(caller_s=10 * DEADLINE_S) as (_, port), calling(port) as caller:
+        with suppress(ConnectionError):
+            await caller.says(begins)
+            for _sent in range(0, limit + 2**20, len(goes_on)):
+                await caller.says(goes_on)
+        assert (await caller.gets_all()).startswith(b"HTTP/1.1 " + status)
+
+
 async def test_requests_that_are_sent_at_once_are_answered_in_order() -> None:
     async with echoing() as (echo, port), calling(port) as caller:
         await caller.says(b"GET /later HTTP/1.1\r\n\r\nPOST /b HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc")
