@@ -18,6 +18,7 @@ from itertools import count
 
 from builders import absent_engine, absent_trainer, make_member, released_engine, rollout_facts
 from colocated_rl_api.failure import FailureCause
+from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineFacts,
@@ -88,6 +89,8 @@ class GpuPod(SimPod):
     engine: EngineFacts = GONE
     trainer: TrainerFacts = NO_TRAINER
     engine_failures: int = 0  # since it last served
+    agreed: tuple[WeightVersion, str] | None = None  # newest checksum of the group that its agent was told
+    spoils: int = 0  # loads to come that leave other weights in memory than they say
     export: WeightVersion | None = None  # newest
     sent: PodTarget | None = None  # newest over the present connection
     inbox: list[PodTarget] = field(default_factory=list)
@@ -131,6 +134,7 @@ class Group:
 
     def __init__(self, job: Job) -> None:
         self.job, self.ladder = job, job.ladder
+        self.compares = job.spec.weight_sync.verify is Verify.CHECKSUM
         self.incarnations = count(1)
         self.pods: list[GpuPod] = []
         self.rollouts: list[RolloutPod] = []
@@ -158,6 +162,8 @@ class Group:
     def accept(self, pod: GpuPod, target: PodTarget) -> None:
         """A target that passed the fence."""
         pod.durable_epoch, pod.target = target.epoch, target
+        if target.checksum is not None:
+            pod.agreed = target.version, target.checksum
         self._note(pod)
 
     # ---------------------------------------------------------------------------------------------------- an agent
@@ -211,18 +217,35 @@ class Group:
         elif engine.state is EngineState.STARTING:
             if engine.starts_on == at and not asks(Rung.UPDATED):
                 return False
-            update = {"state": EngineState.READY, "version": engine.starts_on, "starts_on": None}
-            pod.engine = engine.model_copy(update=update)
+            assert engine.starts_on is not None
+            pod.engine = self._loaded(pod, engine.starts_on, state=EngineState.READY, starts_on=None)
         elif engine.version != at and _is_done(pod, target) and (asks(Rung.PAUSED) or engine.paused):
             return self._push(pod, target)
         elif engine.version == at and not asks(Rung.SERVING):
             return False
+        else:
+            return not pod.gate.open and self._open(pod)
+        return True
+
+    def _loaded(self, pod: GpuPod, version: WeightVersion, **changes: object) -> EngineFacts:
+        """With the weights of an export, or what it takes for them."""
+        spoilt = f", spoilt {next(self.incarnations)}" if pod.spoils else ""
+        pod.spoils = max(0, pod.spoils - 1)
+        checksum = f"{version}{spoilt}" if self.compares else None
+        return pod.engine.model_copy(update={"version": version, "checksum": checksum, **changes})
+
+    def _open(self, pod: GpuPod) -> bool:
+        """Of an engine that holds some weights, all of it mapped."""
+        engine = pod.engine
+        if self.compares and pod.agreed != (engine.version, engine.checksum):
+            if pod.agreed is None or pod.agreed[0] != engine.version:
+                return False
+            pod.engine, pod.engine_failures = GONE, pod.engine_failures + 1
         elif engine.paused:
             pod.engine = engine.model_copy(update={"paused": False, "drained": False})
-        elif not pod.gate.open:
-            pod.gate, pod.engine_failures = GateFacts(open=True, settled=False), 0
         else:
-            return False
+            must("spoilt" not in (engine.checksum or ""), f"{pod.seat} serves other weights than it says")
+            pod.gate, pod.engine_failures = GateFacts(open=True, settled=False), 0
         return True
 
     def _push(self, pod: GpuPod, target: PodTarget) -> bool:
@@ -238,7 +261,7 @@ class Group:
             pod.engine = engine.model_copy(update={"drained": True})
         elif self.ladder.reaches(target.rung, Rung.UPDATED):
             must(engine.drained and pod.gate.settled, f"{pod.seat} was updated before it was drained")
-            pod.engine = engine.model_copy(update={"version": target.version})
+            pod.engine = self._loaded(pod, target.version)
         else:
             return False
         return True
@@ -333,19 +356,16 @@ class Group:
         elif engine.is_absent:
             pod.engine = self._new_engine(version)
         elif engine.state is EngineState.STARTING:
-            pod.engine = engine.model_copy(update={"state": EngineState.READY, "version": version, "starts_on": None})
+            pod.engine = self._loaded(pod, version, state=EngineState.READY, starts_on=None)
         elif engine.version != version:
-            update = {"weights": TagState.MAPPED, "version": version}
-            pod.engine = engine.model_copy(update=update)
+            pod.engine = self._loaded(pod, version, weights=TagState.MAPPED)
         elif target.rung is not Rung.SERVING:
             return False
         elif not engine.is_mapped:
             mapped = TagState.MAPPED
             pod.engine = engine.model_copy(update={"kv_cache": mapped, "cuda_graph": mapped})
-        elif engine.paused:
-            pod.engine = engine.model_copy(update={"paused": False, "drained": False})
         else:
-            pod.gate, pod.engine_failures = GateFacts(open=True, settled=False), 0
+            return self._open(pod)
         return True
 
     def _save(self, pod: GpuPod, step: int) -> bool:
@@ -395,7 +415,7 @@ class Group:
         """The journal keeps the epoch; target and connection are lost."""
         if not pod.alive:
             return False
-        pod.target = None
+        pod.target = pod.agreed = None
         pod.disconnect()
         return True
 

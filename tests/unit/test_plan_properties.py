@@ -33,6 +33,7 @@ def make_group(
     *,
     reference: bool = False,
     policy: dict[str, Any] | None = None,
+    verify: str = "Probe",
 ) -> Simulation:
     rollout = {Placement.TIME_SLICED: ROLLOUT, Placement.RESIDENT: RESIDENT_ROLLOUT}[placement]
     often = {"everySteps": 2}
@@ -42,6 +43,7 @@ def make_group(
         "evaluation": often,
         "reference": {} if reference else None,
         "failurePolicy": policy,
+        "weightSync": {"verify": verify},
     }
     return Simulation(make_job(replicas=replicas, steps=3, **spec))
 
@@ -75,6 +77,8 @@ def fault(group: Simulation, rng: random.Random) -> str:
             "pod": partial(group.pod_is_lost, pod),
             "connection": partial(group.connection_breaks, pod),
         }
+        if group.compares:
+            faults["weights"] = partial(setattr, pod, "spoils", 1)
     if rollout is not None:
         faults["rollout pod"] = partial(group.pod_is_lost, rollout)
     name = rng.choice(sorted(faults))
@@ -137,9 +141,10 @@ def walk(
     placement: Placement = Placement.TIME_SLICED,
     reference: bool = False,
     policy: dict[str, Any] | None = None,
+    verify: str = "Probe",
 ) -> Simulation:
     rng = random.Random(seed)
-    group = make_group(replicas, placement, reference=reference, policy=policy)
+    group = make_group(replicas, placement, reference=reference, policy=policy, verify=verify)
     at = {rng.randrange(moves) for _ in range(faults)}
     for index in range(moves):
         if index in at:
@@ -167,6 +172,20 @@ def test_every_walk_of_a_resident_job_ends_and_no_invariant_breaks(seed: int, re
     assert group.outcome in ENDS
     if faults <= group.job.spec.backoff_limit:
         assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    replicas=st.integers(2, 4),
+    faults=st.integers(1, 6),
+    placement=st.sampled_from(Placement),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_other_weights(
+    seed: int, replicas: int, faults: int, placement: Placement
+) -> None:
+    group = walk(seed, replicas=replicas, faults=faults, placement=placement, verify="Checksum")
+    assert str(Cause.ALL_STEPS_DONE) == group.outcome
 
 
 @given(
