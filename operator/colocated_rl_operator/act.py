@@ -130,6 +130,7 @@ async def _record_epoch(case: Case, seen: Observation, decided: Plan, doors: Doo
     await case.record.commit(report(seen, decided, before=case.status, at=doors.wall(), stall=case.stall))
     now = case.reported_at = doors.clock()
     case.memory = replace(case.memory, epoch=climb.epoch, raised=True, epoch_at=now, reached={}, progress_at=now)
+    case.memory = replace(case.memory, memory_kills=seen.memory_kills)
     doors.metrics.raised.labels(climb.cause).inc()
     log(LOG, "epoch raised", epoch=climb.epoch, step=climb.step, version=str(climb.version), reason=climb.cause)
     if climb.cause is not Cause.TAKEOVER:

@@ -312,6 +312,11 @@ class Observation:
             if climb and member.pod_facts and any(_has_died(rank, climb) for rank in member.pod_facts.trainers)
         )
 
+    @property
+    def memory_kills(self) -> dict[str, int]:
+        """Of each pod that had any, by UID."""
+        return {member.uid: member.memory_kills for member in self.gpu_members if member.memory_kills}
+
     def _ranks(self) -> Iterator[TrainerFacts]:
         for member in self.gpu_members:
             if member.pod_facts:
@@ -327,8 +332,8 @@ def remember(seen: Observation) -> Observation:
     memory, now, ladder = seen.memory, seen.now, seen.job.ladder
     epoch = seen.climb.epoch if seen.climb else 0
     if epoch != memory.epoch:
-        kills = {member.uid: member.memory_kills for member in seen.gpu_members if member.memory_kills}
-        memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, highest={}, progress_at=now, memory_kills=kills)
+        memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, highest={}, progress_at=now)
+        memory = replace(memory, memory_kills=seen.memory_kills)
     if seen.job.spec.failure_policy is not None:
         memory = _remember_deaths(seen, memory)
     highest, standings, place = dict[str, Rung](), seen.standings, ladder.place

@@ -143,6 +143,9 @@ async def test_engine_that_dies_at_its_start_is_reported_and_started_again(net: 
         await Group([it]).climb(V0)
         problems = [facts.problem.message for facts in it.facts if facts.problem]
         assert any("told to crash at the start" in problem for problem in problems)
+        assert {1} == {facts.engines[0].failures for facts in it.facts if facts.engines and facts.problem}
+        last = await it.until(lambda facts: facts.gate.open, "open")
+        assert 0 == last.engines[0].failures, "it serves"
         assert (200, "0-1") == await served_version(it)
 
 

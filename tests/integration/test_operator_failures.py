@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import Goal, PodTarget
 from fakes.group import GpuPod
-from fakes.world import SPEC, World, condition, stood
+from fakes.world import SPEC, World, condition
 
 
 def answered(cause: str, action: str, *, backoff_s: int = 0, **more: Any) -> pytest.MarkDecorator:
@@ -26,14 +26,18 @@ def gpu_pod(world: World, seat: str) -> GpuPod:
     return pod
 
 
-async def trainer_dies_in_step_2(world: World, seat: str = "gpu-0") -> None:
-    """In the first lineage: its pod stays where it is until then, and the group with it."""
+async def trainer_dies_in_step_2(
+    world: World, seat: str = "gpu-0", *, lineage: int = 1, before: Callable[[], None] = lambda: None
+) -> None:
+    """In that lineage: its pod stays where it is until then, and the group with it. before: happens right before."""
 
-    def is_first_try(target: object) -> bool:
-        return isinstance(target, PodTarget) and (target.step, target.lineage) == (2, 1) and target.goal is Goal.CLIMB
+    def is_in_step_2(target: object) -> bool:
+        aim = (target.goal, target.step, target.lineage) if isinstance(target, PodTarget) else None
+        return aim == (Goal.CLIMB, 2, lineage) and gpu_pod(world, seat).trainer.lineage == lineage
 
-    world.kubelet.hold(seat, under=is_first_try)
-    await world.until(lambda: any(stood(world, Rung.PAUSED, step=2)))
+    world.kubelet.hold(seat, under=is_in_step_2)
+    await world.until(lambda: world.status.get("lineage") == lineage and is_in_step_2(gpu_pod(world, seat).target))
+    before()
     assert world.group.trainer_dies(gpu_pod(world, seat))
     world.kubelet.poke_all()
 
@@ -125,6 +129,23 @@ async def test_a_job_fails_by_a_rule_and_its_condition_names_both(world: World) 
     assert message.startswith("a trainer died at step 2: sums-gpu-0-0")
     assert message.endswith("the job fails (failurePolicy.rules[0])")
     assert [message] == events(world, "FailurePolicy")
+
+
+@answered("OutOfMemory", "RetryStep")
+async def test_a_death_by_memory_is_told_from_a_later_one_by_itself(world: World) -> None:
+    def is_killed() -> None:
+        path = f"/api/v1/namespaces/default/pods/{world.kubelet.of_seat('gpu-0').server.hello.pod}"
+        ended = {"exitCode": 137, "reason": "OOMKilled"}
+        gpu = {"name": "gpu", "restartCount": 1, "state": {"running": {}}, "lastState": {"terminated": ended}}
+        world.api.set_status(path, {**world.api.objects[path]["status"], "containerStatuses": [gpu]})
+
+    async with world.operator():
+        await trainer_dies_in_step_2(world, before=is_killed)
+        await world.until(lambda: world.status.get("failures", {}).get("cause") == "OutOfMemory")
+        await trainer_dies_in_step_2(world, lineage=2)
+        await world.until(lambda: world.status.get("failures", {}).get("cause") == "TrainerDied")
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert 2 == world.status["restarts"]
 
 
 ENGINES = [
