@@ -349,7 +349,7 @@ class Switch(Part):
         default=30, ge=1, le=3600, description="From the closing of the gate to nothing in flight."
     )
     engine_call_seconds: int = Field(
-        default=60, ge=1, le=3600, description="For each pause, flush, release, resume and weight update."
+        default=60, ge=1, le=3600, description="For each pause, flush, release, resume, weight update and checksum."
     )
     engine_start_seconds: int = Field(
         default=900, ge=1, le=7200, description="From an engine's start to its first answer."
