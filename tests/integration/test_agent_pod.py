@@ -321,8 +321,15 @@ def device(tmp_path: Path) -> Device:
     return Device(tmp_path)
 
 
-async def test_device_memory_is_measured_through_a_switch(net: Network, device: Device) -> None:
-    async with pod(net, make_job(gpus={"count": 1}), device=device) as it:
+@pytest.mark.parametrize(
+    ("offload", "kept"),
+    [(["Weights", "KVCache", "CUDAGraph"], 0.0), (["Weights", "KVCache"], 1.0), (["KVCache"], 11.0)],
+)
+async def test_device_memory_is_measured_through_a_switch(
+    net: Network, device: Device, offload: list[str], kept: float
+) -> None:
+    """What the job does not offload is not missed."""
+    async with pod(net, make_job(gpus={"count": 1}, rollout={"offload": offload}), device=device) as it:
         group = Group([it])
         await group.climb(V0)
         used: dict[Rung, int | None] = {}
@@ -333,7 +340,8 @@ async def test_device_memory_is_measured_through_a_switch(net: Network, device: 
             used[rung] = facts.used_bytes
             assert (TOTAL_BYTES, int(0.7 * GIB)) == (facts.total_bytes, facts.residue_bytes)
         assert {
-            Rung.DRAINED: 52.2, Rung.RELEASED: 1.2, Rung.TRAINED: 60.5, Rung.OFFLOADED: 1.2, Rung.SERVING: 52.2,
+            Rung.DRAINED: 52.2, Rung.RELEASED: 1.2 + kept, Rung.TRAINED: 60.5 + kept, Rung.OFFLOADED: 1.2 + kept,
+            Rung.SERVING: 52.2,
         } == {rung: round((bytes_ or 0) / GIB, 1) for rung, bytes_ in used.items()}  # fmt: skip
 
 
