@@ -308,8 +308,28 @@ class Reference(Part):
     )
 
 
+class TrainerMemory(StrEnum):
+    PARAMETERS = "Parameters"
+    GRADIENTS = "Gradients"
+    OPTIMIZER = "Optimizer"
+
+
+_STATE_WORDS = (
+    "offload needs Gradients and Optimizer, because they are never on the devices together with the KV cache of an "
+    "engine that takes turns; Parameters may stay"
+)
+_STATE = Rule(
+    field="offload",
+    rule="!has(self.offload) || "
+    f"'{TrainerMemory.GRADIENTS}' in self.offload && '{TrainerMemory.OPTIMIZER}' in self.offload",
+    message=_STATE_WORDS,
+)
+
+
 class Trainer(Part):
     """The training side: any program that speaks the trainer protocol."""
+
+    model_config = ConfigDict(json_schema_extra=rules(_STATE))
 
     command: list[Annotated[str, Field(max_length=1024)]] = Field(
         default=["python3", "-m", "colocated_rl_trainer"],
@@ -318,6 +338,23 @@ class Trainer(Part):
         description="Command of each trainer rank, in the GPU container.",
     )
     config: Options = Field(default_factory=dict, description="Handed to the trainer as a file, as it stands.")
+    offload: list[Annotated[TrainerMemory, Field(strict=False)]] = Field(
+        default=list(TrainerMemory),
+        min_length=1,
+        max_length=len(TrainerMemory),
+        json_schema_extra={"x-kubernetes-list-type": "set"},
+        description="State that leaves the devices for host memory while the engines, with which the trainer takes "
+        "turns, have them. Parameters may be left out where there is room beside weights and KV cache: what stays is "
+        "not moved.",
+    )
+
+    @model_validator(mode="after")
+    def _offload_is_enough(self) -> Self:
+        if len(set(self.offload)) != len(self.offload):
+            raise ValueError(f"offload is a set: {', '.join(self.offload)} has one of them twice")
+        if not {TrainerMemory.GRADIENTS, TrainerMemory.OPTIMIZER} <= set(self.offload):
+            raise ValueError(_STATE_WORDS)
+        return self
 
 
 class Verify(StrEnum):

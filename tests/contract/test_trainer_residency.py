@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from colocated_rl_trainer.residency import GRADIENTS, PARAMETERS, Residency
+from colocated_rl_trainer.residency import GRADIENTS, MOMENTS, PARAMETERS, Residency
 
 CPU = torch.device("cpu")
 
@@ -152,3 +152,19 @@ def test_moves_are_idempotent() -> None:
     state.onload()
 
     assert place == state.parameters[0].data_ptr()
+
+
+@pytest.mark.parametrize("stays", [(), (PARAMETERS,), (GRADIENTS,), MOMENTS, (PARAMETERS, GRADIENTS, *MOMENTS)])
+def test_what_stays_is_not_moved_and_what_leaves_takes_no_memory(stays: tuple[str, ...]) -> None:
+    plain, model = make_model().eval(), make_model().eval()
+    resident, state = Residency(plain, CPU), Residency(model, CPU, moves=True, stays=stays)
+    for _ in range(3):
+        state.onload()
+        for each, one in ((plain, resident), (model, state)):
+            loss_of(each).backward()
+            one.update(learning_rate=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+        state.offload()
+        blocks = {PARAMETERS: state.parameters[0], GRADIENTS: state.gradients} | state.moments
+        assert set(stays) == {kind for kind, block in blocks.items() if block.untyped_storage().nbytes()}
+        for name, tensor in resident.saved().items():
+            torch.testing.assert_close(state.saved()[name], tensor, rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract.trainer_in_process import OneRank
+from contract.trainer_in_process import OneRank, only_rank
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from colocated_rl_api.batch import BatchHeader
 from colocated_rl_trainer.batch import BadShard, Shard, Use, deal_minibatches
 from colocated_rl_trainer.conformance.shards import Sample, columns, write_shard, write_shards
-from colocated_rl_trainer.loop import DeviceFull, Diverged
+from colocated_rl_trainer.loop import DeviceFull, Diverged, ReferenceTrainer
+from colocated_rl_trainer.residency import PARAMETERS
+from colocated_rl_trainer.settings import TrainerConfig
 from colocated_rl_trainer.weights import load_model
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
@@ -360,6 +363,21 @@ def test_checkpoint_is_one_that_torchs_own_tools_read(model: Path, tmp_path: Pat
     for name, tensor in trainer.weights.items():
         assert torch.equal(tensor, state[f"parameters.{name}"])
         assert state[f"first_moment.{name}"].shape == state[f"second_moment.{name}"].shape == tensor.shape
+
+
+@pytest.mark.parametrize(
+    ("offload", "stays"),
+    [(["Parameters", "Gradients", "Optimizer"], set()), (["Gradients", "Optimizer"], {PARAMETERS})],
+)
+def test_what_the_job_does_not_offload_stays(model: Path, tmp_path: Path, offload: list[str], stays: set[str]) -> None:
+    settings = only_rank(tmp_path, model, {})
+    job = json.loads(settings.job.read_bytes())
+    job["spec"]["trainer"] = {"offload": offload}
+    settings.job.write_text(json.dumps(job))
+    loop = ReferenceTrainer(settings, TrainerConfig())
+    loop.load()
+
+    assert stays == loop._state.stays
 
 
 def test_batch_with_a_shard_missing_is_refused(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -45,6 +46,26 @@ def make_samples(step: int) -> list[Sample]:
 def train(loop: Reinforce, folder: Path, step: int) -> None:
     (shard,) = write_shards(folder, make_samples(step), step=step, split=1)
     loop.train(step, shard, Rank(rank=0, lineage=1, writes_weights=True))
+
+
+@pytest.mark.parametrize(
+    ("offload", "moves"), [(["Parameters", "Gradients", "Optimizer"], 1), (["Optimizer", "Gradients"], 0)]
+)
+def test_model_leaves_the_device_if_the_job_says_so(
+    model: Path, tmp_path: Path, offload: list[str], moves: int
+) -> None:
+    settings = only_rank(tmp_path, model, {})
+    job = json.loads(settings.job.read_bytes())
+    job["spec"]["trainer"] = {"offload": offload}
+    settings.job.write_text(json.dumps(job))
+    loop = Reinforce(settings)
+    loop.load()
+    moved: list[torch.device] = []
+    loop.model.to = moved.append  # type: ignore[assignment]  # recorded, and not moved
+
+    loop.offload()
+
+    assert [torch.device("cpu")] * moves == moved
 
 
 def test_example_does_the_step_that_it_says(model: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from colocated_rl_trainer.group import Group, join_group
 from colocated_rl_trainer.loss import importance_ratio, kl_penalty, policy_loss, token_logp
 from colocated_rl_trainer.manifest import hashes_of, sha256_of
 from colocated_rl_trainer.rank import Watch
-from colocated_rl_trainer.residency import PARAMETERS, Residency
+from colocated_rl_trainer.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.scores import find_scores, write_scores
 from colocated_rl_trainer.settings import RankSettings, SettingsError, TrainerConfig
 from colocated_rl_trainer.sharding import divide, read_parts, write_parts
@@ -71,6 +71,7 @@ class ReferenceTrainer:
         spec = settings.read_job().spec
         self._progress_s = spec.switch.trainer_progress_seconds
         self._limit = spec.rollout.max_response_tokens
+        self._stays = [kind for memory, kinds in STATE.items() if memory not in spec.trainer.offload for kind in kinds]
         self._device = torch.device(settings.device)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage, keep=spec.checkpoint.keep)
@@ -102,7 +103,9 @@ class ReferenceTrainer:
         self._is_shared = self._group.size > 1 and self._config.training_state == "Sharded"
         if self._is_shared:
             divide(self.model, self._device, ranks=self._group.size)
-        self._state = Residency(self.model, self._device, with_moments=self._config.optimizer == "AdamW")
+        self._state = Residency(
+            self.model, self._device, with_moments=self._config.optimizer == "AdamW", stays=self._stays
+        )
         if self._has_reference:
             self._state.keep_reference()  # before the checkpoint is read: the model as the job began with it
         if found:

@@ -14,7 +14,7 @@ On the CPU device and host are the same memory, and both moves change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -23,10 +23,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from colocated_rl_api.job import TrainerMemory
 from colocated_rl_trainer.sharding import as_part, part_of
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 MOMENTS = ("first_moment", "second_moment")
+STATE = {  # kinds, as a job has them
+    TrainerMemory.PARAMETERS: (PARAMETERS,),
+    TrainerMemory.GRADIENTS: (GRADIENTS,),
+    TrainerMemory.OPTIMIZER: MOMENTS,
+}
 
 _EPSILON = 1e-8  # of AdamW
 
@@ -41,14 +47,21 @@ class Residency:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, *, moves: bool | None = None, with_moments: bool = True
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        moves: bool | None = None,
+        with_moments: bool = True,
+        stays: Collection[str] = (),
     ) -> None:
-        """Take the model's parameters over, and leave them on the host. moves: device and host are different memory.
+        """Take the model's parameters over, and leave them offloaded. moves: device and host are different memory.
 
-        with_moments: for AdamW; without, an update is plain SGD.
+        with_moments: for AdamW; without, an update is plain SGD. stays: kinds that are on the device at all times.
         """
         self._device = device
         self._moves = device.type != "cpu" if moves is None else moves
+        self.stays = frozenset(stays)
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._shapes = [part_of(parameter).shape for parameter in self._trained.values()]
         fixed = (tensor for tensor in chain(model.parameters(), model.buffers()) if not tensor.requires_grad)
@@ -63,7 +76,7 @@ class Residency:
         self.updates = 0  # optimizer calls so far, for the bias correction of the moments
         for parameter, view in zip(self._trained.values(), self._views((self.gradients,)), strict=True):
             parameter.grad = as_part(view, parameter)
-        self._host = {kind: self._host_buffer() for kind in self._kept} if self._moves else {}
+        self._host = {kind: self._host_buffer() for kind in self._leaving} if self._moves else {}
         self._reference: Tensor | None = None
         self.is_onloaded = True
         self.offload()
@@ -86,27 +99,30 @@ class Residency:
         """Bring everything to the device and make the gradients there, zero."""
         if self.is_onloaded:
             return
-        for kind, blocks in self._kept.items():
+        for kind, blocks in self._leaving.items():
             for block, host in self._beside(blocks, self._host[kind]):
                 _take_memory(block)
                 block.copy_(host, non_blocking=True)
-        _take_memory(self.gradients)
-        self.gradients.zero_()
+        if GRADIENTS not in self.stays:
+            _take_memory(self.gradients)
+            self.gradients.zero_()
         for tensor, host in zip(self._fixed, self._host_fixed, strict=True):
             tensor.data = host.to(self._device, non_blocking=True)
         self._wait_for_copies()
         self.is_onloaded = True
 
     def offload(self) -> None:
-        """Bring everything to host memory and give the device's back to the driver."""
+        """Bring what does not stay to host memory and give the device's back to the driver."""
         if not (self._moves and self.is_onloaded):
             return
-        for kind, blocks in self._kept.items():
+        for kind, blocks in self._leaving.items():
             for block, host in self._beside(blocks, self._host[kind]):
                 host.copy_(block, non_blocking=True)
         self._wait_for_copies()  # before a device buffer is freed
-        for block in (*chain.from_iterable(self._kept.values()), self.gradients):
+        for block in chain.from_iterable(self._leaving.values()):
             block.untyped_storage().resize_(0)
+        if GRADIENTS not in self.stays:
+            self.gradients.untyped_storage().resize_(0)
         for tensor, host in zip(self._fixed, self._host_fixed, strict=True):
             tensor.data = host
         if self._device.type == "cuda":
@@ -176,8 +192,12 @@ class Residency:
         """What outlives a step, on the device."""
         return {PARAMETERS: self.parameters} | {kind: (buffer,) for kind, buffer in self.moments.items()}
 
+    @property
+    def _leaving(self) -> dict[str, Blocks]:
+        return {kind: blocks for kind, blocks in self._kept.items() if kind not in self.stays}
+
     def _kept_now(self, kind: str) -> Blocks:
-        return self._kept[kind] if self.is_onloaded else (self._host[kind],)
+        return self._kept[kind] if self.is_onloaded or kind in self.stays else (self._host[kind],)
 
     def _beside(self, blocks: Sequence[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each block with its part of a buffer of the same state."""

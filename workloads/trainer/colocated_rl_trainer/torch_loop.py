@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from colocated_rl_api.job import TrainerMemory
 from colocated_rl_api.weights import Probe
 from colocated_rl_trainer.batch import Shard, read_together
 from colocated_rl_trainer.checkpoint import OPTIMIZER, Checkpoints
@@ -36,6 +37,7 @@ class TorchLoop:
         spec = settings.read_job().spec
         self._progress_s = spec.switch.trainer_progress_seconds
         self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage, keep=spec.checkpoint.keep)
+        self._model_leaves = TrainerMemory.PARAMETERS in spec.trainer.offload
         self._watch: Watch
 
     # ---------------------------------------------------------------------------------------------- yours to write
@@ -80,7 +82,7 @@ class TorchLoop:
 
     def offload(self) -> None:
         self.optimizer.zero_grad()
-        self._move_to(torch.device("cpu"))
+        self._move_to(torch.device("cpu"), with_model=self._model_leaves)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -115,8 +117,9 @@ class TorchLoop:
         torch.save(self.optimizer.state_dict(), state)
         (directory / OPTIMIZER).write_bytes(state.getbuffer())
 
-    def _move_to(self, device: torch.device) -> None:
-        self.model.to(device)  # type: ignore[arg-type]  # as transformers has it
+    def _move_to(self, device: torch.device, *, with_model: bool = True) -> None:
+        if with_model:
+            self.model.to(device)  # type: ignore[arg-type]  # as transformers has it
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():  # counts of calls stay on the host
