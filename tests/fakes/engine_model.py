@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.weights import Probe
-from colocated_rl_trainer.manifest import write_manifest
+from colocated_rl_trainer.manifest import Exported, write_manifest
 
 PROBE = tuple(range(5, 29))
 VOCABULARY = 300
@@ -42,7 +42,7 @@ def write_engine_export(directory: Path, *, version: WeightVersion, seed: int) -
     with torch.no_grad():
         logp = torch.log_softmax(model(torch.tensor([PROBE])).logits[0, :-1], dim=-1)
     found = logp.gather(1, torch.tensor(PROBE[1:]).unsqueeze(1)).squeeze(1)
-    write_manifest(directory, version, Probe(input_ids=PROBE, logp=tuple(found.tolist())))
+    write_manifest(directory, version, Exported(Probe(input_ids=PROBE, logp=tuple(found.tolist()))))
     return directory
 
 

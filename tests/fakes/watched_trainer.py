@@ -17,8 +17,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from colocated_rl_api.weights import Probe
 from colocated_rl_trainer.loop import ReferenceTrainer
+from colocated_rl_trainer.manifest import Exported
 from colocated_rl_trainer.rank import Watch
 from colocated_rl_trainer.rank_server import serve
 from colocated_rl_trainer.residency import GRADIENTS
@@ -95,11 +95,11 @@ class WatchedTrainer(ReferenceTrainer):
         if self._updates == 2:
             self._pass("dirty")  # one update is done, the other isn't
 
-    def export(self, directory: Path) -> Probe | None:
+    def export(self, directory: Path) -> Exported | None:
         self._pass("export")
-        probe = super().export(directory)
+        exported = super().export(directory)
         self._pass("exported")  # without its manifest
-        return probe
+        return exported
 
     def save(self, step: int, keep: int) -> None:
         self._pass("save")

@@ -16,6 +16,7 @@ from contract.trainer_in_process import OneRank
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.weights import Probe
 from colocated_rl_trainer.conformance.shards import Sample
 from engines import ADMIN_KEY, engine_process
 from fakes.engine_model import write_engine_export
@@ -60,16 +61,14 @@ async def rollout(engine: SGLang, *, token_step: int) -> list[Sample]:
 
 async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: Path, tmp_path: Path) -> None:
     trainer = OneRank(tmp_path, model, learningRate=1e-2, minibatches=2)
-    told = trainer.loop.export(_folder(tmp_path / "weights/0-1"))
+    told = exported(trainer, tmp_path / "weights/0-1")
     for step in range(1, STEPS + 1):
         metrics = trainer.train(await rollout(engine, token_step=step - 1), temperature=TEMPERATURE)
         assert metrics["mismatch_mean"] < 1e-4
         assert metrics["mismatch_max"] < 1e-3
 
         stale, version = told, WeightVersion(step, 1)
-        told = trainer.loop.export(_folder(tmp_path / "weights" / str(version)))
-        assert told is not None
-        assert stale is not None
+        told = exported(trainer, tmp_path / "weights" / str(version))
         await engine.update(tmp_path / "weights" / str(version), version)
         found = await engine.input_logprobs(told.input_ids)
         assert require_agreement(told.logp, found, dtype="float32") < 1e-4
@@ -77,6 +76,9 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
             require_agreement(stale.logp, found, dtype="float32")
 
 
-def _folder(path: Path) -> Path:
-    path.mkdir(parents=True)
-    return path
+def exported(trainer: OneRank, directory: Path) -> Probe:
+    directory.mkdir(parents=True)
+    told = trainer.loop.export(directory)
+    assert told is not None
+    assert told.probe is not None
+    return told.probe

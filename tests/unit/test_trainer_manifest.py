@@ -11,7 +11,7 @@ import pytest
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Manifest, Probe, TensorEntry
-from colocated_rl_trainer.manifest import NotAnExport, tensor_entries, write_manifest
+from colocated_rl_trainer.manifest import Exported, NotAnExport, tensor_entries, write_manifest
 
 VERSION = WeightVersion(3, 1)
 
@@ -21,7 +21,7 @@ def test_manifest_names_tensors_and_hashes_of_all_files(tmp_path: Path) -> None:
     _write_tensors(tmp_path / "model-00002-of-00002.safetensors", {"b": []})
     (tmp_path / "config.json").write_text("{}")
 
-    write_manifest(tmp_path, VERSION, Probe(input_ids=(1, 2), logp=(-0.5,)))
+    write_manifest(tmp_path, VERSION, Exported(Probe(input_ids=(1, 2), logp=(-0.5,))))
 
     read = Manifest.model_validate_json((tmp_path / MANIFEST).read_bytes())
     assert VERSION == read.version
@@ -36,7 +36,7 @@ def test_directory_without_tensors_gets_no_manifest(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
 
     with pytest.raises(NotAnExport, match="holds no tensors"):
-        write_manifest(tmp_path, VERSION, None)
+        write_manifest(tmp_path, VERSION, Exported())
 
     assert not (tmp_path / MANIFEST).exists()
 
@@ -46,7 +46,7 @@ def test_same_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     _write_tensors(tmp_path / "two.safetensors", {"a": [1]})
 
     with pytest.raises(NotAnExport, match="tensor a stands in two files"):
-        write_manifest(tmp_path, VERSION, None)
+        write_manifest(tmp_path, VERSION, Exported())
 
 
 @pytest.mark.parametrize(

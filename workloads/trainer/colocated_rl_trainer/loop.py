@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from colocated_rl_api.logs import log
-from colocated_rl_api.weights import Probe
 from colocated_rl_trainer.batch import MicroBatch, Shard, Use, deal_minibatches, micro_batches, read_together
 from colocated_rl_trainer.checkpoint import Checkpoints
 from colocated_rl_trainer.group import Group, join_group
 from colocated_rl_trainer.loss import importance_ratio, kl_penalty, policy_loss, token_logp
-from colocated_rl_trainer.manifest import hashes_of, sha256_of
+from colocated_rl_trainer.manifest import Exported, hashes_of, sha256_of
 from colocated_rl_trainer.rank import Watch
 from colocated_rl_trainer.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.scores import find_scores, write_scores
@@ -217,13 +216,15 @@ class ReferenceTrainer:
         loss.backward()
         tally.add_tokens(float(loss.detach()), policy, entropy, importance, cap=config.importance_cap)
 
-    def export(self, directory: Path) -> Probe | None:
+    def export(self, directory: Path) -> Exported | None:
         writes = self._settings.writes_weights
         if not (writes or self._is_shared):
             return None
         with self._passing("export"):
-            write_model(self.model, directory if writes else None, origin=self._settings.model, dtype=self._dtype)
-            return probe(self.model, self._dtype)
+            hashes = write_model(
+                self.model, directory if writes else None, origin=self._settings.model, dtype=self._dtype
+            )
+            return Exported(probe(self.model, self._dtype), hashes)
 
     def save(self, step: int, keep: int) -> None:
         """Every rank writes its part of the state, and rank 0 what makes them one: then it is durable for everyone."""

@@ -35,7 +35,7 @@ from colocated_rl_api.trainer_wire import (
     TrainRequest,
 )
 from colocated_rl_api.weights import MANIFEST, Probe
-from colocated_rl_trainer.manifest import write_manifest
+from colocated_rl_trainer.manifest import Exported, write_manifest
 
 LAST_ANSWERS_S = 2.0  # before the process ends, answers under way may still be written
 
@@ -84,10 +84,11 @@ class Loop(Protocol):
         Tell `watch` of the first optimizer call before it comes, and of progress.
         """
 
-    def export(self, directory: Path) -> Probe | None:
+    def export(self, directory: Path) -> Exported | Probe | None:
         """Write the weights and what an engine needs beside them, in Hugging Face format.
 
-        `directory` exists and is empty. Only the rank with `settings.writes_weights` may write; the manifest is added.
+        `directory` exists and is empty. Only the rank with `settings.writes_weights` may write; the manifest is added,
+        with the probe that comes back, or all that is known of the export: what has no hash is hashed then.
         """
 
     def save(self, step: int, keep: int) -> None:
@@ -339,11 +340,11 @@ class Rank:
                 if directory.exists():  # torn: a whole one would have been the answer
                     shutil.rmtree(directory)
                 directory.mkdir(parents=True)
-            probe = loop.export(directory)
+            told = loop.export(directory)
             if self._writes_weights:
                 for file in directory.rglob("*"):  # safetensors makes files for their owner alone
                     file.chmod(file.stat().st_mode | (0o770 if file.is_dir() else 0o660))
-                write_manifest(directory, version, probe)
+                write_manifest(directory, version, told if isinstance(told, Exported) else Exported(told))
 
     def _set(self, **changes: object) -> None:
         with self._changed:

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from colocated_rl_api.job import TrainerMemory
-from colocated_rl_api.weights import Probe
 from colocated_rl_trainer.batch import Shard, read_together
 from colocated_rl_trainer.checkpoint import OPTIMIZER, Checkpoints
 from colocated_rl_trainer.group import Group, join_group
+from colocated_rl_trainer.manifest import Exported
 from colocated_rl_trainer.rank import Watch
 from colocated_rl_trainer.settings import RankSettings
 from colocated_rl_trainer.weights import load_model, probe, write_model
@@ -95,11 +95,11 @@ class TorchLoop:
         finally:
             forward.remove()
 
-    def export(self, directory: Path) -> Probe | None:
+    def export(self, directory: Path) -> Exported | None:
         if not self.settings.writes_weights:
             return None
-        write_model(self.model, directory, origin=self.settings.model, dtype=torch.float32)
-        return probe(self.model, torch.float32)
+        hashes = write_model(self.model, directory, origin=self.settings.model, dtype=torch.float32)
+        return Exported(probe(self.model, torch.float32), hashes)
 
     def save(self, step: int, keep: int) -> None:
         self.group.once(

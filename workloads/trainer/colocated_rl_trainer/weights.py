@@ -28,11 +28,12 @@ from transformers.utils import logging as transformers_logging
 
 from colocated_rl_api.weights import MANIFEST, Probe
 from colocated_rl_trainer.checkpoint import CONTENTS, OPTIMIZER
+from colocated_rl_trainer.manifest import Hashing
 from colocated_rl_trainer.packing import PACKED_ATTENTION, check_packing
 from colocated_rl_trainer.settings import SettingsError
 from colocated_rl_trainer.sharding import whole
 
-FILE_BYTES = 256 * 1024**2  # of one safetensors file at most, unless a single tensor is larger: they are hashed at once
+FILE_BYTES = 128 * 1024**2  # of one safetensors file at most, unless a single tensor is larger: whole at a time
 PROBE_TOKENS = 32
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
 _OURS = (MANIFEST, CONTENTS, OPTIMIZER)
@@ -65,36 +66,40 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 def write_model(
     model: PreTrainedModel, directory: Path | None, *, origin: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
-) -> None:
+) -> dict[str, str]:
     """Write the model's weights in `dtype`, and what of `origin` is not weights, into the empty `directory`.
+
+    Returns the digests of its weights by file name: each file is hashed while the next one is written.
 
     Collective where ranks share the model: one without a directory only gives its part. No more of the model is whole
     at any time than what goes into one file, and one tensor. Raises OSError when there is no space.
     """
     parts = _whole_parts(model, dtype, file_bytes, are_wanted=directory is not None)
     try:
-        if directory is not None:
-            _write_files(parts, directory, origin=origin, dtype=dtype)
+        return _write_files(parts, directory, origin=origin, dtype=dtype) if directory is not None else {}
     finally:
         for _ in parts:
             pass  # whatever became of this rank's files, its peers wait for its part of theirs
 
 
-def _write_files(parts: Iterator[_Part], directory: Path, *, origin: Path, dtype: torch.dtype) -> None:
+def _write_files(parts: Iterator[_Part], directory: Path, *, origin: Path, dtype: torch.dtype) -> dict[str, str]:
     for file in sorted(origin.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and file.name not in _OURS:
             shutil.copyfile(file, directory / file.name)
     _set_dtype(directory / "config.json", dtype)
     weight_map: dict[str, str] = {}
     total_size = 0
-    for part in parts:
-        write_tensors(directory / part.file, part.tensors)
-        weight_map |= dict.fromkeys(part.tensors, part.file)
-        total_size += sum(tensor.nbytes for tensor in part.tensors.values())
-        del part  # before the next is gathered
-    if len(set(weight_map.values())) > 1:
-        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+    with Hashing() as hashing:
+        for part in parts:
+            write_tensors(directory / part.file, part.tensors)
+            hashing.begin(directory / part.file)
+            weight_map |= dict.fromkeys(part.tensors, part.file)
+            total_size += sum(tensor.nbytes for tensor in part.tensors.values())
+            del part  # before the next is gathered
+        if len(set(weight_map.values())) > 1:
+            index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+            (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+        return hashing.wait()
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
