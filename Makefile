@@ -122,6 +122,15 @@ lock: ## resolve the pinned requirement files anew
 images: ## container images of the last commit, with docker, podman or nerdctl; IMAGES="operator agent" for some of them
 	@BUILDER='$(BUILDER)' REPOSITORY='$(REPOSITORY)' TAG='$(TAG)' BUILD_ARGS='$(BUILD_ARGS)' workloads/images/build.sh $(IMAGES)
 
+.PHONY: dist
+dist: ## what a release has beside images, in .build/dist: wheels, the packed chart, plain manifests, hashes
+	@$(SETUP) --only images --only cluster
+	@rm -rf .build/dist && mkdir .build/dist
+	@cp .build/wheels/{operator,operator-cli,workloads-*}/*/*.whl .build/dist/
+	@$(LOCALCLUSTER) helm package charts/colocated-rl --destination .build/dist
+	@charts/bundle.sh $(LOCALCLUSTER) helm >.build/dist/colocated-rl.yaml
+	@cd .build/dist && sha256sum *.* >SHA256SUMS && cat SHA256SUMS
+
 .PHONY: docs
 docs: setup-dev ## the pages of docs/ as a site in .build/site, every link checked
 	@.build/tools/bin/uv run --quiet --no-project --with-requirements tests/website/requirements.txt \

@@ -76,6 +76,12 @@ def test_notes_say_what_is_watched(kubectl: Kubectl, release: None) -> None:
     assert "watches all namespaces" in kubectl.helm("get", "notes", RELEASE, "--namespace", NAMESPACE)
 
 
+def test_helm_test_sees_the_operator_answer_and_leaves_nothing(kubectl: Kubectl, release: None) -> None:
+    said = kubectl.helm("test", RELEASE, "--namespace", NAMESPACE, "--logs", "--timeout", "90s")
+    assert f"job {NAMESPACE}/rl-colocated-rl-test: Suspended" in said
+    assert "" == kubectl("-n", NAMESPACE, "get", names.SHORT_NAME, "-o", "name")
+
+
 @pytest.mark.parametrize(
     ("verb", "resource", "where"),
     [

@@ -58,9 +58,14 @@ def make_namespace(kubectl: Kubectl, name: str) -> None:
 
 @pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
 def test_server_takes_what_is_rendered(kubectl: Kubectl, api: ApiServer, file: Path) -> None:
-    """Strictly: no unknown field, no wrong type. The namespaces are made for the test."""
+    """Strictly: no unknown field, no wrong type. What has to be there before is made for the test."""
     for name in (NAMESPACE, "research", "team-a"):
         make_namespace(kubectl, name)
+    for each in rendered(file):
+        if each["kind"] == "Pod":
+            account = {"name": each["spec"]["serviceAccountName"], "namespace": NAMESPACE}
+            body = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account}
+            kubectl("apply", "-f", "-", stdin=json.dumps(body))
     known = [each for each in rendered(file) if each["apiVersion"] != MONITORING]
     objects = {"apiVersion": "v1", "kind": "List", "items": known}
     kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(objects))
@@ -216,3 +221,10 @@ def test_bundle_is_the_chart_and_kubectl_takes_it(kubectl: Kubectl, api: ApiServ
     assert max(len(json.dumps(each)) for each in objects) < 256 * 1024
     make_namespace(kubectl, "colocated-rl-system")
     kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=text)
+
+
+def test_packed_chart_is_the_chart(tmp_path: Path) -> None:
+    helm("package", CHART, "--destination", tmp_path)
+    [packed] = tmp_path.glob("colocated-rl-*.tgz")
+    words = ("--namespace", NAMESPACE, "--set", "monitoring.rules=true,monitoring.dashboard=true")
+    assert helm("template", "rl", CHART, *words) == helm("template", "rl", packed, *words)

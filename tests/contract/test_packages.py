@@ -68,6 +68,25 @@ def test_command_line_is_installed_without_torch_or_the_operators_libraries(pyth
     assert "validate" in run(python.with_name("kubectl_complete-crlj"), "v", cwd=tmp_path).splitlines()
 
 
+def test_all_wheels_are_of_one_version() -> None:
+    version = (CHECKOUT.root / "operator/VERSION").read_text().strip()
+    wheels = {path.name.split("-")[0]: path.name.split("-")[1] for path in CHECKOUT.wheels.glob("[ow]*/*/*.whl")}
+    distributions = (
+        "colocated_rl",
+        *(f"colocated_rl_{part}" for part in ("cli", "member", "agent", "rollout", "trainer")),
+    )
+    assert dict.fromkeys(distributions, version) == wheels
+
+
+@pytest.mark.parametrize("parts", [("workloads-agent",), ("workloads-rollout",)], ids=lambda parts: parts[0])
+def test_members_are_installed_with_what_they_ask_for(python: Path, tmp_path: Path, parts: tuple[str, ...]) -> None:
+    ours = [wheel(folder) for folder in ("operator", "workloads-member", *parts)]
+    pins = CHECKOUT.root / "tests/requirements.txt"
+    run(CHECKOUT.uv, "pip", "install", "--python", python, "--constraints", pins, *ours)
+    module = f"colocated_rl_{parts[0].removeprefix('workloads-')}.__main__"
+    assert "imported" == run(python, "-c", f"import {module}; print('imported')", cwd=tmp_path)
+
+
 @pytest.mark.parametrize(
     "folder", ["operator", "operator-cli", "workloads-member", "workloads-agent", "workloads-rollout"]
 )

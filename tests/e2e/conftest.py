@@ -45,7 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | None
             *("--values", chart / "ci/local-values.yaml"),
         )
         for claim, path in (("arithmetic-model", MODEL), ("own-prompts", SCENARIOS / "own_prompts")):
-            cluster.kubectl("apply", "-f", "-", stdin=_volume(claim, path))
+            cluster.kubectl("apply", "-f", "-", stdin=volume(claim, path))
         yield cluster
 
 
@@ -76,14 +76,14 @@ def _kubectl_of_environment(*words: str, stdin: str | None = None) -> str:
     ).stdout
 
 
-def _volume(claim_name: str, path: Path) -> str:
-    """A claim like that of the demo's model, in the namespace of these tests, for a directory of this machine."""
-    volume, claim = yaml.safe_load_all((CHECKOUT.root / "examples/arithmetic/model-volume.yaml").read_text())
-    volume["metadata"]["name"] = volume["spec"]["claimRef"]["name"] = claim["metadata"]["name"] = claim_name
+def volume(claim_name: str, path: Path, *, namespace: str = NAMESPACE) -> str:
+    """A claim like that of the demo's model, for a directory of this machine."""
+    made, claim = yaml.safe_load_all((CHECKOUT.root / "examples/arithmetic/model-volume.yaml").read_text())
+    made["metadata"]["name"] = made["spec"]["claimRef"]["name"] = claim["metadata"]["name"] = claim_name
     claim["spec"]["volumeName"] = claim_name
-    volume["spec"]["hostPath"]["path"] = str(path)
-    volume["spec"]["claimRef"]["namespace"] = claim["metadata"]["namespace"] = NAMESPACE
-    return yaml.safe_dump_all([volume, claim])
+    made["spec"]["hostPath"]["path"] = str(path)
+    made["spec"]["claimRef"]["namespace"] = claim["metadata"]["namespace"] = namespace
+    return yaml.safe_dump_all([made, claim])
 
 
 def apply(kubectl: Kubectl, file: str) -> RunningJob:

@@ -55,6 +55,7 @@ def test_each_value_is_explained_where_it_stands() -> None:
         "podDisruptionBudget",
         "networkPolicy",
         "monitoring",
+        "test",
     }  # said by their parent or by the line before
     for above, line in zip(["", *lines], lines, strict=False):
         key = re.match(r" *([A-Za-z]+):", line)

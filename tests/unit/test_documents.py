@@ -13,6 +13,7 @@ from documents.__main__ import PAGES
 from documents.metrics import families
 from documents.values import documented
 
+from colocated_rl_api.ladder import LADDERS
 from setup.layout import CHECKOUT
 
 CHART = CHECKOUT.root / "charts/colocated-rl"
@@ -75,6 +76,12 @@ def test_alert_says_what_is_the_case_and_has_a_page_that_says_what_to_do(rule: d
     labels = set(re.findall(r"\$labels\.(\w+)", annotations["summary"] + annotations["description"]))
     grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", rule["expr"]) for label in group.split(",")}
     assert labels <= grouped
+
+
+def test_a_pod_that_waits_for_its_trainers_is_not_stuck_as_soon() -> None:
+    [rule] = [rule for rule in RULES if rule["alert"] == "ColocatedRLSwitchStuck"]
+    [patient] = re.findall(r'rung!~"([^"]+)"', rule["expr"])
+    assert {rung.value for ladder in LADDERS for rung in ladder.training} == set(patient.split("|"))
 
 
 def test_the_index_of_runbooks_lists_each_alert() -> None:
