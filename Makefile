@@ -103,6 +103,10 @@ bench-operator: setup ## what the operator adds to a switch, from 8 members to 1
 bench-rollout: setup-dev ## how long a step takes beside a synchronous loop and a bound, simulated; what resuming costs
 	@python -m bench.rollout
 
+.PHONY: bench-rollout-limit
+bench-rollout-limit: setup-dev ## samples a second that one rollout controller takes, over 10, 100 and 1,000 engines
+	@PYTHONPATH=tests python -m bench.rollout_limit
+
 .PHONY: bench-gate
 bench-gate: setup-dev ## what a gate costs; with ROUTER=PYTHON of an environment that has sglang-router, beside that
 	@PYTHONPATH=tests python -m bench.gate $(if $(ROUTER),--router $(ROUTER))

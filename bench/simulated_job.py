@@ -249,6 +249,9 @@ class SimulatedEngines(Engines):
         self._share_until = 0.0
         self._any_open = False
         self._sent = Counter()
+        self._open = []
+        self._named_so = {}
+        self._ranked = []
         self._job = job
         self._numbers = Numbers(job.group_size)
 

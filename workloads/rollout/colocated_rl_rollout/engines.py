@@ -10,6 +10,7 @@ Engines that are named no more are forgotten at once, their requests end as lost
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
@@ -42,6 +43,10 @@ class Engines:
         self._share_until = 0.0
         self._any_open = False
         self._sent: Counter[EngineClient] = Counter()  # in the last PACE_S
+        self._open: list[EngineClient] = []
+        self._named_so: dict[str, EngineClient] = {}  # those that are open
+        # a heap of them by their requests; an entry with another number than the engine has is outdated
+        self._ranked: list[tuple[int, str, int, EngineClient]] = []
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
         """These are the gates from now on."""
@@ -52,7 +57,7 @@ class Engines:
 
     @property
     def open(self) -> list[EngineClient]:
-        return [client for client in self._clients.values() if client.is_open]
+        return self._open
 
     def share(self, demand: int) -> int:
         """How many of `demand` requests one engine may have now: all, except while other gates may be about to open."""
@@ -64,18 +69,33 @@ class Engines:
 
         preferred: taken if it can be. step: only weights of this step. at_most: requests that one engine may have.
         """
-        candidates = [
-            client
-            for client in self._clients.values()
-            if client.takes_requests
+        if step is not None:  # few ask, and not for each sample
+            candidates = [client for client in self._open if self._takes(client, at_most, step)]
+            return min(candidates, key=lambda client: (client.in_flight, client.name), default=None)
+        if (client := self._named_so.get(preferred or "")) and self._takes(client, at_most):
+            return client
+        while self._ranked:
+            in_flight, _, _, client = self._ranked[0]
+            if in_flight == client.in_flight and self._takes(client, in_flight + 1):
+                return client if in_flight < at_most else None
+            heapq.heappop(self._ranked)  # it is there with another number, or comes again when it takes requests
+        return None
+
+    def _takes(self, client: EngineClient, at_most: int, step: int | None = None) -> bool:
+        return (
+            client.takes_requests
             and client.in_flight < at_most
             and self._sent[client] < BURST
-            and (step is None or (client.version and client.version.step == step))
-        ]
-        return next(
-            (client for client in candidates if client.name == preferred),
-            min(candidates, key=lambda client: (client.in_flight, client.name), default=None),
+            and (step is None or (client.version is not None and client.version.step == step))
         )
+
+    def _rank(self, *clients: EngineClient) -> None:
+        """These have another number of requests, or take them again; all of them are ranked anew now and then."""
+        for client in clients:
+            heapq.heappush(self._ranked, (client.in_flight, client.name, id(client), client))
+        if not clients or len(self._ranked) > 4 * len(self._open) + BURST:
+            self._ranked = [(client.in_flight, client.name, id(client), client) for client in self._open]
+            heapq.heapify(self._ranked)
 
     def send(
         self, group: asyncio.TaskGroup, engine: EngineClient, attempt: Coroutine[Any, Any, None], *, name: str
@@ -85,12 +105,14 @@ class Engines:
         if not self._sent[engine]:
             asyncio.get_running_loop().call_later(PACE_S, self._refill, engine)
         self._sent[engine] += 1
+        self._rank(engine)
         task = group.create_task(attempt, name=name)
         task.add_done_callback(lambda _: self._ended(engine))
         return task
 
     def _refill(self, engine: EngineClient) -> None:
         if self._sent.pop(engine) >= BURST:
+            self._rank(engine)
             self._changed()
 
     async def run(self) -> None:
@@ -115,7 +137,10 @@ class Engines:
         )
 
     def _gate_changed(self) -> None:
-        was_open, self._any_open = self._any_open, bool(self.open)
+        self._open = [client for client in self._clients.values() if client.is_open]
+        self._named_so = {client.name: client for client in self._open}
+        self._rank()
+        was_open, self._any_open = self._any_open, bool(self._open)
         if self._any_open and not was_open:
             loop = asyncio.get_running_loop()
             self._share_until = loop.time() + SHARE_S
@@ -124,4 +149,5 @@ class Engines:
 
     def _ended(self, engine: EngineClient) -> None:
         engine.in_flight -= 1
+        self._rank(engine)
         self._changed()
