@@ -138,7 +138,7 @@ dist: ## what a release has beside images, in .build/dist: wheels, the packed ch
 .PHONY: docs
 docs: setup-dev ## the pages of docs/ as a site in .build/site, every link checked
 	@.build/tools/bin/uv run --quiet --no-project --with-requirements tests/website/requirements.txt \
-	  mkdocs build --quiet --strict --config-file tests/website/mkdocs.yml
+	  mkdocs build --strict --config-file tests/website/mkdocs.yml
 	@echo ".build/site/index.html"
 
 .PHONY: bundle

@@ -16,8 +16,9 @@ SETTINGS = CHECKOUT.root / "tests/website"
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("site")
+    # not --quiet: what it does not say it does not count either
     libraries = ("--no-project", "--with-requirements", SETTINGS / "requirements.txt")
-    words = ("--strict", "--quiet", "--config-file", SETTINGS / "mkdocs.yml", "--site-dir", place)
+    words = ("--strict", "--config-file", SETTINGS / "mkdocs.yml", "--site-dir", place)
     assert "" == run(CHECKOUT.uv, "run", "--quiet", *libraries, "mkdocs", "build", *words)
     return place
 

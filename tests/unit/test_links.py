@@ -44,6 +44,12 @@ def test_links_lead_somewhere(page: str) -> None:
     assert [] == broken
 
 
+def test_every_page_of_docs_has_its_place_on_the_site() -> None:
+    named = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "tests/website/mkdocs.yml").read_text(), re.MULTILINE)
+    docs = ROOT / "docs"
+    assert sorted(named) == sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
+
+
 def test_every_page_of_docs_is_reached_from_its_index() -> None:
     docs = ROOT / "docs"
     seen, ahead = set[Path](), [docs / "index.md"]
