@@ -61,10 +61,13 @@ class Table:
 
 
 def compare(name: str, job: Job, say: Callable[[str], None]) -> None:
-    lengths = [job.trace(prompt, number) for prompt in range(200) for number in range(job.group_size)]
+    lengths = sorted(job.trace(prompt, number) for prompt in range(200) for number in range(job.group_size))
+    full_s = job.tokens / job.engines / job.rates.throughput(job.rates.slots)
+    prefill_s = job.steps * job.samples * PROMPT_TOKENS / job.rates.prefill / job.engines
     say(
         f"\n{name}: {job.tokens / job.steps / job.samples:.0f} tokens a sample, the longest of a step's {job.samples} "
-        f"about {sorted(lengths)[-len(lengths) // job.samples]}"
+        f"about {lengths[-len(lengths) // job.samples]}; engines that are never short of work need "
+        f"{(full_s + prefill_s) / job.steps:.1f} s a step"
     )
     loop = synchronous(job)
     table = Table(job, loop)
