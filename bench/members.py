@@ -1,4 +1,5 @@
-"""Members that cost next to nothing: a real TLS session each, the real messages, and pods that reach a rung at once.
+"""Members that cost next to nothing: a real TLS session each, the real messages, and pods that reach a rung at once, or
+after a time that is given.
 
 Not `MemberServer`, which would be the limit itself with a thousand of them on one core: as much of WebSocket as the
 operator's client uses, and answers that are formatted beforehand. What is sent is what an agent or a rollout controller
@@ -39,11 +40,24 @@ class Barrier:
 
 @dataclass
 class Journal:
-    """When targets came and facts went, over all members. messages: both ways."""
+    """What the members of one job are to do, and when targets came and facts went.
 
+    batches: how many of them the rollout controller may seal. work_s: of a pod, from a target to standing there.
+    """
+
+    batches: int
+    work_s: float = 0.0
     barriers: dict[tuple[int, Rung], Barrier] = field(default_factory=lambda: defaultdict(Barrier))
-    messages: int = 0
+    epochs: dict[int, int] = field(default_factory=dict)  # of each step, the newest
+    sealed_at: dict[int, float] = field(default_factory=dict)  # by step
+    messages: int = 0  # both ways
     connected: int = 0
+    tell: Callable[[], None] = lambda: None  # the rollout controller says what it has
+
+    def seal(self) -> None:
+        """One batch more."""
+        self.batches += 1
+        self.tell()
 
 
 @dataclass(frozen=True)
@@ -82,8 +96,17 @@ class Member(asyncio.Protocol):
                 self._send(payload, PONG)
             elif kind == CLOSE:
                 self._transport.close()
-            elif kind == TEXT and (facts := self._pod.take(payload)) is not None:
-                self._send(facts)
+            elif kind == TEXT:
+                self._who.journal.messages += 1
+                self._pod.take(payload)
+                if work_s := self._who.journal.work_s:
+                    asyncio.get_running_loop().call_later(work_s, self._tell)
+                else:
+                    self._tell()
+
+    def _tell(self) -> None:
+        if not self._transport.is_closing():
+            self._send(self._pod.facts())
 
     def _open(self, head: bytes) -> None:
         (key,) = (line[18:].strip() for line in head.split(b"\r\n") if line.lower().startswith(b"sec-websocket-key:"))
@@ -95,7 +118,9 @@ class Member(asyncio.Protocol):
         self._is_open = True
         self._who.journal.connected += 1
         self._send(self._who.hello.model_dump_json(by_alias=True).encode())
-        self._send(self._pod.facts())
+        self._tell()
+        if isinstance(self._pod, RolloutState):
+            self._who.journal.tell = self._tell
 
     def _message(self) -> tuple[int, bytes] | None:
         """The next whole frame, unmasked."""
@@ -123,65 +148,60 @@ class Member(asyncio.Protocol):
 
 
 class GpuState:
-    """A pod that stands at once where its target says."""
+    """A pod that stands where its target says as soon as it is asked."""
 
     def __init__(self, who: Who) -> None:
         self._who = who
         self._stands: Callable[[int], bytes] = first
         self._epoch = 0
+        self._barrier: Barrier | None = None  # that it is on its way to
 
     def facts(self) -> bytes:
-        return self._stands(self._epoch).replace(INCARNATION.encode(), self._who.hello.pod_uid[:26].encode())
+        facts = self._stands(self._epoch).replace(INCARNATION.encode(), self._who.hello.pod_uid[:26].encode())
+        if self._barrier is not None:
+            self._barrier.last_fact = time.perf_counter()
+        return facts
 
-    def take(self, text: bytes) -> bytes | None:
-        """What it answers to a target."""
+    def take(self, text: bytes) -> None:
         now, told = time.perf_counter(), read(text)
         assert isinstance(told, PodTarget)
         journal = self._who.journal
-        journal.messages += 1
-        barrier = journal.barriers[told.epoch, told.rung]
+        journal.epochs[told.step] = told.epoch
+        barrier = self._barrier = journal.barriers[told.epoch, told.rung]
         barrier.first_target, barrier.last_target = barrier.first_target or now, now
         self._epoch = told.epoch
         if told.goal is Goal.STOP:
             self._stands = stopped
         elif told.rung is not TIME_SLICED.next_barrier(Rung.UNKNOWN):
-            rung, at = told.rung, told.version
-            self._stands = partial(reached, rung, at)
-        barrier.last_fact = time.perf_counter()
-        return self.facts()
+            self._stands = partial(reached, told.rung, told.version)
 
 
 class RolloutState:
-    """A rollout controller that has the next batch as soon as the last one is trained."""
+    """A rollout controller that has the next batch as soon as the last one is trained, if it may seal one more."""
 
     def __init__(self, who: Who) -> None:
         self._who = who
         self._told: RolloutTarget | None = None
 
     def facts(self) -> bytes:
-        told = self._told
-        if told is None:
-            return rollout_facts(sealed=1, epoch=0).model_dump_json(by_alias=True).encode()
-        result = EvaluationResult(step=told.trained_step, samples=1, mean=0, stderr=0)
-        return (
-            rollout_facts(
-                sealed=told.trained_step + 1,
-                trained=told.trained_step,
-                epoch=told.epoch,
-                evaluated=result,
-                stopped=told.goal is Goal.STOP,
-            )
-            .model_dump_json(by_alias=True)
-            .encode()
+        told, journal = self._told, self._who.journal
+        trained = told.trained_step if told else 0
+        sealed = min(trained + 1, journal.batches)
+        journal.sealed_at.setdefault(sealed, time.perf_counter())
+        facts = rollout_facts(
+            sealed=sealed,
+            trained=trained,
+            epoch=told.epoch if told else 0,
+            evaluated=EvaluationResult(step=trained, samples=1, mean=0, stderr=0),
+            stopped=told is not None and told.goal is Goal.STOP,
         )
+        return facts.model_dump_json(by_alias=True).encode()
 
-    def take(self, text: bytes) -> bytes | None:
+    def take(self, text: bytes) -> None:
         told = read(text)
         assert isinstance(told, RolloutTarget)
-        self._who.journal.messages += 1
         self._told = told
         self._who.changed()
-        return self.facts()
 
 
 @cache

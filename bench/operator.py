@@ -1,233 +1,295 @@
-"""`make bench-operator`: what the operator adds to a switch, from 8 members to 1,024.
+"""`make bench-operator`: what the operator adds to a switch, alone and with many jobs.
 
 The real operator on a real API server; members are of `bench.members`: a TLS session and real messages each, and no
-time between a target and its facts. The operator has one core, everything else the other. A switch is taken from the
-first target of an epoch to the last pod's word that it serves; the epoch's own write comes before it. Of two barriers
-it is the time from the last pod's word at one to the last pod's target for the next that is the operator's own.
+time between a target and its facts, where none is said. The operator has one core; API server, etcd and all members
+share the others. A switch is taken from the first target of an epoch to the last pod's word that it serves; the
+epoch's own write comes before it, and is apart. Of two barriers it is the time from the last pod's word at one to the
+last pod's target for the next that is the operator's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import contextlib
 import io
 import itertools
-import json
 import os
-import random
+import re
+import resource
+import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import ClassVar, TypeVar
 
 import aiohttp
 import uvloop
 
 from bench.gate import cpu_seconds
-from bench.members import Journal, Who, listen
-from builders import make_manifest
+from bench.members import Journal
+from bench.scene import Scene, Staged, scene_of
 from colocated_rl_api import names
 from colocated_rl_api.ladder import TIME_SLICED, Rung
-from colocated_rl_api.member_wire import Hello
-from colocated_rl_member.tls import MemberTls
 from colocated_rl_operator.cluster import ClusterAccess
-from real_operator import JOBS, NAMESPACE, PODS, Api, Body, cluster_without_nodes, kubeconfig_of, running_operator
+from colocated_rl_operator.metrics import PREFIX
+from real_operator import Operator, cluster_without_nodes, kubeconfig_of, running_operator
 
+T = TypeVar("T")
 SIZES = (8, 64, 256, 1024)
 STEPS = 12
-START_S, RUN_S = 300.0, 300.0
+ENDLESS = 10**6  # batches
+GROUPS, GROUP_SIZE, ROUNDS, WORK_S = 8, 8, 5, 0.05
+JOBS, JOB_SIZE = 500, 2
 OPERATOR_CORE, OTHER_CORE = 0, 1
 BARRIERS = [rung for rung in TIME_SLICED.rungs if rung in TIME_SLICED.barriers]
+COUNTED = re.compile(rf'^{PREFIX}(\w+?)(?:_total)?(?:{{.*resource="(\w+)".*}})? ([\d.e+-]+)$', re.MULTILINE)
 
 
+@dataclass
+class Running:
+    """An operator's process, and what it says of itself."""
+
+    operator: Operator
+    port: int
+
+    @property
+    def cpu_s(self) -> float:
+        return cpu_seconds(self.operator.process.pid)
+
+    @property
+    def memory_kib(self) -> int:
+        lines = Path(f"/proc/{self.operator.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+    async def counts(self) -> Counter[str]:
+        """Its metrics; requests to the API server by resource."""
+        async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{self.port}/metrics") as answer:
+            found = Counter[str]()
+            for name, kind, value in COUNTED.findall(await answer.text()):
+                found[kind or name] += float(value)  # type: ignore[assignment]
+            return found
+
+
+@asynccontextmanager
+async def running(access: ClusterAccess, name: str) -> AsyncIterator[Running]:
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        kubeconfig = Path(folder) / "kubeconfig"
+        kubeconfig.write_text(kubeconfig_of(access))
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        with contextlib.redirect_stdout(io.StringIO()):
+            async with running_operator(kubeconfig, name, {"METRICS_PORT": str(port)}) as operator:
+                os.sched_setaffinity(operator.process.pid, {OPERATOR_CORE})
+                yield Running(operator, port)
+
+
+# ------------------------------------------------------------------------------------------------- one job, many sizes
 @dataclass(frozen=True)
 class Figures:
-    """Of one job. Seconds, but where said otherwise."""
+    """Of one job. Seconds, but where said otherwise. CPU: of a message, either way."""
 
     members: int
     barrier_s: float
     switch_s: float
-    longest_s: float
-    cpu_us: float  # of a message, both ways
+    least_s: float
+    epoch_s: float  # from a sealed batch to the first target of its epoch: the epoch is written
+    cpu_us: float
+    members_cpu_us: float
+    passes: float  # of the job's loop, for one switch
     memory_kib: int  # of the operator's process, all members connected
 
-    def line(self, smallest: Figures) -> str:
-        per_member = self.switch_s / self.members * 1e3
-        return (
-            f"{self.members:7}  {1e3 * self.barrier_s:20.1f}  {1e3 * self.switch_s:15.1f}  {1e3 * self.longest_s:10.1f}"
-            f"  {per_member:13.2f}  {self.cpu_us:14.0f}  {self.memory_kib / 1024:10.0f}"
-            f"  {(self.memory_kib - smallest.memory_kib) / max(1, self.members - smallest.members):14.0f}"
-        )
-
-
-HEAD = (
-    "members  barrier to target ms  whole switch ms  longest ms  ms per member  CPU us/message  memory MiB"
-    "  KiB per member"
-)
-
-
-class Scene:
-    """One job and its simulated pods, on a cluster whose node runs nothing."""
-
-    def __init__(self, api: Api, members: int) -> None:
-        self.api = api
-        self.members = members
-        self.journal = Journal()
-        self.job: Body = {}
-        self.changed = asyncio.Event()
-        self.by_address: dict[str, Who] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._at_once = asyncio.Semaphore(32)
-        self._ready = asyncio.Event()
-        self._net = random.randrange(10, 250)
+    HEAD: ClassVar = (
+        "members  barrier ms  switch ms (least)  per member us  epoch's write ms  CPU us/message (members')  passes  "
+        "memory MiB  KiB/member"
+    )
 
     @property
-    def phase(self) -> str | None:
-        phase: str | None = self.job.get("status", {}).get("phase")
-        return phase
+    def per_member_us(self) -> float:
+        return 1e6 * self.least_s / self.members
 
-    def note_job(self, event: str, job: Body) -> None:
-        self.job = {} if event == "DELETED" else job
-        self.changed.set()
-
-    def note_pod(self, event: str, pod: Body) -> None:
-        labels = pod["metadata"].get("labels", {})
-        if event != "DELETED" and names.ROLE_LABEL in labels and "podIP" not in pod.get("status", {}):
-            task = asyncio.create_task(self._run(pod))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, pod: Body) -> None:
-        """The pod runs: its member answers at its address."""
-        metadata, labels = pod["metadata"], pod["metadata"]["labels"]
-        is_gpu = labels[names.ROLE_LABEL] == names.ROLE_GPU
-        replica = int(labels[names.REPLICA_LABEL]) if is_gpu else None
-        address = self._address_of(replica)
-        if address in self.by_address:
-            return
-        hello = Hello(
-            pod=metadata["name"],
-            pod_uid=metadata["uid"],
-            job_uid=labels[names.JOB_UID_LABEL],
-            role=labels[names.ROLE_LABEL],
-            replica=replica,
-            incarnation="i1",
+    def line(self, smallest: Figures) -> str:
+        more = max(1, self.members - smallest.members)
+        return (
+            f"{self.members:7}  {1e3 * self.barrier_s:10.1f}  {1e3 * self.switch_s:9.1f} ({1e3 * self.least_s:5.0f})"
+            f"  {self.per_member_us:13.0f}  {1e3 * self.epoch_s:16.1f}"
+            f"  {self.cpu_us:14.0f} ({self.members_cpu_us:8.0f})"
+            f"  {self.passes:6.1f}  {self.memory_kib / 1024:10.0f}"
+            f"  {(self.memory_kib - smallest.memory_kib) / more:10.0f}"
         )
-        self.by_address[address] = Who(hello, self.journal, self.changed.set)
-        await self._ready.wait()
-        status = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}]}
-        async with self._at_once:
-            path = f"{PODS}/{metadata['name']}/status"
-            await self.api.call("PATCH", path, {"status": status}, "application/merge-patch+json")
-
-    async def listen(self, folder: Path) -> asyncio.Server:
-        """Once the operator has made the job's keys."""
-        addresses = [self._address_of(replica) for replica in (None, *range(self.members))]
-        path = f"/api/v1/namespaces/{NAMESPACE}/secrets"
-
-        async def keys() -> Body | None:
-            uid = self.job["metadata"]["uid"]
-            found = await self.api.all(path)
-            return next(
-                (each for each in found if each["metadata"].get("labels", {}).get(names.JOB_UID_LABEL) == uid), None
-            )
-
-        secret = await poll(keys, START_S)
-        for name, text in secret["data"].items():
-            (folder / name).write_bytes(base64.b64decode(text))
-        server = await listen(self.by_address, addresses, MemberTls.read(folder).control_context())
-        self._ready.set()
-        return server
-
-    def _address_of(self, replica: int | None) -> str:
-        """Each its own: the control port is the same everywhere."""
-        place = 0 if replica is None else replica + 1
-        return f"127.{self._net}.{1 + place // 250}.{1 + place % 250}"
-
-    async def until(self, is_so: Callable[[], bool], within_s: float) -> None:
-        try:
-            async with asyncio.timeout(within_s):
-                while not is_so():
-                    self.changed.clear()
-                    await self.changed.wait()
-        except TimeoutError:
-            told = json.dumps(self.job.get("status", {}), indent=1)
-            raise TimeoutError(f"not within {within_s:.0f} s; {self.journal.connected} connected; {told}") from None
-
-
-async def poll(ask: Callable[[], Awaitable[Body | None]], within_s: float) -> Body:
-    async with asyncio.timeout(within_s):
-        while (found := await ask()) is None:  # noqa: ASYNC110 - the API server is asked
-            await asyncio.sleep(0.1)
-    return found
 
 
 async def measure(access: ClusterAccess, members: int) -> Figures:
-    connector = aiohttp.TCPConnector(ssl=access.ssl_context())
-    async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
-        api = Api(access, session)
-        scene = Scene(api, members)
-        with tempfile.TemporaryDirectory() as folder:
-            kubeconfig = Path(folder) / "kubeconfig"
-            kubeconfig.write_text(kubeconfig_of(access))
-            spec: Body = {"replicas": members, "steps": STEPS, "checkpoint": {"everySteps": 1000}}
-            name = f"of-{members}"
-            scene.job = await api.call("POST", JOBS, make_manifest(name, **spec))
-            watches = [
-                tasks.create_task(api.watch(PODS, scene.note_pod)),
-                tasks.create_task(api.watch(JOBS, scene.note_job)),
-            ]
-            with contextlib.redirect_stdout(io.StringIO()):
-                async with running_operator(kubeconfig, f"operator-{members}", {}) as operator:
-                    os.sched_setaffinity(operator.process.pid, {OPERATOR_CORE})
-                    server = await scene.listen(Path(folder))
-                    await scene.until(lambda: bool(scene.job.get("status", {}).get("step")), START_S)
-                    began, messages = cpu_seconds(operator.process.pid), scene.journal.messages
-                    await scene.until(lambda: scene.phase == "Complete", RUN_S)
-                    cpu_s, messages = cpu_seconds(operator.process.pid) - began, scene.journal.messages - messages
-                    memory_kib = resident_kib(operator.process.pid)
-                    await api.call("DELETE", f"{JOBS}/{name}")
-                    await scene.until(lambda: not scene.job, START_S)
-                    server.close()
-            for watch in watches:
-                watch.cancel()
-    barriers, switches = times(scene.journal)
-    return Figures(members, median(barriers), median(switches), max(switches), 1e6 * cpu_s / messages, memory_kib)
+    async with scene_of(access) as scene, running(access, f"operator-{members}") as operator:
+        job = await scene.add(f"of-{members}", Journal(ENDLESS), replicas=members, steps=STEPS)
+        journal = job.journal
+        await scene.until(lambda: bool(job.status.get("step")))
+        began, own, messages = operator.cpu_s, time.process_time(), journal.messages
+        before, first_step = await operator.counts(), job.status["step"]
+        await scene.until(lambda: job.phase == "Complete")
+        after, messages = await operator.counts(), journal.messages - messages
+        cpu_s, own_s, memory_kib = operator.cpu_s - began, time.process_time() - own, operator.memory_kib
+        await scene.remove()
+    barriers, switches, epochs = times(journal)
+    return Figures(
+        members=members,
+        barrier_s=median(barriers),
+        switch_s=median(switches),
+        least_s=min(switches),
+        epoch_s=median(epochs),
+        cpu_us=1e6 * cpu_s / messages,
+        members_cpu_us=1e6 * own_s / messages,
+        passes=(after["pass_seconds_count"] - before["pass_seconds_count"]) / (STEPS - first_step),
+        memory_kib=memory_kib,
+    )
 
 
-def times(journal: Journal) -> tuple[list[float], list[float]]:
-    """Seconds: of every barrier, and of every whole switch after the start."""
-    barriers, switches = [], []
-    for epoch in sorted({epoch for epoch, _ in journal.barriers}):
+def times(journal: Journal) -> tuple[list[float], list[float], list[float]]:
+    """Seconds: of every barrier, of every whole switch after the start, of every epoch's write."""
+    barriers, switches, epochs = [], [], []
+    for step, epoch in journal.epochs.items():
         of = {rung: journal.barriers[epoch, rung] for rung in BARRIERS if (epoch, rung) in journal.barriers}
-        if set(of) != set(BARRIERS):
+        if set(of) != set(BARRIERS) or step not in journal.sealed_at:
             continue  # the start, or the end
         switches.append(of[Rung.SERVING].last_fact - of[BARRIERS[0]].first_target)
+        epochs.append(of[BARRIERS[0]].first_target - journal.sealed_at[step])
         barriers += [of[after].last_target - of[rung].last_fact for rung, after in itertools.pairwise(BARRIERS)]
-    return barriers, switches
+    return barriers, switches, epochs
 
 
-def resident_kib(pid: int) -> int:
-    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1])
+# ------------------------------------------------------------------------------------------------------ groups at once
+async def compare_groups(access: ClusterAccess) -> None:
+    """A switch of one job alone, and of eight that get their batch at the same moment; from batch to serving."""
+    async with scene_of(access) as scene, running(access, "operator-groups") as operator:
+        jobs = [await scene.add(f"g-{n}", Journal(0), replicas=GROUP_SIZE, steps=ENDLESS) for n in range(GROUPS)]
+        await scene.until(lambda: all(job.serves(0) for job in jobs))
+        for work_s in (0.0, WORK_S):
+            for job in jobs:
+                job.journal.work_s = work_s
+            alone = [await _switch(scene, jobs[:1]) for _ in range(ROUNDS)]
+            together = [await _switch(scene, jobs) for _ in range(ROUNDS)]
+            lone_s = min(least for (least,) in alone)
+            slowest_s, usual_s = min(map(max, together)), median(itertools.chain(*together))
+            together_ms = f"together {1e3 * usual_s:.0f} ms, the slowest {1e3 * slowest_s:.0f} ms"
+            print(
+                f"{GROUPS} groups of {GROUP_SIZE} at once, {1e3 * work_s:.0f} ms on each rung:"
+                f" alone {1e3 * lone_s:.0f} ms, {together_ms}: {slowest_s / lone_s:.2f} of a lone one"
+                f" (one after another: {GROUPS:.2f})",
+                flush=True,
+            )
+        await scene.remove()
+        assert operator.operator.process.returncode is None
 
 
+async def _switch(scene: Scene, jobs: list[Staged]) -> list[float]:
+    """Seconds of each, from its batch to the last pod that serves."""
+    steps = [job.status["step"] + 1 for job in jobs]
+    for job in jobs:
+        job.journal.seal()
+    await scene.until(lambda: all(job.serves(step) for job, step in zip(jobs, steps, strict=True)))
+    return [_seconds(job.journal, step) for job, step in zip(jobs, steps, strict=True)]
+
+
+def _seconds(journal: Journal, step: int) -> float:
+    return journal.barriers[journal.epochs[step], Rung.SERVING].last_fact - journal.sealed_at[step]
+
+
+# ------------------------------------------------------------------------------------------------------------ many jobs
+async def measure_jobs(access: ClusterAccess, number: int) -> None:
+    async with scene_of(access) as scene:
+        async with running(access, "operator-jobs") as operator:
+            empty_kib, began = operator.memory_kib, time.perf_counter()
+            adding = (scene.add(f"j-{n}", Journal(0), replicas=JOB_SIZE, steps=ENDLESS) for n in range(number))
+            jobs = await asyncio.gather(*adding)
+            await scene.until(lambda: all(job.serves(0) for job in jobs))
+            members, memory_kib = sum(job.members for job in jobs), operator.memory_kib
+            print(
+                f"{number} jobs of {JOB_SIZE} GPU pods and a rollout controller each: serving after"
+                f" {time.perf_counter() - began:.0f} s, CPU {operator.cpu_s:.0f} s; memory {memory_kib / 1024:.0f} MiB,"
+                f" {(memory_kib - empty_kib) / number:.0f} KiB a job, {(memory_kib - empty_kib) / members:.0f} a member",
+                flush=True,
+            )
+            idle_s = await _cpu_of(operator, asyncio.sleep(10.0))
+            print(f"  all of them serving: {idle_s / 10:.1%} of a core", flush=True)
+            before = await operator.counts()
+            busy_s = await _cpu_of(operator, _switch(scene, jobs))
+            after = await operator.counts()
+            asked = {kind: (after[kind] - before[kind]) / number for kind in (names.PLURAL, "events", "pods")}
+            seconds = sorted(_seconds(job.journal, 1) for job in jobs)
+            print(
+                f"  all get their batch at once: half of them serve after {median(seconds):.1f} s, the last after"
+                f" {seconds[-1]:.1f} s; CPU {1e3 * busy_s / number:.0f} ms a switch; requests to the API server"
+                f" for each: {', '.join(f'{count:.1f} {kind}' for kind, count in asked.items())}",
+                flush=True,
+            )
+            await operator.operator.end()
+        epochs = {job.name: job.journal.epochs[1] for job in jobs}
+        began = time.perf_counter()
+        async with running(access, "operator-jobs-again") as operator:
+            told = await _first_targets(scene, jobs, epochs)
+            print(
+                f"  cold start: the first job has targets after {min(told) - began:.1f} s, half after"
+                f" {median(told) - began:.1f} s, the last after {max(told) - began:.1f} s; CPU {operator.cpu_s:.0f} s",
+                flush=True,
+            )
+            await scene.remove()
+
+
+async def _cpu_of(operator: Running, work: Awaitable[object]) -> float:
+    began = operator.cpu_s
+    await work
+    return operator.cpu_s - began
+
+
+async def _first_targets(scene: Scene, jobs: Iterable[Staged], epochs: dict[str, int]) -> list[float]:
+    """When each job's pods were first told something in a newer epoch."""
+
+    def newer(job: Staged) -> list[float]:
+        found = job.journal.barriers.items()
+        return [barrier.first_target for (epoch, _), barrier in found if epoch > epochs[job.name]]
+
+    await scene.until(lambda: all(newer(job) and job.serves(1) for job in jobs))
+    return [min(newer(job)) for job in jobs]
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.operator", description=__doc__)
     parser.add_argument("--members", type=int, nargs="*", default=SIZES)
+    parser.add_argument("--jobs", type=int, default=JOBS, help="0: none")
+    parser.add_argument("--no-groups", action="store_true")
     given = parser.parse_args(arguments)
-    os.sched_setaffinity(0, {OTHER_CORE % (os.cpu_count() or 1)})
-    print(HEAD)
+    cores = os.cpu_count() or 1
+    os.sched_setaffinity(0, set(range(OTHER_CORE, cores)) or {0})
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    load = os.getloadavg()[0]
+    print(f"{cores} cores: the operator has one, API server, etcd and all members the rest; load before: {load:.1f}")
     found: list[Figures] = []
-    with tempfile.TemporaryDirectory() as folder, cluster_without_nodes(Path(folder)) as access:
-        for members in given.members:
-            found.append(uvloop.run(measure(access, members)))
-            print(found[-1].line(found[0]), flush=True)
+    for members in given.members:
+        found.append(_on_a_cluster(partial(measure, members=members)))
+        print(*([Figures.HEAD] if len(found) == 1 else []), found[-1].line(found[0]), sep="\n", flush=True)
+    if len(found) > 1:
+        ratio = found[-1].per_member_us / found[-2].per_member_us
+        print(f"a member at {found[-1].members} costs {ratio:.2f} of one at {found[-2].members}")
+    if not given.no_groups:
+        _on_a_cluster(compare_groups)
+    if given.jobs:
+        _on_a_cluster(partial(measure_jobs, number=given.jobs))
     return 0
+
+
+def _on_a_cluster(work: Callable[[ClusterAccess], Coroutine[None, None, T]]) -> T:
+    with tempfile.TemporaryDirectory() as folder, cluster_without_nodes(Path(folder)) as access:
+        return uvloop.run(work(access))
 
 
 if __name__ == "__main__":
