@@ -8,6 +8,7 @@ is missing, its pods are listed again now and then.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from colocated_rl_api import names
@@ -92,6 +93,7 @@ class Look:
     seat: str
     attempt: int
     address: Address | None  # of its member, if that should answer
+    make: Callable[..., Member] | None = None  # with what its member says
     answer: Answer | None = None
     member: Member | None = None
 

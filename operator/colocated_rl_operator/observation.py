@@ -85,7 +85,7 @@ class Climb:
     restarts: int = 0  # after failures that count against backoffLimit
     tally: Tally = Tally()
 
-    @property
+    @cached_property
     def version(self) -> WeightVersion:
         return WeightVersion(self.step, self.lineage)
 
@@ -363,7 +363,9 @@ def remember(seen: Observation) -> Observation:
     )
     memory = replace(memory, reached=reached, highest=highest, attempts=attempts, stopped=stopped)
     memory = replace(memory, unready_since=unready_since, awaited_since=awaited_since)
-    return replace(seen, memory=memory)
+    found = replace(seen, memory=memory)
+    vars(found).update({name: value for name, value in vars(seen).items() if name not in vars(found)})
+    return found  # with what was derived of the members, which no memory changes
 
 
 def _remember_deaths(seen: Observation, memory: Memory) -> Memory:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import pydantic
@@ -155,25 +155,30 @@ def _looks(case: Case, job: Job, pods: Pods) -> list[Look]:
 
 def _member(case: Case, look: Look, answer: Answer | None, now: float) -> Member:
     if look.member is None or look.answer is not answer:
-        if look.member is None or look.member.facts is None or answer is None or answer.facts is None:
-            look.member = _look_at(case, look, answer, now)
-        else:
-            look.member = replace(look.member, facts=answer.facts, highest_epoch=answer.highest_epoch)
+        facts = answer.facts if answer else None
+        if look.make is None or look.member is None or (look.member.facts is None) != (facts is None):
+            look.make = _look_at(case, look, now, is_heard=facts is not None)
+        silent_since, highest_epoch = (answer.silent_since, answer.highest_epoch) if answer else (None, 0)
+        look.member = look.make(facts=facts, silent_since=silent_since, highest_epoch=highest_epoch)
         look.answer = answer
     return look.member
 
 
-def _look_at(case: Case, look: Look, answer: Answer | None, now: float) -> Member:
-    """Moments are those at which this process saw the pod and its end begin: clocks of others count for nothing."""
+def _look_at(case: Case, look: Look, now: float, *, is_heard: bool) -> Callable[..., Member]:
+    """All of a member but what it says itself.
+
+    Moments are those at which this process saw the pod and its end begin: clocks of others count for nothing.
+    """
     metadata, status = look.pod["metadata"], look.pod.get("status", {})
-    uid, facts = metadata["uid"], answer.facts if answer else None
+    uid = metadata["uid"]
     restarts = sum(container.get("restartCount", 0) for container in _containers(status))
-    if facts is not None:
+    if is_heard:
         case.restarts[uid] = restarts
     ends_at = None
     if metadata.get("deletionTimestamp"):
         ends_at = case.ending_since.setdefault(uid, now) + metadata.get("deletionGracePeriodSeconds", 0)
-    return Member(
+    return partial(
+        Member,
         seat=look.seat,
         attempt=look.attempt,
         name=look.name,
@@ -187,9 +192,6 @@ def _look_at(case: Case, look: Look, answer: Answer | None, now: float) -> Membe
         fate=_fate(status, is_deleted=ends_at is not None),
         memory_kills=_memory_kills(status),
         trouble=_trouble(status, is_restarting=restarts > case.restarts.get(uid, 0)),
-        silent_since=answer.silent_since if answer else None,
-        highest_epoch=answer.highest_epoch if answer else 0,
-        facts=facts,
     )
 
 

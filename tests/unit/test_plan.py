@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -741,3 +742,13 @@ def test_the_pod_of_the_store_is_never_forced_and_its_seat_stays_empty_until_it_
     assert () == plan(later(seen, 1000)).pods
     gone = remember(replace(seen, members=seen.members[:2]))
     assert (CreatePod(ROLLOUT_SEAT, 1),) == plan(gone).pods
+
+
+def test_what_is_derived_of_the_members_does_not_depend_on_the_memory() -> None:
+    """`remember` hands it on, because a thousand members are a long look."""
+    pods = [facts_at(Rung.PAUSED, WeightVersion(1, 1)), facts_at(Rung.DRAINED, WeightVersion(1, 1))]
+    seen = make_observation(make_job(), [*pods], climb=make_climb(1), rollout=rollout_facts(sealed=1))
+    derived = [name for name, value in vars(Observation).items() if isinstance(value, cached_property)]
+    fresh = replace(seen)
+    forgetful = replace(seen, memory=Memory())
+    assert {name: getattr(fresh, name) for name in derived} == {name: getattr(forgetful, name) for name in derived}
