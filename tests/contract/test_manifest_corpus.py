@@ -180,6 +180,7 @@ MAY_NOT_CHANGE = {
     "rollout.interruption": "Retry",
     "rollout.filters": ["Truncated"],
     "rollout.maxFilteredPerBatch": 7,
+    "rollout.minRolloutSeconds": 7,
     "rollout.resources.limits.memory": "7Gi",
     "reference": None,
     "trainer.config": {"otherRate": 1},
