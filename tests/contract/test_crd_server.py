@@ -9,8 +9,10 @@ import pytest
 import yaml
 from contract.api_server import ApiServer, Document, Kubectl
 
+from builders import make_job
 from colocated_rl_api import names
 from colocated_rl_operator import crd
+from colocated_rl_operator.resources import PodImages, pod
 from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.cluster
@@ -162,3 +164,13 @@ def test_crd_of_this_checkout_replaces_one_with_stored_jobs(kubectl: Kubectl, ap
         kubectl("wait", "--for=jsonpath={.spec.addedLater}=5", name, "--timeout=20s")
     finally:
         kubectl("apply", "--server-side", "--force-conflicts", "-f", CHECKOUT.root / crd.CRD_FILE)
+
+
+def test_a_pod_that_avoids_nodes_is_valid(api: ApiServer) -> None:
+    """The API takes one name in each requirement on a node's name."""
+    body = pod(make_job(), "gpu-0", 3, PodImages("agent", "rollout", "gpu", "Always"), avoids=("node-1", "node-2"))
+    answer = api.request("POST", "/api/v1/namespaces/default/pods?dryRun=All&fieldValidation=Strict", body)
+    assert answer.is_accepted, answer.message
+    affinity = answer.body["spec"]["affinity"]["nodeAffinity"]
+    [term] = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert [["node-1"], ["node-2"]] == [field["values"] for field in term["matchFields"]]

@@ -19,6 +19,7 @@ from builders import RESIDENT_ROLLOUT, ROLLOUT, make_job
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung
 from colocated_rl_operator import observation
+from colocated_rl_operator.observation import Tally
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause
 from fakes.group import Broken, Simulation, must
@@ -245,6 +246,21 @@ def test_one_fault_at_any_time_is_healed(kind: str, round_of_fault: int, placeme
         getattr(group, kind)(group.pods[0])
     settle(group)
     assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+@pytest.mark.parametrize("kind", ["agent_restarts", "connection_breaks"])
+@pytest.mark.parametrize("round_of_fault", range(0, 60, 6))
+@pytest.mark.parametrize("placement", Placement)
+def test_a_member_that_is_away_for_a_moment_costs_nothing(kind: str, round_of_fault: int, placement: Placement) -> None:
+    group = make_group(placement=placement)
+    for _ in range(round_of_fault):
+        everybody_moves(group)
+    for pod in group.everybody if kind == "connection_breaks" else group.pods:
+        getattr(group, kind)(pod)
+    settle(group)
+    assert group.climb is not None
+    assert (1, 0, Tally()) == (group.climb.lineage, group.climb.restarts, group.climb.tally)
+    assert {0} == {pod.attempt for pod in group.everybody}
 
 
 @pytest.mark.parametrize("round_of_suspension", range(0, 56, 4))
