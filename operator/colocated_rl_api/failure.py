@@ -42,6 +42,11 @@ class FailureAction(StrEnum):
         "As RestartPod, and no GPU pod of the job is put on the node where it stood any more: of such nodes the newest "
         "8 are avoided.",
     )
+    REQUEUE = (
+        "Requeue",
+        "Members stop and pods go, so that their devices are free; the job tries again after a while that grows each "
+        "time, and is another for each job.",
+    )
     FAIL_JOB = "FailJob", "The job fails at once: its members stop, its pods' logs and its volumes are kept."
 
 
@@ -87,6 +92,12 @@ class FailureCause(StrEnum):
         "WeightsDiffer",
         "Engines hold different weights of one version (weightSync.verify: Checksum).",
         (FailureAction.RETRY_STEP, FailureAction.FAIL_JOB),
+    )
+    PODS_NOT_READY = (
+        "PodsNotReady",
+        "Not every member answered within podsReadyDeadlineSeconds of the start or of a loss. Requeue leaves "
+        "backoffLimit alone unless a rule says it.",
+        (FailureAction.REQUEUE, FailureAction.FAIL_JOB),
     )
     MEMBER_SILENT = (
         "MemberSilent",

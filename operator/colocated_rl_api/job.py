@@ -496,7 +496,8 @@ class ColocatedRLJobSpec(Part):
         default=1800,
         ge=1,
         le=604_800,
-        description="All members must answer within this time, or the job is failed. May change.",
+        description="All members must answer within this time of the start or of a loss, or their devices are given "
+        "back and the job tries again later (Queued). May change.",
     )
     active_deadline_seconds: int | None = Field(
         default=None,

@@ -23,6 +23,7 @@ class Phase(StrEnum):
     RECOVERING = "Recovering"  # climbing again after a loss
     SUSPENDING = "Suspending"  # pods on their way out
     SUSPENDED = "Suspended"  # no pods, until spec.suspend is false
+    QUEUED = "Queued"  # not all pods came: none is there, until it is tried again
     COMPLETE = "Complete"
     FAILED = "Failed"
 

@@ -6,6 +6,7 @@ its pod where pods are the answer, is said here too: never a whole group that me
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,10 +14,11 @@ from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.ladder import Rung
 from colocated_rl_operator.actions import DeletePod, PodAction
 from colocated_rl_operator.observation import Climb, Member, Observation, Tally
-from colocated_rl_operator.reasons import Cause
+from colocated_rl_operator.reasons import Cause, Waiting
 from colocated_rl_operator.roster import is_silent
 
 MAX_AVOIDED = 8  # nodes of one job
+QUEUE_S, MAX_QUEUE_S = 30.0, 600.0  # of a job whose pods did not come, at least; up to twice as long
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Hold:
 
     until: float
     message: str
+    reason: Waiting = Waiting.BACKOFF
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ def answer(seen: Observation, failure: Failure) -> Answer:
         has_tries = rule.max_tries is None or failure.tries < rule.max_tries
         if failure.cause in rule.on_causes and is_for_rung and has_tries:
             return Answer(rule.action, number, rule.counts)
-    return Answer(failure.cause.answers[0])
+    usual = failure.cause.answers[0]
+    return Answer(usual, counts=usual is not FailureAction.REQUEUE)
 
 
 def backoff_s(seen: Observation, tries: int) -> float:
@@ -123,9 +127,7 @@ def _answer(seen: Observation, now: Climb, cause: Cause, failure: Failure) -> De
     """The trainers start together again, after a while, in these pods or in others; or the job ends."""
     said = answer(seen, failure)
     if said.action is FailureAction.FAIL_JOB:
-        tally = replace(now.tally, cause=failure.cause, action=said.action, rule=said.rule)
-        climb = replace(seen.climb or now, tally=tally)
-        return raise_epoch(seen, climb, Cause.FAILURE_POLICY, f"{failure.message}: the job fails{said.by}")
+        return _fail(seen, now, failure, said)
     counted = now.restarts + (said.counts and bool(now.group))
     if counted > seen.job.spec.backoff_limit:
         return _give_up(seen, now, failure.message)
@@ -146,6 +148,29 @@ def _answer(seen: Observation, now: Climb, cause: Cause, failure: Failure) -> De
     return raise_epoch(seen, replace(climb, lineage=now.lineage + 1, group=seen.group or now.group), cause, message)
 
 
+def after_absence(seen: Observation, now: Climb | None, message: str) -> Decision:
+    """Pods that did not come: nobody's devices wait for them."""
+    now = now or Climb(epoch=0, step=0, lineage=0, group="", cause=Cause.PODS_NOT_READY)
+    failure = Failure(FailureCause.PODS_NOT_READY, message, (), seen.now, now.tally.tries_at(now.step))
+    said = answer(seen, failure)
+    if said.action is FailureAction.FAIL_JOB:
+        return _fail(seen, now, failure, said)
+    if now.restarts + said.counts > seen.job.spec.backoff_limit:
+        return _give_up(seen, now, message)
+    tally = replace(_answered(now.tally, failure, said), step=max(now.step, now.tally.step), tries=failure.tries + 1)
+    climb = replace(now, restarts=now.restarts + said.counts, tally=tally)
+    decision = raise_epoch(seen, climb, Cause.PODS_NOT_READY, message)
+    wait_s = queue_s(seen, decision.climb)
+    return replace(decision, message=f"{message}: all pods go, and the job tries again in {wait_s:.0f} s{said.by}")
+
+
+def queue_s(seen: Observation, now: Climb) -> float:
+    """How long a job stays queued. Jobs that wait for each other's devices don't come back at one moment."""
+    digest = hashlib.sha256(f"{seen.job.uid} {now.epoch}".encode()).digest()
+    share = int.from_bytes(digest[:4]) / 2**32
+    return min(QUEUE_S * 2.0 ** min(now.tally.tries - 1, 32), MAX_QUEUE_S) * (1 + share)
+
+
 def after_replacement(seen: Observation, now: Climb) -> Decision:
     """Pods were lost and made again, and no rule had a word about it."""
     message = _replaced(seen)
@@ -163,6 +188,15 @@ def after_replacement(seen: Observation, now: Climb) -> Decision:
     )
     climb = replace(now, lineage=now.lineage + 1, group=seen.group or now.group, restarts=now.restarts + 1, tally=tally)
     return raise_epoch(seen, climb, Cause.POD_REPLACED, f"{message}: the trainers start together again")
+
+
+def _fail(seen: Observation, now: Climb, failure: Failure, said: Answer) -> Decision:
+    climb = replace(seen.climb or now, tally=_answered(now.tally, failure, said))
+    return raise_epoch(seen, climb, Cause.FAILURE_POLICY, f"{failure.message}: the job fails{said.by}")
+
+
+def _answered(tally: Tally, failure: Failure, said: Answer) -> Tally:
+    return replace(tally, cause=failure.cause, action=said.action, rule=said.rule)
 
 
 def _give_up(seen: Observation, now: Climb, message: str) -> Decision:

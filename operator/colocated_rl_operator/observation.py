@@ -91,8 +91,8 @@ class Climb:
 
 
 def rests(job: Job, climb: Climb | None) -> bool:
-    """No pod is wanted: the job is suspended, or will be when its pods are gone."""
-    return job.spec.suspend if climb is None else climb.cause is Cause.SUSPENDED
+    """No pod is wanted: the job is suspended or queued, or will be when its pods are gone."""
+    return job.spec.suspend if climb is None else climb.cause.rests
 
 
 @lru_cache(maxsize=MANY)

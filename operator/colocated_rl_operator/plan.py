@@ -22,12 +22,14 @@ from colocated_rl_operator.actions import DeletePod, PodAction, Wait
 from colocated_rl_operator.answers import (
     Decision,
     Hold,
+    after_absence,
     after_death,
     after_difference,
     after_loss,
     after_replacement,
     after_standstill,
     listed,
+    queue_s,
     raise_epoch,
     rest_after_roll_back,
 )
@@ -64,10 +66,10 @@ def plan(seen: Observation) -> Plan:
             # facts count under the epoch they were reported in, so the new one starts with every pod unknown
             found = _follow(replace(seen, climb=climb), raises=True, message=message)
             return replace(found, pods=(*pods, *found.pods)) if pods else found
-        case Hold(until, message):
+        case Hold(until, message, reason):
             found = _follow(seen, raises=False, message="")
             wake_at = until if found.wake_at is None else min(until, found.wake_at)
-            return replace(found, wait=Wait(Waiting.BACKOFF, (), message), wake_at=wake_at)
+            return replace(found, wait=Wait(reason, (), message), wake_at=wake_at)
         case None:
             return _follow(seen, raises=False, message="")
 
@@ -117,12 +119,25 @@ def _decide(seen: Observation) -> Decision | Hold | None:
     return found
 
 
-def _decide_after_stop(seen: Observation, now: Climb) -> Decision | None:
-    """A suspension that has begun is finished before the job goes on: who was told to stop can't be told otherwise."""
-    if now.cause is Cause.SUSPENDED and not seen.members:
-        message = "the job goes on: its pods are made again"
-        return None if seen.job.spec.suspend else raise_epoch(seen, replace(now, group=""), Cause.RESUMED, message)
+def _decide_after_stop(seen: Observation, now: Climb) -> Decision | Hold | None:
+    """A rest that has begun is finished before the job goes on: who was told to stop can't be told otherwise."""
+    if now.cause.rests and not seen.members:
+        return _decide_at_rest(seen, now)
     return raise_epoch(seen, now, now.cause, "the end is told again") if _is_contested(seen) else None
+
+
+def _decide_at_rest(seen: Observation, now: Climb) -> Decision | Hold | None:
+    is_queued = now.cause is Cause.PODS_NOT_READY
+    if seen.job.spec.suspend:
+        return raise_epoch(seen, now, Cause.SUSPENDED, "it has no pods") if is_queued else None
+    if is_queued:
+        if (late := _decide_by_time(seen, now)) is not None:
+            return late
+        until = seen.memory.epoch_at + queue_s(seen, now)
+        if seen.now < until:
+            active_until = _active_until(seen)
+            return Hold(until if active_until is None else min(until, active_until), "", Waiting.QUEUE)
+    return raise_epoch(seen, replace(now, group=""), Cause.RESUMED, "the job goes on: its pods are made again")
 
 
 def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
@@ -133,11 +148,13 @@ def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
         return raise_epoch(seen, now, Cause.DEADLINE, message)
     if awaited_since is not None and seen.now >= awaited_since + spec.pods_ready_deadline_seconds:
         message = f"not every member answered within {spec.pods_ready_deadline_seconds} s: {_absentees(seen)}"
-        return raise_epoch(seen, now, Cause.PODS_NOT_READY, message)
+        return after_absence(seen, now, message)
     return None
 
 
 def _decide_when_all_answer(seen: Observation, now: Climb) -> Decision | Hold | None:
+    if not now.lineage:
+        return _first(seen, now)
     if not now.group:
         climb = replace(now, lineage=now.lineage + 1, group=seen.group or "")
         cause = Cause.POD_REPLACED if now.cause is Cause.POD_REPLACED else Cause.RESUMED
@@ -180,16 +197,15 @@ def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | Hold | 
     return None
 
 
-def _first(seen: Observation) -> Decision:
+def _first(seen: Observation, now: Climb | None = None) -> Decision:
     """A job without a record: new, or its status was lost. Then what members know is the record."""
     ranks = [rank for member in seen.gpu_members if member.pod_facts for rank in member.pod_facts.trainers]
     trained = seen.rollout_facts.trained_step if seen.rollout_facts else 0
-    climb = Climb(
-        epoch=0,
+    climb = replace(
+        now or Climb(epoch=0, step=0, lineage=0, group="", cause=Cause.FIRST_START),
         step=max([trained, *(rank.step or 0 for rank in ranks)]),
         lineage=max((rank.lineage or 0 for rank in ranks), default=0) + 1,
         group=seen.group or "",
-        cause=Cause.FIRST_START,
     )
     return raise_epoch(seen, climb, Cause.FIRST_START, "every member answers: the trainers start")
 

@@ -70,8 +70,9 @@ class Cause(Told):
     )
     PODS_NOT_READY = (
         "PodsReadyDeadlineExceeded",
-        "Not every member answered within podsReadyDeadlineSeconds: the job has failed and its GPUs are free.",
-        "the message names who was missing and why: quota, nodes, images, claims; make the job again",
+        "Not every member answered within podsReadyDeadlineSeconds: members stop and pods go, so that no GPU waits for "
+        "those that are missing, and the job tries again later.",
+        "the message names who was missing and why: quota, nodes, images, claims",
     )
     DEADLINE = (
         "DeadlineExceeded",
@@ -88,7 +89,7 @@ class Cause(Told):
     @property
     def is_failure(self) -> bool:
         """The job ends as failed."""
-        return self in (Cause.BACKOFF_LIMIT, Cause.FAILURE_POLICY, Cause.PODS_NOT_READY, Cause.DEADLINE)
+        return self in (Cause.BACKOFF_LIMIT, Cause.FAILURE_POLICY, Cause.DEADLINE)
 
     @property
     def is_recovery(self) -> bool:
@@ -96,8 +97,13 @@ class Cause(Told):
         return self in (Cause.POD_REPLACED, Cause.TRAINER_DIED, Cause.RUNG_DEADLINE, Cause.WEIGHTS_DIFFER)
 
     @property
+    def rests(self) -> bool:
+        """No pod is wanted, for now."""
+        return self in (Cause.SUSPENDED, Cause.PODS_NOT_READY)
+
+    @property
     def goal(self) -> Goal:
-        stops = self in (Cause.ALL_STEPS_DONE, Cause.SUSPENDED) or self.is_failure
+        stops = self is Cause.ALL_STEPS_DONE or self.rests or self.is_failure
         return Goal.STOP if stops else Goal.CLIMB
 
 
@@ -107,6 +113,7 @@ class Waiting(StrEnum):
     PODS = "PodsNotReady"  # a pod is missing, starting or silent
     STOPPING = "MembersStopping"
     BACKOFF = "BackingOff"  # the answer to a failure has its time
+    QUEUE = "Queued"  # the job is tried again later
 
 
 class ConditionType(Told):
@@ -137,7 +144,7 @@ class Reason(Told):
     PODS_STARTING = (
         "PodsStarting",
         "Not every member answers yet, or again.",
-        "the message names them; podsReadyDeadlineSeconds after the loss the job fails",
+        "the message names them; podsReadyDeadlineSeconds after the loss its GPUs are given back, and it tries again",
     )
     OPERATOR_CUT_OFF = (
         "OperatorCutOff",

@@ -95,7 +95,7 @@ def report(
         rollout=_rollout(seen) or before.rollout,
         evaluation=_evaluation(seen) or before.evaluation,
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
-        start_time=None if is_resting else before.start_time or at,
+        start_time=None if phase in (Phase.SUSPENDING, Phase.SUSPENDED) else before.start_time or at,
         completion_time=before.completion_time or (at if plan.is_over else None),
         conditions=_conditions(seen, plan, phase, served, before.conditions, at, stall, answering=answering),
     )
@@ -160,6 +160,8 @@ def _phase(
     answering: bool,
 ) -> Phase:
     climb = plan.climb
+    if climb is not None and climb.cause is Cause.PODS_NOT_READY:
+        return Phase.QUEUED
     if rests(seen.job, climb):
         return Phase.SUSPENDING if seen.members else Phase.SUSPENDED
     if climb is None:
@@ -192,7 +194,7 @@ def _holder(phase: Phase, ladder: Ladder) -> Holder:
             return Holder.ROLLOUT
         case Phase.TRAINING:
             return Holder.TRAINER
-        case Phase.PENDING | Phase.SUSPENDED | Phase.COMPLETE | Phase.FAILED:
+        case Phase.PENDING | Phase.SUSPENDED | Phase.QUEUED | Phase.COMPLETE | Phase.FAILED:
             return Holder.NOBODY
         case Phase.STARTING | Phase.SWITCHING | Phase.RECOVERING | Phase.SUSPENDING:
             return Holder.SWITCHING
@@ -248,16 +250,24 @@ def _conditions(
         stalled = (True, stall.reason, stall.message)
     done = f"all {seen.job.spec.steps} steps are done" if is_complete else ""
     failure = plan.message if is_failed else ""
+    if phase is Phase.QUEUED:
+        waiting = plan.message
     sharing = SHARING[seen.job.ladder.placement]
     is_suspended = phase is Phase.SUSPENDED
     suspended: Told = Reason.NOT_SUSPENDED
     pods_ready = _pods_ready(plan, waiting, answering=answering, is_deaf=seen.is_deaf)
     if phase in (Phase.SUSPENDING, Phase.SUSPENDED):
-        suspended, pods_ready = ready[1], (False, ready[1], "")
+        suspended = ready[1]
+    if phase in (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED):
+        pods_ready = (False, ready[1], waiting if phase is Phase.QUEUED else "")
     kept = "its pods are gone, its volumes are kept: it goes on when spec.suspend is false" if is_suspended else ""
     return [
         stamp(ConditionType.READY, ready[0], ready[1], failure or waiting),
-        stamp(ConditionType.RECONCILING, *_reconciles(plan, ready, is_at_rest=is_failed or is_suspended), waiting),
+        stamp(
+            ConditionType.RECONCILING,
+            *_reconciles(plan, ready, is_at_rest=is_failed or is_suspended),
+            waiting,
+        ),
         stamp(ConditionType.STALLED, *stalled),
         stamp(ConditionType.PODS_READY, *pods_ready),
         stamp(ConditionType.GPU_SHARING_READY, served is not None and not plan.is_over, *sharing),
@@ -297,6 +307,8 @@ def _readiness(phase: Phase, cause: Cause | None) -> tuple[bool, Told]:
             return False, Reason.SUSPENDING
         case Phase.SUSPENDED:
             return False, Cause.SUSPENDED
+        case Phase.QUEUED:
+            return False, Cause.PODS_NOT_READY
         case Phase.RECOVERING | Phase.FAILED:
             return False, cause or Reason.CLIMBING
 

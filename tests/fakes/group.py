@@ -461,6 +461,7 @@ class Simulation(Group):
         self.is_over = False
         self.memory = Memory()
         self.sent = 0
+        self.blocked: set[str] = set()  # seats for whose pods there is no node
 
     # -------------------------------------------------------------------------------------------------- the operator
     def operator_pass(self, *, dies_after_record: bool = False) -> Plan:
@@ -486,7 +487,8 @@ class Simulation(Group):
         for action in decided.pods:
             if isinstance(action, CreatePod):
                 must(len(action.avoids) <= MAX_AVOIDED, "ever more nodes are avoided")
-                self.add(action.seat, action.attempt, f"uid-{next(self.incarnations)}")
+                if action.seat not in self.blocked:
+                    self.add(action.seat, action.attempt, f"uid-{next(self.incarnations)}")
             else:
                 self._delete(action.uid)
         if seen.climb is not None:

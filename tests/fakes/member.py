@@ -129,6 +129,7 @@ class FakeKubelet:
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._net = f"127.{random.randrange(10, 250)}.{random.randrange(1, 250)}"
         self._hosts = iter(range(1, 250))
+        self.blocked: set[str] = set()  # names of pods for which there is no node
         self.holds: dict[str, Callable[[PodTarget | RolloutTarget], bool]] = {}  # by seat
 
     def note(self, event: str, pod: Body) -> None:
@@ -142,7 +143,11 @@ class FakeKubelet:
             if uid in self._lives:
                 self.end(uid)
                 self.tasks.create_task(self._ended(pod), name=f"end/{name}")
-        elif uid not in self._lives and pod.get("status", {}).get("phase") in (None, "Pending"):
+        elif (
+            name not in self.blocked
+            and uid not in self._lives
+            and pod.get("status", {}).get("phase") in (None, "Pending")
+        ):
             self._lives[uid] = self.tasks.create_task(self._run(pod), name=f"run/{name}")
 
     def end(self, uid: str) -> None:

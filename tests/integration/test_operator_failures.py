@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import Goal, PodTarget
+from colocated_rl_operator.answers import QUEUE_S
 from fakes.group import GpuPod
 from fakes.world import SPEC, World, condition
 
@@ -195,3 +197,22 @@ async def test_an_eviction_that_does_not_count_leaves_the_limit_alone(world: Wor
         failures(world)["podRestarts"],
         failures(world)["cause"],
     )
+
+
+@pytest.mark.parametrize("world", [SPEC | {"podsReadyDeadlineSeconds": 1}], indirect=True, ids=["Requeue"])
+async def test_a_job_without_room_gives_its_devices_back_and_completes_when_there_is_room(world: World) -> None:
+    waited_s = 0.0
+    world.kubelet.blocked = {"sums-gpu-1-0"}
+    async with world.operator(clock=lambda: time.monotonic() + waited_s) as operator:
+        await world.until(lambda: world.status.get("phase") == "Queued" and not world.api.all("pods"))
+        for kind in ("Ready", "PodsReady"):
+            assert ("False", "PodsReadyDeadlineExceeded") == condition(world, kind)
+        assert ("True", "PodsReadyDeadlineExceeded") == condition(world, "Reconciling")
+        [why] = events(world, "PodsReadyDeadlineExceeded")
+        assert why in {item["message"] for item in world.status["conditions"] if item["type"] == "PodsReady"}
+        assert "Nobody" == world.status["gpuHolder"]
+        world.kubelet.blocked = set()
+        waited_s = 2 * QUEUE_S
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert (0, "Requeue") == (world.status["restarts"], failures(world)["action"])

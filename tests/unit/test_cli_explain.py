@@ -198,9 +198,7 @@ def test_a_spec_that_the_operator_has_not_read_yet() -> None:
     assert ([("SpecNotSeen", None)], False) == (reasons(found), found.is_problem)
 
 
-@pytest.mark.parametrize(
-    "reason", ["InvalidSpec", "ObjectRefused", "BackoffLimitExceeded", "PodsReadyDeadlineExceeded"]
-)
+@pytest.mark.parametrize("reason", ["InvalidSpec", "ObjectRefused", "BackoffLimitExceeded", "FailurePolicy"])
 def test_a_stalled_job_is_a_problem_with_the_operators_words(reason: str) -> None:
     found = explained(job(status=running(conditions=[condition("Stalled", "True", reason, "the words")])))
     assert (reason, "the words", True) == (found.causes[0].reason, found.causes[0].message, found.is_problem)
@@ -385,6 +383,15 @@ def test_the_answer_to_the_last_failure_is_told_with_its_rule() -> None:
     assert told.endswith(
         "1 of 6 restarts used, last EngineLost: ReplacePodElsewhere (failurePolicy.rules[1]), no GPU pod on node-7"
     )
+
+
+def test_a_queued_job_says_who_was_missing_and_is_no_problem() -> None:
+    why = "not every member answered within 60 s: gpu-1 (not scheduled): all pods go, and the job tries again in 40 s"
+    conditions = [condition("Reconciling", "True", "PodsReadyDeadlineExceeded", why)]
+    found = explained(job(status=running(phase="Queued", rung=None, conditions=conditions)), pods=[], states={})
+    assert [("PodsReadyDeadlineExceeded", None)] == reasons(found)
+    assert why == found.causes[0].message
+    assert not found.is_problem
 
 
 def test_a_back_off_is_told_and_is_no_problem() -> None:

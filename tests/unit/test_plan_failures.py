@@ -12,8 +12,8 @@ from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
 from colocated_rl_api.member_wire import Goal, PodFacts, PodTarget, Problem
 from colocated_rl_operator.actions import CreatePod, DeletePod
-from colocated_rl_operator.answers import MAX_AVOIDED
-from colocated_rl_operator.observation import Climb, Member, Observation, PodPhase, Tally, remember
+from colocated_rl_operator.answers import MAX_AVOIDED, MAX_QUEUE_S, QUEUE_S, queue_s
+from colocated_rl_operator.observation import Climb, Member, Memory, Observation, PodPhase, Tally, remember
 from colocated_rl_operator.plan import Plan, patience_s, plan
 from colocated_rl_operator.reasons import Cause, Waiting
 from colocated_rl_operator.roster import SILENCE_S
@@ -426,3 +426,81 @@ def test_a_pod_lost_without_a_rule_is_counted_when_the_group_is_whole_again() ->
     climb = climb_of(plan(remember(replace(seen, members=(seen.members[0], lost, fresh, seen.members[2])))))
     assert (1, 1, 0) == (climb.restarts, climb.tally.pod_restarts, climb.tally.step_retries)
     assert ("PodFailed", "RestartPod") == (climb.tally.cause, climb.tally.action)
+
+
+# -------------------------------------------------------------------------------------------- of pods that do not come
+def absent(failure_policy: dict[str, Any] | None = None, **spec: Any) -> Observation:
+    """A pod of a group has been away for longer than is allowed."""
+    seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=failure_policy, podsReadyDeadlineSeconds=60, **spec)
+    return later(changed(seen, 1, facts=None, phase=PodPhase.PENDING, trouble="not scheduled: no GPU is free"), 60)
+
+
+def queued(seen: Observation) -> Observation:
+    """Everybody has stopped, and no pod is left."""
+    return remember(replace(seen, climb=climb_of(plan(seen)), members=()))
+
+
+def test_a_job_whose_pods_do_not_come_gives_its_devices_back_and_says_when_it_tries_again() -> None:
+    seen = absent()
+    decided = plan(seen)
+    climb = climb_of(decided)
+    assert (Cause.PODS_NOT_READY, 0, "Requeue", 1) == (
+        *(climb.cause, climb.restarts, climb.tally.action, climb.tally.tries),
+    )
+    assert {Goal.STOP} == {target.goal for target in decided.targets.values() if isinstance(target, PodTarget)}
+    assert "gpu-1 (not scheduled: no GPU is free): all pods go, and the job tries again in" in decided.message
+    wait_s = queue_s(seen, climb)
+    resting = queued(seen)
+    assert not plan(later(resting, wait_s - 1)).raises
+    assert pytest.approx(resting.now + wait_s) == plan(resting).wake_at
+    again = climb_of(plan(later(resting, wait_s)))
+    assert (Cause.RESUMED, 2, "", 1) == (again.cause, again.step, again.group, again.tally.tries)
+
+
+def test_jobs_come_back_from_the_queue_at_different_moments_and_later_each_time() -> None:
+    seen, waits = absent(), []
+    for tries in range(1, 9):
+        climb = replace(climb_of(plan(seen)), tally=Tally(tries=tries))
+        waits.append([queue_s(replace(seen, job=replace(seen.job, uid=uid)), climb) for uid in "abc"])
+        least = min(QUEUE_S * 2 ** (tries - 1), MAX_QUEUE_S)
+        assert all(least <= wait_s < 2 * least for wait_s in waits[-1])
+    assert all(len(set(of_jobs)) == 3 for of_jobs in waits)
+
+
+def test_a_new_leader_leaves_a_queued_job_in_its_queue() -> None:
+    resting = replace(queued(absent()), memory=Memory())
+    assert not plan(remember(resting)).raises
+
+
+def test_a_queued_job_that_was_never_started_starts_for_the_first_time() -> None:
+    job = make_job(podsReadyDeadlineSeconds=60)
+    seen = later(make_observation(job, [None, None], climb=None, rollout=None), 60)
+    resting = queued(seen)
+    climb = climb_of(plan(later(resting, 2 * QUEUE_S)))
+    assert Cause.RESUMED is climb.cause
+    blank: list[PodFacts | None] = [facts_at(Rung.RELEASED, WeightVersion(0, 0), epoch=0)] * 2
+    seen = make_observation(job, blank, climb=climb, rollout=rollout_facts(epoch=0))
+    climb = climb_of(plan(seen))
+    assert (Cause.FIRST_START, 1, 1) == (climb.cause, climb.lineage, climb.tally.tries)
+
+
+def test_a_queued_job_can_be_suspended_and_comes_to_its_end_in_time() -> None:
+    resting = queued(absent(activeDeadlineSeconds=100))
+    suspended = resting.job.spec.model_copy(update={"suspend": True})
+    climb = climb_of(plan(replace(resting, job=replace(resting.job, spec=suspended))))
+    assert Cause.SUSPENDED is climb.cause
+    late = replace(resting, started_at=resting.now - 100)
+    assert Cause.DEADLINE is climb_of(plan(late)).cause
+    soon = replace(resting, started_at=resting.now - 99)
+    assert resting.now + 1 == plan(soon).wake_at
+
+
+def test_a_rule_may_end_a_job_whose_pods_do_not_come_again_and_again() -> None:
+    rules = policy(rule("PodsNotReady", action="Requeue", maxTries=2), rule("PodsNotReady", action="FailJob"))
+    seen = absent(failure_policy=rules, backoffLimit=1)
+    assert seen.climb is not None
+    first = climb_of(plan(seen))
+    assert (Cause.PODS_NOT_READY, 1) == (first.cause, first.restarts)
+    assert Cause.BACKOFF_LIMIT is climb_of(plan(replace(seen, climb=replace(seen.climb, restarts=1)))).cause
+    tried = replace(seen.climb, tally=Tally(step=2, tries=2))
+    assert Cause.FAILURE_POLICY is climb_of(plan(replace(seen, climb=tried))).cause

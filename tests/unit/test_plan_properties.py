@@ -25,7 +25,7 @@ from colocated_rl_operator.reasons import Cause
 from fakes.group import Broken, Simulation, must
 
 MOVES_TO_THE_END = 4000
-ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT), str(Cause.PODS_NOT_READY)}
+ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT)}
 
 
 def make_group(
@@ -246,6 +246,34 @@ def test_one_fault_at_any_time_is_healed(kind: str, round_of_fault: int, placeme
         getattr(group, kind)(group.pods[0])
     settle(group)
     assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+@pytest.mark.parametrize("seat", ["gpu-0", "gpu-1", "rollout"])
+@pytest.mark.parametrize("round_of_fault", range(0, 40, 12))
+@pytest.mark.parametrize("placement", Placement)
+def test_a_pod_that_does_not_come_back_costs_the_others_their_devices_only_until_it_does(
+    seat: str, round_of_fault: int, placement: Placement
+) -> None:
+    group = make_group(placement=placement)
+    for _ in range(round_of_fault):
+        everybody_moves(group)
+    group.blocked.add(seat)
+    for pod in [pod for pod in group.everybody if pod.seat == seat]:
+        group.pod_is_lost(pod)
+    for _ in range(MOVES_TO_THE_END):
+        decided, busy = everybody_moves(group)
+        is_queued = group.climb is not None and group.climb.cause is Cause.PODS_NOT_READY
+        if is_queued and not group.everybody:
+            break
+        if not busy:
+            group.now = decided.wake_at or group.now
+    else:
+        pytest.fail("the others keep their devices")
+    group.blocked.clear()
+    settle(group)
+    assert str(Cause.ALL_STEPS_DONE) == group.outcome
+    assert group.climb is not None
+    assert 0 == group.climb.restarts
 
 
 @pytest.mark.parametrize("kind", ["agent_restarts", "connection_breaks"])

@@ -57,7 +57,7 @@ def explain(seen: Evidence) -> Explanation:
     facts = facts_of(seen)
     rungs = rungs_of(status, seen, facts)
     causes = [*_of_job(job, status)]
-    if not (_is_over(status) or status.phase in (Phase.SUSPENDING, Phase.SUSPENDED)):
+    if not (_is_over(status) or status.phase in (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED)):
         causes += _of_pods(seen, status)
         causes += _of_members(status, facts, rungs, {cause.pod for cause in causes})
         causes += _of_rollout(status, facts)
@@ -132,7 +132,7 @@ def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Cause]:
     for one in status.conditions:
         if one.status is ConditionStatus.TRUE and one.type in ("Stalled", "Suspended"):
             yield Cause("Suspended" if one.type == "Suspended" else one.reason, one.message)
-        if one.type == "Reconciling" and one.reason == "BackingOff":
+        if one.type == "Reconciling" and one.reason in ("BackingOff", "PodsReadyDeadlineExceeded"):
             yield Cause(one.reason, one.message)
     if status.phase is Phase.SUSPENDING:
         yield Cause("Suspending", "")

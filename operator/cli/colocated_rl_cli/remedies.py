@@ -55,8 +55,9 @@ REMEDIES: dict[str, Remedy] = {
         heals=True,
     ),
     "PodsReadyDeadlineExceeded": Remedy(
-        "not every pod answered within podsReadyDeadlineSeconds",
-        "see why the pods named do not run, then make a new job",
+        "not every pod answered within podsReadyDeadlineSeconds: the job gave its devices back and tries again later",
+        "see why the pods that the message names do not run: quota, nodes, images, claims",
+        heals=True,
     ),
     "PodsStarting": Remedy("pods are missing, starting or silent", "see the pods below", heals=True),
     "Deleted": Remedy(
