@@ -47,7 +47,7 @@ TURNS = 3
 GIB = 1 << 30
 STEPS = 3  # of a training run, the first of which is not counted
 GROUP_SIZE, ROWS = 8, 4  # samples of a prompt; samples of a forward pass
-LENGTHS = {"uniform": [128] * 16, "long tail": [16] * 10 + [64] * 4 + [512] * 2}  # of completions
+LENGTHS = {"uniform": [128] * 16, "long tail": [8] * 10 + [32] * 4 + [256] * 2}  # of completions
 STEP_S = 900.0
 
 
