@@ -96,7 +96,7 @@ bench: setup ## figures: time of each rung, what operator and agents add, memory
 	@python -m bench
 
 .PHONY: bench-operator
-bench-operator: setup ## what the operator adds to a switch, from 8 members to 1,024
+bench-operator: setup ## what the operator adds to a switch, from 8 members to 1,024; groups at once, 500 jobs
 	@PYTHONPATH=tests python -m bench.operator
 
 .PHONY: bench-rollout
