@@ -70,6 +70,7 @@ from fakes.model_pod import (
 )
 
 MORTAL = ("agent", "connection", "engine", "operator", "pod", "trainer")
+WAITS = 4  # one after another, at most: a deadline, and the back-offs that follow it
 
 
 class Seen(NamedTuple):
@@ -226,7 +227,9 @@ class Model:
             self.plans += 1
             seen = self.observe(state)
             decided = plan(seen)
-            while late and not decided.raises and decided.wake_at is not None:  # a back-off follows a deadline
+            for _ in range(WAITS if late else 0):
+                if decided.raises or decided.wake_at is None:
+                    break
                 seen = replace(seen, now=decided.wake_at)
                 decided = plan(seen)
                 if decided.pods:
