@@ -371,9 +371,12 @@ def slowed(job: RunningJob, pod: str, *, seconds: float) -> Iterator[None]:
 
 
 def stopped_off_device(job: RunningJob, pod: str) -> bool:
-    """Whether the signal came before its turn. In an export, say, it would keep the group from the next training."""
+    """Whether the signal came before its turn. In an export or a save it would keep the group from training again."""
+    every = job.get()["spec"]["checkpoint"]["everySteps"]
     assert job.signal(pod, names.GPU_CONTAINER, command_contains=TRAINER, signal="SIGSTOP") > 0
-    if job.member(pod)["facts"]["trainers"][0]["state"] == "Offloaded":
+    trainer = job.member(pod)["facts"]["trainers"][0]
+    due = trainer["step"] - trainer["step"] % every
+    if trainer["state"] == "Offloaded" and (trainer["saved"] or 0) >= due:
         return True
     job.signal(pod, names.GPU_CONTAINER, command_contains=TRAINER, signal="SIGCONT")
     return False
