@@ -61,7 +61,7 @@ def test_model_leaves_the_device_if_the_job_says_so(
     loop = Reinforce(settings)
     loop.load()
     moved: list[torch.device] = []
-    loop.model.to = moved.append  # type: ignore[assignment]  # recorded, and not moved
+    loop.model.to = moved.append  # recorded, and not moved
 
     loop.offload()
 

@@ -27,7 +27,7 @@ class GivenCompletions(GRPOTrainer):  # type: ignore[misc]  # untyped where we a
         return prompt_ids, responses, None, ["" for _ in prompts], None, {}, None, None
 
 
-class Clock(TrainerCallback):
+class Clock(TrainerCallback):  # type: ignore[misc]  # no types of transformers are read
     """One step: its batch, as many forward and backward passes as it has parts, and the optimizer call."""
 
     def __init__(self) -> None:

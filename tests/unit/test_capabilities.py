@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,12 @@ def rows() -> list[tuple[int, str]]:
     return [(int(row["number"]), row["shown"].strip()) for row in found if row is not None]
 
 
+@cache
+def functions_of(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
 def test_every_capability_is_accounted_for_once() -> None:
     assert list(range(1, 100)) == [number for number, _ in rows()]
 
@@ -29,9 +36,4 @@ def test_capability_is_not_there_yet_or_names_tests_that_exist(number: int, show
     assert named or shown == NOT_YET, f"F{number}: name a test as `tests/…/test_x.py::test_y`, or say {NOT_YET}"
     for file, name in named:
         assert (ROOT / file).is_file(), f"F{number} names {file}"
-        functions = {
-            node.name
-            for node in ast.walk(ast.parse((ROOT / file).read_text()))
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
-        assert name in functions, f"F{number} names {name}, which {file} has not"
+        assert name in functions_of(ROOT / file), f"F{number} names {name}, which {file} has not"

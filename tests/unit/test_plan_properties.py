@@ -156,20 +156,19 @@ def walk(
     return group
 
 
-@given(seed=st.integers(0, 2**32), replicas=st.integers(1, 3), faults=st.integers(0, 6))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@example(seed=0, replicas=2, faults=0)
-def test_every_walk_ends_and_no_invariant_breaks(seed: int, replicas: int, faults: int) -> None:
-    group = walk(seed, replicas=replicas, faults=faults)
-    assert group.outcome in ENDS
-    if faults <= group.job.spec.backoff_limit:
-        assert str(Cause.ALL_STEPS_DONE) == group.outcome
-
-
-@given(seed=st.integers(0, 2**32), replicas=st.integers(1, 3), faults=st.integers(0, 6))
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_walk_of_a_resident_job_ends_and_no_invariant_breaks(seed: int, replicas: int, faults: int) -> None:
-    group = walk(seed, replicas=replicas, faults=faults, placement=Placement.RESIDENT)
+@given(
+    seed=st.integers(0, 2**32),
+    replicas=st.integers(1, 3),
+    faults=st.integers(0, 6),
+    placement=st.sampled_from(Placement),
+    reference=st.booleans(),
+)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(seed=0, replicas=2, faults=0, placement=Placement.TIME_SLICED, reference=False)
+def test_every_walk_ends_and_no_invariant_breaks(
+    seed: int, replicas: int, faults: int, placement: Placement, reference: bool
+) -> None:
+    group = walk(seed, replicas=replicas, faults=faults, placement=placement, reference=reference)
     assert group.outcome in ENDS
     if faults <= group.job.spec.backoff_limit:
         assert str(Cause.ALL_STEPS_DONE) == group.outcome
@@ -196,25 +195,13 @@ def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_othe
     placement=st.sampled_from(Placement),
     policy=policies(),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_walk_under_any_policy_ends_and_no_invariant_breaks(
     seed: int, replicas: int, faults: int, placement: Placement, policy: dict[str, Any]
 ) -> None:
     group = walk(seed, replicas=replicas, faults=faults, placement=placement, policy=policy)
     assert group.climb is not None
     event(f"{group.climb.tally.cause}: {group.climb.tally.action}")
-    assert group.outcome in ENDS
-    if faults <= group.job.spec.backoff_limit:
-        assert str(Cause.ALL_STEPS_DONE) == group.outcome
-
-
-@pytest.mark.parametrize("placement", Placement)
-@given(seed=st.integers(0, 2**32), replicas=st.integers(1, 3), faults=st.integers(0, 6))
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_walk_of_a_job_with_a_reference_ends_and_no_invariant_breaks(
-    placement: Placement, seed: int, replicas: int, faults: int
-) -> None:
-    group = walk(seed, replicas=replicas, faults=faults, placement=placement, reference=True)
     assert group.outcome in ENDS
     if faults <= group.job.spec.backoff_limit:
         assert str(Cause.ALL_STEPS_DONE) == group.outcome

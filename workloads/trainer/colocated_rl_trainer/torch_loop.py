@@ -119,7 +119,7 @@ class TorchLoop:
 
     def _move_to(self, device: torch.device, *, with_model: bool = True) -> None:
         if with_model:
-            self.model.to(device)  # type: ignore[arg-type]  # as transformers has it
+            self.model.to(device)
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():  # counts of calls stay on the host
