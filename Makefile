@@ -19,7 +19,7 @@ LOCALCLUSTER = $(CURDIR)/.build/bin/localcluster
 CLUSTER_DIR := $(CURDIR)/.build/localcluster
 
 # with the build's flags, so that what it compiled is used again
-GO := cd tests/localcluster && CGO_ENABLED=0 GOTOOLCHAIN=local GOFLAGS='-mod=readonly -trimpath' go
+GO := cd tests/localcluster && . ./go-env.sh && go
 PACKAGES := $(filter-out %.egg-info,$(wildcard operator/colocated_rl_* operator/cli/colocated_rl_* workloads/*/colocated_rl_*))
 SCRIPTS = $(shell git ls-files '*.sh' .ci/run)
 
