@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import itertools
+import math
 import os
 import shutil
 import signal
@@ -55,12 +57,12 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 class Container:
     """A runner process and a connected agent that remembers every event."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, call_s: float) -> None:
         self.socket = directory / "runner.sock"
         self.output = directory / "output"
         self.events: list[RunnerEvent] = []
         self._changed = asyncio.Event()
-        self.link = RunnerLink(self.socket, self._on_event)
+        self.link = RunnerLink(self.socket, self._on_event, call_s=call_s)
         self.process: asyncio.subprocess.Process
 
     def _on_event(self, event: RunnerEvent) -> None:
@@ -108,9 +110,9 @@ class Container:
 
 @asynccontextmanager
 async def container(
-    directory: Path, *, grace_s: float = 60.0, env: Mapping[str, str] | None = None
+    directory: Path, *, grace_s: float = 60.0, env: Mapping[str, str] | None = None, call_s: float = DEADLINE_S
 ) -> AsyncIterator[Container]:
-    it = Container(directory)
+    it = Container(directory, call_s)
     await it.start(grace_s=grace_s, env=env)
     connection = asyncio.create_task(it.link.run())
     try:
@@ -125,7 +127,7 @@ async def container(
 
 def is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return state(pid) != "Z"
     except FileNotFoundError:
         return False
 
@@ -207,6 +209,18 @@ async def test_running_name_is_not_started_twice(tmp_path: Path) -> None:
         await it.link.kill("engine-0")
         await it.exited(first)
         assert first != await it.link.start("engine-0", SLEEP, {})
+
+
+async def test_child_whose_start_was_answered_too_late_is_told_of_again(tmp_path: Path) -> None:
+    """It ran on, unknown to an agent that took it for absent: no other could be started, and it held the device."""
+    async with container(tmp_path, call_s=0.2) as it:
+        it.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(RunnerUnreachable, match="start"):
+            await it.link.start("engine-0", SLEEP, {})
+        it.process.send_signal(signal.SIGCONT)
+        hello = await it.until(RunnerHello, lambda event: isinstance(event, RunnerHello) and event.children != ())
+        assert isinstance(hello, RunnerHello)
+        assert [("engine-0", True)] == [(child.name, child.running) for child in hello.children]
 
 
 async def test_command_that_does_not_exist_is_refused_by_name(tmp_path: Path) -> None:
@@ -297,7 +311,19 @@ async def test_socket_turns_away_what_the_runner_started(tmp_path: Path, detour:
         assert await it.link.start("engine-0", SLEEP, {}), "the agent's own connection goes on"
 
 
-@pytest.mark.parametrize("line", [b"nonsense\n", b"[]\n", b'{"id":1,"op":"fly"}\n', b'{"id":1,"op":"start"}\n'])
+BAD = [
+    b"nonsense\n",
+    b"[]\n",
+    b"[" * 200_000 + b"\n",
+    b'{"id":1,"op":"fly"}\n',
+    b'{"id":1,"op":"start"}\n',
+    b'{"id":1,"op":"start","name":"x","argv":[]}\n',
+    b'{"id":1,"op":"start","name":"x","argv":["a\\u0000"]}\n',
+    b'{"id":1,"op":"exit","code":Infinity}\n',
+]
+
+
+@pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
 async def test_bad_request_is_answered_and_the_runner_goes_on(tmp_path: Path, line: bytes) -> None:
     async with container(tmp_path) as it:
         reader, writer = await asyncio.open_unix_connection(it.socket)
@@ -308,6 +334,43 @@ async def test_bad_request_is_answered_and_the_runner_goes_on(tmp_path: Path, li
         writer.close()
         await writer.wait_closed()
         assert it.process.returncode is None
+
+
+@pytest.mark.parametrize("grace_s", [math.nan, math.inf, -1.0])
+async def test_grace_that_is_no_time_is_refused(tmp_path: Path, grace_s: float) -> None:
+    async with container(tmp_path) as it:
+        incarnation = await it.link.start("engine-0", SLEEP, {})
+        with pytest.raises(RunnerRefused, match="BadRequest"):
+            await it.link.stop("engine-0", grace_s=grace_s)
+        await it.link.kill("engine-0")
+        await it.exited(incarnation)
+
+
+async def test_end_of_a_child_and_of_its_output_may_be_seen_together(tmp_path: Path) -> None:
+    """The runner died of it, and all processes of the container with it: it read an output that it had closed."""
+    async with container(tmp_path) as it:
+        both = f"sleep 60 & echo $$ $! > {tmp_path}/pids; wait"
+        victim = await it.link.start("engine-0", ["sh", "-c", both], {})
+        pids = list(map(int, (await file_line(tmp_path / "pids")).split()))
+        it.process.send_signal(signal.SIGSTOP)
+        await until(lambda: "T" == state(it.process.pid))
+        wake_up(it.process.pid)  # as a child of another group does that has just ended
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: not any(map(is_alive, pids)))
+        it.process.send_signal(signal.SIGCONT)
+        assert -signal.SIGKILL == (await it.exited(victim)).code
+        assert await it.link.start("engine-0", SLEEP, {}), "the runner goes on"
+
+
+async def test_what_left_the_group_of_a_child_does_not_hold_up_its_end(tmp_path: Path) -> None:
+    """It went on writing into the child's output, which the runner read to an end that never came."""
+    async with container(tmp_path) as it:
+        started = f"setsid yes & echo $! > {tmp_path}/draft; mv {tmp_path}/draft {tmp_path}/pid"
+        incarnation = await it.link.start("trainer-0", ["sh", "-c", started], {})
+        assert 0 == (await it.exited(incarnation)).code
+        pid = int(await file_line(tmp_path / "pid"))
+        await until(lambda: not is_alive(pid))
 
 
 async def test_device_memory_is_unmeasured_without_a_driver(tmp_path: Path) -> None:
@@ -344,6 +407,18 @@ def test_runner_imports_nothing_but_the_standard_library() -> None:
 
 def test_runner_keeps_to_the_syntax_of_old_pythons() -> None:
     ast.parse(Path(runner.__file__).read_text(), feature_version=(3, 9))
+
+
+def wake_up(pid: int) -> None:
+    """What a signal does to a runner, first of all that it finds when it looks."""
+    ends = [(str(fd.readlink()), fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    pipes = sorted(end for end in ends if end[0].startswith("pipe:"))
+    own = next(second[1] for first, second in itertools.pairwise(pipes) if first[0] == second[0])
+    own.write_bytes(bytes([signal.SIGCHLD]))
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 async def until(is_true: Callable[[], bool]) -> None:

@@ -59,10 +59,13 @@ DEFAULT_SOCKET = "/run/colocate/sock/runner.sock"
 GRACE = "COLOCATE_GRACE_S"
 DEFAULT_GRACE_S = 60.0
 RESERVE_S = 20.0  # of the grace period, for children to end
+MAX_GRACE_S = 24 * 3600.0
 PROTOCOL = 1
 MAX_LINE = 1024 * 1024  # of a request
 MAX_UNSENT = 4 * 1024 * 1024  # to an agent that does not read: past it the connection is dropped
 MAX_OUTPUT_LINE = 8 * 1024  # of a child; the rest becomes a line of its own
+READ_BYTES = 64 * 1024  # at a time; what a pipe holds
+LAST_READS = 4  # of a child that is gone: what left its group may hold the pipe, and write for ever
 TAIL_LINES = 40
 TAIL_LINE_CHARS = 400
 KILL_AGAIN_S = 1.0  # a process that forks while its group is killed can be missed
@@ -112,7 +115,7 @@ class Child:
     def read_output(self) -> bool:
         """Pass on what the child wrote; False at the end of its output."""
         try:
-            data = os.read(self.output.fileno(), 65536)
+            data = os.read(self.output.fileno(), READ_BYTES)
         except BlockingIOError:
             return True
         lines = (self.partial + data).split(b"\n")
@@ -252,7 +255,7 @@ class Runner:
             self._tell(id=request.get("id"), ok=True, **self._carry_out(request))
         except Refused as refusal:
             self._tell(id=request.get("id"), ok=False, error=refusal.error, message=str(refusal))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             self._tell(id=request.get("id"), ok=False, error="BadRequest", message=repr(error))
 
     def _carry_out(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -260,9 +263,11 @@ class Runner:
         if op == "start":
             return {"incarnation": self._start(request)}
         if op == "stop":
-            child = self._child(request["name"])
+            child, grace_s = self._child(request["name"]), float(request["grace_s"])
+            if not 0 <= grace_s <= MAX_GRACE_S:
+                raise Refused("BadRequest", f"grace_s is {grace_s}: 0 to {MAX_GRACE_S:.0f} is a time")
             child.signal(signal.SIGTERM)
-            child.kill_at = time.monotonic() + float(request["grace_s"])
+            child.kill_at = time.monotonic() + grace_s
             return {}
         if op == "kill":
             child = self._child(request["name"])
@@ -331,6 +336,8 @@ class Runner:
         return child.incarnation
 
     def _on_output(self, child: Child) -> None:
+        if child.output.closed:  # its end was seen first, in the same turn of the loop
+            return
         if not child.read_output():
             self._close_output(child)
 
@@ -359,7 +366,9 @@ class Runner:
                 self._report_exit(child)
 
     def _report_exit(self, child: Child) -> None:
-        while not child.output.closed and select_readable(child.output.fileno()):
+        for _ in range(LAST_READS):
+            if child.output.closed or not select_readable(child.output.fileno()):
+                break
             self._on_output(child)
         self._close_output(child)
         child.gone = True

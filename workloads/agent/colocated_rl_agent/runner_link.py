@@ -100,11 +100,12 @@ _event: TypeAdapter[RunnerHello | ChildExited | RunnerTerminating] = TypeAdapter
 
 
 class RunnerLink:
-    """on_event: called on the event loop, in order, with everything the runner says unasked."""
+    """on_event: called on the event loop, in order, with everything the runner says unasked. call_s: for an answer."""
 
-    def __init__(self, path: Path, on_event: Callable[[RunnerEvent], None]) -> None:
+    def __init__(self, path: Path, on_event: Callable[[RunnerEvent], None], *, call_s: float = CALL_DEADLINE_S) -> None:
         self._path = path
         self._on_event = on_event
+        self._call_s = call_s
         self._writer: asyncio.StreamWriter | None = None
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -132,8 +133,16 @@ class RunnerLink:
     async def start(
         self, name: str, argv: Sequence[str], env: Mapping[str, str | None], *, secrets: Sequence[str] = ()
     ) -> str:
-        """Start a child; its incarnation. Raises RunnerError; after RunnerUnreachable it may run all the same."""
-        answer = await self._call("start", name=name, argv=list(argv), env=dict(env), secrets=list(secrets))
+        """Start a child; its incarnation. Raises RunnerError; after RunnerUnreachable it may run all the same.
+
+        So the connection ends with a start that was not answered: the next hello says what runs.
+        """
+        try:
+            answer = await self._call("start", name=name, argv=list(argv), env=dict(env), secrets=list(secrets))
+        except RunnerUnreachable:
+            if self._writer is not None:
+                self._writer.close()
+            raise
         return str(answer["incarnation"])
 
     async def stop(self, name: str, *, grace_s: float) -> None:
@@ -159,12 +168,12 @@ class RunnerLink:
         number = next(self._ids)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(CALL_DEADLINE_S):
+            async with asyncio.timeout(self._call_s):
                 self._writer.write(json.dumps({"id": number, "op": op, **fields}).encode() + b"\n")
                 await self._writer.drain()
                 result: dict[str, Any] = await answer
         except (TimeoutError, ConnectionError) as error:
-            raise RunnerUnreachable(f"{op}: no answer of the runner in {CALL_DEADLINE_S:.0f} s") from error
+            raise RunnerUnreachable(f"{op}: no answer of the runner in {self._call_s:g} s") from error
         finally:
             self._answers.pop(number, None)
             if answer.done() and not answer.cancelled():
@@ -181,7 +190,7 @@ class RunnerLink:
             except (OSError, ValueError) as error:
                 return repr(error)
             if not line:
-                return "closed by the runner"
+                return "the connection ended"
             message = json.loads(line)
             if "event" in message:
                 self._on_event(_event.validate_python(message))
