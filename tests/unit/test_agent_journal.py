@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -108,6 +111,45 @@ def test_torn_last_record_counts_as_never_written(tmp_path: Path) -> None:
         journal = reopened(tmp_path, journal)
         assert "t2" == journal.memory.trainers[0].incarnation, "what is appended later is not glued to the torn record"
         journal.close()
+
+
+@contextmanager
+def room_for(path: Path, more: int) -> Iterator[None]:
+    """While no file of this process may be larger than this one and so many bytes: as on a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("room", [0, 1, 10, 22])
+def test_record_that_finds_no_room_was_never_written_and_spoils_none_that_follows(tmp_path: Path, room: int) -> None:
+    """Half of it stayed, the next one was glued to it, and no later agent could read the file."""
+    journal = started(tmp_path)
+    with room_for(tmp_path / FILE, room), pytest.raises(OSError, match=r"room for a record|File too large"):
+        journal.epoch_accepted(4)
+    assert 3 == journal.memory.epoch
+    journal.epoch_accepted(5)
+    journal = reopened(tmp_path, journal)
+    assert 5 == journal.memory.epoch
+    journal.close()
+
+
+def test_journal_that_cannot_be_rewritten_goes_on_in_its_own_file(tmp_path: Path) -> None:
+    """The old file was closed first: what came next was written to whatever had got its number since."""
+    journal = Journal(tmp_path, rewrite_after=1)
+    (tmp_path / FILE).with_suffix(".draft").mkdir()
+    with pytest.raises(IsADirectoryError):
+        journal.epoch_accepted(4)
+    with (tmp_path / "another").open("wb"), pytest.raises(IsADirectoryError):
+        journal.epoch_accepted(5)
+    assert b"" == (tmp_path / "another").read_bytes()
+    (tmp_path / FILE).with_suffix(".draft").rmdir()
+    journal = reopened(tmp_path, journal)
+    assert 5 == journal.memory.epoch
+    journal.close()
 
 
 def test_damage_in_the_middle_stops_the_agent_by_name(tmp_path: Path) -> None:

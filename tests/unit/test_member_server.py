@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
+from aiohttp import WSMsgType, web
 from aiohttp.http_exceptions import HttpProcessingError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -67,7 +68,13 @@ class Member:
     )
     accepted: list[PodTarget] = field(default_factory=list)
     durable_epochs: list[int] = field(default_factory=list)
+    disk_is_full: bool = False
     server: MemberServer[PodTarget] = field(init=False)
+
+    def remember_epoch(self, epoch: int) -> None:
+        if self.disk_is_full:
+            raise OSError(errno.ENOSPC, "no space left")
+        self.durable_epochs.append(epoch)
 
     def accept(self, target: PodTarget) -> None:
         assert self.durable_epochs[-1] == target.epoch, "an epoch is durable before it is acted on"
@@ -108,7 +115,7 @@ async def scene(directory: Path, *, highest_epoch: int = 0, idle_s: float = 60.0
             tls=it.tls,
             facts=lambda: member.facts,
             accept=member.accept,
-            remember_epoch=member.durable_epochs.append,
+            remember_epoch=member.remember_epoch,
             data=data,
             ports=Ports(control=0, data=0, metrics=0, pages=0, host="127.0.0.1"),
             registry=CollectorRegistry(),
@@ -171,6 +178,23 @@ async def test_epoch_is_made_durable_once_and_survives_in_the_next_hello(tmp_pat
         assert isinstance(hello, Hello)
         assert 3 == hello.highest_epoch
         assert [3] == it.member.durable_epochs
+
+
+async def test_target_whose_epoch_cannot_be_made_durable_is_not_accepted(tmp_path: Path) -> None:
+    async with scene(tmp_path, highest_epoch=4) as it:
+        it.member.disk_is_full = True
+        link = await it.link()
+        assert make_hello(4) == await receive(link)
+        await receive(link)
+        await link.send_str(make_target(epoch=5).model_dump_json(by_alias=True))
+        assert (await link.receive(timeout=DEADLINE_S)).type in (WSMsgType.CLOSE, WSMsgType.CLOSED, WSMsgType.ERROR)
+        assert [] == it.member.accepted
+        it.member.disk_is_full = False
+        link = await it.link()
+        assert make_hello(4) == await receive(link), "it may be sent again"
+        await receive(link)
+        await link.send_str(make_target(epoch=5).model_dump_json(by_alias=True))
+        assert 5 == getattr(await receive(link), "epoch", None)
 
 
 async def test_target_for_another_kind_of_member_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ Appending blocks for one fsync, a few times a switch.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import dataclass, replace
@@ -209,13 +210,20 @@ class Journal:
         os.close(self._file)
 
     def _append(self, record: Record) -> None:
-        os.write(self._file, _line(record))
-        os.fdatasync(self._file)
+        """Raises OSError; the record was not written then, nor a part of it: the next one would be glued to that."""
+        line, size = _line(record), os.fstat(self._file).st_size
+        try:
+            if os.write(self._file, line) < len(line):
+                raise OSError(errno.ENOSPC, f"{self._path}: no room for a record of {len(line)} bytes")
+            os.fdatasync(self._file)
+        except OSError:
+            os.ftruncate(self._file, size)
+            raise
         self.memory = self.memory.after(record)
         self._appended += 1
         if self._appended >= self._rewrite_after:
-            os.close(self._file)
-            self._file = self._rewrite()
+            old, self._file = self._file, self._rewrite()
+            os.close(old)
 
     def _rewrite(self) -> int:
         draft = self._path.with_suffix(".draft")

@@ -216,6 +216,8 @@ class MemberServer(Generic[TargetT]):
                 sender.cancel()
         except* (ConnectionError, TimeoutError) as errors:
             log(LOG, "operator link lost", reason="; ".join(repr(error) for error in errors.exceptions))
+        except* OSError as errors:  # an epoch that can't be made durable is not accepted: the operator sends it again
+            log(LOG, "target not kept", logging.ERROR, reason="; ".join(repr(error) for error in errors.exceptions))
         finally:
             if self._link is link:
                 self._link = None
