@@ -90,11 +90,11 @@ def play_kubectl(api: ClusterApi, folder: Path) -> Iterator[Played]:
         runner = web.AppRunner(api.application(), shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         await web.UnixSite(runner, str(folder / "api")).start()
-        serving.set()
         return runner
 
     def work() -> None:
         runner = loop.run_until_complete(serve())
+        loop.call_soon(serving.set)  # not before it runs forever: a stop before that would end nothing
         loop.run_forever()
         loop.run_until_complete(runner.cleanup())
         loop.close()
@@ -111,3 +111,4 @@ def play_kubectl(api: ClusterApi, folder: Path) -> Iterator[Played]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(START_DEADLINE_S)
+        assert not thread.is_alive()
