@@ -381,6 +381,12 @@ class Group:
                     sent = rung
                 await self.news(functools.partial(self.moved, version, low))
 
+    async def set_out(self, version: WeightVersion, to: Rung, *, after: Rung) -> None:
+        """Every pod stands at `after` and is on its way to `to`, where it may never come."""
+        await self.climb(version, after)
+        for each in self.pods:
+            await each.send(self.target(version, to))
+
     def moved(self, version: WeightVersion, before: Rung) -> bool:
         return self.slowest(version) != before
 

@@ -75,8 +75,7 @@ async def test_agent_that_restarts_while_a_batch_is_scored_goes_on_with_it(net: 
         group = Group([it])
         await group.climb(V0)
         it.trainer_fault("score", "slow")
-        await group.climb(V1, to=Rung.RELEASED)
-        await it.send(group.target(V1, Rung.SCORED))
+        await group.set_out(V1, Rung.SCORED, after=Rung.RELEASED)
         await it.until(lambda facts: facts.trainers[0].state is TrainerState.SCORING, "scoring")
         before = it.now
         await it.restart_agent()
@@ -93,8 +92,7 @@ async def test_trainer_that_dies_while_it_scores_is_told_and_the_next_lineage_sc
         group = Group([it])
         await group.climb(V0)
         it.trainer_fault("score", "crash")
-        await group.climb(V1, to=Rung.RELEASED)
-        await it.send(group.target(V1, Rung.SCORED))
+        await group.set_out(V1, Rung.SCORED, after=Rung.RELEASED)
         gone = await it.until(lambda facts: facts.trainers[0].exit_code is not None, "dead")
         assert gone.problem is not None
         assert "TrainerDied" == gone.problem.reason
@@ -108,8 +106,7 @@ async def test_trainer_that_cannot_score_is_refused_where_there_is_a_reference(n
     async with pod(net, scored_job()) as it:
         it.trainer_fault("load", "unscoring")
         group = Group([it])
-        await group.climb(V0, to=Rung.RELEASED)
-        await it.send(group.target(V0, Rung.SCORED))
+        await group.set_out(V0, Rung.SCORED, after=Rung.RELEASED)
         gone = await it.until(lambda facts: facts.trainers[0].exit_code is not None, "stopped")
         assert gone.problem is not None
         assert "the job has a reference: give its loop a `score`" in gone.problem.message
@@ -128,8 +125,7 @@ async def test_rollout_goes_on_beside_the_reference_where_both_are_resident(net:
         group = Group([it])
         await group.climb(V0)
         it.trainer_fault("score", "hang")
-        await group.climb(V1, to=Rung.SEALED)
-        await it.send(group.target(V1, Rung.SCORED))
+        await group.set_out(V1, Rung.SCORED, after=Rung.SEALED)
         await it.until(lambda facts: facts.trainers[0].state is TrainerState.SCORING, "scoring")
         status, answer = await it.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 2})
         assert (200, "0-1") == (status, answer["meta_info"]["weight_version"])

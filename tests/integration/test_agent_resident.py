@@ -47,8 +47,7 @@ async def train_without_end(group: Group, it: Pod) -> tuple[str | None, str | No
     await group.climb(V0)
     first = identities(it)
     it.trainer_fault("train", "hang")
-    await group.climb(V1, to=Rung.SEALED)
-    await it.send(group.target(V1, Rung.TRAINED))
+    await group.set_out(V1, Rung.TRAINED, after=Rung.SEALED)
     await it.until(lambda facts: facts.trainers[0].state is TrainerState.TRAINING, "training")
     return first
 
@@ -194,8 +193,7 @@ async def test_rollout_goes_on_when_a_trainer_dies_and_while_the_next_one_loads(
         await group.climb(V0)
         engine, _ = identities(it)
         it.trainer_fault("train", "crash")
-        await group.climb(V1, to=Rung.SEALED)
-        await it.send(group.target(V1, Rung.TRAINED))
+        await group.set_out(V1, Rung.TRAINED, after=Rung.SEALED)
         await it.until(lambda facts: facts.trainers[0].exit_code is not None, "trainer dead")
         seen = len(it.facts)
         assert (200, "0-1") == await served_version(it)

@@ -181,6 +181,14 @@ def test_a_state_without_a_way_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 # ------------------------------------------------------------------------------------------- and of the resident ladder
+def forget_barrier(monkeypatch: pytest.MonkeyPatch, *, at: Rung, before: Rung) -> None:
+    """An agent that is allowed as far as `at` goes on to the rung that the barrier comes before."""
+    asks_for = facts.Rules.asks_for
+    monkeypatch.setattr(
+        facts.Rules, "asks_for", lambda rules, target, rung: asks_for(rules, target, at if rung is before else rung)
+    )
+
+
 def test_an_update_of_an_engine_that_nobody_drained_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineView, "was_paused", lambda view: replace(view, paused=True, drained=True))
     with pytest.raises(Broken, match="updated before it was drained"):
@@ -189,12 +197,7 @@ def test_an_update_of_an_engine_that_nobody_drained_is_noticed(monkeypatch: pyte
 
 def test_a_gate_that_closes_before_every_pod_has_the_new_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the agent, as soon as its own export is whole."""
-    asks_for = facts.Rules.asks_for
-    monkeypatch.setattr(
-        facts.Rules,
-        "asks_for",
-        lambda rules, target, rung: asks_for(rules, target, Rung.EXPORTED if rung is Rung.CLOSED else rung),
-    )
+    forget_barrier(monkeypatch, at=Rung.EXPORTED, before=Rung.CLOSED)
     with pytest.raises(Broken, match=r"a gate closes in epoch 2 before gpu-\d stood at Exported"):
         explore(Model(job(2, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
 
@@ -202,24 +205,14 @@ def test_a_gate_that_closes_before_every_pod_has_the_new_weights_is_noticed(monk
 def test_a_gate_that_opens_on_new_weights_before_every_engine_holds_them_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asks_for = facts.Rules.asks_for
-    monkeypatch.setattr(
-        facts.Rules,
-        "asks_for",
-        lambda rules, target, rung: asks_for(rules, target, Rung.UPDATED if rung is Rung.SERVING else rung),
-    )
+    forget_barrier(monkeypatch, at=Rung.UPDATED, before=Rung.SERVING)
     with pytest.raises(Broken, match=r"OpenGate led to Serving in epoch 1 before gpu-\d stood at Updated"):
         explore(Model(job(2, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
 
 
 def test_a_step_that_is_trained_before_every_reference_has_scored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By an agent whose own has."""
-    asks_for = facts.Rules.asks_for
-    monkeypatch.setattr(
-        facts.Rules,
-        "asks_for",
-        lambda rules, target, rung: asks_for(rules, target, Rung.SCORED if rung is Rung.TRAINED else rung),
-    )
+    forget_barrier(monkeypatch, at=Rung.SCORED, before=Rung.TRAINED)
     with pytest.raises(Broken, match=r"Train led to Trained in epoch 2 before gpu-\d stood at Scored"):
         explore(Model(job(2, Placement.RESIDENT, reference=True), deaths=0), limit=MOST_STATES)
 
