@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -228,7 +229,8 @@ async def test_connections_are_bounded() -> None:
             await caller.says(NEXT)
             await caller.gets(status=200)
         third = await stack.enter_async_context(calling(port))
-        await third.ends()
+        await third.says(NEXT)
+        assert b"no room" in await third.gets(status=429)
         await first.says(NEXT)
         await first.gets(status=200)
         second.writer.transport.abort()
@@ -300,14 +302,15 @@ async def test_large_body_arrives_whole_and_is_not_held_while_nobody_reads_it() 
 async def test_token_is_asked_for_before_the_body_is(tmp_path: Path) -> None:
     tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid="uid", token="t" * 32))
     echo = Echo()
-    async with DataPort(echo.handle, admits=tls.admits).listening("127.0.0.1", 0) as port, calling(port) as caller:
+    async with DataPort(echo.handle, admits=tls.admits).listening("127.0.0.1", 0) as port:
         head = b"POST /a HTTP/1.1\r\nContent-Length: 3\r\nAuthorization: %b\r\n\r\n"
         for wrong in (b"", b"Bearer x", b"Bearer \xff"):
-            await caller.says(head % wrong)
-            await caller.gets(status=401)
-            await caller.says(b"abc")
-        await caller.says(head % tls.authorization.encode() + b"abc")
-        assert b"POST /a 3\n" == await caller.gets(status=200)
+            async with calling(port) as caller:
+                await caller.says(head % wrong)
+                assert b"Connection: close" in await caller.reader.readuntil(b"\r\n\r\n")
+        async with calling(port) as caller:
+            await caller.says(head % tls.authorization.encode() + b"abc")
+            assert b"POST /a 3\n" == await caller.gets(status=200)
         assert ["/a"] == echo.asked
 
 
@@ -418,18 +421,25 @@ def chunk(data: bytes) -> bytes:
 
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b'{"type": "length", "length": 3}'
-WHOLE = chunk(event(1, "null")) + chunk(event(3, END.decode())) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+CHUNKS = [(1, "null"), (3, END.decode())]
+WHOLE = b"".join(chunk(event(*whole)) for whole in CHUNKS) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 @asynccontextmanager
-async def gate_before(says: bytes, gate: Gate | None = None) -> AsyncIterator[tuple[int, list[str]]]:
-    """A gate whose engine answers each request so, and then ends the connection; whom it aborted."""
+async def gate_before(
+    says: bytes, gate: Gate | None = None, *, is_cut: bool = False
+) -> AsyncIterator[tuple[int, list[str]]]:
+    """A gate whose engine answers each request so, and then ends the connection; whom it aborted.
+
+    is_cut: each after as many bytes as the last token of its prompt says.
+    """
     gate = gate or Gate()
     aborted: list[str] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(says)
+        head = await reader.readuntil(b"\r\n\r\n")
+        asked = json.loads(await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0])))
+        writer.write(says[: asked["input_ids"][-1]] if is_cut else says)
         await writer.drain()
         writer.close()
 
@@ -470,6 +480,49 @@ async def test_h58_answer_that_breaks_off_is_an_abort_with_what_was_read(says: b
         answer = json.loads(await caller.gets(status=200))
         assert ("abort", tokens) == (answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"]))
         assert 1 == len(aborted), "in case it goes on"
+
+
+async def test_h17_h58_engine_that_is_lost_at_any_byte_leaves_every_whole_chunk() -> None:
+    said = STREAM + WHOLE
+    ends = [said.index(chunk(event(*whole))) + len(chunk(event(*whole))) - 2 for whole in CHUNKS]  # framing may lack
+    async with gate_before(said, is_cut=True) as (port, aborted):
+
+        async def tokens(cut: int) -> tuple[int, str]:
+            streams = cut % 2 == 1
+            body = json.dumps({"input_ids": [1, cut], "stream": streams}).encode()
+            async with calling(port) as caller:
+                await caller.says(
+                    b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+                )
+                await caller.says(body)
+                answer = await caller.gets_all()
+            if streams:
+                assert b"data: [DONE]" in answer
+            last = max(re.findall(rb'{"text.*}', answer), key=len)
+            told = json.loads(last)
+            return len(told["output_ids"]), told["meta_info"]["finish_reason"]["type"]
+
+        found = await asyncio.gather(*(tokens(cut) for cut in range(len(said) + 1)))
+    expected = (
+        [(0, "abort")] * ends[0] + [(1, "abort")] * (ends[1] - ends[0]) + [(3, "length")] * (len(said) + 1 - ends[1])
+    )
+    assert expected == found
+    assert len(said) == len(aborted), "whose end was not heard is aborted"
+
+
+async def test_caller_may_leave_at_any_byte_of_its_request() -> None:
+    gate = Gate()
+    async with gate_before(STREAM + WHOLE, gate) as (port, _):
+
+        async def leave_after(sent: int) -> None:
+            async with calling(port) as caller:
+                await caller.says(ASKED[:sent])
+
+        await asyncio.gather(*(leave_after(sent) for sent in range(len(ASKED) + 1)))
+        async with calling(port) as caller:
+            await caller.says(ASKED)
+            await caller.gets(status=200)
+        await until(lambda: gate.in_flight == 0)
 
 
 @pytest.mark.parametrize("before", [b"", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\nX: y\r\n\r\n"])

@@ -7,7 +7,7 @@ import asyncio
 import errno
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,7 +103,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(directory: Path, *, highest_epoch: int = 0, idle_s: float = 60.0) -> AsyncIterator[Scene]:
+async def scene(
+    directory: Path, *, highest_epoch: int = 0, idle_s: float = 60.0, data_connections: int = 8
+) -> AsyncIterator[Scene]:
     member = Member()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session:
         it = Scene(directory, member, session)
@@ -121,6 +123,7 @@ async def scene(directory: Path, *, highest_epoch: int = 0, idle_s: float = 60.0
             registry=CollectorRegistry(),
             idle_s=idle_s,
             data_idle_s=idle_s,
+            data_connections=data_connections,
         )
         async with member.server, asyncio.timeout(2 * DEADLINE_S):
             yield it
@@ -369,6 +372,33 @@ async def test_data_port_serves_a_member_and_refuses_a_wrong_token(tmp_path: Pat
         for tls, status in ((it.tls, 200), (MemberTls(it.tls.directory, "w" * 32), 401)):
             async with DataClient(it.session, tls, JOB_UID).request("POST", endpoint, "/echo", data=b"x") as answer:
                 assert status == answer.status
+
+
+async def test_data_port_bounds_its_connections_and_says_so(tmp_path: Path) -> None:
+    async with scene(tmp_path, data_connections=2) as it, AsyncExitStack() as stack:
+        endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=it.member.server.ports.data)
+
+        async def status(of: DataClient) -> int:
+            async with of.request("POST", endpoint, "/echo", data=b"x") as answer:
+                assert answer.status == 200 or "1" == answer.headers["Retry-After"]
+                return answer.status
+
+        sessions = [await stack.enter_async_context(aiohttp.ClientSession()) for _ in range(3)]
+        callers = [DataClient(session, it.tls, JOB_UID) for session in sessions]
+        assert [200, 200, 429] == [await status(one) for one in callers]
+        assert [200, 200, 429] == [await status(one) for one in callers], "those that are held go on"
+        await sessions[0].close()
+        async with asyncio.timeout(DEADLINE_S):
+            while await status(callers[2]) != 200:
+                pass
+
+
+async def test_caller_without_the_token_keeps_no_connection(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=it.member.server.ports.data)
+        stranger = DataClient(it.session, MemberTls(it.tls.directory, "w" * 32), JOB_UID)
+        async with stranger.request("POST", endpoint, "/echo", data=b"x") as answer:
+            assert (401, "close") == (answer.status, answer.headers.get("Connection"))
 
 
 async def test_data_port_bounds_a_body(tmp_path: Path) -> None:

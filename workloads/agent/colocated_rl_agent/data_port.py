@@ -28,12 +28,12 @@ from colocated_rl_agent.deadline import Deadline
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
 from colocated_rl_api.logs import log
 from colocated_rl_member.data import DATA_IDLE_S
+from colocated_rl_member.room import LINGER_S, RoomFor
 from colocated_rl_member.server import MAX_HEADER_BYTES, MAX_HEADERS, SHUTDOWN_S
 
 LOG = logging.getLogger(__name__)
 
 CALLER_S = 20.0  # for a caller to send a head or a body, or to read what was written
-LINGER_S = 2.0  # for a caller that still sends to see that it was refused
 HANDSHAKE_S = 10.0
 MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
 MAX_CONNECTIONS = 32_768  # twice what a gate lets in, each with buffers of its own
@@ -210,6 +210,7 @@ class Connection(asyncio.Protocol):
             call.refuse(call.broken.status, str(call.broken))
             self._advance()
         elif not self._port.admits(call.headers.get(b"authorization")):
+            call.keep_alive = False  # who has no token keeps no connection
             call.refuse(401, "the data token of the job is needed: Authorization: Bearer TOKEN")
             self._advance()
         else:
@@ -277,7 +278,7 @@ class Connection(asyncio.Protocol):
 
 class DataPort:
     """handle: answers a call. admits: whether an Authorization header does. caller_s: to send a head, or to read.
-    idle_s: between two requests. max_connections: who comes beyond them is hung up on.
+    idle_s: between two requests. max_connections: who comes beyond them is turned away.
     """
 
     def __init__(
@@ -300,8 +301,6 @@ class DataPort:
     def has_come(self, connection: Connection) -> None:
         self.connections.add(connection)
         self._all_gone.clear()
-        if len(self.connections) > self.max_connections:
-            connection.abort()
 
     def has_gone(self, connection: Connection) -> None:
         self.connections.discard(connection)
@@ -313,7 +312,7 @@ class DataPort:
         """The port. At its end, answers under way have SHUTDOWN_S."""
         self._all_gone.set()
         server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(self),
+            RoomFor(self.max_connections, lambda: len(self.connections), lambda: Connection(self)),
             host,
             port,
             ssl=context,

@@ -34,7 +34,11 @@ def data_application(tls: MemberTls, *, max_request_bytes: int) -> web.Applicati
     @web.middleware
     async def ask_for_token(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not tls.admits(request.headers.get("Authorization")):
-            raise web.HTTPUnauthorized(text="the data token of the job is needed: Authorization: Bearer TOKEN\n")
+            refusal = web.Response(
+                status=401, text="the data token of the job is needed: Authorization: Bearer TOKEN\n"
+            )
+            refusal.force_close()  # who has no token keeps no connection
+            return refusal
         return await handler(request)
 
     return web.Application(middlewares=[ask_for_token], client_max_size=max_request_bytes)

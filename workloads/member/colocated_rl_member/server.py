@@ -6,7 +6,8 @@ older one: after a network fault the old one may look alive for seconds.
 
 Refuses anybody but the operator on the control port, messages over MAX_MESSAGE_BYTES and messages that can't be read:
 that connection is closed, and the operator's next one starts with full facts. A connection on which no whole request
-head comes for IDLE_S is closed; on a data port, whose callers come in bursts, for DATA_IDLE_S.
+head comes for IDLE_S is closed; on a data port, whose callers come in bursts, for DATA_IDLE_S. Connections of each port
+are bounded.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from colocated_rl_api.member_wire import (
 from colocated_rl_member.data import DATA_IDLE_S, DataPort
 from colocated_rl_member.fence import EpochFence, TargetT
 from colocated_rl_member.metrics import ProblemGauge
+from colocated_rl_member.room import RoomFor
 from colocated_rl_member.tls import MemberTls, is_operator
 
 LOG = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ SEND_DEADLINE_S = 2 * HEARTBEAT_S
 SHUTDOWN_S = 1.0  # for connections that are still open when the member ends
 IDLE_S = 60.0
 HANDSHAKE_S = 10.0
+MAX_DATA_CONNECTIONS = 8192  # of a data port that is an application: a gateway holds half as many turns
+MAX_CONNECTIONS = 256  # of each other port
 MAX_HEADER_BYTES = 8190  # of one header line
 MAX_HEADERS = 64
 
@@ -85,7 +89,7 @@ class MemberServer(Generic[TargetT]):
     unfit: why a target of this kind is not one for this member; "" if it is.
     data: application of the data port (`data_application`), or a port that serves itself; None when there is none.
     pages: further routes for people, on the pod's loopback.
-    idle_s, data_idle_s: for a caller to send the head of a request.
+    idle_s, data_idle_s: for a caller to send the head of a request. data_connections: of an application.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class MemberServer(Generic[TargetT]):
         registry: CollectorRegistry = REGISTRY,
         idle_s: float = IDLE_S,
         data_idle_s: float = DATA_IDLE_S,
+        data_connections: int = MAX_DATA_CONNECTIONS,
     ) -> None:
         self._hello = hello
         self._tls = tls
@@ -118,6 +123,7 @@ class MemberServer(Generic[TargetT]):
         self._changed = asyncio.Event()
         self._link: web.WebSocketResponse | None = None
         self._idle_s, self._data_idle_s = idle_s, data_idle_s
+        self._data_connections = data_connections
         self._listening = AsyncExitStack()
         self.ports = ports or Ports()
 
@@ -187,8 +193,9 @@ class MemberServer(Generic[TargetT]):
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         assert runner.server is not None, "it was set up"
+        http, most = runner.server, self._data_connections if app is self._data else MAX_CONNECTIONS
         server = await asyncio.get_running_loop().create_server(
-            runner.server,
+            RoomFor(most, lambda: len(http.connections), http),
             host,
             port,
             ssl=context,
