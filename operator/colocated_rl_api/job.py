@@ -32,6 +32,7 @@ from colocated_rl_api.parts import (
     rules,
     should_match,
 )
+from colocated_rl_api.pod_template import PodTemplates
 from colocated_rl_api.prompts import Prompts
 
 JOB_NAME_MAX = 40  # longest derived name: NAME-gpu-REPLICA-ATTEMPT, at most 63 characters
@@ -58,12 +59,29 @@ class Model(Part):
     )
 
 
+_CLAIM_WORDS = "resourceClaimTemplateName needs a count above 0: as many devices as the template asks for"
+_CLAIM = Rule(
+    field="resourceClaimTemplateName",
+    rule="!has(self.resourceClaimTemplateName) || self.count > 0",
+    message=_CLAIM_WORDS,
+)
+
+
 class Gpus(Part):
     """The devices of each replica, shared by its engine and its trainer."""
+
+    model_config = ConfigDict(json_schema_extra=rules(_CLAIM))
 
     count: int = Field(default=1, ge=0, le=16, description="Devices per replica; 0 runs everything on the CPU.")
     resource_name: str = Field(
         default="nvidia.com/gpu", min_length=1, max_length=253, description="Resource that the device plugin offers."
+    )
+    resource_claim_template_name: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=253,
+        description="ResourceClaimTemplate in the job's namespace: each GPU pod gets a claim by it, for count devices, "
+        "instead of resourceName (dynamic resource allocation). Devices of resourceName when absent.",
     )
     image: str | None = Field(
         default=None,
@@ -74,6 +92,12 @@ class Gpus(Part):
     resources: Resources = Field(
         default_factory=Resources, description="Further resources of the GPU container (devices come from count)."
     )
+
+    @model_validator(mode="after")
+    def _claims_devices(self) -> Self:
+        if self.resource_claim_template_name is not None and self.count == 0:
+            raise ValueError(_CLAIM_WORDS)
+        return self
 
 
 class Sampling(Part):
@@ -449,7 +473,7 @@ class ColocatedRLJobSpec(Part):
             *fixed(
                 "replicas", "model", "gpus", "reference", "trainer", "weightSync", "checkpoint", "storage", "managedBy"
             ),
-            *fixed_while_running("switch"),
+            *fixed_while_running("switch", "podTemplates"),
         )
     )
 
@@ -482,6 +506,11 @@ class ColocatedRLJobSpec(Part):
     )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Checkpoints of the trainer.")
     storage: Storage = Field(default_factory=Storage, description="Store of the rollout controller.")
+    pod_templates: PodTemplates = Field(
+        default_factory=PodTemplates,
+        description="Where pods run, under which names, and what they have beside. May change while the job is "
+        "suspended.",
+    )
     backoff_limit: int = Field(
         default=6,
         ge=0,

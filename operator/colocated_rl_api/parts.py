@@ -18,7 +18,7 @@ def _read_integer(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _drop_nulls(value: object) -> object:
+def drop_nulls(value: object) -> object:
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
 
 
@@ -141,7 +141,7 @@ Quantity = Annotated[
 """A Kubernetes quantity: `2`, `"500m"`, `"4Gi"`."""
 
 ResourceMap = Annotated[
-    dict[Annotated[str, Field(max_length=253)], Quantity], Field(max_length=16), BeforeValidator(_drop_nulls)
+    dict[Annotated[str, Field(max_length=253)], Quantity], Field(max_length=16), BeforeValidator(drop_nulls)
 ]
 Options = Annotated[dict[str, Any], Field(max_length=256)]
 """Free-form options, handed through as they stand."""

@@ -19,6 +19,7 @@ from colocated_rl_api import names
 from colocated_rl_api.job_status import Phase
 from colocated_rl_api.ladder import Rung
 from colocated_rl_api.logs import log
+from colocated_rl_api.pod_template import PodTemplate
 from colocated_rl_operator import belongings, resources
 from colocated_rl_operator.actions import CreatePod, DeletePod
 from colocated_rl_operator.authority import Authority
@@ -28,7 +29,7 @@ from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.members import Members
 from colocated_rl_operator.metrics import Metrics
-from colocated_rl_operator.observation import Job, Observation
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Job, Observation, gpu_seat
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, Reason
 from colocated_rl_operator.record import News
@@ -53,6 +54,7 @@ NAME_RETRY_S = 1.0
 DELETE_GRACE_S = 30  # of pods whose job is deleted
 DELETE_TRIES, DELETE_RETRY_S = 4, 1.0
 BURY_AFTER_S = DELETE_GRACE_S + 15.0  # then a pod of a deleted job has no node that answers
+NO_DRY_RUN = "does not support dry run"  # says the server of a webhook that it may not ask: it judges the pod itself
 STOP_S = 5.0  # members of a deleted job have this long to end by themselves
 
 
@@ -178,8 +180,12 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
     """
     done: list[asyncio.Task[bool]] = []
     try:
+        makes_pods = any(isinstance(action, CreatePod) for action in decided.pods)
+        if case.tried_of != seen.job.generation and (makes_pods or not decided.pods):
+            await _try_pods(seen.job, doors)
+            case.tried_of = seen.job.generation
         is_stale = case.objects_of != seen.job.generation and not seen.rests
-        if is_stale or any(isinstance(action, CreatePod) for action in decided.pods):
+        if is_stale or makes_pods:
             await _apply_objects(seen.job, doors)
             case.objects_of = seen.job.generation
         limit = asyncio.Semaphore(AT_ONCE)
@@ -201,6 +207,23 @@ def _stall(case: Case, message: str, *, action: str) -> None:
     if case.stall is None or case.stall.message != message:
         case.record.note(None, News("Warning", Reason.OBJECT_REFUSED, message, action=action))
     case.stall = Stall(Reason.OBJECT_REFUSED, message)
+
+
+async def _try_pods(job: Job, doors: Doors) -> None:
+    """Ask the server what it thinks of pods as the job wants them, of one of each role: before any of them is made,
+    and while the job is still suspended. Raises Refused.
+    """
+    for seat, template in ((gpu_seat(0), job.spec.pod_templates.gpu), (ROLLOUT_SEAT, job.spec.pod_templates.rollout)):
+        if template == PodTemplate():
+            continue  # all of it is the operator's own
+        body = resources.pod(job, seat, 0, doors.images)
+        try:
+            await doors.kube.create_pod(job.namespace, body, dry_run=True)
+        except Conflict:
+            pass  # there is such a pod: it has its verdict
+        except Refused as error:
+            if NO_DRY_RUN not in str(error):
+                raise
 
 
 async def _apply_objects(job: Job, doors: Doors) -> None:

@@ -113,6 +113,7 @@ class Case:
     first_seen: dict[str, float] = field(default_factory=dict)  # of each pod UID
     ending_since: dict[str, float] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)  # of its containers, when its member answered last
+    tried_of: int | None = None  # generation whose pods the server took when it was asked
     objects_of: int | None = None  # generation whose objects were applied
     stall: Stall | None = None
 

@@ -108,10 +108,10 @@ class Kube:
         items: list[Body] = answer["items"]
         return items
 
-    async def create_pod(self, namespace: str, pod: Body) -> Body:
-        return await self._call(
-            "post", "pods", _core_path(namespace, "pods"), pod, query={"fieldManager": names.FIELD_MANAGER}
-        )
+    async def create_pod(self, namespace: str, pod: Body, *, dry_run: bool = False) -> Body:
+        """dry_run: the server and all its admission say what they think of it, and nothing is made."""
+        query = {"fieldManager": names.FIELD_MANAGER, **({"dryRun": "All"} if dry_run else {})}
+        return await self._call("post", "pods", _core_path(namespace, "pods"), pod, query=query)
 
     async def delete_pod(self, namespace: str, name: str, *, uid: str, grace_s: int | None = None) -> None:
         """Of that very pod: another one of the same name stays. Grace 0 forgets a pod whose node does not answer."""

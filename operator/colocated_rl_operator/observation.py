@@ -123,6 +123,7 @@ class Member:
     address: str | None = None
     ends_at: float | None = None  # when the grace of its deletion is over; None: not being deleted
     is_ready: bool = False  # its node says that it answers there
+    is_gated: bool = False  # a queue holds it back from the scheduler
     node: str | None = None  # where it stands, or stood
     fate: FailureCause | None = None  # why it is lost, as the cluster says; None: it is not, or nobody says
     memory_kills: int = 0  # restarts of its GPU container, if it ended for its memory the last time
@@ -282,6 +283,11 @@ class Observation:
         )
 
     @property
+    def is_queued(self) -> bool:
+        """A queue decides when its pods may start. To give up meanwhile would cost the job its place in it."""
+        return any(member.is_gated for member in self.current.values())
+
+    @property
     def highest_epoch(self) -> int:
         """Of the record and of every member."""
         return max([self.climb.epoch if self.climb else 0, *(member.highest_epoch for member in self.members)])
@@ -354,7 +360,7 @@ def remember(seen: Observation) -> Observation:
     is_unready = not (seen.all_answer or seen.rests)
     unready_since = (now if memory.unready_since is None else memory.unready_since) if is_unready else None
     awaited_since = (now if memory.awaited_since is None else memory.awaited_since) if is_unready else None
-    if awaited_since is not None and seen.is_deaf:
+    if awaited_since is not None and (seen.is_deaf or seen.is_queued):
         awaited_since = now
     stopped = frozenset(
         member.uid

@@ -188,6 +188,7 @@ def _look_at(case: Case, look: Look, now: float, *, is_heard: bool) -> Callable[
         address=status.get("podIP"),
         ends_at=ends_at,
         is_ready=_is_ready(status),
+        is_gated=bool(look.pod["spec"].get("schedulingGates")),
         node=look.pod["spec"].get("nodeName"),
         fate=_fate(status, is_deleted=ends_at is not None),
         memory_kills=_memory_kills(status),

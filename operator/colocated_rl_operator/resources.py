@@ -18,6 +18,7 @@ from typing import Any
 
 from colocated_rl_api import names
 from colocated_rl_api.parts import Resources
+from colocated_rl_operator import overlay
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Job
 
 Object = dict[str, Any]
@@ -28,6 +29,7 @@ REWARDS_USER = 65534
 GROUP = 65532
 GPU_GRACE_S = 60
 ROLLOUT_GRACE_S = 30
+DEVICES = "gpus"  # the claim of a GPU pod, where devices are claimed and not counted
 
 LAST_WORDS = "FallbackToLogsOnError"  # the end of the log goes into the pod's status: it outlives the pod there
 
@@ -98,31 +100,24 @@ def metadata_of(job: Job, name: str, labels: Mapping[str, str] | None = None, *,
 # ---------------------------------------------------------------------------------------------------------------- pods
 def pod(job: Job, seat: str, attempt: int, images: PodImages, *, avoids: Sequence[str] = ()) -> Object:
     """The pod that fills a seat. avoids: nodes on which it may not stand."""
+    templates = job.spec.pod_templates
     if seat == ROLLOUT_SEAT:
+        template, group = templates.rollout, overlay.NO_GROUP
         labels, spec = {names.ROLE_LABEL: names.ROLE_ROLLOUT}, _rollout_spec(job, images)
     else:
         replica = seat.removeprefix(f"{names.ROLE_GPU}-")
-        labels = {names.ROLE_LABEL: names.ROLE_GPU, names.REPLICA_LABEL: replica}
-        spec = _gpu_spec(job, replica, images)
-    metadata = metadata_of(job, pod_name(job, seat, attempt), {**labels, names.ATTEMPT_LABEL: str(attempt)})
-    metadata["annotations"] = {  # an eviction costs the whole group a climb: only where nothing else helps
-        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
-        "karpenter.sh/do-not-disrupt": "true",
-    }
-    if avoids:
-        spec["affinity"] = _anywhere_but(avoids)
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+        template = templates.gpu
+        group = overlay.queue_group(template, name=f"{job.name}-gpu-{job.uid[:8]}", size=job.spec.replicas)
+        labels, spec = {names.ROLE_LABEL: names.ROLE_GPU, names.REPLICA_LABEL: replica}, _gpu_spec(job, replica, images)
+    labels |= group.labels | {names.ATTEMPT_LABEL: str(attempt)}
+    metadata = metadata_of(job, pod_name(job, seat, attempt), labels) | {"annotations": group.annotations}
+    body = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    return overlay.lay(template, over=body, avoids=avoids)
 
 
-def _anywhere_but(nodes: Sequence[str]) -> Object:
-    """By the nodes' names and not a label that a node may lack; the API takes one name in each requirement."""
-    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
-    required = {"nodeSelectorTerms": [{"matchFields": fields}]}
-    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
-
-
-def _pod_spec(*, grace_s: int) -> Object:
+def _pod_spec(*, grace_s: int, claims: Sequence[Object] = ()) -> Object:
     return {
+        **({"resourceClaims": list(claims)} if claims else {}),
         "restartPolicy": "OnFailure",
         "terminationGracePeriodSeconds": grace_s,
         "automountServiceAccountToken": False,
@@ -140,7 +135,7 @@ def _pod_spec(*, grace_s: int) -> Object:
 
 def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
     spec = job.spec
-    return _pod_spec(grace_s=GPU_GRACE_S) | {
+    return _pod_spec(grace_s=GPU_GRACE_S, claims=_claims(job)) | {
         "initContainers": [
             {
                 "name": "runner",
@@ -332,10 +327,17 @@ def _resources(resources: Resources) -> Object:
 def _gpu_resources(job: Job) -> Object:
     gpus = job.spec.gpus
     resources = _resources(gpus.resources)
-    if gpus.count > 0:
+    if gpus.resource_claim_template_name is not None:
+        resources["claims"] = [{"name": DEVICES}]
+    elif gpus.count > 0:
         resources["limits"][gpus.resource_name] = str(gpus.count)
         resources["requests"][gpus.resource_name] = str(gpus.count)
     return resources
+
+
+def _claims(job: Job) -> Sequence[Object]:
+    template = job.spec.gpus.resource_claim_template_name
+    return [] if template is None else [{"name": DEVICES, "resourceClaimTemplateName": template}]
 
 
 def _mount(name: str, path: str, *, read_only: bool = False) -> Object:

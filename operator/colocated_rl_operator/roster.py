@@ -7,8 +7,9 @@ likely the operator's own network: then silence replaces nobody, and podsReadyDe
 run while every node says that its pod of the job answers.
 
 A GPU pod's seat is filled again at once, even while the old pod is still ending: epoch, lineage and pod UID fence it,
-and it owns no exclusive volume. The store's volume admits one pod, so the rollout seat waits until the old pod is gone,
-and that pod is never forced.
+and it owns no exclusive volume. In a queue's group it counts until it has ended, and the queue would delete the new one
+as one too many: there the seat waits for that, as long as an ending may take. The store's volume admits one pod, so the
+rollout seat waits until the old pod is gone, and that pod is never forced.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
         if pod.seat in seated:
             seated[pod.seat].append(pod)
     for seat, pods in seated.items():
-        if not _holds_volume(seat, pods):
+        if not _is_held(seat, pods, seen, wake):
             _fill(seat, pods, seen, actions, wake)
     return tuple(actions), min(wake, default=None)
 
@@ -85,8 +86,16 @@ def _why(pod: Member, now: float) -> str:
     return f"{message}; {pod.trouble}" if pod.trouble else message
 
 
-def _holds_volume(seat: str, pods: list[Member]) -> bool:
-    return seat == ROLLOUT_SEAT and any(pod.ends_at is not None for pod in pods)
+def _is_held(seat: str, pods: list[Member], seen: Observation, wake: list[float]) -> bool:
+    """By a pod that is still ending: it has the store's volume, or its place in a queue's group."""
+    ending = [pod for pod in pods if pod.ends_at is not None]
+    if seat == ROLLOUT_SEAT or not ending:
+        return bool(ending)
+    if not seen.job.spec.pod_templates.gpu.queue:
+        return False
+    until = max((pod.ends_at or 0.0) + FORCE_AFTER_S for pod in ending)
+    wake.append(until)
+    return seen.now < until and any(pod.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED) for pod in ending)
 
 
 def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAction], wake: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""One local cluster for the contract tests of a session, with the images of this checkout and nothing installed."""
+"""One local cluster for the contract tests of a session: this checkout's images, two devices to claim, nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ CRD_FILE = CHECKOUT.root / "crds/colocatedrljobs.yaml"
 
 @pytest.fixture(scope="session")
 def plain_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster.up(tmp_path_factory.mktemp("cluster"), images=CHECKOUT.images) as cluster:
+    place = tmp_path_factory.mktemp("cluster")
+    with Cluster.up(place, images=CHECKOUT.images, options=("--devices=2",)) as cluster:
         yield cluster
 
 

@@ -151,6 +151,17 @@ def test_given_service_account_needs_its_name() -> None:
     assert "serviceAccount.name is required with serviceAccount.create: false" in said
 
 
+def test_a_service_mesh_leaves_every_pod_of_the_chart_alone() -> None:
+    """A sidecar that never ends would keep the check before an uninstallation from ending."""
+    found = render("--set", "podLabels.team=rl")
+    pods = [each if each["kind"] == "Pod" else each["spec"].get("template") for each in found if "spec" in each]
+    metadata = [each["metadata"] for each in pods if each and "containers" in each["spec"]]
+    assert 3 == len(metadata)
+    expected = {"sidecar.istio.io/inject": "false", "team": "rl"}
+    assert all(expected.items() <= each["labels"].items() for each in metadata)
+    assert ["disabled"] * 3 == [each["annotations"]["linkerd.io/inject"] for each in metadata]
+
+
 def test_operator_pod_is_restricted() -> None:
     pod: Any = one(rendered(CHART / "ci/default-values.yaml"), "Deployment")["spec"]["template"]["spec"]
     [container] = pod["containers"]

@@ -162,7 +162,11 @@ MAY_CHANGE = {
     "evaluation.samples": 7,
     "evaluation": None,
 }
-MAY_CHANGE_WHILE_SUSPENDED = {"switch.settleSeconds": 7}
+MAY_CHANGE_WHILE_SUSPENDED = {
+    "switch.settleSeconds": 7,
+    "podTemplates.gpu.spec.nodeSelector": {"zone": "b"},
+    "podTemplates.gpu.spec.affinity": {"podAffinity": {"renamed": []}},
+}
 MAY_NOT_CHANGE = {
     "replicas": 7,
     "model.path": "other",

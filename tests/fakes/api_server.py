@@ -36,6 +36,7 @@ class FakeApiServer:
         self._versions = itertools.count(1)
         self._refusals: list[int] = []
         self.forbidden: Callable[[str, str], bool] = lambda method, path: False  # answered with 403, always
+        self.refused_pod: Callable[[Body], str | None] = lambda pod: None  # words for who asks with a dry run
         self._held: Callable[[str, Any], bool] = lambda path, body: False
         self._let_go = asyncio.Event()
         app = web.Application()
@@ -107,8 +108,8 @@ class FakeApiServer:
 
     # ---------------------------------------------------------------------------------------------------------- HTTP
     async def _answer(self, request: web.Request) -> web.Response:
-        path = request.path
-        self.requests.append(f"{request.method} {path}")
+        path, is_trial = request.path, request.query.get("dryRun") == "All"
+        self.requests.append(f"{request.method} {path}{'?dryRun=All' if is_trial else ''}")
         if request.method != "GET" and self._refusals:
             return _status(self._refusals.pop(0), "refused by the test")
         if self.forbidden(request.method, path):
@@ -120,7 +121,7 @@ class FakeApiServer:
             case "GET":
                 return self._get(path, request.query.get("labelSelector"))
             case "POST":
-                return self._post(path, body)
+                return self._post(path, body, is_trial=is_trial)
             case "PUT":
                 return self._replace(path, body, body["metadata"].get("resourceVersion"))
             case "DELETE":
@@ -141,10 +142,13 @@ class FakeApiServer:
         ]
         return web.json_response({"items": items, "metadata": {"resourceVersion": "0"}})
 
-    def _post(self, path: str, body: Body) -> web.Response:
+    def _post(self, path: str, body: Body, *, is_trial: bool) -> web.Response:
         full = f"{path}/{body['metadata']['name']}"
         if full in self.objects:
             return _status(409, f"{full} already exists")
+        if is_trial:
+            words = self.refused_pod(body)
+            return web.json_response(body, status=201) if words is None else _status(422, words)
         return web.json_response(self.put(full, body), status=201)
 
     def _replace(self, path: str, body: Body, version: str | None) -> web.Response:

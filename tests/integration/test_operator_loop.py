@@ -477,6 +477,26 @@ async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_trie
     assert ("False", "NotStalled") == condition(world, "Stalled")
 
 
+@pytest.mark.parametrize("suspend", [False, True])
+async def test_pods_that_the_server_would_refuse_stall_the_job_before_any_is_made(world: World, suspend: bool) -> None:
+    """What a template says as free-form maps nobody else can judge; a job that waits for its release learns it too."""
+    change(world, suspend=suspend, podTemplates={"rollout": {"spec": {"priorityClassName": "nobody-knows"}}})
+    world.api.refused_pod = lambda pod: f"no PriorityClass with name {pod['spec']['priorityClassName']} was found"
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("conditions") and condition(world, "Stalled")[0] == "True")
+        message = next(item["message"] for item in world.status["conditions"] if item["type"] == "Stalled")
+        assert "422 no PriorityClass with name nobody-knows was found" in message
+        assert [] == world.api.all("pods")
+        assert [] == world.api.all("secrets")
+        world.api.refused_pod = lambda pod: "the admission webhook does not support dry run"
+        change(world, suspend=False)
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert ("False", "NotStalled") == condition(world, "Stalled")
+    trials = [line for line in world.api.requests if line.endswith("/pods?dryRun=All")]
+    assert 2 == len(trials), "refused, then taken, and not asked at each look"
+
+
 async def test_a_pod_of_a_deleted_job_of_the_same_name_is_waited_for(world: World) -> None:
     path = "/api/v1/namespaces/default/pods/sums-gpu-0-0"
     world.api.put(path, {"metadata": {"name": "sums-gpu-0-0", "labels": {}}, "status": {"phase": "Running"}})

@@ -737,6 +737,36 @@ def test_a_pod_that_does_not_end_is_forgotten_after_its_grace_and_replaced_befor
     assert [0] == [action.grace_s for action in stuck if isinstance(action, DeletePod)]
 
 
+@pytest.mark.parametrize(
+    ("after_s", "phase", "is_filled"),
+    [
+        (0, PodPhase.RUNNING, False),
+        (0, PodPhase.FAILED, True),
+        (60 + FORCE_AFTER_S - 1, PodPhase.RUNNING, False),
+        (60 + FORCE_AFTER_S, PodPhase.RUNNING, True),
+    ],
+)
+def test_a_seat_in_a_queues_group_waits_for_the_pod_that_ends(after_s: float, phase: PodPhase, is_filled: bool) -> None:
+    """The queue counts a pod that ends, and deletes the newest of those that are too many."""
+    job = make_job(podTemplates={"gpu": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}}})
+    seen = without(climbing(Rung.SERVING, Rung.SERVING, job=job), 1, ends_at=160.0, phase=phase)
+    decided = plan(later(seen, after_s))
+    assert is_filled == (CreatePod("gpu-1", 1) in decided.pods)
+    assert decided.wake_at is not None
+
+
+def test_pods_that_a_queue_holds_back_are_waited_for_as_long_as_it_takes() -> None:
+    """The job would lose its place in the queue, for pods that were never allowed to start."""
+    job = make_job(podsReadyDeadlineSeconds=60)
+    seen = make_observation(job, [None, None], climb=None, rollout=None)
+    gated = [replace(each, is_gated=each.seat != ROLLOUT_SEAT) for each in seen.members]
+    seen = later(remember(replace(seen, members=tuple(gated))), 100_000)
+    assert not plan(seen).raises
+    admitted = remember(replace(seen, members=tuple(replace(each, is_gated=False) for each in gated)))
+    assert not plan(later(admitted, 59)).raises
+    assert plan(later(admitted, 60)).raises
+
+
 def test_the_pod_of_the_store_is_never_forced_and_its_seat_stays_empty_until_it_is_gone() -> None:
     seen = without(climbing(Rung.SERVING, Rung.SERVING), 2, ends_at=160.0)
     assert () == plan(later(seen, 1000)).pods

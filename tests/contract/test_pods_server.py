@@ -1,0 +1,188 @@
+"""Pods as the operator renders them, on a real API server with its scheduler: templates, claimed devices, queues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from cluster import Cluster
+from contract.api_server import ApiServer, Document, Kubectl
+
+from builders import make_job
+from colocated_rl_operator import belongings
+from colocated_rl_operator.observation import ROLLOUT_SEAT, gpu_seat
+from colocated_rl_operator.resources import PodImages, pod
+from setup.layout import CHECKOUT
+
+pytestmark = pytest.mark.cluster
+
+NAMESPACE = "rendered"
+PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
+IMAGES = PodImages("agent", "rollout", "gpu", "Always")
+DEADLINE_S = 30.0
+
+CLUSTER: list[Document] = [
+    {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
+    },
+    {
+        "apiVersion": "scheduling.k8s.io/v1",
+        "kind": "PriorityClass",
+        "metadata": {"name": "research"},
+        "value": 7,
+    },
+    {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}, "handler": "nvidia"},
+    {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "model", "namespace": NAMESPACE},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Mi"}}},
+    },
+    {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "reader", "namespace": NAMESPACE}},
+]
+
+GATES: list[Document] = [  # what Kueue's webhook does to a pod with the label of a queue, in the server's own words
+    {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "MutatingAdmissionPolicy",
+        "metadata": {"name": "queue"},
+        "spec": {
+            "failurePolicy": "Fail",
+            "reinvocationPolicy": "Never",
+            "matchConstraints": {
+                "resourceRules": [
+                    {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
+                ],
+                "objectSelector": {"matchExpressions": [{"key": "kueue.x-k8s.io/queue-name", "operator": "Exists"}]},
+            },
+            "mutations": [
+                {
+                    "patchType": "ApplyConfiguration",
+                    "applyConfiguration": {
+                        "expression": "Object{spec: Object.spec{schedulingGates: "
+                        "[Object.spec.schedulingGates{name: 'kueue.x-k8s.io/admission'}]}}"
+                    },
+                }
+            ],
+        },
+    },
+    {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "MutatingAdmissionPolicyBinding",
+        "metadata": {"name": "queue"},
+        "spec": {"policyName": "queue"},
+    },
+]
+
+
+def rendered(name: str, seat: str = "gpu-0", **spec: Any) -> Document:
+    body = pod(make_job(name, **spec), seat, 0, IMAGES)
+    del body["metadata"]["ownerReferences"]  # the job itself is not on this server
+    body["metadata"]["namespace"] = NAMESPACE
+    return body
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world(kubectl: Kubectl) -> Iterator[None]:
+    """What an admin has prepared, and claims of a job."""
+    kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([*CLUSTER, *GATES]))
+    yield
+    for objects in (CLUSTER, GATES):
+        kubectl("delete", "--wait=false", "-f", "-", stdin=yaml.safe_dump_all(objects))
+
+
+def dry_run(api: ApiServer, body: Document) -> str:
+    """The server's objection, with pod security and all other admission; empty when there is none."""
+    answer = api.request("POST", f"{PODS}?dryRun=All&fieldValidation=Strict", body)
+    return "" if answer.is_accepted else answer.message
+
+
+@pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])
+@pytest.mark.parametrize("file", ["crds/examples/full.yaml", "tests/scenarios/manifests/good/pod-templates.yaml"])
+def test_pods_with_everything_that_a_template_may_say_are_admitted(api: ApiServer, file: str, seat: str) -> None:
+    spec = yaml.safe_load((CHECKOUT.root / file).read_text())["spec"]
+    assert "" == dry_run(api, rendered("templated", seat, **spec))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"priorityClassName": "nobody-knows"}, "no PriorityClass with name nobody-knows was found"),
+        ({"affinity": {"podAffinity": {"typo": []}}}, 'unknown field "spec.affinity.podAffinity.typo"'),
+        (
+            {"volumes": [{"name": "a", "emptyDir": {}, "configMap": {"name": "a"}}]},
+            "may not specify more than 1 volume",
+        ),
+        ({"tolerations": [{"operator": "Sometimes"}]}, "spec.tolerations[0].operator"),
+    ],
+)
+def test_what_the_schema_cannot_judge_the_server_does(api: ApiServer, said: Document, words: str) -> None:
+    body = rendered("judged", podTemplates={"gpu": {"spec": said}})
+    assert words in dry_run(api, body)
+
+
+def test_devices_of_a_claim_come_to_the_pod_by_the_scheduler(plain_cluster: Cluster, api: ApiServer) -> None:
+    """Without a device plugin, by a ResourceClaimTemplate that an admin has written."""
+    template = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": {"name": "two", "namespace": NAMESPACE},
+        "spec": {
+            "spec": {
+                "devices": {
+                    "requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.example.com", "count": 2}}]
+                }
+            }
+        },
+    }
+    gpus = {"count": 2, "resourceClaimTemplateName": "two"}
+    job = make_job("claims", replicas=1, gpus=gpus)
+    claims = [each | {"metadata": each["metadata"] | {"namespace": NAMESPACE}} for each in belongings.claims(job)]
+    plain_cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([template, *claims]))
+    body = rendered("claims", replicas=1, gpus=gpus)
+    answer = api.request("POST", f"{PODS}?fieldValidation=Strict", body)
+    assert answer.is_accepted, answer.message
+    where = ("--namespace", NAMESPACE)
+
+    def devices() -> list[str] | None:
+        seen = plain_cluster.get("pod", body["metadata"]["name"], *where)
+        if condition(seen, "PodScheduled")[:1] != ("True",):
+            return None
+        [claim] = seen["status"]["resourceClaimStatuses"]
+        allocated = plain_cluster.get("resourceclaim", claim["resourceClaimName"], *where)["status"]["allocation"]
+        return [each["driver"] for each in allocated["devices"]["results"]]
+
+    try:
+        assert ["gpu.example.com"] * 2 == plain_cluster.wait_for("a node with two devices", devices, DEADLINE_S)
+    finally:
+        plain_cluster.kubectl("delete", "pod", body["metadata"]["name"], *where, "--force", "--grace-period=0")
+
+
+def test_a_pod_in_a_queue_waits_for_admission_and_others_do_not(plain_cluster: Cluster, api: ApiServer) -> None:
+    """The gate is what Kueue puts on a pod with that label; nothing of the operator's takes it off."""
+    queued = {"gpu": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}}}
+
+    def gates(seat: str) -> list[str]:
+        answer = api.request("POST", f"{PODS}?dryRun=All", rendered("queued", seat, podTemplates=queued))
+        assert answer.is_accepted, answer.message
+        return [gate["name"] for gate in answer.body["spec"].get("schedulingGates", ())]
+
+    admission = ["kueue.x-k8s.io/admission"]
+    plain_cluster.wait_for("the policy at work", lambda: gates(gpu_seat(0)) == admission, DEADLINE_S)
+    assert [] == gates(ROLLOUT_SEAT)
+
+
+def condition(body: Document, kind: str) -> tuple[str, ...]:
+    found = [each for each in body.get("status", {}).get("conditions", ()) if each["type"] == kind]
+    return tuple(each["status"] for each in found)
+
+
+def test_plain_json_is_all_that_a_pod_holds() -> None:
+    """What the models read as enums and numbers goes to the server as text and numbers."""
+    body = rendered("plain", podTemplates={"gpu": {"spec": {"tolerations": [{"tolerationSeconds": 3}]}}})
+    assert body == json.loads(json.dumps(body))

@@ -1,0 +1,175 @@
+"""What a job says of its pods comes into them, and takes nothing away that the operator needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from builders import make_job
+from colocated_rl_api import names
+from colocated_rl_api.pod_template import OWNED_PATHS, OWNED_VARIABLES, OWNED_VOLUME_PREFIXES, OWNED_VOLUMES
+from colocated_rl_operator import resources
+from colocated_rl_operator.observation import ROLLOUT_SEAT, gpu_seat
+from colocated_rl_operator.resources import PodImages
+
+IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
+SEATS = (gpu_seat(0), ROLLOUT_SEAT)
+IN_QUEUE = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}}
+
+
+def pod(seat: str, *avoids: str, **spec: Any) -> dict[str, Any]:
+    return resources.pod(make_job(**spec), seat, 0, IMAGES, avoids=avoids)
+
+
+def gpu_pod(template: dict[str, Any], *avoids: str) -> dict[str, Any]:
+    return pod(gpu_seat(0), *avoids, podTemplates={"gpu": template})
+
+
+def containers(body: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {each["name"]: each for each in [*body["spec"].get("initContainers", []), *body["spec"]["containers"]]}
+
+
+def test_where_a_pod_runs_is_said_in_the_words_of_a_pod() -> None:
+    said = {
+        "nodeSelector": {"zone": "a"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]}},
+        "priorityClassName": "research",
+        "runtimeClassName": "nvidia",
+        "schedulerName": "volcano",
+        "serviceAccountName": "reader",
+        "imagePullSecrets": [{"name": "registry"}],
+    }
+    usual, laid = pod(gpu_seat(0)), gpu_pod({"spec": said})
+    assert usual["spec"] | said == laid["spec"]
+    assert usual["metadata"] == laid["metadata"]
+    assert usual["spec"]["automountServiceAccountToken"] is False
+
+
+def test_a_template_is_of_one_role() -> None:
+    templates = {"gpu": {"spec": {"nodeSelector": {"pool": "gpu"}}}, "rollout": {"spec": {"schedulerName": "slow"}}}
+    gpu, rollout = (pod(seat, podTemplates=templates)["spec"] for seat in SEATS)
+    assert ({"pool": "gpu"}, None) == (gpu["nodeSelector"], gpu.get("schedulerName"))
+    assert (None, "slow") == (rollout.get("nodeSelector"), rollout["schedulerName"])
+
+
+def test_labels_and_annotations_come_beside_the_operators_and_before_the_usual() -> None:
+    laid = gpu_pod({"metadata": {"labels": {"team": "rl", "sidecar.istio.io/inject": "true"}}})
+    usual = pod(gpu_seat(0))["metadata"]["labels"]
+    assert usual | {"team": "rl", "sidecar.istio.io/inject": "true"} == laid["metadata"]["labels"]
+    laid = gpu_pod({"metadata": {"annotations": {"karpenter.sh/do-not-disrupt": "false", "a": "b"}}})
+    expected = {"karpenter.sh/do-not-disrupt": "false", "a": "b", "linkerd.io/inject": "disabled"}
+    assert expected.items() <= laid["metadata"]["annotations"].items()
+
+
+@pytest.mark.parametrize("seat", SEATS)
+def test_a_service_mesh_leaves_pods_of_jobs_alone(seat: str) -> None:
+    """Members do their own TLS by pod address, and a sidecar of a mesh outlives a pod that is done."""
+    metadata = pod(seat)["metadata"]
+    assert "false" == metadata["labels"]["sidecar.istio.io/inject"]
+    assert "disabled" == metadata["annotations"]["linkerd.io/inject"]
+
+
+def test_variables_and_mounts_go_to_the_container_that_they_are_said_of() -> None:
+    secret = {"secretKeyRef": {"name": "wandb", "key": "key"}}
+    template: dict[str, Any] = {
+        "volumes": [{"name": "cache", "persistentVolumeClaim": {"claimName": "cache"}}],
+        "containers": [
+            {
+                "name": "gpu",
+                "env": [{"name": "WANDB_API_KEY", "valueFrom": secret}, {"name": "HF_HOME", "value": "/cache"}],
+                "volumeMounts": [{"name": "cache", "mountPath": "/cache", "readOnly": True}],
+            }
+        ],
+    }
+    usual, laid = pod(gpu_seat(0)), gpu_pod({"spec": template})
+    assert [*usual["spec"]["volumes"], *template["volumes"]] == laid["spec"]["volumes"]
+    gpu, before = containers(laid)["gpu"], containers(usual)["gpu"]
+    assert {"name": "WANDB_API_KEY", "valueFrom": secret} in gpu["env"]
+    assert ["/cache"] == [each["value"] for each in gpu["env"] if each["name"] == "HF_HOME"], "not the usual one too"
+    assert len(before["env"]) + 1 == len(gpu["env"])
+    mount = {"name": "cache", "mountPath": "/cache", "readOnly": True}
+    assert [*before["volumeMounts"], mount] == gpu["volumeMounts"]
+    others = set(containers(usual)) - {"gpu"}
+    assert {name: containers(usual)[name] for name in others} == {name: containers(laid)[name] for name in others}
+
+
+NOT = {"key": "metadata.name", "operator": "NotIn", "values": ["bad"]}
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, [{"matchFields": [NOT]}]),
+        ({"podAffinity": {REQUIRED: []}}, [{"matchFields": [NOT]}]),
+        (
+            {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [1]}, {"matchFields": [2]}]}}},
+            [{"matchExpressions": [{"a": 1}], "matchFields": [NOT]}, {"matchFields": [{"a": 2}, NOT]}],
+        ),
+    ],
+)
+def test_a_node_that_the_job_avoids_is_avoided_by_each_alternative(said: Any, expected: Any) -> None:
+    """Terms of node affinity are alternatives: one more would have been a way around."""
+    for term in said.get("nodeAffinity", {}).get(REQUIRED, {}).get("nodeSelectorTerms", ()):
+        for key, [number] in term.items():
+            term[key] = [{"a": number}]
+    affinity = gpu_pod({"spec": {"affinity": said}}, "bad")["spec"]["affinity"]
+    assert expected == affinity["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
+    assert said.get("podAffinity") == affinity.get("podAffinity")
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+FILES = [{"claimName": f"c{number}", "path": "a.jsonl"} for number in range(2)]
+JUDGED = [file | {"reward": {"http": {"url": "http://judge/", "secretName": "judge"}}} for file in FILES]
+FULL = {
+    "rollout": {"prompts": {"mix": {"sources": [{"file": file} for file in JUDGED]}}, "batchSize": 4, "groupSize": 2}
+}
+
+
+@pytest.mark.parametrize("seat", SEATS)
+def test_what_a_template_may_not_name_is_all_that_the_operator_gives_a_pod(seat: str) -> None:
+    """A volume, a path or a variable of ours that is not in those lists could be taken over."""
+    body = pod(seat, **FULL)
+    volumes = {each["name"] for each in body["spec"]["volumes"]}
+    assert [] == [name for name in volumes if name not in OWNED_VOLUMES and not name.startswith(OWNED_VOLUME_PREFIXES)]
+    paths = {mount["mountPath"] for each in containers(body).values() for mount in each["volumeMounts"]}
+    assert [] == [path for path in paths if not any(f"{path}/".startswith(f"{owned}/") for owned in OWNED_PATHS)]
+    variables = {
+        variable["name"]
+        for each in containers(body).values()
+        for variable in each["env"]
+        if "valueFrom" in variable or variable["name"].startswith("COLOCATE_")
+    }
+    assert variables <= set(OWNED_VARIABLES)
+
+
+# ------------------------------------------------------------------------------------------------------------ devices
+def test_devices_of_a_claim_are_not_counted_too() -> None:
+    gpus = {"count": 8, "resourceClaimTemplateName": "eight", "resources": {"limits": {"memory": "1Gi"}}}
+    body = pod(gpu_seat(0), gpus=gpus)
+    assert [{"name": "gpus", "resourceClaimTemplateName": "eight"}] == body["spec"]["resourceClaims"]
+    expected = {"requests": {}, "limits": {"memory": "1Gi"}, "claims": [{"name": "gpus"}]}
+    assert expected == containers(body)["gpu"]["resources"]
+    assert not any("claims" in each["resources"] for name, each in containers(body).items() if name != "gpu")
+    assert "resourceClaims" not in pod(ROLLOUT_SEAT, gpus=gpus)["spec"]
+
+
+# ------------------------------------------------------------------------------------------------------------- queues
+def test_gpu_pods_in_a_queue_are_one_group_of_known_size() -> None:
+    """As Kueue's pod integration asks: the group's name is a label, its size an annotation, the same on each pod."""
+    spec: dict[str, Any] = {"replicas": 3, "podTemplates": {"gpu": IN_QUEUE}}
+    bodies = [pod(gpu_seat(replica), **spec)["metadata"] for replica in range(3)]
+    assert {"sums-gpu-6f1f0c5e"} == {each["labels"]["kueue.x-k8s.io/pod-group-name"] for each in bodies}
+    assert {"3"} == {each["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for each in bodies}
+    assert {"research"} == {each["labels"]["kueue.x-k8s.io/queue-name"] for each in bodies}
+    rollout = pod(ROLLOUT_SEAT, **spec)["metadata"]
+    assert not any(key.startswith("kueue") for key in (*rollout["labels"], *rollout["annotations"]))
+    assert not any(key.startswith("kueue") for key in pod(gpu_seat(0))["metadata"]["labels"])
+
+
+def test_a_groups_name_fits_a_label() -> None:
+    body = resources.pod(make_job("j" * 40, podTemplates={"gpu": IN_QUEUE}), gpu_seat(0), 0, IMAGES)
+    assert len(body["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"]) <= 63
+    assert names.ROLE_GPU == body["metadata"]["labels"][names.ROLE_LABEL]
