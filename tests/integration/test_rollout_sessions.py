@@ -225,6 +225,11 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
         assert 200 == (await agents[0].reward(1.0)).status_code
         assert 200 == (await agents[0].reward(1.0)).status_code, "again, because the answer was lost"
         assert 409 == (await agents[0].reward(0.5)).status_code
+        held = (await call(scene, "GET", "")).json()
+        assert 2 == held["group_size"]
+        assert [("s0", 2, 1.0, "g"), ("s1", 3, None, None)] == [
+            (session["id"], session["turns"], session["reward"], session["group"]) for session in held["data"]
+        ]
         with pytest.raises(openai.ConflictError, match="has its reward"):
             await agents[0].ask(AND)
         assert 200 == (await agents[1].reward(0.0)).status_code

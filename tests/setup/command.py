@@ -15,7 +15,10 @@ from setup.session import Session, SetupError
 from setup.tasks import Board
 
 EVERYTHING = (environments.DEV, localcluster.BINARY, localcluster.IMAGE_LIST, model.MODEL)
-BESIDES = (environments.PEERS,)  # made for whoever names it: neither the demo nor a job needs it
+BESIDES = (
+    environments.PEERS,
+    environments.FRAMEWORKS,
+)  # made for whoever names it: neither the demo nor a job needs it
 FAILED, BAD_MACHINE, STOPPED = 1, 2, 130
 
 

@@ -20,6 +20,7 @@ from setup.toolchain import TOOLS, UV, clean_environment
 
 DEV = "dev"
 PEERS = "peers"
+FRAMEWORKS = "frameworks"
 WHEELS = "wheels"
 
 
@@ -46,7 +47,13 @@ IMAGES = (
         40,
     ),
 )
-COMPARED = Environment(PEERS, ("tests/peers/requirements.txt",), (), 30)
+BESIDE = (
+    (Environment(PEERS, ("tests/peers/requirements.txt",), (), 30), "installing what the trainer is compared with"),
+    (
+        Environment(FRAMEWORKS, ("tests/frameworks/requirements.txt",), (), 15),
+        "installing what plays against the gateway",
+    ),
+)
 OURS = ("operator", "operator/cli", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
 
 
@@ -67,16 +74,22 @@ def tasks(layout: Layout) -> Iterator[Task]:
         make=lambda session: _make_wheels(layout, session),
         expected_s=5,
     )
-    yield Task(
-        name=PEERS,
-        doing="installing what the trainer is compared with",
-        needs=(DEV,),  # has nearly all of it downloaded
-        is_made=lambda: is_made_from(layout.environment(PEERS), _library_inputs(layout, COMPARED)),
-        make=lambda session: _make_peers(layout, session),
-        expected_s=COMPARED.expected_s,
-    )
+    for environment, doing in BESIDE:
+        yield _libraries_task(layout, environment, doing)
     for environment in IMAGES:
         yield _image_task(layout, environment)
+
+
+def _libraries_task(layout: Layout, environment: Environment, doing: str) -> Task:
+    path = layout.environment(environment.name)
+    return Task(
+        name=environment.name,
+        doing=doing,
+        needs=(DEV,),  # has nearly all of it downloaded
+        is_made=lambda: is_made_from(path, _library_inputs(layout, environment)),
+        make=lambda session: _make_libraries(layout, session, environment),
+        expected_s=environment.expected_s,
+    )
 
 
 def _image_task(layout: Layout, environment: Environment) -> Task:
@@ -102,10 +115,10 @@ def _make_dev(layout: Layout, session: Session) -> None:
     remember(path, inputs)
 
 
-def _make_peers(layout: Layout, session: Session) -> None:
-    path = _begin(layout, session, PEERS)
-    _uv(layout, session, PEERS, "pip", "sync", "--python", path, *COMPARED.requirements)
-    remember(path, _library_inputs(layout, COMPARED))
+def _make_libraries(layout: Layout, session: Session, environment: Environment) -> None:
+    path = _begin(layout, session, environment.name)
+    _uv(layout, session, environment.name, "pip", "sync", "--python", path, *environment.requirements)
+    remember(path, _library_inputs(layout, environment))
 
 
 def _make_image(layout: Layout, session: Session, environment: Environment) -> None:

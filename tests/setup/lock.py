@@ -1,8 +1,9 @@
 """Pins what every environment holds: `make lock`.
 
 One resolution of everything together, into `tests/requirements.txt`; each part's file is a selection from it, so that
-no library has two versions in the project. What only tests compare with is beside it, under the same pins. Pins that
-satisfy what is asked stay: to move one, remove its line first.
+no library has two versions in the project. What only tests compare with is beside it, under the same pins; what asks
+for other versions, and runs in processes of its own, is resolved alone. Pins that satisfy what is asked stay: to move
+one, remove its line first.
 No file names an index: whoever installs decides where packages come from.
 """
 
@@ -24,6 +25,7 @@ SELECTIONS = {
     "tests/website/requirements.txt": ("tests/website/requirements.in",),
     "workloads/gpu/requirements.txt": ("workloads/gpu/requirements.in", "workloads/trainer/pyproject.toml"),
 }
+ALONE = {"tests/frameworks/requirements.txt": ("tests/frameworks/requirements.in",)}
 
 
 # what the vendor's image of the engine brings: a list to compare with, that nothing here installs
@@ -36,6 +38,8 @@ def resolve(layout: Layout, session: Session) -> None:
     _compile(layout, session, [*ASKED, *(f"{part}/pyproject.toml" for part in PARTS)], into=ALL)
     for into, asked in SELECTIONS.items():
         _compile(layout, session, [*asked, "--constraints", ALL], into=into)
+    for into, asked in ALONE.items():
+        _compile(layout, session, asked, into=into)
     words = (*OF_VENDOR, "--no-header", "--no-annotate", "workloads/gpu/engine.txt", "--output-file", VENDOR)
     session.run("lock", [layout.uv, "pip", "compile", "--quiet", *words], cwd=layout.root, env=clean_environment())
 

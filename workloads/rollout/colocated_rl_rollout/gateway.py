@@ -3,7 +3,7 @@
     POST /v1/chat/completions, /v1/completions      streamed or not
     GET  /v1/models, /v1/models/ID
     all of them also below /v1/sessions/ID, or with a header X-Session-ID: turns of one session (`sessions`)
-    GET, DELETE /v1/sessions/ID, POST /v1/sessions/ID/reward
+    GET /v1/sessions; GET, DELETE /v1/sessions/ID, POST /v1/sessions/ID/reward
 
 A client sees no switch: while the engines are off its request waits, and a completion that was cut off goes on
 (`turns`). Every error has OpenAI's shape. Nothing is read without a bound, and no client is waited for without a
@@ -27,7 +27,7 @@ from aiohttp import web
 
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.openai_replies import Pieces, Reply, message_of, shown
+from colocated_rl_rollout.openai_replies import Pieces, Reply, listed, message_of, shown
 from colocated_rl_rollout.openai_requests import (
     Body,
     ChatBody,
@@ -99,6 +99,7 @@ class Gateway:
                     web.get(root + "/models/{model:.{1,512}}", self._answering(self._serve_model)),
                 )
             ),
+            web.get("/v1/sessions", self._answering(self._serve_sessions)),
             web.get(session, self._answering(self._serve_session)),
             web.delete(session, self._answering(self._delete_session)),
             web.post(f"{session}/reward", self._answering(self._serve_reward)),
@@ -175,6 +176,10 @@ class Gateway:
             yield session
         finally:
             self._sessions.end(session)
+
+    async def _serve_sessions(self, _: web.Request) -> web.Response:
+        held = [listed(session) for session in self._sessions]
+        return web.json_response({"object": "list", "group_size": self._sessions.group_size, "data": held})
 
     async def _serve_session(self, request: web.Request) -> web.Response:
         session = self._sessions.find(_session_name(request))

@@ -156,6 +156,17 @@ class Pieces:
         }
 
 
+def listed(session: Session) -> dict[str, Any]:
+    """A session in the list of all."""
+    return {
+        "id": session.id,
+        "object": "session",
+        "turns": len(session.turns),
+        "reward": session.reward,
+        "group": session.grouping,
+    }
+
+
 def shown(session: Session) -> dict[str, Any]:
     """A session, with its trajectory as it would be trained: the path of its newest turn."""
     path = session.turns[-1].path if session.turns else []
@@ -172,12 +183,8 @@ def shown(session: Session) -> dict[str, Any]:
     }
     parents = {turn.parent.number for turn in session.turns if turn.parent}
     return {
-        "id": session.id,
-        "object": "session",
-        "turns": len(session.turns),
+        **listed(session),
         "paths": len(session.turns) - len(parents),
-        "reward": session.reward,
-        "group": session.grouping,
         "trajectory": trajectory,
     }
 

@@ -14,7 +14,7 @@ its client hears of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -141,7 +141,7 @@ class Sessions:
         self._tokens_at_most = tokens_at_most
         self._store = store
         self._metrics = metrics
-        self._group_size = group_size
+        self.group_size = group_size
         self._max_staleness = max_staleness
         self._changed = changed
         self._clock = clock
@@ -151,6 +151,9 @@ class Sessions:
         self._looks_at = 0.0  # for idle ones
         self._read()
         metrics.sessions.set_function(lambda: len(self._sessions))
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
 
     # ------------------------------------------------------------------------------------------------- turns
     def begin(self, name: str) -> Session:
@@ -247,7 +250,7 @@ class Sessions:
                 continue
             whole = by_group.setdefault(session.grouping or "", [])
             whole.append(session)
-            if len(whole) == self._group_size:
+            if len(whole) == self.group_size:
                 return self._become_samples(whole)
         return None
 
