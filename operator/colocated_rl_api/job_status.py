@@ -146,6 +146,11 @@ class ColocatedRLJobStatus(StatusPart):
     out_of_line: list[PodOutOfLine] = Field(default_factory=list, max_length=10, description="At most ten.")
     rollout: RolloutStatus | None = Field(default=None, description="Progress of rollout.")
     evaluation: EvaluationStatus | None = Field(default=None, description="Newest evaluation.")
+    model: str | None = Field(
+        default=None,
+        max_length=317,
+        description="CLAIM/DIRECTORY of the trained model in Hugging Face format; set once the last step has left it.",
+    )
     last_switch_seconds: float | None = Field(
         default=None, description="Last switch, from the first gate closed to all gates open, training excluded."
     )

@@ -147,6 +147,8 @@ class TrainerFacts(Wire):
     exported: Version | None = None
     saved: int | None = None  # newest durable checkpoint that this rank knows of
     replay_from: int | None = None  # oldest step that a restart may go back to; None: `saved`
+    can_finish: bool = False  # it can leave an export as the job's model
+    finished: Version | None = None  # that it has left: durable
 
     @property
     def is_alive(self) -> bool:
@@ -257,7 +259,9 @@ class PodTarget(Wire):
     rung: Rung
     rendezvous: Rendezvous | None = None  # None only with goal STOP
     batches: Endpoint | None = None  # of the rollout controller; None only with goal STOP
-    is_last: bool = False  # the job ends with this step: it is saved, whatever checkpoint.everySteps says
+    is_last: bool = (
+        False  # the job ends with this step: it is saved, whatever checkpoint.everySteps says, and leaves its model
+    )
     checksum: str | None = None  # of the engines' weights, on which the group agreed: another one does not serve
 
     @property

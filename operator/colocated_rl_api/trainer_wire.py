@@ -11,6 +11,8 @@ opens `SOCKET` and answers:
 * `POST /v1/train` `TrainRequest`: one optimizer step on one sealed batch. Collective: every rank is asked.
 * `POST /v1/export` `ExportRequest`: write weights with a manifest (`colocated_rl_api.weights`) into `directory`.
 * `POST /v1/save` `SaveRequest`: checkpoint of the finished step, on or off the device; durable when it answers.
+* `POST /v1/finish` `FinishRequest`: leave an export as the job's model, on or off the device; durable when it answers.
+  Asked of rank 0 alone, after the last step is saved, where the trainer says `canFinish`. Not collective.
 
 Each answers 200 with `TrainerStatus` when the effect holds. Every request is idempotent: asked again for an effect that
 holds, it answers at once; asked again while it is under way, it waits for that one. 409 with `TrainerError` when it
@@ -58,6 +60,8 @@ class TrainerStatus(Wire):
     saved: int | None = None  # newest durable checkpoint
     replay_from: int | None = None  # oldest step that a restart may go back to, if newer checkpoints are damaged: the
     # batches after it are kept. None: never behind `saved`
+    can_finish: bool = False  # answers `/v1/finish`; said once the checkpoint is loaded
+    finished: Version | None = None  # newest export that this process has left as the job's model
     progress: int = 0  # rises while a request goes on; its deadline counts from the last rise
     metrics: dict[str, float] = Field(default_factory=dict)  # of the last finished step
 
@@ -81,6 +85,12 @@ class ExportRequest(Wire):
 class SaveRequest(Wire):
     step: int
     keep: int
+
+
+class FinishRequest(Wire):
+    version: Version  # of the finished step, which is saved
+    export: str  # path of its export, which is whole
+    directory: str  # in the checkpoints' volume: complete when `weights.MANIFEST` is there
 
 
 class TrainerError(Wire):

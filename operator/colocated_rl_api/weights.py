@@ -3,6 +3,8 @@
 An export is a directory in Hugging Face format (config.json, tokenizer files, *.safetensors) named by its
 `WeightVersion`, plus `MANIFEST`, which is written last: a directory without it is torn and never loaded. Engines
 accept missing tensors silently (H52), so the manifest names them all.
+
+The export of a job's last step is also what the job leaves: a copy stands beside its checkpoints.
 """
 
 from __future__ import annotations
@@ -12,6 +14,11 @@ from pydantic import Field
 from colocated_rl_api.member_wire import Version, Wire
 
 MANIFEST = "manifest.json"
+
+
+def finished_model(step: int) -> str:
+    """Name of the directory in the checkpoints' volume that holds the model of a job that ended with `step`."""
+    return f"model-{step:08d}"
 
 
 class TensorEntry(Wire):

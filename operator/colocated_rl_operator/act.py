@@ -37,6 +37,7 @@ from colocated_rl_operator.status import (
     BLINK_S,
     PROGRESS_S,
     Stall,
+    all_done,
     backs_off,
     invalid,
     is_blink,
@@ -157,7 +158,7 @@ def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float
     if is_new and status.phase is Phase.ROLLOUT and seen.memory.last_switch_s is not None:
         doors.metrics.switch_s.observe(seen.memory.last_switch_s)
     if is_new and status.phase is Phase.COMPLETE:
-        news.append(News("Normal", Reason.COMPLETED, f"all {seen.job.spec.steps} steps are done", action="Complete"))
+        news.append(News("Normal", Reason.COMPLETED, all_done(seen.job.spec.steps, status.model), action="Complete"))
     if backs_off(status) and not backs_off(before) and decided.wait is not None:
         news.append(News("Warning", Reason.BACKING_OFF, decided.wait.message, action="BackOff"))
     case.record.note(status, *news)

@@ -9,7 +9,7 @@ from colocated_rl_api import names
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.parts import Volume
 from colocated_rl_operator.observation import Job
-from colocated_rl_operator.resources import Object, claim_name, config_name, metadata_of, tls_secret_name
+from colocated_rl_operator.resources import Object, config_name, metadata_of, tls_secret_name
 
 
 def applied(job: Job, *, operator_namespace: str) -> list[Object]:
@@ -49,7 +49,7 @@ def _claim(job: Job, name: str, volume: Volume, *, many_pods: bool) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": metadata_of(job, claim_name(job, name), owned=not volume.retain),
+        "metadata": metadata_of(job, job.claim_name(name), owned=not volume.retain),
         "spec": spec,
     }
 

@@ -54,6 +54,10 @@ class Job:
         """Trainer ranks in each GPU pod: one per device, one without devices."""
         return max(1, self.spec.gpus.count)
 
+    def claim_name(self, volume: str) -> str:
+        """volume: `store` or `checkpoints`."""
+        return f"{self.name}-{volume}-{self.uid[:8]}"
+
 
 @dataclass(frozen=True)
 class Tally:
@@ -156,7 +160,10 @@ class Member:
         """Digest of how far its ranks are."""
         ranks = self.pod_facts.trainers if self.pod_facts else ()
         return hash(
-            tuple((rank.state, rank.incarnation, rank.step, rank.scored, rank.exported, rank.saved) for rank in ranks)
+            tuple(
+                (rank.state, rank.incarnation, rank.step, rank.scored, rank.exported, rank.saved, rank.finished)
+                for rank in ranks
+            )
         )
 
     def standing(self, ladder: Ladder, climb: Climb) -> Rung:
@@ -296,6 +303,19 @@ class Observation:
     def saved_step(self) -> int:
         """Newest durable checkpoint that a connected rank knows of."""
         return max((rank.saved or 0 for rank in self._ranks()), default=0)
+
+    @property
+    def finished(self) -> WeightVersion | None:
+        """What rank 0 has left as the job's model."""
+        return next((rank.finished for rank in self._ranks() if rank.rank == 0), None)
+
+    @property
+    def keeps_all(self) -> bool:
+        """A job that ended here would leave its last checkpoint, and a model if its trainer can leave one."""
+        if self.climb is None or self.saved_step < self.climb.step:
+            return False
+        first = next((rank for rank in self._ranks() if rank.rank == 0 and rank.is_alive), None)
+        return first is not None and (not first.can_finish or first.finished == self.climb.version)
 
     @property
     def replay_step(self) -> int:

@@ -188,12 +188,13 @@ def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | Hold | 
             return hold
         return raise_epoch(seen, following, Cause.NEXT_STEP, f"step {following.step}")
     is_last = serving and now.step >= spec.steps
-    if is_last and seen.saved_step >= now.step and evaluated:
+    if is_last and seen.keeps_all and evaluated:
         return raise_epoch(seen, now, Cause.ALL_STEPS_DONE, f"all {spec.steps} steps are done")
-    if seen.trainer_died and (not updated or (is_last and seen.saved_step < now.step)):
+    if seen.trainer_died and (not updated or (is_last and not seen.keeps_all)):
         return after_death(seen, now)
-    if is_last and seen.saved_step < now.step and seen.now >= _deadline(seen):
-        return after_standstill(seen, now, _deadline(seen), "the last checkpoint is not durable in time")
+    if is_last and not seen.keeps_all and seen.now >= _deadline(seen):
+        what = "model" if seen.saved_step >= now.step else "checkpoint"
+        return after_standstill(seen, now, _deadline(seen), f"the last {what} is not durable in time")
     return None
 
 

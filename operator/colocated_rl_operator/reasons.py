@@ -57,7 +57,7 @@ class Cause(Told):
         "the event names each pod with its checksum; look at the memory and the devices of their nodes; "
         + _MORE_RESTARTS,
     )
-    ALL_STEPS_DONE = "AllStepsDone", "The last step is done and saved: members are told to stop."
+    ALL_STEPS_DONE = "AllStepsDone", "The last step is done and saved, its model is left: members are told to stop."
     BACKOFF_LIMIT = (
         "BackoffLimitExceeded",
         "The trainers were restarted after failures more than backoffLimit times: the job has failed.",

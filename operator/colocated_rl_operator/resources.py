@@ -70,11 +70,6 @@ def config_name(job: Job) -> str:
     return f"{job.name}-job-{job.uid}"
 
 
-def claim_name(job: Job, volume: str) -> str:
-    """volume: `store` or `checkpoints`."""
-    return f"{job.name}-{volume}-{job.uid[:8]}"
-
-
 # ------------------------------------------------------------------------------------------------------------ metadata
 def metadata_of(job: Job, name: str, labels: Mapping[str, str] | None = None, *, owned: bool = True) -> Object:
     metadata: Object = {
@@ -201,7 +196,7 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
             _empty("weights", medium="Memory", sizeLimit=spec.weight_sync.size_limit),
             _empty("shm", medium="Memory"),
             _claimed("model", spec.model.claim_name, read_only=True),
-            _claimed("checkpoints", claim_name(job, "checkpoints")),
+            _claimed("checkpoints", job.claim_name("checkpoints")),
             *_job_volumes(job),
         ],
     }
@@ -241,7 +236,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
         "volumes": [
             *(_claimed(f"prompts-{number}", claim, read_only=True) for number, claim in enumerate(prompts.claim_names)),
             *(_reward_token(f"reward-token-{number}", secret) for number, secret in enumerate(prompts.secret_names)),
-            _claimed("store", claim_name(job, "store")),
+            _claimed("store", job.claim_name("store")),
             _claimed("model", job.spec.model.claim_name, read_only=True),
             _empty("tasks"),
             _empty("tmp"),

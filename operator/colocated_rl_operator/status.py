@@ -28,6 +28,7 @@ from colocated_rl_api.job_status import (
 )
 from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import Problem
+from colocated_rl_api.weights import finished_model
 from colocated_rl_operator.observation import Observation, Tally, rests
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, ConditionType, Reason, Told, Waiting
@@ -69,6 +70,7 @@ def report(
     slowest = Rung.UNKNOWN if plan.raises else seen.slowest
     if is_resting:
         served = None
+    model = _model(seen) or before.model
     answering = seen.all_answer or is_blink(seen, before)
     phase = _phase(seen, plan, slowest, served, before, answering=answering)
     if _backs_off(plan) and phase is not Phase.ROLLOUT:
@@ -94,11 +96,18 @@ def report(
         out_of_line=_out_of_line(seen, plan),
         rollout=_rollout(seen) or before.rollout,
         evaluation=_evaluation(seen) or before.evaluation,
+        model=model,
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
         start_time=None if phase in (Phase.SUSPENDING, Phase.SUSPENDED) else before.start_time or at,
         completion_time=before.completion_time or (at if plan.is_over else None),
-        conditions=_conditions(seen, plan, phase, served, before.conditions, at, stall, answering=answering),
+        conditions=_conditions(
+            seen, plan, phase, served, before.conditions, at, stall, answering=answering, model=model
+        ),
     )
+
+
+def all_done(steps: int, model: str | None) -> str:
+    return f"all {steps} steps are done" + (f"; the model is in {model}" if model else "")
 
 
 def is_blink(seen: Observation, before: ColocatedRLJobStatus) -> bool:
@@ -234,6 +243,7 @@ def _conditions(
     stall: Stall | None,
     *,
     answering: bool,
+    model: str | None,
 ) -> list[Condition]:
     stamp = _Stamp(before, seen.job.generation, at)
     is_complete, is_failed = phase is Phase.COMPLETE, phase is Phase.FAILED
@@ -248,7 +258,7 @@ def _conditions(
         stalled = (True, cause, plan.message)
     elif stall is not None:
         stalled = (True, stall.reason, stall.message)
-    done = f"all {seen.job.spec.steps} steps are done" if is_complete else ""
+    done = all_done(seen.job.spec.steps, model) if is_complete else ""
     failure = plan.message if is_failed else ""
     if phase is Phase.QUEUED:
         waiting = plan.message
@@ -314,6 +324,11 @@ def _readiness(phase: Phase, cause: Cause | None) -> tuple[bool, Told]:
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
+def _model(seen: Observation) -> str | None:
+    version = seen.finished
+    return f"{seen.job.claim_name('checkpoints')}/{finished_model(version.step)}" if version else None
+
+
 def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
     """Pods that report a problem, and GPU pods that don't stand where most do."""
     usual = Counter(plan.standings.values()).most_common(1)[0][0] if plan.standings else None

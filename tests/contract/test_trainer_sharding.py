@@ -14,10 +14,14 @@ import torch
 from contract.trainer_in_process import OneRank
 from contract.trainer_ranks_in_process import Watched, in_ranks
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.weights import finished_model
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.finished import leave
 from colocated_rl_trainer.group import GroupLost
-from colocated_rl_trainer.manifest import tensor_entries
+from colocated_rl_trainer.manifest import Exported, tensor_entries, write_manifest
 from colocated_rl_trainer.rank import Refused
 from colocated_rl_trainer.sharding import part_of, whole
 from colocated_rl_trainer.weights import write_model
@@ -168,6 +172,36 @@ def test_rank_whose_volume_is_full_leaves_the_exports_of_its_peers_whole(tmp_pat
 
     assert "EFBIG" == told[1]
     assert re.fullmatch(r"[3-9] files", str(told[0]))
+
+
+# ---------------------------------------------------------------------------------------------------- what a job leaves
+def train_and_leave(trainer: Watched) -> dict[str, list[float]]:
+    train(trainer)
+    folder = trainer._settings.checkpoints
+    export_in_small_files(trainer)
+    trainer.offload()
+    trainer.save(trainer.step, 2)
+    if trainer.rank == 0:
+        export = folder.parent / "export-0"
+        write_manifest(export, WeightVersion(1, 1), Exported())
+        leave(export, folder / finished_model(1), progress=trainer.progress)
+    trainer.onload()
+    return {name: whole(tensor).flatten().tolist() for name, tensor in trainer.model.state_dict().items()}
+
+
+def test_model_that_sharded_ranks_leave_is_an_ordinary_one(tmp_path: Path) -> None:
+    """With what the person's model had beside its weights."""
+    origin = write_tiny_model(tmp_path / "model")
+    (origin / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
+
+    state, *_ = in_ranks(3, tmp_path, origin, train_and_leave, learningRate=1e-2)
+
+    left = tmp_path / "checkpoints" / finished_model(1)
+    model = AutoModelForCausalLM.from_pretrained(left, local_files_only=True)
+    assert state == {name: tensor.flatten().tolist() for name, tensor in model.state_dict().items()}
+    assert model.generation_config.temperature == 0.5
+    tokenizer = AutoTokenizer.from_pretrained(left, local_files_only=True)
+    assert tokenizer("w3 w4").input_ids == AutoTokenizer.from_pretrained(origin)("w3 w4").input_ids
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints

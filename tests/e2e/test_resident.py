@@ -40,6 +40,13 @@ def test_a_resident_job_completes_and_releases_nothing(job: RunningJob) -> None:
     assert ("True", "Resident") == (sharing["status"], sharing["reason"])
 
 
+def test_it_leaves_its_model_beside_its_checkpoints(job: RunningJob) -> None:
+    claim = f"{job.name}-checkpoints-{job.uid[:8]}"
+    assert f"{claim}/model-00000003" == job.status["model"]
+    (left,) = job.agent_lines("model left")
+    assert "3-1" == left.fields["version"]
+
+
 def test_its_pod_climbed_the_resident_ladder_in_order_in_every_step(job: RunningJob) -> None:
     for step in (1, 2, 3):
         rungs = [Rung(line.fields["rung"]) for line in job.rungs(step)]

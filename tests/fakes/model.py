@@ -431,6 +431,9 @@ class Model:
             case do.Save(step=step):
                 saved = max(saved, step)
                 pod = before._replace(rank=before.rank._replace(saved=step))
+            case do.Finish(version=version):
+                must(saved >= version.step, "a model is left that no checkpoint has")
+                pod = before._replace(rank=before.rank._replace(finished=version))
             case do.FetchShards(step=step) if not rollout.dropped < step <= rollout.sealed:
                 return None
             case _:

@@ -102,6 +102,7 @@ class Rank(NamedTuple):
     scored: int | None
     exported: WeightVersion | None
     saved: int | None
+    finished: WeightVersion | None
     broken: str | None
 
     @classmethod
@@ -116,6 +117,7 @@ class Rank(NamedTuple):
                 view.scored,
                 view.exported,
                 view.saved,
+                view.finished,
             ),
             "broken" if view.broken else None,
         )
@@ -252,6 +254,8 @@ def rank_view(rank: Rank) -> RankView:
         scored=rank.scored,
         exported=rank.exported,
         saved=rank.saved,
+        can_finish=rank.is_alive,
+        finished=rank.finished,
         broken=rank.broken,
     )
 

@@ -2,11 +2,11 @@
 
     python3 -m fakes.trainer      environment as `TrainerEnvironment`
 
-The weight of version STEP-LINEAGE is STEP + LINEAGE / 8. Checkpoints are files named by their step. A test makes it
-fail by a file `fault` beside its socket, with one line ROUTE ACTION, used once: ROUTE and crash, hang, slow or error,
-and also `export torn`, `export lies` (the probe is of other weights), `offload leaks` and
-`load unscoring`. A file `asked` there has the routes of all requests, in order. With FAKE_DEVICE in its environment it
-says there what it holds of the device.
+The weight of version STEP-LINEAGE is STEP + LINEAGE / 8. Checkpoints are files named by their step, the model that it
+leaves is a copy of its export. A test makes it fail by a file `fault` beside its socket, with one line ROUTE ACTION,
+used once: ROUTE and crash, hang, slow or error, and also `export torn`, `export lies` (the probe is of other weights),
+`offload leaks` and `load unscoring`. A file `asked` there has the routes of all requests, in order. With FAKE_DEVICE in
+its environment it says there what it holds of the device.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import shutil
 import socketserver
 import threading
 import time
@@ -41,6 +42,7 @@ class Rank:
         self.can_score = False
         self.scored: int | None = None
         self.saved: int | None = None
+        self.finished: str | None = None
 
     def load(self) -> None:
         self.can_score = self.fail_if_told("load") != "unscoring"
@@ -58,7 +60,7 @@ class Rank:
         return {
             "protocol": PROTOCOL, "state": self.state, "rank": self.rank, "lineage": self.lineage, "step": self.step,
             "canScore": self.can_score, "scored": self.scored, "dirty": False, "exported": self.exported,
-            "saved": self.saved, "metrics": {"loss": 0.5},
+            "saved": self.saved, "canFinish": True, "finished": self.finished, "metrics": {"loss": 0.5},
         }  # fmt: skip
 
     def fail_if_told(self, route: str) -> str:
@@ -126,6 +128,12 @@ class Rank:
         assert self.state in ("Offloaded", "Onloaded"), self.state
         (self.checkpoints / f"step-{body['step']}").touch()
         self.saved = body["step"]
+
+    def finish(self, body: dict[str, Any], fault: str) -> None:
+        assert body["version"] == f"{self.saved}-{self.lineage}", body
+        if not Path(body["directory"]).is_dir():
+            shutil.copytree(body["export"], body["directory"])
+        self.finished = body["version"]
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

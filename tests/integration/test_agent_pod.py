@@ -311,6 +311,37 @@ async def test_checkpoint_is_saved_beside_rollout_and_before_the_next_step(net: 
         assert ["step-1"] == [path.name for path in it.directories.checkpoints.iterdir()]
 
 
+async def test_model_is_left_once_when_the_last_step_is_saved(net: Network) -> None:
+    async with pod(net, make_job(checkpoint={"everySteps": 1})) as it:
+        group = Group([it])
+        await group.climb(V0)
+        await group.climb(V1)
+        await it.until(lambda facts: facts.trainers[0].saved == 1, "saved")
+        last = group.target(V1, Rung.SERVING).model_copy(update={"is_last": True})
+        await it.send(last)
+        await it.until(lambda facts: facts.trainers[0].finished == V1, "left")
+        left, export = it.directories.checkpoints / "model-00000001", it.directories.weights / "1-1"
+        assert {path.name: path.read_bytes() for path in export.iterdir()} == {
+            path.name: path.read_bytes() for path in left.iterdir()
+        }
+        await it.send(last)
+        asked = (it.directories.sockets / "asked").read_text().split()
+        assert 1 == asked.count("finish")
+
+
+async def test_model_that_can_not_be_left_costs_the_trainers_and_is_named(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        await group.climb(V1)
+        it.trainer_fault("finish", "error")
+        await it.send(group.target(V1, Rung.SERVING).model_copy(update={"is_last": True}))
+        problem = (await it.until(lambda facts: facts.problem is not None, "it is said")).problem
+        assert problem is not None
+        assert "finish: trainer /v1/finish: ToldToFail" in problem.message
+        assert ["step-1"] == [path.name for path in it.directories.checkpoints.iterdir()], "its checkpoint is kept"
+
+
 @pytest.fixture
 def device(tmp_path: Path) -> Device:
     return Device(tmp_path)

@@ -209,6 +209,20 @@ def test_last_step_is_saved_though_no_checkpoint_is_due() -> None:
     assert do.Save(1) == next_action(pod, target.model_copy(update={"is_last": True}), RULES)
 
 
+def test_rank_0_leaves_the_model_once_the_last_step_is_saved() -> None:
+    target = make_target(V2, Rung.SERVING)
+    last = target.model_copy(update={"is_last": True})
+    rank = replace(make_rank(V2), saved=2, can_finish=True)
+    pod = make_pod(gate_open=True, engine=make_engine(V2), rank=rank)
+
+    assert do.Wait() == next_action(pod, target, RULES), "the job goes on"
+    assert do.Save(2) == next_action(replace(pod, ranks=(replace(rank, saved=1),)), last, RULES)
+    assert do.Finish(V2) == next_action(pod, last, RULES)
+    assert do.Finish(V2) == next_action(replace(pod, ranks=(replace(rank, finished=WeightVersion(2, 0)),)), last, RULES)
+    for done in (replace(rank, finished=V2), replace(rank, can_finish=False), replace(rank, rank=1)):
+        assert do.Wait() == next_action(replace(pod, ranks=(done,)), last, RULES)
+
+
 def test_gate_of_a_lost_engine_closes_before_anything_else() -> None:
     pod = make_pod(engine=EngineView(), gate_open=True)
     assert do.CloseGate() == next_action(pod, make_target(V0, Rung.SERVING), RULES)
@@ -679,7 +693,7 @@ class World:
                 self.view = replace(self.view, whole=version)
             case do.Save(step=step):
                 self.set_rank(rank.reported(saved=step))
-            case do.RemoveExports() | do.EndPod():
+            case do.RemoveExports() | do.Finish() | do.EndPod():
                 raise AssertionError(f"{action} is not expected here")
             case _:
                 assert engine is not None

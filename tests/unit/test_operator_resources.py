@@ -124,7 +124,7 @@ def test_the_jobs_own_image_and_the_operators_default() -> None:
 def test_derived_names_fit() -> None:
     job = make_job("j" * JOB_NAME_MAX, replicas=1024)
     assert len(resources.pod_name(job, gpu_seat(1023), 9999)) <= 63
-    assert len(resources.claim_name(job, "checkpoints")) <= 63
+    assert len(job.claim_name("checkpoints")) <= 63
     assert len(resources.tls_secret_name(job)) <= 253
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from builders import CREATED, facts_at, make_climb, make_job, make_observation, rollout_facts
+from builders import CREATED, facts_at, make_climb, make_job, make_observation, rollout_facts, trainer
 from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, Holder, Phase
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import EvaluationResult, Problem
 from colocated_rl_operator.observation import Climb, Observation, PodPhase, remember
 from colocated_rl_operator.plan import plan
-from colocated_rl_operator.reasons import Cause, Reason
+from colocated_rl_operator.reasons import Cause, ConditionType, Reason
 from colocated_rl_operator.status import BLINK_S, Stall, invalid, is_urgent, leaving, report
 
 BLANK = ColocatedRLJobStatus()
@@ -128,6 +128,22 @@ def test_completion_satisfies_kubectl_wait_and_helm() -> None:
     assert Phase.COMPLETE is status.phase
     assert {"Complete", "Ready"} == {kind for kind, (is_true, _) in found.items() if is_true}
     assert CREATED == status.completion_time
+
+
+def test_the_model_that_a_job_leaves_is_named_and_stays_named() -> None:
+    seen = seen_at(Rung.SERVING, climb=make_climb(1), served=V1)
+    rank = trainer(1, 1, saved=1, can_finish=True, finished=V1)
+    members = [
+        replace(member, facts=member.pod_facts.model_copy(update={"trainers": (rank,)})) if member.pod_facts else member
+        for member in seen.members
+    ]
+    status = status_of(replace(seen, members=tuple(members)))
+    assert f"{seen.job.claim_name('checkpoints')}/model-00000001" == status.model
+
+    over = seen_at(Rung.SERVING, climb=make_climb(1, cause=Cause.ALL_STEPS_DONE), served=V1)
+    status = status_of(replace(over, members=()), before=status)
+    (done,) = (condition.message for condition in status.conditions if condition.type == ConditionType.COMPLETE)
+    assert (Phase.COMPLETE, f"all 3 steps are done; the model is in {status.model}") == (status.phase, done)
 
 
 def test_failure_stalls_at_once_and_names_its_cause() -> None:

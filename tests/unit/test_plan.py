@@ -462,6 +462,43 @@ def test_the_job_is_done_after_the_last_step_once_its_checkpoint_is_durable() ->
     assert {Goal.STOP} == {target.goal for target in pod_targets(decided)}
 
 
+def leaving(finished: WeightVersion | None) -> Observation:
+    """The last checkpoint is durable, and the trainer can leave a model."""
+    seen = last(saved=1)
+    members = [
+        replace(
+            member,
+            facts=member.pod_facts.model_copy(
+                update={"trainers": (trainer(1, 1, saved=1, can_finish=True, finished=finished),)}
+            ),
+        )
+        if member.pod_facts
+        else member
+        for member in seen.members
+    ]
+    return remember(replace(seen, members=tuple(members)))
+
+
+@pytest.mark.parametrize(("finished", "is_done"), [(None, False), (WeightVersion(0, 1), False), (V1, True)])
+def test_the_job_is_done_once_its_model_is_left_where_its_trainer_can(
+    finished: WeightVersion | None, is_done: bool
+) -> None:
+    decided = plan(leaving(finished))
+    assert decided.climb is not None
+    assert is_done == (decided.climb.cause is Cause.ALL_STEPS_DONE)
+
+
+def test_a_trainer_that_dies_before_it_has_left_the_model_starts_again() -> None:
+    climb = plan(dead(leaving(None), 0)).climb
+    assert climb is not None
+    assert (1, 2, Cause.TRAINER_DIED) == (climb.step, climb.lineage, climb.cause)
+
+
+def test_a_model_that_is_not_left_in_time_is_named() -> None:
+    late = later(leaving(None), 10_000)
+    assert "the last model is not durable in time" in plan(late).message
+
+
 def test_a_trainer_that_dies_before_the_last_checkpoint_starts_again() -> None:
     climb = plan(dead(last(saved=None), 0)).climb
     assert climb is not None

@@ -19,7 +19,14 @@ import pytest
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import TrainerState
-from colocated_rl_api.trainer_wire import ExportRequest, SaveRequest, ScoreRequest, TrainerStatus, TrainRequest
+from colocated_rl_api.trainer_wire import (
+    ExportRequest,
+    FinishRequest,
+    SaveRequest,
+    ScoreRequest,
+    TrainerStatus,
+    TrainRequest,
+)
 from colocated_rl_api.weights import MANIFEST, Probe
 from colocated_rl_trainer.rank import (
     NotDone,
@@ -145,6 +152,10 @@ def train(step: int = 5) -> TrainRequest:
 
 def export(directory: Path, version: WeightVersion = LOADED) -> ExportRequest:
     return ExportRequest(version=version, directory=str(directory))
+
+
+def finish(export: Path, directory: Path, version: WeightVersion = LOADED) -> FinishRequest:
+    return FinishRequest(version=version, export=str(export), directory=str(directory))
 
 
 # ------------------------------------------------------------------------------------------------- what a request does
@@ -443,6 +454,34 @@ def test_full_volume_is_named_with_what_to_change_and_the_rank_goes_on(tmp_path:
     assert WeightVersion(4, 2) == running.ask(export(tmp_path / "e")).exported
 
 
+def test_rank_leaves_its_export_as_the_model_while_offloaded(tmp_path: Path) -> None:
+    running = onloaded()
+    running.ask(export(tmp_path / "e"))
+    running.ask(OffloadRequest())
+    assert running.rank.status.can_finish
+
+    request = finish(tmp_path / "e", tmp_path / "model")
+    first = running.ask(request)
+    (tmp_path / "e" / MANIFEST).unlink()
+
+    assert LOADED == first.finished
+    assert (tmp_path / "model" / MANIFEST).is_file()
+    assert first == running.ask(request), "it is not written again"
+
+
+def test_model_that_can_not_be_left_is_refused_and_the_rank_goes_on(tmp_path: Path) -> None:
+    running = onloaded()
+    running.ask(export(tmp_path / "e"))
+    (tmp_path / "file").touch()
+
+    refused = running.refusal(finish(tmp_path / "e", tmp_path / "file" / "model"))
+    torn = running.refusal(finish(tmp_path / "no-such", tmp_path / "model"))
+
+    assert "model not written: [Errno 17] File exists" in refused.body.message
+    assert "model not left: no export to leave" in torn.body.message
+    assert running.ask(finish(tmp_path / "e", tmp_path / "model")).finished == LOADED
+
+
 STANDS = TrainerStatus(state=TrainerState.ONLOADED, rank=1, lineage=2, step=4, saved=4)
 OFF = STANDS.model_copy(update={"state": TrainerState.OFFLOADED})
 
@@ -462,6 +501,10 @@ OFF = STANDS.model_copy(update={"state": TrainerState.OFFLOADED})
         (STANDS, export(Path("/w/4-1"), WeightVersion(4, 1)), "WrongVersion"),
         (OFF, SaveRequest(step=5, keep=1), "WrongStep"),
         (STANDS.model_copy(update={"step": 5}), SaveRequest(step=5, keep=1), None),
+        (OFF, finish(Path("/w/4-2"), Path("/c")), None),
+        (OFF, finish(Path("/w/3-2"), Path("/c"), WeightVersion(3, 2)), "WrongVersion"),
+        (OFF, finish(Path("/w/4-1"), Path("/c"), WeightVersion(4, 1)), "WrongVersion"),
+        (OFF.model_copy(update={"saved": 3}), finish(Path("/w/4-2"), Path("/c")), "NotSaved"),
     ],
 )
 def test_what_can_be_done_from_where(status: TrainerStatus, request_: Request, error: str | None) -> None:

@@ -201,6 +201,14 @@ class Save(_Action):
 
 
 @dataclass(frozen=True)
+class Finish(_Action):
+    """Leave the export as the job's model."""
+
+    lane = Lane.TRAINERS
+    version: WeightVersion
+
+
+@dataclass(frozen=True)
 class RemoveExports(_Action):
     """All but one version."""
 
@@ -240,7 +248,7 @@ TrainerAction = (
     | Export
     | Offload
     | Save
-    | RemoveExports
+    | Finish
 )
-LaneAction = EngineAction | TrainerAction | VerifyExport | EndPod
+LaneAction = EngineAction | TrainerAction | VerifyExport | RemoveExports | EndPod
 Action = CloseGate | OpenGate | LaneAction

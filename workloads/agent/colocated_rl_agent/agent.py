@@ -250,6 +250,9 @@ class Agent:
         if isinstance(action, do.VerifyExport):
             await self._verify_export(action.version)
             return
+        if isinstance(action, do.RemoveExports):
+            await self._exports.remove_others_than(action.keep)
+            return
         if isinstance(action, do.EngineAction):
             await self._act_on_engine(action)
         else:
@@ -308,8 +311,8 @@ class Agent:
                 await trainers.offload(self._require_room)
             case do.Save(step=step):
                 await trainers.save(step)
-            case do.RemoveExports(keep=keep):
-                await self._exports.remove_others_than(keep)
+            case do.Finish(version=version):
+                await trainers.finish(version)
             case _:
                 assert_never(action)
 

@@ -39,6 +39,7 @@ from colocated_rl_agent.actions import (
     EndPod,
     Export,
     FetchShards,
+    Finish,
     Flush,
     KillEngine,
     Offload,
@@ -357,7 +358,11 @@ def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
         return RemoveExports(keep=target.version)
     is_due = target.is_last or rules.checkpoint_is_due(target.step)
     is_there = all(rank.step == target.step for rank in pod.ranks) and _may_save(pod, rules)
-    return Save(target.step) if is_due and is_there and _lacks_checkpoint(pod, target.step) else Wait()
+    if not (is_due and is_there):
+        return Wait()
+    if _lacks_checkpoint(pod, target.step):
+        return Save(target.step)
+    return Finish(target.version) if target.is_last and _lacks_model(pod, target.version) else Wait()
 
 
 def _end(pod: PodView, rules: Rules, *, code: int) -> Action | Wait:
@@ -397,3 +402,8 @@ def _any_offloaded(pod: PodView) -> bool:
 
 def _lacks_checkpoint(pod: PodView, step: int) -> bool:
     return any(rank.saved is None or rank.saved < step for rank in pod.ranks)
+
+
+def _lacks_model(pod: PodView, version: WeightVersion) -> bool:
+    """What the job leaves, of which rank 0 sees to it."""
+    return any(rank.rank == 0 and rank.can_finish and rank.finished != version for rank in pod.ranks)

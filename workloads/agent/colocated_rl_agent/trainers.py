@@ -27,6 +27,7 @@ from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Rendezvous, TrainerState
 from colocated_rl_api.trainer_wire import TrainerStatus
+from colocated_rl_api.weights import finished_model
 
 LOG = logging.getLogger(__name__)
 
@@ -226,6 +227,23 @@ class Trainers:
                 return
         log(LOG, "checkpoint saved", step=step, took_s=round(time.monotonic() - started, 4))
 
+    async def finish(self, version: WeightVersion) -> None:
+        """Rank 0 leaves the job's model."""
+        directories, started = self._settings.directories, time.monotonic()
+        export = export_directory(directories.weights, version)
+        try:
+            status = await self._clients[0].finish(
+                version, export, directories.checkpoints / finished_model(version.step)
+            )
+        except DriverError as error:
+            self.broke(0, f"finish: {error}")
+            return
+        self._report(0, status)
+        if status.finished != version:
+            self.broke(0, f"finish answered, and it has left {status.finished}, not {version}")
+            return
+        log(LOG, "model left", version=str(version), took_s=round(time.monotonic() - started, 4))
+
     def export_torn(self, version: WeightVersion, reason: str) -> None:
         """Whoever has written it, or agreed to it, can't go on; others have another one."""
         for view in self.views:
@@ -292,6 +310,8 @@ class Trainers:
                 exported=status.exported,
                 saved=status.saved,
                 replay_from=status.replay_from,
+                can_finish=status.can_finish,
+                finished=status.finished,
             )
         )
 

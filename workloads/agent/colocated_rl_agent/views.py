@@ -155,6 +155,8 @@ class RankView:
     exported: WeightVersion | None = None  # as the trainer says; a fact only once its files were verified
     saved: int | None = None
     replay_from: int | None = None
+    can_finish: bool = False
+    finished: WeightVersion | None = None
     broken: str | None = None  # a request failed or was not answered in time: to be stopped
 
     @property
@@ -192,6 +194,8 @@ class RankView:
             exported=self.exported if self.exported == whole else None,
             saved=self.saved,
             replay_from=self.replay_from,
+            can_finish=self.can_finish,
+            finished=self.finished,
         )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from colocated_rl_api.logs import log
+from colocated_rl_trainer.durable import flush, take_place
 from colocated_rl_trainer.manifest import hashes_of
 from colocated_rl_trainer.rank import Refused
 
@@ -118,14 +118,10 @@ class Checkpoints:
         known |= hashes_of(sorted(path for path in draft.iterdir() if path.name not in known))
         contents = Contents(format=FORMAT, step=step, lineage=self._lineage, sha256=known)
         (draft / CONTENTS).write_text(contents.model_dump_json(indent=2))
-        for path in (*draft.iterdir(), draft):
-            _flush(path)
+        flush(draft)
         self._refuse_if_superseded()  # it may have taken minutes
         target = self._directory / f"step-{step:08d}"
-        if target.exists():
-            shutil.rmtree(target)
-        draft.rename(target)
-        _flush(self._directory)
+        take_place(draft, target)
         kept = self._kept([saved.step for saved in self._all() if saved.step <= step])
         for saved in self._all():
             if saved.step not in kept:
@@ -169,11 +165,3 @@ def _fault(saved: Saved) -> str | None:
 
 def _contents(saved: Saved) -> Contents:
     return Contents.model_validate_json((saved.directory / CONTENTS).read_bytes())
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,7 +1,8 @@
 """One rank of a trainer: which request may come when, and that each has its effect once. Knows no sockets.
 
 It owns what is the same for all trainers: one operation at a time, on the main thread; the same request asked twice has
-one effect; the manifest of an export; the log line of each transition; and when the state is not known any more.
+one effect; the manifest of an export, and the copy of the last one, which the job leaves; the log line of each
+transition; and when the state is not known any more.
 
 That is so after every failure but two (`Refused`; no space or no access while files are written): the answer is a
 failure and `Rank.run` raises, so that the process ends. Peers that wait for this rank in a collective then fail at once
@@ -28,6 +29,7 @@ from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import TrainerState, Wire
 from colocated_rl_api.trainer_wire import (
     ExportRequest,
+    FinishRequest,
     SaveRequest,
     ScoreRequest,
     TrainerError,
@@ -35,7 +37,8 @@ from colocated_rl_api.trainer_wire import (
     TrainRequest,
 )
 from colocated_rl_api.weights import MANIFEST, Probe
-from colocated_rl_trainer.manifest import Exported, write_manifest
+from colocated_rl_trainer.finished import leave
+from colocated_rl_trainer.manifest import Exported, NotAnExport, write_manifest
 
 LAST_ANSWERS_S = 2.0  # before the process ends, answers under way may still be written
 
@@ -124,7 +127,7 @@ class OffloadRequest(Wire):
     pass
 
 
-Request = OnloadRequest | OffloadRequest | ScoreRequest | TrainRequest | ExportRequest | SaveRequest
+Request = OnloadRequest | OffloadRequest | ScoreRequest | TrainRequest | ExportRequest | SaveRequest | FinishRequest
 
 
 def holds(status: TrainerStatus, request: Request) -> bool:
@@ -142,6 +145,8 @@ def holds(status: TrainerStatus, request: Request) -> bool:
             return status.exported == request.version and (Path(request.directory) / MANIFEST).is_file()
         case SaveRequest():
             return status.saved is not None and status.saved >= request.step
+        case FinishRequest():
+            return status.finished == request.version and (Path(request.directory) / MANIFEST).is_file()
     assert_never(request)
 
 
@@ -165,13 +170,15 @@ def conflict(status: TrainerStatus, request: Request, *, must_score: bool = Fals
             return trainer_error(
                 "NotScored", f"the reference has not seen step {request.step}: ask for /v1/score first"
             )
-        case ExportRequest() if request.version != (status.step, status.lineage):
+        case ExportRequest() | FinishRequest() if request.version != (status.step, status.lineage):
             held = f"{status.step}-{status.lineage}"
             return trainer_error("WrongVersion", f"rank {status.rank} holds {held}, not {request.version}")
         case SaveRequest() if request.step != status.step:
             return trainer_error(
                 "WrongStep", f"rank {status.rank} stands at {status.step}: it can't save {request.step}"
             )
+        case FinishRequest() if status.saved is None or status.saved < request.version.step:
+            return trainer_error("NotSaved", f"step {request.version.step} is not durable: ask for /v1/save first")
     return None
 
 
@@ -255,7 +262,14 @@ class Rank:
         loop = make_loop()
         step = loop.load()
         can_score, replay_from = isinstance(loop, ScoringLoop), loop.replay_from()
-        self._set(state=TrainerState.OFFLOADED, can_score=can_score, step=step, saved=step, replay_from=replay_from)
+        self._set(
+            state=TrainerState.OFFLOADED,
+            can_score=can_score,
+            can_finish=True,
+            step=step,
+            saved=step,
+            replay_from=replay_from,
+        )
         log(_LOG, "trainer loaded", step=step, took_s=_since(began))
         while True:
             with self._changed:
@@ -331,6 +345,14 @@ class Rank:
                     replay_from = loop.replay_from()
                 self._set(saved=request.step, replay_from=replay_from)
                 log(_LOG, "checkpoint saved", step=request.step, took_s=_since(began))
+            case FinishRequest():
+                with _refusing("model", "free space on it or make spec.checkpoint.volume larger"):
+                    try:
+                        leave(Path(request.export), Path(request.directory), progress=self.progress)
+                    except NotAnExport as error:
+                        raise Refused(f"model not left: {error}") from error
+                self._set(finished=request.version)
+                log(_LOG, "model left", step=request.version.step, version=str(request.version), took_s=_since(began))
             case _:
                 assert_never(request)
 

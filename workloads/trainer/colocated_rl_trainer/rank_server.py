@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from colocated_rl_api import names
 from colocated_rl_api.logs import configure, log
 from colocated_rl_api.member_wire import Wire
-from colocated_rl_api.trainer_wire import ExportRequest, SaveRequest, ScoreRequest, TrainRequest
+from colocated_rl_api.trainer_wire import ExportRequest, FinishRequest, SaveRequest, ScoreRequest, TrainRequest
 from colocated_rl_trainer.rank import Loop, NotDone, OffloadRequest, OnloadRequest, Rank, Request, trainer_error
 from colocated_rl_trainer.settings import RankSettings, SettingsError
 
@@ -39,6 +39,7 @@ ROUTES: Mapping[str, type[Request]] = {
     "/v1/train": TrainRequest,
     "/v1/export": ExportRequest,
     "/v1/save": SaveRequest,
+    "/v1/finish": FinishRequest,
 }
 
 _LOG = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from colocated_rl_api.member_wire import JobFile, Rendezvous, TrainerState
 from colocated_rl_api.trainer_wire import (
     PROTOCOL,
     ExportRequest,
+    FinishRequest,
     SaveRequest,
     ScoreRequest,
     TrainerEnvironment,
@@ -117,6 +118,10 @@ class TrainerRank:
 
     async def save(self, step: int, *, keep: int) -> TrainerStatus:
         return await self._work("/v1/save", SaveRequest(step=step, keep=keep))
+
+    async def finish(self, version: WeightVersion, export: Path, directory: Path) -> TrainerStatus:
+        body = FinishRequest(version=version, export=str(export), directory=str(directory))
+        return await self._work("/v1/finish", body)
 
     async def _work(self, path: str, body: BaseModel | Mapping[str, object]) -> TrainerStatus:
         """Raises OutcomeUnknown past a deadline, and CallRefused, Unsuitable."""

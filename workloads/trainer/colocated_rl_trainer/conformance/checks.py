@@ -16,7 +16,7 @@ from pathlib import Path
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import TrainerState
 from colocated_rl_api.trainer_wire import PROTOCOL, TrainerStatus
-from colocated_rl_api.weights import MANIFEST, Manifest
+from colocated_rl_api.weights import MANIFEST, Manifest, finished_model
 from colocated_rl_trainer.conformance.ranks import Refusal, TrainerGroup, TrainerKind, running
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
 from colocated_rl_trainer.manifest import sha256_of, tensor_entries
@@ -221,6 +221,27 @@ def saves_while_offloaded(trainer: TrainerGroup) -> None:
     trainer.onload()
 
 
+def leaves_an_export_as_the_model_if_it_says_so(trainer: TrainerGroup) -> None:
+    first = trainer.ranks[0]
+    if not first.status.can_finish:
+        return
+    step = train_next(trainer)
+    version, model = WeightVersion(step, trainer.lineage), trainer.folder / "checkpoints" / finished_model(step)
+    export = trainer.export(step)[0]
+    trainer.offload()
+    _expect_conflict(trainer, "finishing before the step is saved", lambda: first.finish(version, export, model))
+    trainer.save(step)
+    for _ in range(2):
+        told = first.finish(version, export, model).finished
+        expect(told == version, f"left {version} as the model, and `finished` is {told}")
+    left = {file.name: file.read_bytes() for file in model.iterdir() if file.is_file()}
+    expect(
+        left == {file.name: file.read_bytes() for file in export.iterdir() if file.is_file()},
+        "the model that was left is not the export",
+    )
+    trainer.onload()
+
+
 def goes_on_from_its_checkpoint_when_it_is_killed(trainer: TrainerGroup) -> None:
     """Ends the ranks, and has the next lineage start where they saved."""
     saved = train_next(trainer)
@@ -273,6 +294,7 @@ CHECKS: Sequence[Check] = (
     replaces_a_torn_export,
     refuses_to_export_other_weights,
     saves_while_offloaded,
+    leaves_an_export_as_the_model_if_it_says_so,
     goes_on_from_its_checkpoint_when_it_is_killed,  # the last: it ends them
 )
 

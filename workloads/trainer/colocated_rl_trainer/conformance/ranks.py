@@ -99,6 +99,9 @@ class TrainerProcess:
     def export(self, version: WeightVersion, directory: Path) -> TrainerStatus:
         return self.ask("/v1/export", {"version": str(version), "directory": str(directory)})
 
+    def finish(self, version: WeightVersion, export: Path, directory: Path) -> TrainerStatus:
+        return self.ask("/v1/finish", {"version": str(version), "export": str(export), "directory": str(directory)})
+
     def save(self, step: int, keep: int = 2) -> TrainerStatus:
         return self.ask("/v1/save", {"step": step, "keep": keep})
 
