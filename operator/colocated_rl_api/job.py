@@ -147,6 +147,7 @@ _CONCURRENCY = Rule(
 class Interruption(StrEnum):
     RESUME = "Resume"  # partial tokens kept and continued
     RETRY = "Retry"  # start over
+    WAIT = "Wait"  # let finish, in time
 
 
 class EngineMemory(StrEnum):
@@ -237,8 +238,9 @@ class Rollout(Part):
     interruption: Interruption = Field(
         default=Interruption.RESUME,
         strict=False,
-        description="What happens to a sample that a switch interrupts: its tokens are kept and continued (Resume) "
-        "or it starts over (Retry).",
+        description="What happens to a sample that is under way when a switch begins: it is interrupted, and its "
+        "tokens are kept and continued (Resume) or it starts over (Retry), or it may finish (Wait). What is not "
+        "finished shortly before the end of switch.settleSeconds is interrupted all the same, and continued.",
     )
     filters: list[Annotated[Filter, Field(strict=False)]] = Field(
         default_factory=list,

@@ -196,6 +196,26 @@ async def test_h1_h2_h3_requests_at_every_instant_of_a_switch_all_end_and_the_co
         assert [] == pod.broken
 
 
+@both_ladders
+@pytest.mark.parametrize(("tokens", "ending"), [(150, "length"), (4000, "abort")])
+async def test_f86_response_under_way_finishes_before_the_switch_goes_on(
+    placement: Placement, tokens: int, ending: str
+) -> None:
+    """One that takes too long is interrupted all the same."""
+    rollout = OFFLOADS[placement].get("rollout", {}) | {"interruption": "Wait"}
+    async with small_pod(rollout=rollout, switch={"settleSeconds": 2}) as pod:
+        await pod.climb(V0)
+        engine = pod.engine
+        assert engine is not None
+        asked = asyncio.create_task(pod.ask(tokens=tokens))
+        await pod.news(lambda: any(sample.output for sample in engine.samples.values()))
+        await pod.climb(V1)
+        assert ending == await asked
+        assert engine is pod.engine
+        assert (ending == "abort") == ("/abort_request" in [route for route, _ in engine.calls])
+        assert [] == pod.broken
+
+
 CALLS = (
     "/pause_generation", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation",
     "/update_weights_from_disk", "/continue_generation", "/model_info", "/ready",

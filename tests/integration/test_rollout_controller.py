@@ -625,8 +625,11 @@ async def test_retry_starts_over_with_the_whole_budget(tmp_path: Path, processes
         }
 
 
-async def test_a_resumed_attempt_has_what_is_left_of_the_budget(job: JobOnDisk, processes: TaskProcesses) -> None:
-    async with running(job, processes, tail=100) as scene:
+@pytest.mark.parametrize("interruption", ["Resume", "Wait"])
+async def test_a_resumed_attempt_has_what_is_left_of_the_budget(
+    tmp_path: Path, processes: TaskProcesses, interruption: str
+) -> None:
+    async with running(with_rollout(tmp_path, interruption=interruption), processes, tail=100) as scene:
         await scene.target()
         await scene.open(V0, pace=4)
         await scene.generating(2 * BATCH)

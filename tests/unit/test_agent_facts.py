@@ -288,6 +288,34 @@ def test_ending_pod_hands_back_samples_and_then_ends_everything(goal_or_signal: 
     assert [do.CloseGate, do.AbortAll, do.KillEngine, do.StopTrainers, do.EndPod] == taken
 
 
+WAITS = replace(RULES, waits=True)
+
+
+@pytest.mark.parametrize(
+    ("since_closed_s", "in_flight", "expected"),
+    [
+        (0.0, 2, do.Wait(until=NOW + 20)),
+        (19.0, 2, do.Wait(until=NOW + 1)),
+        (19.0, 0, do.Pause()),
+        (20.0, 2, do.AbortAll(NOW + 10)),
+        (30.0, 2, do.KillEngine("2 requests were in flight 30 s after the gate closed", is_fault=True)),
+    ],
+)
+def test_f86_responses_may_finish_where_the_job_waits_for_them(
+    since_closed_s: float, in_flight: int, expected: do.Action | do.Wait
+) -> None:
+    pod = make_pod(in_flight=in_flight, closed_at=NOW - since_closed_s)
+    assert expected == next_action(pod, make_target(V1, Rung.PAUSED), WAITS)
+
+
+def test_f86_pod_that_ends_waits_for_no_response() -> None:
+    for pod, target in (
+        (make_pod(in_flight=2, terminating=True), None),
+        (make_pod(in_flight=2), make_target(V1, Rung.PAUSED, goal=Goal.STOP)),
+    ):
+        assert do.AbortAll(NOW + 30) == next_action(pod, target, WAITS)
+
+
 # ----------------------------------------------------------------------------------------------- with a reference
 SCORED = replace(RULES, ladder=SCORED_TIME_SLICED)
 

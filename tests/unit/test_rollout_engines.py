@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from bench import virtual_time
 from bench.simulated_engines import SimulatedEngine
 from bench.simulated_job import Job, SimulatedEngines
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.engine_client import EngineClient
+from colocated_rl_rollout.engine_client import EngineClient, GenerateRequest
 from colocated_rl_rollout.engines import BURST, PACE_S, Engines
 
 MOVES = st.one_of(
@@ -82,3 +83,12 @@ async def attempt(ends: asyncio.Event) -> None:
 @given(st.lists(MOVES, max_size=40))
 def test_the_engine_with_the_fewest_requests_is_picked_whatever_came_before(moves: list[tuple[str, int]]) -> None:
     virtual_time.run(play([("open", 0), ("open", 1), *moves]))
+
+
+def test_h28_nobody_asks_for_what_repeats_the_prefix() -> None:
+    """Routed experts come for the prompt too, which is longer in each attempt: nothing here would read them."""
+    request = GenerateRequest([1, 2], 9, 1.0, end_ids=[2], stops=["x"], seed=1)
+    for stream in (False, True):
+        assert {"input_ids", "sampling_params", "return_logprob", "stream"} == set(
+            json.loads(request.body(stream=stream))
+        )

@@ -64,6 +64,7 @@ from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import EngineState, Goal, PodTarget, TagState, TrainerState
 
+INTERRUPT_S = 10.0  # for an abort to end what is in flight: the rest of settle_s is for responses to finish
 TERMINATED = 143  # exit code of a container that was told to end: 128 + SIGTERM
 
 
@@ -75,10 +76,16 @@ class Rules:
     settle_s: float
     checkpoint_every: int
     verify: Verify
+    waits: bool = False  # for responses under way to finish
 
     def asks_for(self, target: PodTarget, rung: Rung) -> bool:
         """Whether the target lies at `rung` or above it."""
         return self.ladder.reaches(target.rung, rung)
+
+    @property
+    def wait_s(self) -> float:
+        """From the closing of the gate to an abort."""
+        return max(self.settle_s / 2, self.settle_s - INTERRUPT_S) if self.waits else 0.0
 
     @property
     def releases(self) -> bool:
@@ -370,7 +377,7 @@ def _end(pod: PodView, rules: Rules, *, code: int) -> Action | Wait:
     if pod.gate_open:
         return CloseGate()
     if pod.in_flight > 0:
-        return _settle(pod, rules)
+        return _interrupt(pod, rules)
     if not pod.engine.is_absent:
         return KillEngine("the pod ends")
     if any(rank.is_alive for rank in pod.ranks):
@@ -379,6 +386,12 @@ def _end(pod: PodView, rules: Rules, *, code: int) -> Action | Wait:
 
 
 def _settle(pod: PodView, rules: Rules) -> Action | Wait:
+    """For a switch: what is in flight finishes, where the job waits for it, or is interrupted."""
+    interrupted_at = pod.closed_at + rules.wait_s
+    return Wait(until=interrupted_at) if pod.now < interrupted_at else _interrupt(pod, rules)
+
+
+def _interrupt(pod: PodView, rules: Rules) -> Action | Wait:
     until = pod.closed_at + rules.settle_s
     if pod.engine.is_absent:
         return Wait()  # its connections are broken: requests end by themselves

@@ -16,7 +16,7 @@ import pydantic
 from colocated_rl_agent.facts import Rules
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from colocated_rl_api import names
-from colocated_rl_api.job import EngineMemory
+from colocated_rl_api.job import EngineMemory, Interruption
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_member.server import Ports
 
@@ -103,6 +103,7 @@ class Settings:
             settle_s=spec.switch.settle_seconds,
             checkpoint_every=spec.checkpoint.every_steps,
             verify=spec.weight_sync.verify,
+            waits=spec.rollout.interruption is Interruption.WAIT,
         )
 
 

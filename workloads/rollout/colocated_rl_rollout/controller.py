@@ -98,7 +98,7 @@ class Controller:
         turns = Turns(
             chat,
             self._metrics,
-            keeps=spec.rollout.interruption is Interruption.RESUME,
+            keeps=spec.rollout.interruption is not Interruption.RETRY,
             changed=self._wake,
             at_most=settings.gateway_turns,
             parked_at_most_s=settings.gateway_parked_s,

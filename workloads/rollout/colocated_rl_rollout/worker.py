@@ -256,7 +256,7 @@ class Worker:
             self._store.finish(sample, segment, finish)
             self._own(sample, self._group.create_task(self._score(sample), name=f"score/{sample.id}"))
             return
-        keep = self._rollout.interruption is Interruption.RESUME
+        keep = self._rollout.interruption is not Interruption.RETRY
         if not keep:
             self._metrics.discarded_tokens.labels("Retry").inc(len(whole))
         self._store.interrupt(sample, segment, keep=keep)
