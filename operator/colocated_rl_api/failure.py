@@ -107,8 +107,8 @@ class FailureCause(StrEnum):
     )
     POD_EVICTED = (
         "PodEvicted",
-        "The cluster took the GPU pod away and says so in the pod's condition DisruptionTarget: preemption, drain, "
-        "a node out of resources, a taint, a node that is gone.",
+        "The cluster took the GPU pod away and says so in the pod's condition DisruptionTarget, or Kueue's "
+        "TerminationTarget: preemption, drain, a node out of resources, a taint, a node that is gone.",
         _OF_A_POD,
     )
     POD_FAILED = (

@@ -38,6 +38,7 @@ from colocated_rl_operator.reasons import Cause
 LOG = logging.getLogger(__name__)
 
 MAX_WORDS = 400  # of a container's last ones
+_TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")  # says Kubernetes; says Kueue of a pod that it preempts
 _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely on its way
 
 
@@ -199,7 +200,7 @@ def _look_at(case: Case, look: Look, now: float, *, is_heard: bool) -> Callable[
 def _fate(status: Body, *, is_deleted: bool) -> FailureCause | None:
     """A pod that is deleted may end as Failed by that alone."""
     if status.get("reason") == "Evicted" or any(
-        item["type"] == "DisruptionTarget" and item["status"] == "True" for item in status.get("conditions", ())
+        item["type"] in _TAKEN_AWAY and item["status"] == "True" for item in status.get("conditions", ())
     ):
         return FailureCause.POD_EVICTED
     return FailureCause.POD_FAILED if status.get("phase") == PodPhase.FAILED and not is_deleted else None

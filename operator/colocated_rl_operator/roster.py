@@ -7,8 +7,8 @@ likely the operator's own network: then silence replaces nobody, and podsReadyDe
 run while every node says that its pod of the job answers.
 
 A GPU pod's seat is filled again at once, even while the old pod is still ending: epoch, lineage and pod UID fence it,
-and it owns no exclusive volume. In a queue's group it counts until it has ended, and the queue would delete the new one
-as one too many: there the seat waits for that, as long as an ending may take. The store's volume admits one pod, so the
+and it owns no exclusive volume. In a queue's group it counts until it has failed, and the queue would delete the new
+one as one too many: there the seat waits, as long as an ending may take. The store's volume admits one pod, so the
 rollout seat waits until the old pod is gone, and that pod is never forced.
 """
 
@@ -95,7 +95,7 @@ def _is_held(seat: str, pods: list[Member], seen: Observation, wake: list[float]
         return False
     until = max((pod.ends_at or 0.0) + FORCE_AFTER_S for pod in ending)
     wake.append(until)
-    return seen.now < until and any(pod.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED) for pod in ending)
+    return seen.now < until and any(pod.phase is not PodPhase.FAILED for pod in ending)
 
 
 def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAction], wake: list[float]) -> None:

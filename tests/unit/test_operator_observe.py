@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from builders import CREATED, UID, make_job
+from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.case import RELIST_S, Case, Pods, look
@@ -127,6 +128,20 @@ def test_a_container_that_runs_again_is_in_trouble_until_its_member_answers(offi
 )  # fmt: skip
 def test_kubelets_words_are_passed_on(office: Office, parts: Body, expected: str | None) -> None:
     assert expected == office.only(make_pod(**parts)).trouble
+
+
+@pytest.mark.parametrize("kind", ["DisruptionTarget", "TerminationTarget"])
+def test_who_takes_a_pod_away_says_so_in_a_condition(office: Office, kind: str) -> None:
+    """The second is Kueue's, of a pod that it preempts and then deletes."""
+    taken = make_pod(conditions=[{"type": kind, "status": "True"}], deletionTimestamp="2000-01-01T00:00:00Z")
+    assert FailureCause.POD_EVICTED is office.only(taken).fate
+
+
+def test_a_pod_with_a_scheduling_gate_waits_in_a_queue(office: Office) -> None:
+    pod = make_pod("sums-gpu-0-0", phase="Pending")
+    gated = pod | {"spec": {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}}
+    assert office.only(gated).is_gated
+    assert not office.only(make_pod("sums-gpu-0-0", version=2)).is_gated
 
 
 # -------------------------------------------------------------------------------------------------------------- moments
