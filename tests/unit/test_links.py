@@ -11,7 +11,7 @@ import pytest
 from setup.layout import CHECKOUT
 
 ROOT = CHECKOUT.root
-LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 
 
 def pages() -> list[str]:
