@@ -114,6 +114,8 @@ def test_deep_and_broken_text_is_refused(chat: Chat) -> None:
         (CALL.removesuffix("</tool_call>"), None, []),
         ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', None, []),
         (f"{CALL}<tool_call>{{broken}}</tool_call>", None, []),
+        ('<tool_call>{"name": "say", "arguments": {"text": "<tool_call></tool_call>"}}</tool_call>', "", ["say"]),
+        ('<tool_call>{"name": "find", ' * 20_000 + "</tool_call>", None, []),  # is looked through once
         ("no call", None, []),
     ],
 )

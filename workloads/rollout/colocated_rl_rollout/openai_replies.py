@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from colocated_rl_rollout.chat import Chat
@@ -83,7 +84,7 @@ class Reply:
                 for text, value in zip(texts, logp, strict=True)
             ]
             return {"content": content, "refusal": None}
-        offsets = [offset + sum(len(text) for text in texts[:place]) for place in range(len(texts))]
+        offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
         return {"tokens": texts, "token_logprobs": logp, "top_logprobs": None, "text_offset": offsets}
 
 

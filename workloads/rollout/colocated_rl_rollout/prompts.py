@@ -121,11 +121,12 @@ class PromptSource:
     async def _look(self, start: int, *, held_out: bool) -> list[Prompt]:
         """Prompts of the next CHUNK questions."""
         found = []
-        for position, asked in enumerate(await self._processes.questions(start, CHUNK), start):
-            if asked.held_out is not held_out:
-                self.held_out_seen += asked.held_out
-                continue
-            ids = self._chat.prompt_ids(asked.question)
+        questions = await self._processes.questions(start, CHUNK)
+        of_kind = [(position, asked) for position, asked in enumerate(questions, start) if asked.held_out is held_out]
+        self.held_out_seen += 0 if held_out else len(questions) - len(of_kind)
+        # in a thread: of prompts of many thousand tokens a chunk takes seconds
+        tokens = await asyncio.to_thread(lambda: [self._chat.prompt_ids(asked.question) for _, asked in of_kind])
+        for (position, asked), ids in zip(of_kind, tokens, strict=True):
             if len(ids) > self._max_prompt_tokens:
                 self.too_long += 1
                 continue

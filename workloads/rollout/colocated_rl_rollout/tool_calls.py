@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 BEGIN = "<tool_call>"
 FORM = 'JSON between <tool_call> tags: {"name": ..., "arguments": {...}}'
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_END = re.compile(r"\}\s*</tool_call>")  # in a text of a call's arguments the tag may stand too
 
 
 class ToolCall(NamedTuple):
@@ -27,12 +27,17 @@ def reads_calls_of(template: str) -> bool:
 
 def read_calls(text: str) -> tuple[str, list[ToolCall]]:
     """What stands around the calls, and the calls; the text as it is and none unless each of them is whole."""
-    found = _CALL.findall(text)
-    calls = [call for each in found if (call := _call(each)) is not None]
-    if not calls or len(calls) < text.count(BEGIN):
-        return text, []
-    around = _CALL.sub("", text)
-    return around if around.strip() else "", calls
+    around, calls, place = "", [], 0
+    while (begin := text.find(BEGIN, place)) >= 0:
+        end = _END.search(text, begin)
+        call = _call(text[begin + len(BEGIN) : end.start() + 1]) if end else None
+        if end is None or call is None:  # the rest is not looked at: a policy may begin ten thousand calls
+            return text, []
+        calls.append(call)
+        around += text[place:begin]
+        place = end.end()
+    around += text[place:]
+    return around if around.strip() or not calls else "", calls
 
 
 def arguments_of(written: Any) -> Any:
