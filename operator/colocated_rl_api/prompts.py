@@ -109,7 +109,7 @@ class Reward(_Choice):
         max_length=253,
         json_schema_extra=_function_rule,
         description="MODULE:FUNCTION, in the image or beside the file. Called with the response and its row; returns a "
-        "finite number.",
+        "finite number, at most a million either way.",
     )
     math: MathReward | None = Field(default=None, description="Mathematical equality with the row's answer.")
     http: HttpReward | None = Field(default=None, description="An endpoint of one's own.")

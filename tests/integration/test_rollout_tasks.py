@@ -67,6 +67,8 @@ def score(response, row):
         return "much"
     if response.startswith("number"):
         return float(response)
+    if response == "huge":
+        return 1e38
     return len(response) / 4 if row["answer"] in response else -1
 """
 
@@ -170,13 +172,15 @@ async def test_rows_of_a_file_come_once_in_each_pass_and_in_the_same_order_after
         assert asked[50:60] == [(each.row, each.question) for each in await made.questions(50, 10)]
 
 
-async def test_a_function_of_ones_own_gives_any_finite_reward(tmp_path: Path) -> None:
+async def test_a_function_of_ones_own_gives_any_reward_that_float32_can_be_trained_with(tmp_path: Path) -> None:
     source = write_file(tmp_path, {"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": "y"})
     async with processes(source, tmp_path) as made:
         assert [0.25, -1.0, 0.5] == [await made.score(*asked) for asked in ((0, "x"), (1, "x"), (1, "yy"))]
         assert -1.0 == await made.score(0, "print"), "what it prints is no reply"
         with pytest.raises(RewardFailed, match="a str is no reward: return a finite number"):
             await made.score(0, "text")
+        with pytest.raises(RewardFailed, match="1e\\+38 is no reward"):
+            await made.score(0, "huge")
 
 
 async def test_a_function_that_fails_is_told_by_place_and_not_by_words_that_quote_a_response(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from colocated_rl_rollout.chat import Chat, Unrenderable
+from colocated_rl_rollout.task_wire import RewardValue
 from colocated_rl_rollout.tool_calls import FORM, arguments_of, reads_calls_of
 
 MESSAGES_AT_MOST = 4096
@@ -191,7 +192,7 @@ class TextBody(Body):
 class Reward(Part):
     """What a session is worth, and the group that it is compared in: sessions of one task have one."""
 
-    reward: float = Field(allow_inf_nan=False, ge=-1e6, le=1e6)
+    reward: RewardValue
     group: str = Field(min_length=1, max_length=256)
 
 

@@ -23,7 +23,7 @@ from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import JobFile, Problem
 from colocated_rl_api.prompts import HttpReward
 from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed
-from colocated_rl_rollout.task_wire import Question
+from colocated_rl_rollout.task_wire import Question, RewardValue
 
 LOG = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ TOLD_CHARACTERS = 200
 class _Answer(pydantic.BaseModel):
     """What an endpoint answers; it may say more."""
 
-    reward: pydantic.FiniteFloat
+    reward: RewardValue
 
 
 class _TryAgain(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from colocated_rl_rollout.hub import fetch
 from colocated_rl_rollout.mathematics import answer_fault, load_math_reward
 from colocated_rl_rollout.passes import Passes
 from colocated_rl_rollout.rows import Row, Rows, data_files
-from colocated_rl_rollout.task_wire import Question
+from colocated_rl_rollout.task_wire import REWARD_AT_MOST, Question
 
 Score = Callable[[str, Row], Any]
 
@@ -41,14 +40,14 @@ class RewardedRows:
         return index, question
 
     def score(self, index: int, response: str) -> float | dict[str, Any]:
-        """Any finite number; or the row, for an endpoint."""
+        """A number; or the row, for an endpoint."""
         row = self._rows[index]
         if self._score is None:
             return {"prompt": row[self._field], "fields": row}
         reward = self._score(response, row)
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
+        if not isinstance(reward, int | float) or not abs(reward) <= REWARD_AT_MOST:
             what = str(reward) if isinstance(reward, float) else f"a {type(reward).__name__}"  # a str may be a response
-            raise ValueError(f"{what} is no reward: return a finite number")
+            raise ValueError(f"{what} is no reward: return a finite number, at most {REWARD_AT_MOST:.0f} either way")
         return float(reward)
 
 

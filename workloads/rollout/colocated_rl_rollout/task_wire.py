@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from colocated_rl_api.prompts import Prompts
 
 Question = str | list[dict[str, Any]]
 """What a user asks, or a conversation up to where the policy speaks."""
+
+
+REWARD_AT_MOST = 1e6  # either way: batches and trainers count in float32, where squares of 1e20 are infinite
+RewardValue = Annotated[float, Field(allow_inf_nan=False, ge=-REWARD_AT_MOST, le=REWARD_AT_MOST)]
 
 
 class _Line(BaseModel):
@@ -58,4 +62,4 @@ class Asked(NamedTuple):
 
 
 QUESTIONS: TypeAdapter[list[Asked]] = TypeAdapter(list[Asked])
-SCORE: TypeAdapter[float | Row] = TypeAdapter(FiniteFloat | Row)
+SCORE: TypeAdapter[float | Row] = TypeAdapter(RewardValue | Row)
