@@ -1,6 +1,7 @@
 """Trainer and engine agree on log-probabilities: of tokens the real engine has just sampled, at every version.
 
 One loop as a job has it, without the job: SGLang samples, the reference trainer takes a step and exports, SGLang loads.
+Also of a sample that goes on over several of these, each of its tokens with the weights that it names.
 """
 
 from __future__ import annotations
@@ -11,13 +12,20 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import torch
 from contract.trainer_in_process import OneRank
+from transformers import AutoModelForCausalLM
 
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.weights import Probe
+from colocated_rl_api.weights import Probe, finished_model
+from colocated_rl_rollout.resume import join, read_answer
+from colocated_rl_rollout.samples import Tokens
 from colocated_rl_trainer.conformance.shards import Sample
+from colocated_rl_trainer.finished import leave
+from colocated_rl_trainer.loss import token_logp
+from colocated_rl_trainer.manifest import Exported, write_manifest
 from engines import ADMIN_KEY, engine_process
 from fakes.engine_model import write_engine_export
 
@@ -41,6 +49,16 @@ async def engine(model: Path, tmp_path: Path) -> AsyncIterator[SGLang]:
             yield SGLang(session, url=it.url, admin_key=ADMIN_KEY, call_s=60)
 
 
+async def attempt(engine: SGLang, input_ids: list[int], *, new_tokens: int) -> Tokens:
+    """As the rollout controller reads it."""
+    limits = {"max_new_tokens": new_tokens, "temperature": TEMPERATURE, "ignore_eos": True}
+    body = {"input_ids": input_ids, "return_logprob": True, "sampling_params": limits}
+    async with aiohttp.ClientSession() as session, session.post(f"{engine.url}/generate", json=body) as answer:
+        answer.raise_for_status()
+        tokens, _ = read_answer(await answer.json())
+    return tokens
+
+
 async def rollout(engine: SGLang, *, token_step: int) -> list[Sample]:
     """Four samples of each prompt; even tokens are worth something."""
     async with aiohttp.ClientSession() as session:
@@ -60,20 +78,57 @@ async def rollout(engine: SGLang, *, token_step: int) -> list[Sample]:
 
 
 async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: Path, tmp_path: Path) -> None:
+    """On fresh samples, on the probe, and on each token of a sample that spans all versions, by the one that it names.
+
+    The engine computed such a token behind a prefix that other weights had made; torch says the same of it.
+    """
     trainer = OneRank(tmp_path, model, learningRate=1e-2, minibatches=2)
-    told = exported(trainer, tmp_path / "weights/0-1")
+    weights = tmp_path / "weights"
+    told = exported(trainer, weights / "0-1")
+    prompt = PROMPTS[0]
+    spanning = await attempt(engine, prompt, new_tokens=5)
     for step in range(1, STEPS + 1):
         metrics = trainer.train(await rollout(engine, token_step=step - 1), temperature=TEMPERATURE)
         assert metrics["mismatch_mean"] < 1e-4
         assert metrics["mismatch_max"] < 1e-3
 
         stale, version = told, WeightVersion(step, 1)
-        told = exported(trainer, tmp_path / "weights" / str(version))
-        await engine.update(tmp_path / "weights" / str(version), version)
+        told = exported(trainer, weights / str(version))
+        await engine.update(weights / str(version), version)
         found = await engine.input_logprobs(told.input_ids)
         assert require_agreement(told.logp, found, dtype="float32") < 1e-4
         with pytest.raises(ProbeDisagrees):
             require_agreement(stale.logp, found, dtype="float32")
+        spanning = join(spanning, await attempt(engine, [*prompt, *map(int, spanning.ids)], new_tokens=5))
+
+    versions = [WeightVersion(step, 1) for step in range(STEPS + 1)]
+    assert versions == [span.version for span in spanning.spans]
+    for span in spanning.spans:
+        sampled = torch.from_numpy(spanning.logp[span.start : span.end])
+        apart = {
+            version: float(
+                (recomputed(weights / str(version), prompt, spanning)[span.start : span.end] - sampled).abs().max()
+            )
+            for version in versions
+        }
+        assert apart.pop(span.version) < 1e-3
+        assert min(apart.values()) > 1e-2, "other weights say something else of these tokens"
+
+    left = tmp_path / finished_model(STEPS)
+    write_manifest(weights / str(version), version, Exported(told))
+    leave(weights / str(version), left, progress=lambda: None)
+    await engine.update(left, version)
+    found = await engine.input_logprobs(told.input_ids)
+    assert require_agreement(told.logp, found, dtype="float32") < 1e-4, "what a job leaves is what it served"
+
+
+def recomputed(weights: Path, prompt: list[int], sample: Tokens) -> torch.Tensor:
+    ids = torch.tensor([[*prompt, *map(int, sample.ids)]])
+    model = AutoModelForCausalLM.from_pretrained(weights, local_files_only=True)
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1]
+    logp, _ = token_logp(logits, ids[0, len(prompt) :], temperature=TEMPERATURE)
+    return logp
 
 
 def exported(trainer: OneRank, directory: Path) -> Probe:
