@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from colocated_rl_api.weights import MANIFEST
 from colocated_rl_trainer.checkpoint import CONTENTS, OPTIMIZER
@@ -144,6 +145,32 @@ def test_model_that_cannot_be_trained_is_refused(tmp_path: Path, key: str, said:
 
     with pytest.raises(SettingsError, match=said):
         load_model(origin)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_model_that_is_not_whole_is_refused(tmp_path: Path, tied: bool) -> None:
+    """A tensor that a copy had lost was made up at random, and trained."""
+    origin = write_tiny_model(tmp_path / "model", tied=tied)
+    load_model(origin)
+    tensors = load_file(origin / "model.safetensors")
+    del tensors["model.layers.0.mlp.down_proj.weight"]
+    write_tensors(origin / "model.safetensors", tensors)
+
+    with pytest.raises(
+        SettingsError, match=r"not whole: 1 tensors of Qwen3ForCausalLM are missing, first model.layers.0"
+    ):
+        load_model(origin)
+
+
+def test_numbers_that_are_no_weights_keep_their_type_in_half_precision(origin: Path, out: Path) -> None:
+    model = load_model(origin)
+    model.register_buffer("seen", torch.tensor([2**20 + 1]))
+
+    write_model(model, out, origin=origin, dtype=torch.bfloat16)
+
+    written = load_file(out / "model.safetensors")
+    assert [2**20 + 1] == written.pop("seen").tolist()
+    assert {torch.bfloat16} == {tensor.dtype for tensor in written.values()}
 
 
 def test_directory_that_holds_no_model_is_named(tmp_path: Path) -> None:

@@ -165,6 +165,20 @@ def test_trainers_that_the_job_went_on_without_write_and_remove_nothing(tmp_path
     assert {"step-00000010", "step-00000020"} == {name for name in _names(tmp_path) if not name.startswith(".")}
 
 
+def test_trainers_that_were_cut_off_leave_what_their_successors_are_writing(tmp_path: Path) -> None:
+    """Their successors' first checkpoint is not there yet, so nothing says that they are superseded."""
+    cut_off, successors = Checkpoints(tmp_path, lineage=1, keep=2), Checkpoints(tmp_path, lineage=2, keep=2)
+    draft = successors.begin(10)
+    (draft / "model").write_text("of lineage 2")
+
+    _write(cut_off, 10)
+    successors.finish(draft, 10, keep=2)
+
+    newest = successors.newest()
+    assert newest is not None
+    assert "of lineage 2" == (newest.directory / "model").read_text()
+
+
 def _write(checkpoints: Checkpoints, step: int, *, keep: int = 2) -> Path:
     def fill(directory: Path) -> None:
         (directory / "model").write_text(f"weights of {step}")

@@ -32,7 +32,7 @@ OPTIMIZER = (
     "optimizer.state"  # its state, where a checkpoint has some; no *.safetensors, which loaders take for weights
 )
 _NAME = re.compile(r"step-(\d{8})")
-_DRAFT = re.compile(r"\.step-\d{8}(-\d+)?\.draft")
+_DRAFT = re.compile(r"\.step-\d{8}-(\d+)\.draft")
 
 _LOG = logging.getLogger(__name__)
 
@@ -102,8 +102,8 @@ class Checkpoints:
         """An empty directory for the checkpoint of `step`. Raises OSError and Superseded."""
         self._refuse_if_superseded()
         for left in self._directory.iterdir():
-            if _DRAFT.fullmatch(left.name):
-                shutil.rmtree(left)
+            if (draft_of := _DRAFT.fullmatch(left.name)) and int(draft_of[1]) <= self._lineage:
+                shutil.rmtree(left)  # one of a later lineage is being written
         draft = self._directory / f".step-{step:08d}-{self._lineage}.draft"
         draft.mkdir()
         return draft

@@ -47,9 +47,19 @@ def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
     """
     transformers_logging.disable_progress_bar()
     _check_trainable(directory)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, local_files_only=True, attn_implementation=PACKED_ATTENTION if packing else None
+    model: PreTrainedModel
+    model, told = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.float32,
+        local_files_only=True,
+        attn_implementation=PACKED_ATTENTION if packing else None,
+        output_loading_info=True,
     )
+    if missing := sorted(told["missing_keys"]):  # transformers makes them up, at random
+        raise SettingsError(
+            f"the weights in {directory} are not whole: {len(missing)} tensors of {type(model).__name__} are missing, "
+            f"first {missing[0]}: copy the model again"
+        )
     model.eval()
     if packing:
         check_packing(model, type(model).__name__)
@@ -159,7 +169,7 @@ def _whole_parts(model: PreTrainedModel, dtype: torch.dtype, file_bytes: int, *,
         for name in names:
             tensor = whole(tensors[name])
             if are_wanted:
-                gathered[name] = tensor.to(dtype).cpu()
+                gathered[name] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
             del tensor
         if are_wanted:
             yield _Part(f"{file}.safetensors", revert_weight_conversion(model, gathered))
