@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import shutil
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -18,6 +20,7 @@ from pydantic import ValidationError
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Manifest, Probe, TensorEntry
 
+MAX_THREADS = 8  # that hash
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
 
@@ -76,12 +79,12 @@ def verify_export(root: Path, version: WeightVersion) -> Manifest:
     if files != set(manifest.sha256):
         raise ExportTorn(f"{directory} holds {sorted(files)}, its manifest names {sorted(manifest.sha256)}")
     tensors: dict[str, TensorEntry] = {}
-    for name, digest in manifest.sha256.items():
-        path = directory / name
-        with path.open("rb") as stream:
-            if (found := hashlib.file_digest(stream, "sha256").hexdigest()) != digest:
+    paths = [directory / name for name in manifest.sha256]
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS)) as pool:  # the engine waits, and one core is slow
+        for path, found in zip(paths, pool.map(_digest, paths), strict=True):
+            if found != (digest := manifest.sha256[path.name]):
                 raise ExportTorn(f"{path} has digest {found[:16]}, its manifest says {digest[:16]}")
-        tensors |= _tensors(path)
+            tensors |= _tensors(path)
     if tensors != manifest.tensors:
         different = sorted(
             name for name in tensors.keys() | manifest.tensors if tensors.get(name) != manifest.tensors.get(name)
@@ -114,6 +117,11 @@ def _manifest(directory: Path) -> Manifest:
             return Manifest.model_validate_json(stream.read(MAX_MANIFEST_BYTES))
     except (OSError, ValidationError) as error:
         raise ExportTorn(f"{directory / MANIFEST} can't be read: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _tensors(path: Path) -> dict[str, TensorEntry]:
