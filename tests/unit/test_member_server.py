@@ -7,7 +7,7 @@ import asyncio
 import errno
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,7 +104,12 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    directory: Path, *, highest_epoch: int = 0, idle_s: float = 60.0, data_connections: int = 8
+    directory: Path,
+    *,
+    highest_epoch: int = 0,
+    idle_s: float = 60.0,
+    data_idle_s: float = 60.0,
+    data_connections: int = 8,
 ) -> AsyncIterator[Scene]:
     member = Member()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session:
@@ -122,7 +127,7 @@ async def scene(
             ports=Ports(control=0, data=0, metrics=0, pages=0, host="127.0.0.1"),
             registry=CollectorRegistry(),
             idle_s=idle_s,
-            data_idle_s=idle_s,
+            data_idle_s=data_idle_s,
             data_connections=data_connections,
         )
         async with member.server, asyncio.timeout(2 * DEADLINE_S):
@@ -399,6 +404,28 @@ async def test_caller_without_the_token_keeps_no_connection(tmp_path: Path) -> N
         stranger = DataClient(it.session, MemberTls(it.tls.directory, "w" * 32), JOB_UID)
         async with stranger.request("POST", endpoint, "/echo", data=b"x") as answer:
             assert (401, "close") == (answer.status, answer.headers.get("Connection"))
+
+
+async def test_room_of_a_data_port_is_not_for_those_who_show_no_token(tmp_path: Path) -> None:
+    async with scene(tmp_path, idle_s=0.3, data_connections=2) as it:
+        port, trusts, name = it.member.server.ports.data, it.tls.client_context(), names.member_server_name(JOB_UID)
+        head = f"POST /echo HTTP/1.1\r\nHost: m\r\nAuthorization: {it.tls.authorization}\r\nContent-Length: 1\r\n\r\nx"
+        kept, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusts, server_hostname=name)
+
+        async def asks() -> None:
+            writer.write(head.encode())
+            assert b" 200 " in await kept.readuntil(b"\r\n\r\n")
+            assert b"x" == await kept.readexactly(1)
+
+        await asks()
+        for sent in (b"", b"POST /echo HTTP/1.1\r\nHost: m\r\nX-Sl"):
+            reader, stranger = await asyncio.open_connection("127.0.0.1", port, ssl=trusts, server_hostname=name)
+            stranger.write(sent)
+            with suppress(ConnectionResetError):
+                assert b"" == await reader.read()
+            stranger.close()
+        await asks()  # who has shown it once has its time
+        writer.close()
 
 
 async def test_data_port_bounds_a_body(tmp_path: Path) -> None:

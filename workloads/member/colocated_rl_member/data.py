@@ -1,10 +1,12 @@
 """Data ports: an application that asks for the data token, and the way to reach another member's.
 
-Authority comes before anything else on a data port: a request without the token is answered before its body is read.
+Authority comes before anything else on a data port: a request without the token is answered before its body is read,
+and a connection on which it was not shown ends soon.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -28,6 +30,28 @@ class DataPort(Protocol):
         """While it is entered; yields the port, which 0 leaves to the machine."""
 
 
+class Strangers:
+    """Connections on which nobody has shown the token yet: each has a moment, or they could take all the room."""
+
+    def __init__(self) -> None:
+        self._leave: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+
+    def has_come(self, who: web.RequestHandler, *, within_s: float) -> None:
+        self._leave[who] = asyncio.get_running_loop().call_later(within_s, self._hang_up_on, who)
+
+    def is_none(self, who: web.RequestHandler) -> None:
+        if (leave := self._leave.pop(who, None)) is not None:
+            leave.cancel()
+
+    def _hang_up_on(self, who: web.RequestHandler) -> None:
+        del self._leave[who]
+        if who.transport is not None:
+            who.transport.abort()  # a polite end of TLS would wait for the other side
+
+
+STRANGERS = web.AppKey("strangers", Strangers)
+
+
 def data_application(tls: MemberTls, *, max_request_bytes: int) -> web.Application:
     """An application for a data port, to which a member adds its routes."""
 
@@ -39,9 +63,12 @@ def data_application(tls: MemberTls, *, max_request_bytes: int) -> web.Applicati
             )
             refusal.force_close()  # who has no token keeps no connection
             return refusal
+        request.app[STRANGERS].is_none(request.protocol)
         return await handler(request)
 
-    return web.Application(middlewares=[ask_for_token], client_max_size=max_request_bytes)
+    application = web.Application(middlewares=[ask_for_token], client_max_size=max_request_bytes)
+    application[STRANGERS] = Strangers()
+    return application
 
 
 class DataClient:

@@ -6,8 +6,8 @@ older one: after a network fault the old one may look alive for seconds.
 
 Refuses anybody but the operator on the control port, messages over MAX_MESSAGE_BYTES and messages that can't be read:
 that connection is closed, and the operator's next one starts with full facts. A connection on which no whole request
-head comes for IDLE_S is closed; on a data port, whose callers come in bursts, for DATA_IDLE_S. Connections of each port
-are bounded.
+head comes for IDLE_S is closed; on a data port, whose callers come in bursts, for DATA_IDLE_S, once they have shown
+the token. Connections of each port are bounded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from colocated_rl_api.member_wire import (
     RolloutFacts,
     read_target,
 )
-from colocated_rl_member.data import DATA_IDLE_S, DataPort
+from colocated_rl_member.data import DATA_IDLE_S, STRANGERS, DataPort
 from colocated_rl_member.fence import EpochFence, TargetT
 from colocated_rl_member.metrics import ProblemGauge
 from colocated_rl_member.room import RoomFor
@@ -48,7 +48,7 @@ LOG = logging.getLogger(__name__)
 SEND_DEADLINE_S = 2 * HEARTBEAT_S
 SHUTDOWN_S = 1.0  # for connections that are still open when the member ends
 IDLE_S = 60.0
-HANDSHAKE_S = 10.0
+HANDSHAKE_S = 10.0  # also for the token to be shown
 MAX_DATA_CONNECTIONS = 8192  # of a data port that is an application: a gateway holds half as many turns
 MAX_CONNECTIONS = 256  # of each other port
 MAX_HEADER_BYTES = 8190  # of one header line
@@ -194,12 +194,20 @@ class MemberServer(Generic[TargetT]):
         stack.push_async_callback(runner.cleanup)
         assert runner.server is not None, "it was set up"
         http, most = runner.server, self._data_connections if app is self._data else MAX_CONNECTIONS
+        first_s = min(HANDSHAKE_S, self._idle_s)
+
+        def own() -> asyncio.BaseProtocol:
+            made = http()
+            if STRANGERS in app:
+                app[STRANGERS].has_come(made, within_s=first_s)
+            return made
+
         server = await asyncio.get_running_loop().create_server(
-            RoomFor(most, lambda: len(http.connections), http),
+            RoomFor(most, lambda: len(http.connections), own),
             host,
             port,
             ssl=context,
-            ssl_handshake_timeout=min(HANDSHAKE_S, self._idle_s) if context else None,
+            ssl_handshake_timeout=first_s if context else None,
             reuse_address=True,
         )
         stack.callback(server.close)  # before the runner ends what it still serves
