@@ -3,9 +3,10 @@
 Upstream and load are of this file and have one core, whoever is measured has the other. Each is told the same: plain
 requests that are answered with 4 KB after 50 ms, and streams of 32 events in 320 ms. CPU time is that of the measured
 process alone, so it can be compared on a busy machine too; times and rates only with what was measured right before.
+Everybody takes three turns of a third each, so that all see the same machine, and begins with its connections open.
 
 Then the same with the real engine on the CPU and the demo's model, as far as the set-up has made both: streams of 64
-tokens, a third of them in each of three turns, so that all see the same machine.
+tokens.
 """
 
 from __future__ import annotations
@@ -144,6 +145,11 @@ class Times:
     whole: list[float] = field(default_factory=list)
     took_s: float = 0.0
 
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return len(self.whole) / self.took_s
+
     def __add__(self, other: Times) -> Times:
         return Times(self.first + other.first, self.whole + other.whole, self.took_s + other.took_s)
 
@@ -253,7 +259,7 @@ US = (sys.executable, "-m", "bench.gate", "--serve")
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gate", description=__doc__)
     parser.add_argument("--router", default="", help="a Python with sglang-router")
-    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--requests", type=int, default=12_000)
     parser.add_argument("--serve", choices=["upstream", "gate"], help=argparse.SUPPRESS)
     parser.add_argument("--ports", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -263,7 +269,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             uvloop.run(serve_gate(*given.ports))  # as an agent runs
         return 0
-    print(f"{'':22}  {'':7}  requests/s  CPU s/1000  p50 ms  p99 ms  first p50 ms")
+    print(f"{'':22}  {'':7}  requests/s  of direct  CPU s/1000  p50 ms  p99 ms  first p50 ms")
     beside_simulated_engine(given.router, given.requests)
     if CHECKOUT.environment("gpu").exists() and CHECKOUT.model.exists():
         beside_real_engine(given.router)
@@ -291,11 +297,8 @@ def beside_simulated_engine(router: str, requests: int) -> None:
     with process(*US, "upstream", "--ports", str(upstream), core=OTHER_CORE, port=upstream):
         for streams in (False, True):
             for concurrency in CONCURRENCY:
-                for name, (port, command) in proxies(router, upstream).items():
-                    times, cpu_s = measure(
-                        port, command, asked(streams=streams), concurrency=concurrency, requests=requests
-                    )
-                    show(f"{'streams' if streams else 'plain'}, {concurrency} at once", name, times, cpu_s)
+                what = f"{'streams' if streams else 'plain'}, {concurrency} at once"
+                in_turns(what, proxies(router, upstream), asked(streams=streams), concurrency, requests)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
@@ -306,42 +309,46 @@ def beside_real_engine(router: str) -> None:
         engine = engine_process(CHECKOUT.model, version=WeightVersion(0, 1), root=Path(root), flags=ENGINE_FLAGS)
         with engine as it:
             it.wait_until_up()
-            port = urlsplit(it.url).port or 0
-            uvloop.run(load(port, body, concurrency=ENGINE_CONCURRENCY, requests=ENGINE_REQUESTS))  # warm
-            who = proxies(router, port)
-            found = {name: (Times(), 0.0) for name in who}
-            for _ in range(TURNS):
-                for name, (port, command) in who.items():
-                    times, cpu_s = measure(
-                        port, command, body, concurrency=ENGINE_CONCURRENCY, requests=ENGINE_REQUESTS, warm=0
-                    )
-                    before, before_s = found[name]
-                    found[name] = before + times, before_s + (cpu_s or 0.0) / TURNS
-            for name, (times, cpu_s) in found.items():
-                show(f"real engine, {ENGINE_CONCURRENCY} at once", name, times, cpu_s if who[name][1] else None)
+            what, who = f"real engine, {ENGINE_CONCURRENCY} at once", proxies(router, urlsplit(it.url).port or 0)
+            in_turns(what, who, body, ENGINE_CONCURRENCY, TURNS * ENGINE_REQUESTS)
+
+
+def in_turns(
+    what: str, who: dict[str, tuple[int, Command]], body: dict[str, Any], concurrency: int, requests: int
+) -> None:
+    """Measure and show everybody, direct first."""
+    found = {name: (Times(), 0.0) for name in who}
+    for _ in range(TURNS):
+        for name, (port, command) in who.items():
+            times, cpu_s = measure(port, command, body, concurrency=concurrency, requests=requests // TURNS)
+            before, before_s = found[name]
+            found[name] = before + times, before_s + cpu_s / TURNS
+    direct, _ = found["direct"]
+    for name, (times, cpu_s) in found.items():
+        show(what, name, times, cpu_s if who[name][1] else None, times.rate / direct.rate)
 
 
 def measure(
-    port: int, command: Command, body: dict[str, Any], *, concurrency: int, requests: int, warm: int = 64
-) -> tuple[Times, float | None]:
-    """Times, and CPU seconds of 1,000 requests; None for nobody."""
+    port: int, command: Command, body: dict[str, Any], *, concurrency: int, requests: int
+) -> tuple[Times, float]:
+    """Times, and CPU seconds of 1,000 requests; those of nobody are 0."""
 
-    def run() -> Times:
+    def run(requests: int) -> Times:
         return uvloop.run(load(port, body, concurrency=concurrency, requests=requests))
 
     if not command:
-        return run(), None
+        run(concurrency)
+        return run(requests), 0.0
     with process(*command, core=MEASURED_CORE, port=port) as pid:
-        if warm:
-            uvloop.run(load(port, body, concurrency=8, requests=warm))
+        run(concurrency)  # its connections to the upstream are kept
         before = cpu_seconds(pid)
-        times = run()
+        times = run(requests)
         return times, (cpu_seconds(pid) - before) / requests * 1000
 
 
-def show(what: str, name: str, times: Times, cpu_s: float | None) -> None:
+def show(what: str, name: str, times: Times, cpu_s: float | None, of_direct: float) -> None:
     print(
-        f"{what:22}  {name:7}  {len(times.whole) / times.took_s:10.1f}  {'' if cpu_s is None else f'{cpu_s:.2f}':>10}"
+        f"{what:22}  {name:7}  {times.rate:10.1f}  {of_direct:9.3f}  {'' if cpu_s is None else f'{cpu_s:.2f}':>10}"
         f"  {1000 * median(times.whole):6.1f}  {1000 * quantiles(times.whole, n=100)[98]:6.1f}"
         f"  {1000 * median(times.first):12.1f}",
         flush=True,
