@@ -74,6 +74,8 @@ class Outcome:
     trained_tokens: int = 0
     resent_tokens: int = 0
     discarded_tokens: int = 0
+    finished_tokens: int = 0
+    sealed_tokens: int = 0
     batches: list[BatchRecord] = field(default_factory=list)
 
     @property
@@ -143,6 +145,8 @@ async def _colocated(job: Job, directory: Path, watch: Callable[[Store], None]) 
         following.cancel()
     outcome.resent_tokens = scene.counted("colocate_rollout_resent_tokens_total")
     outcome.discarded_tokens = scene.counted("colocate_rollout_discarded_tokens_total")
+    outcome.finished_tokens = scene.counted("colocate_rollout_response_tokens_sum")
+    outcome.sealed_tokens = scene.counted("colocate_rollout_sealed_response_tokens_sum")
     assert scene.store.counts[SampleState.TRAINED] == job.steps * job.samples, scene.store.counts
     scene.store.close()
     return outcome

@@ -733,6 +733,7 @@ async def test_pages_and_metrics_show_what_there_is(job: JobOnDisk, processes: T
             (f"http://127.0.0.1:{ports.pages}/v1/samples?state=sealed&limit=2", '"state": "sealed"'),
             (f"http://127.0.0.1:{ports.pages}/v1/samples?state=sealed&limit=1&text=1", '"response": null'),
             (f"http://127.0.0.1:{ports.metrics}/metrics", 'colocate_rollout_samples{state="sealed"} 6.0'),
+            (f"http://127.0.0.1:{ports.metrics}/metrics", "\ncolocate_rollout_sealed_response_tokens_count 6.0"),
             (f"http://127.0.0.1:{ports.metrics}/metrics", "\ncolocate_rollout_batch_staleness 0.0"),
             (f"http://127.0.0.1:{ports.metrics}/metrics", "\ncolocate_rollout_store_free_bytes "),
             (f"http://127.0.0.1:{ports.metrics}/metrics", "\ncolocate_rollout_staleness_wait_seconds 0.0"),

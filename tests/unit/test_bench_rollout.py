@@ -51,6 +51,7 @@ def test_a_job_trains_every_sample_once_and_discards_nothing(seed: int, stalenes
     job = small(trace=lengths, max_staleness=staleness, rates=Rates(slots=slots), train_s=0.001)
     outcome = colocated(job)
     assert (job.tokens, 0) == (outcome.trained_tokens, outcome.discarded_tokens)
+    assert (job.tokens, job.tokens) == (outcome.finished_tokens, outcome.sealed_tokens), "long ones are not left over"
     assert max(age for batch in outcome.batches for age in batch.staleness) <= staleness
     if staleness == 0:
         assert least_s(job) <= outcome.took_s

@@ -43,6 +43,12 @@ class Metrics:
             buckets=[2**power for power in range(3, 18)],
             registry=registry,
         )
+        self.sealed_tokens = Histogram(
+            "colocate_rollout_sealed_response_tokens",
+            "Length of responses in sealed batches; on average as long as finished ones, or training has a bias",
+            buckets=[2**power for power in range(3, 18)],
+            registry=registry,
+        )
         self.turns = Counter(
             "colocate_gateway_turns", "Completions for clients by how they ended", ["ending"], registry=registry
         )

@@ -379,6 +379,8 @@ class Worker:
         while (record := await self._write_batch(step, groups)) is None:  # noqa: ASYNC110 - a volume has no event
             await asyncio.sleep(self._full_retry_s)
         self._store.problem = None
+        for sample in [sample for group in groups if not group.is_of_sessions for sample in group.kept]:
+            self._metrics.sealed_tokens.observe(len(sample.tokens))
         self._store.seal(record, groups)
         self._metrics.discarded_tokens.labels("TooStale").inc(record.masked_tokens)
         if self._filtered < self._rollout.filtered_at_most:
