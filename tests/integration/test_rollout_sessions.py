@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +231,10 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
         assert [("s0", 2, 1.0, "g"), ("s1", 3, None, None)] == [
             (session["id"], session["turns"], session["reward"], session["group"]) for session in held["data"]
         ]
+        patient = replace(scene, client=scene.client.with_options(max_retries=2))
         with pytest.raises(openai.ConflictError, match="has its reward"):
-            await agents[0].ask(AND)
+            await Agent(patient, "s0").ask(AND)
+        assert 2 == scene.figure("refused_total", status="409"), "the client does not ask again what can't change"
         assert 200 == (await agents[1].reward(0.0)).status_code
         facts = await scene.operator.until(lambda facts: facts.sealed is not None)
         assert facts.sealed is not None

@@ -349,7 +349,7 @@ def headers_of(refused: RequestRefused) -> dict[str, str]:
     """Retry-After where trying again helps; and clients that try again by themselves are told where it doesn't."""
     if refused.retry_s is not None:
         return {"Retry-After": str(refused.retry_s)}
-    return {"X-Should-Retry": "false"} if refused.status >= 500 else {}
+    return {"X-Should-Retry": "false"} if refused.status == 409 or refused.status >= 500 else {}
 
 
 async def _body(request: web.Request) -> bytes:
