@@ -11,7 +11,7 @@ from typing import Any
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_api.ladder import TIME_SLICED, Ladder, Rung, WeightVersion
+from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineFacts,
     EngineState,
@@ -43,6 +43,13 @@ CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 # ------------------------------------------------------------------------------------------------------------- the job
 ROLLOUT: dict[str, Any] = {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 2}
 RESIDENT_ROLLOUT = ROLLOUT | {"offload": []}
+PLACED: dict[Placement, dict[str, Any]] = {  # parts of a spec that lead to each placement
+    Placement.TIME_SLICED: {"rollout": ROLLOUT},
+    Placement.RESIDENT: {"rollout": RESIDENT_ROLLOUT},
+    Placement.ROLLOUT_ONLY: {"rollout": ROLLOUT, "mode": "RolloutOnly"},
+    Placement.TRAIN_ONLY: {"rollout": ROLLOUT, "mode": "TrainOnly", "recorded": {"claimName": "recording"}},
+}
+TOGETHER = (Placement.TIME_SLICED, Placement.RESIDENT)  # those with engines and trainers
 
 
 def make_manifest(name: str = "sums", **spec: Any) -> dict[str, Any]:

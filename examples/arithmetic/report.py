@@ -66,7 +66,7 @@ def summary(records: Records) -> list[tuple[str, str]]:
         ("tokens trained", f"{tokens:,}"),
         (
             "samples that a switch interrupted",
-            f"{sum(batch.resumed_samples for batch in figures.batches):,}, all continued",
+            f"{sum(batch.resumed_samples or 0 for batch in figures.batches):,}, all continued",
         ),
         (
             "mean staleness of a token, steps",

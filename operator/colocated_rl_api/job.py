@@ -35,6 +35,7 @@ from colocated_rl_api.parts import (
 from colocated_rl_api.pod_template import PodTemplates
 from colocated_rl_api.prompts import Prompts
 
+MANY_STEPS = 1_000_000
 JOB_NAME_MAX = 40  # longest derived name: NAME-gpu-REPLICA-ATTEMPT, at most 63 characters
 
 _is_inside, _inside_rule = should_match(
@@ -383,6 +384,43 @@ class Trainer(Part):
         return self
 
 
+class Mode(StrEnum):
+    FULL = "Full"
+    ROLLOUT_ONLY = "RolloutOnly"
+    TRAIN_ONLY = "TrainOnly"
+
+
+class Recording(Part):
+    """Sealed batches that a job has left: files STEP-SHARD.safetensors, from step 1 on."""
+
+    claim_name: str = Field(
+        min_length=1,
+        max_length=253,
+        description="Claim in the job's namespace that holds them, such as the store of the job that made them; "
+        "mounted read-only.",
+    )
+    path: Annotated[str, _is_inside] = Field(
+        default="batches",
+        max_length=512,
+        json_schema_extra=_inside_rule,
+        description="Directory inside the claim; where a store has them when absent.",
+    )
+
+
+_RECORDED_WORDS = "recorded says which batches a TrainOnly job trains: give it there, and nowhere else"
+_RECORDED = Rule(
+    field="recorded",
+    rule=f"has(self.recorded) == (has(self.mode) && self.mode == '{Mode.TRAIN_ONLY}')",
+    message=_RECORDED_WORDS,
+)
+_EVALUATED_WORDS = "evaluation needs engines, and a TrainOnly job has none: leave it out"
+_EVALUATED = Rule(
+    field="evaluation",
+    rule=f"!has(self.evaluation) || !has(self.mode) || self.mode != '{Mode.TRAIN_ONLY}'",
+    message=_EVALUATED_WORDS,
+)
+
+
 class Verify(StrEnum):
     VERSION = "Version"  # the engine names the version it holds
     CHECKSUM = "Checksum"  # and all engines hold the same, bit by bit
@@ -441,6 +479,11 @@ class Storage(Part):
     """The sample store of the rollout controller."""
 
     volume: Volume = Field(default_factory=Volume, description="Local or block storage: SQLite needs real locks.")
+    keep_batches: bool = Field(
+        default=False,
+        description="Sealed batches stay on the volume when checkpoints hold their steps too: a recording, which a "
+        "TrainOnly job can train.",
+    )
 
 
 _is_manager, _manager_rule = should_match(
@@ -471,17 +514,28 @@ class ColocatedRLJobSpec(Part):
     model_config = ConfigDict(
         json_schema_extra=rules(
             _ROOM,
+            _RECORDED,
+            _EVALUATED,
             *(colocation.rule for colocation in COLOCATIONS),
             *fixed(
-                "replicas", "model", "gpus", "reference", "trainer", "weightSync", "checkpoint", "storage", "managedBy"
+                *("mode", "recorded", "replicas", "model", "gpus", "reference", "trainer", "weightSync", "checkpoint"),
+                *("storage", "managedBy"),
             ),
             *fixed_while_running("switch", "podTemplates"),
         )
     )
 
     steps: int = Field(
-        ge=1, le=1_000_000, description="Training steps; the job is complete after the last. May change."
+        ge=1, le=MANY_STEPS, description="Training steps; the job is complete after the last. May change."
     )
+    mode: Mode = Field(
+        default=Mode.FULL,
+        strict=False,
+        description="One side alone, to look for faults: RolloutOnly generates, rewards and seals steps batches with "
+        "the model as it is, keeps them all, and starts no trainer; TrainOnly trains recorded batches, and starts no "
+        "engine. Full does both.",
+    )
+    recorded: Recording | None = Field(default=None, description="What a TrainOnly job trains.")
     suspend: bool = Field(
         default=False,
         description="True ends the job's pods, so that its devices are free, and keeps its volumes; false makes them "
@@ -551,8 +605,24 @@ class ColocatedRLJobSpec(Part):
     )
 
     @property
+    def placement(self) -> Placement:
+        """Who computes when."""
+        match self.mode:
+            case Mode.FULL:
+                return self.rollout.placement
+            case Mode.ROLLOUT_ONLY:
+                return Placement.ROLLOUT_ONLY
+            case Mode.TRAIN_ONLY:
+                return Placement.TRAIN_ONLY
+
+    @property
+    def max_staleness(self) -> int:
+        """In steps; where weights never change no token is ever too old."""
+        return MANY_STEPS if self.mode is Mode.ROLLOUT_ONLY else self.rollout.max_staleness
+
+    @property
     def ladder(self) -> Ladder:
-        return ladder_for(self.rollout.placement, scores=self.reference is not None)
+        return ladder_for(self.placement, scores=self.reference is not None)
 
     @model_validator(mode="after")
     def _roles_share_devices_that_there_are(self) -> Self:
@@ -564,6 +634,14 @@ class ColocatedRLJobSpec(Part):
                 words = colocation.refusal(named[colocation.role], peers=named.get(colocation.peer))
                 if words is not None:
                     raise ValueError(words)
+        return self
+
+    @model_validator(mode="after")
+    def _one_side_alone(self) -> Self:
+        if (self.recorded is not None) != (self.mode is Mode.TRAIN_ONLY):
+            raise ValueError(_RECORDED_WORDS)
+        if self.evaluation is not None and self.mode is Mode.TRAIN_ONLY:
+            raise ValueError(_EVALUATED_WORDS)
         return self
 
     @model_validator(mode="after")

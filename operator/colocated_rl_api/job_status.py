@@ -122,8 +122,14 @@ class ColocatedRLJobStatus(StatusPart):
         max_length=317,
         description="Operator that has the job, NAMESPACE/LEASE, from its first look on; others leave the job alone.",
     )
-    step: int | None = Field(default=None, description="Last finished step.")
-    weight_version: str | None = Field(default=None, max_length=32, description="STEP-LINEAGE that all engines serve.")
+    step: int | None = Field(
+        default=None, description="Last finished step; the newest batch where mode is RolloutOnly."
+    )
+    weight_version: str | None = Field(
+        default=None,
+        max_length=32,
+        description="STEP-LINEAGE that all engines serve; that all trainers hold where mode is TrainOnly.",
+    )
     epoch: int | None = Field(default=None, description="Fencing number; raised before each climb.")
     lineage: int | None = Field(default=None, description="How often the trainers were started together.")
     target_step: int | None = Field(default=None, description="Step that the epoch climbs to.")
@@ -133,7 +139,8 @@ class ColocatedRLJobStatus(StatusPart):
     failures: FailuresStatus | None = Field(default=None, description="Absent while there were none.")
     placement: Placement | None = Field(
         default=None,
-        description="How engines and trainer share the GPUs, derived from rollout.colocateWith and rollout.offload.",
+        description="How engines and trainer share the GPUs, derived from mode, rollout.colocateWith and "
+        "rollout.offload.",
     )
     gpu_holder: Holder | None = Field(default=None, description="Who computes on the GPUs.")
     rung: str | None = Field(default=None, max_length=32, description="Rung of the slowest pod.")

@@ -72,6 +72,8 @@ class Placement(StrEnum):
 
     TIME_SLICED = "TimeSliced"  # they take turns
     RESIDENT = "Resident"  # both stay; engines take new weights under a pause
+    ROLLOUT_ONLY = "RolloutOnly"  # no trainers: engines serve the model as it is
+    TRAIN_ONLY = "TrainOnly"  # no engines: trainers train recorded batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +91,26 @@ class Ladder:
     def is_resident(self) -> bool:
         """Engines and trainers stay on the devices together; on any other ladder they take turns."""
         return self.placement is Placement.RESIDENT
+
+    @property
+    def takes_turns(self) -> bool:
+        """Engines give their memory up for the trainers, and get it back."""
+        return self.placement is Placement.TIME_SLICED
+
+    @property
+    def top(self) -> Rung:
+        """Where a group rests until there is another step."""
+        return self.rungs[-1]
+
+    @property
+    def serves(self) -> bool:
+        """There are engines."""
+        return Rung.SERVING in self._places
+
+    @property
+    def trains(self) -> bool:
+        """There are trainers."""
+        return Rung.TRAINED in self._places
 
     @property
     def scores(self) -> bool:
@@ -109,7 +131,7 @@ class Ladder:
         The group may stand one barrier beyond its slowest member. At the top it stays there.
         """
         above = self.rungs[self._places[after] :]
-        return next((rung for rung in above if rung in self.barriers), Rung.SERVING)
+        return next((rung for rung in above if rung in self.barriers), self.top)
 
     def slowest(self, standings: Iterable[Rung]) -> Rung:
         """The lowest rung of a group; UNKNOWN for an empty one."""
@@ -178,6 +200,20 @@ def _stands_resident(pod: PodFacts, at: WeightVersion) -> Rung:
     if not all(engine.is_absent or engine.is_drained or _is_starting(engine) for engine in pod.engines):
         return Rung.PAUSED
     return Rung.DRAINED
+
+
+# ----------------------------------------------------------------------------------------------------- one side alone
+def _stands_rollout_only(pod: PodFacts, at: WeightVersion) -> Rung:
+    """A pod that is made again names its weights by another lineage: they are the same, and the others serve on."""
+    is_whole = all(engine.is_ready and engine.version is not None and engine.is_mapped for engine in pod.engines)
+    return Rung.SERVING if is_whole and _serves(pod) else Rung.RELEASED
+
+
+def _stands_train_only(pod: PodFacts, at: WeightVersion) -> Rung:
+    """Nothing is saved before all stand at Trained: a checkpoint is of every rank."""
+    if not _is_trained(pod, at):
+        return Rung.SEALED
+    return Rung.EXPORTED if _is_exported(pod, at) else Rung.TRAINED
 
 
 # ---------------------------------------------------------------------------------------------------- facts of a pod
@@ -254,6 +290,24 @@ RESIDENT = Ladder(
 )
 
 
+ROLLOUT_ONLY = Ladder(
+    Placement.ROLLOUT_ONLY,
+    rungs=(Rung.RELEASED, Rung.SERVING),
+    barriers=frozenset({Rung.RELEASED, Rung.SERVING}),
+    training=frozenset(),
+    finished_at=Rung.SERVING,
+    stands=_stands_rollout_only,
+)
+TRAIN_ONLY = Ladder(
+    Placement.TRAIN_ONLY,
+    rungs=(Rung.SEALED, Rung.TRAINED, Rung.EXPORTED),
+    barriers=frozenset({Rung.SEALED, Rung.TRAINED, Rung.EXPORTED}),
+    training=frozenset({Rung.SEALED, Rung.TRAINED}),
+    finished_at=Rung.TRAINED,
+    stands=_stands_train_only,
+)
+
+
 # -------------------------------------------------------------------------------------------------- with a reference
 def _with_scores(ladder: Ladder) -> Ladder:
     """The same ladder with the rung Scored below Trained.
@@ -278,10 +332,14 @@ def _with_scores(ladder: Ladder) -> Ladder:
 
 SCORED_TIME_SLICED = _with_scores(TIME_SLICED)
 SCORED_RESIDENT = _with_scores(RESIDENT)
-LADDERS = (TIME_SLICED, RESIDENT, SCORED_TIME_SLICED, SCORED_RESIDENT)
+SCORED_TRAIN_ONLY = _with_scores(TRAIN_ONLY)
+LADDERS = (
+    TIME_SLICED, RESIDENT, ROLLOUT_ONLY, TRAIN_ONLY,
+    SCORED_TIME_SLICED, SCORED_RESIDENT, SCORED_TRAIN_ONLY,
+)  # fmt: skip
 _LADDERS = {(ladder.placement, ladder.scores): ladder for ladder in LADDERS}
 
 
 def ladder_for(placement: Placement, *, scores: bool) -> Ladder:
-    """The one that a job climbs. scores: it has a reference."""
-    return _LADDERS[placement, scores]
+    """The one that a job climbs. scores: it has a reference, which says nothing where nothing is trained."""
+    return _LADDERS[placement, scores and placement is not Placement.ROLLOUT_ONLY]

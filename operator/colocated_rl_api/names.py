@@ -60,6 +60,7 @@ EXPORTS_DIR = (
 )
 # of its own it may, at the volume's root not, which is sticky
 MODEL_DIR = "/model"  # spec.model's claim, read-only
+RECORDED_DIR = "/recorded"  # spec.recorded's claim, read-only; rollout controller only
 PROMPTS_DIR = "/prompts"  # claims of spec.rollout.prompts, each by its name, read-only; task server only
 REWARD_TOKENS_DIR = "/etc/colocate/reward-tokens"  # Secrets of reward.http, each by its name; rollout controller only
 REWARD_TOKEN_FILE = "reward-token"  # not "token", which Kubernetes' own tokens have: its owner means it to be sent
@@ -74,6 +75,11 @@ ENV_POD_UID = "POD_UID"
 ENV_POD_IP = "POD_IP"
 ENV_POD_NAMESPACE = "POD_NAMESPACE"
 ENV_REPLICA = "COLOCATE_REPLICA"
+
+
+def claim_name(job: str, job_uid: str, volume: str) -> str:
+    """Of the claim that is made for a volume of a job: `store` or `checkpoints`."""
+    return f"{job}-{volume}-{job_uid[:8]}"
 
 
 def member_server_name(job_uid: str) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 
 from colocated_rl_api import names
 from colocated_rl_api.job_status import Phase
-from colocated_rl_api.ladder import Rung
 from colocated_rl_api.logs import log
 from colocated_rl_api.pod_template import PodTemplate
 from colocated_rl_operator import belongings, resources
@@ -115,7 +114,7 @@ async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> flo
 def _send_targets(case: Case, job: Job, decided: Plan, doors: Doors) -> None:
     job_uid = case.about.uid
     slowest = job.ladder.slowest(decided.standings.values())
-    awaited = (pod for pod, rung in decided.standings.items() if rung is slowest is not Rung.SERVING)
+    awaited = (pod for pod, rung in decided.standings.items() if rung is slowest is not job.ladder.top)
     sent = doors.members.send(job_uid, decided.targets, awaited)
     heard_at = doors.members.heard_at(job_uid)
     if sent:
@@ -158,7 +157,7 @@ def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float
     if is_new and status.phase is Phase.ROLLOUT and seen.memory.last_switch_s is not None:
         doors.metrics.switch_s.observe(seen.memory.last_switch_s)
     if is_new and status.phase is Phase.COMPLETE:
-        news.append(News("Normal", Reason.COMPLETED, all_done(seen.job.spec.steps, status.model), action="Complete"))
+        news.append(News("Normal", Reason.COMPLETED, all_done(seen.job, status.model), action="Complete"))
     if backs_off(status) and not backs_off(before) and decided.wait is not None:
         news.append(News("Warning", Reason.BACKING_OFF, decided.wait.message, action="BackOff"))
     case.record.note(status, *news)

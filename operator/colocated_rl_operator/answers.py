@@ -259,7 +259,7 @@ def rest_after_roll_back(seen: Observation, following: Climb) -> Hold | None:
     tally = following.tally
     if tally.action != FailureAction.ROLL_BACK or not tally.tries_at(following.step):
         return None
-    due = seen.memory.reached.get(Rung.SERVING, seen.now) + backoff_s(seen, tally.tries - 1)
+    due = seen.memory.reached.get(seen.job.ladder.top, seen.now) + backoff_s(seen, tally.tries - 1)
     message = f"step {following.step} failed {_count(tally.tries, 'time')}: rollout goes on before it is tried again"
     return Hold(due, message) if seen.now < due else None
 

@@ -56,7 +56,7 @@ class Job:
 
     def claim_name(self, volume: str) -> str:
         """volume: `store` or `checkpoints`."""
-        return f"{self.name}-{volume}-{self.uid[:8]}"
+        return names.claim_name(self.name, self.uid, volume)
 
 
 @dataclass(frozen=True)
@@ -268,6 +268,17 @@ class Observation:
         if len(self.gpu_members) != self.job.spec.replicas:
             return Rung.UNKNOWN
         return self.job.ladder.slowest(self.standings.values())
+
+    @property
+    def is_up(self) -> bool:
+        """The whole group stands at the top of its ladder."""
+        return self.slowest is self.job.ladder.top
+
+    @property
+    def recorded_step(self) -> int:
+        """Newest sealed batch that the rollout controller told of."""
+        facts = self.rollout_facts
+        return facts.sealed.step if facts and facts.sealed else 0
 
     @property
     def is_finished(self) -> bool:

@@ -58,7 +58,7 @@ def observe(case: Case, job: Job, *, pods: Pods, members: Members, now: float, a
             job=job,
             members=tuple(_member(case, look, answers.get(look.name), now) for look in looks),
             climb=_climb(status),
-            trained_step=status.step or 0,
+            trained_step=(status.step or 0) if job.ladder.trains else 0,
             served=WeightVersion.parse(status.weight_version) if status.weight_version else None,
             is_over=is_over,
             started_at=None if job.spec.suspend else _moment(status.start_time or at, now, at),

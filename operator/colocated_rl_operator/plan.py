@@ -165,7 +165,7 @@ def _decide_when_all_answer(seen: Observation, now: Climb) -> Decision | Hold | 
         return decision
     if seen.slowest is not Rung.UNKNOWN and (decision := _decide_for_whole_group(seen, now)):
         return decision
-    if seen.slowest is not Rung.SERVING and seen.now >= _deadline(seen):
+    if not seen.is_up and seen.now >= _deadline(seen):
         where = f"{_laggards(seen)} stayed at {seen.slowest} for {seen.now - seen.memory.progress_at:.0f} s"
         return after_standstill(seen, now, _deadline(seen), where)
     return None
@@ -173,21 +173,25 @@ def _decide_when_all_answer(seen: Observation, now: Climb) -> Decision | Hold | 
 
 def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | Hold | None:
     """Every member reported under this epoch."""
-    spec, serving = seen.job.spec, seen.slowest is Rung.SERVING
-    updated = seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)
+    spec, up = seen.job.spec, seen.is_up
+    if not seen.job.ladder.trains:
+        is_recorded = seen.recorded_step >= spec.steps and _evaluating(seen) is None
+        message = f"all {spec.steps} batches are recorded"
+        return raise_epoch(seen, now, Cause.ALL_STEPS_DONE, message) if is_recorded else None
+    updated = _holds_new_weights(seen)
     if updated and _compares(seen) and _agreed(seen, now) is None:
         held = listed([f"{name} {str(checksum)[:12]}" for name, checksum in _checksums(seen, now).items()])
         return after_difference(seen, now, f"engines hold different weights {now.version} ({held})")
     evaluated = _evaluating(seen) is None
     may_train = evaluated or seen.job.ladder.is_resident  # there only the update waits
-    if serving and now.step < spec.steps and _has_next_batch(seen, now) and may_train:
+    if up and now.step < spec.steps and _has_next_batch(seen, now) and may_train:
         following = replace(now, step=now.step + 1)
         if seen.trainer_died:
             return after_death(seen, following)
         if (hold := rest_after_roll_back(seen, following)) is not None:
             return hold
         return raise_epoch(seen, following, Cause.NEXT_STEP, f"step {following.step}")
-    is_last = serving and now.step >= spec.steps
+    is_last = up and now.step >= spec.steps
     if is_last and seen.keeps_all and evaluated:
         return raise_epoch(seen, now, Cause.ALL_STEPS_DONE, f"all {spec.steps} steps are done")
     if seen.trainer_died and (not updated or (is_last and not seen.keeps_all)):
@@ -196,6 +200,12 @@ def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | Hold | 
         what = "model" if seen.saved_step >= now.step else "checkpoint"
         return after_standstill(seen, now, _deadline(seen), f"the last {what} is not durable in time")
     return None
+
+
+def _holds_new_weights(seen: Observation) -> bool:
+    """Every engine holds the climb's; without engines nobody does."""
+    ladder = seen.job.ladder
+    return ladder.serves and ladder.reaches(seen.slowest, Rung.UPDATED)
 
 
 def _first(seen: Observation, now: Climb | None = None) -> Decision:
@@ -235,7 +245,7 @@ def _evaluating(seen: Observation) -> Evaluating | None:
     if evaluation is None or climb is None:
         return None
     version, since = seen.served, seen.memory.epoch_at
-    if seen.slowest is Rung.SERVING or version == climb.version:
+    if seen.is_up or version == climb.version:
         version, since = climb.version, seen.memory.reached.get(Rung.SERVING, seen.now)
     elif version is None or not ladder.is_resident or not ladder.reaches(Rung.EXPORTED, seen.slowest):
         return None
@@ -256,6 +266,8 @@ def patience_s(ladder: Ladder, barrier: Rung, switch: Switch) -> float:
     """How long a group may stand still below a barrier: the members' own deadlines on the way, and a margin."""
     call, step = switch.engine_call_seconds, switch.trainer_progress_seconds
     match barrier:
+        case Rung.SERVING if not ladder.trains:
+            return switch.engine_start_seconds + 4 * call + MARGIN_S
         case Rung.PAUSED:
             return switch.settle_seconds + call + MARGIN_S
         case Rung.DRAINED | Rung.RELEASED:
@@ -341,7 +353,8 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
 
 
 def _compares(seen: Observation) -> bool:
-    return seen.job.spec.weight_sync.verify is Verify.CHECKSUM
+    ladder = seen.job.ladder
+    return seen.job.spec.weight_sync.verify is Verify.CHECKSUM and ladder.serves and ladder.trains
 
 
 def _agreed(seen: Observation, climb: Climb) -> str | None:
@@ -371,12 +384,13 @@ def _granted(seen: Observation) -> Rung:
 def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
     spec = seen.job.spec
     finished = climb.step if seen.is_finished else climb.step - 1
+    gpu_members = seen.gpu_members if seen.job.ladder.serves else ()
     return RolloutTarget(
         epoch=climb.epoch,
         goal=Goal.CLIMB,
         trained_step=max(finished, seen.trained_step, 0),
         saved_step=seen.replay_step,
-        engines=tuple(member.data_port for member in seen.gpu_members if member.data_port is not None),
+        engines=tuple(member.data_port for member in gpu_members if member.data_port is not None),
         evaluate=evaluating.step if (evaluating := _evaluating(seen)) else None,
         last_step=spec.steps,
         concurrency=spec.rollout.concurrency,

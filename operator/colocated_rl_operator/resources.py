@@ -226,6 +226,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
                     _mount("tasks", names.TASKS_DIR, read_only=True),
                     _mount("tmp", "/tmp"),
+                    *([_mount("recorded", names.RECORDED_DIR, read_only=True)] if job.spec.recorded else []),
                     *(
                         _mount(f"reward-token-{number}", f"{names.REWARD_TOKENS_DIR}/{secret}", read_only=True)
                         for number, secret in enumerate(prompts.secret_names)
@@ -238,6 +239,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
             *(_reward_token(f"reward-token-{number}", secret) for number, secret in enumerate(prompts.secret_names)),
             _claimed("store", job.claim_name("store")),
             _claimed("model", job.spec.model.claim_name, read_only=True),
+            *([_claimed("recorded", job.spec.recorded.claim_name, read_only=True)] if job.spec.recorded else []),
             _empty("tasks"),
             _empty("tmp"),
             _empty("rewards-tmp"),

@@ -29,7 +29,7 @@ from colocated_rl_api.job_status import (
 from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_api.weights import finished_model
-from colocated_rl_operator.observation import Observation, Tally, rests
+from colocated_rl_operator.observation import Job, Observation, Tally, rests
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, ConditionType, Reason, Told, Waiting
 
@@ -46,6 +46,14 @@ SHARING: dict[Placement, tuple[Reason, str]] = {
     Placement.RESIDENT: (
         Reason.RESIDENT,
         "engines and trainers stay on the GPUs: gates close only while engines take new weights",
+    ),
+    Placement.ROLLOUT_ONLY: (
+        Reason.ROLLOUT_ONLY,
+        "engines have the GPUs, with the model as it is: batches are recorded, and nothing is trained",
+    ),
+    Placement.TRAIN_ONLY: (
+        Reason.TRAIN_ONLY,
+        "trainers have the GPUs: they train recorded batches, and nothing is generated",
     ),
 }
 
@@ -65,8 +73,12 @@ def report(
     climb, now, ladder = plan.climb, seen.climb, seen.job.ladder
     is_resting = rests(seen.job, climb)
     # what was reached counts, also when the same look leads to the next climb, which has no answers yet
-    served = now.version if now and seen.slowest is Rung.SERVING else seen.served
-    step = max(seen.trained_step, now.step) if now and seen.is_finished else before.step
+    served = now.version if now and seen.is_up else seen.served
+    step = before.step
+    if not ladder.trains:
+        step = max(step or 0, seen.recorded_step)
+    elif now and seen.is_finished:
+        step = max(seen.trained_step, now.step)
     slowest = Rung.UNKNOWN if plan.raises else seen.slowest
     if is_resting:
         served = None
@@ -106,8 +118,9 @@ def report(
     )
 
 
-def all_done(steps: int, model: str | None) -> str:
-    return f"all {steps} steps are done" + (f"; the model is in {model}" if model else "")
+def all_done(job: Job, model: str | None) -> str:
+    what = "steps are done" if job.ladder.trains else "batches are recorded"
+    return f"all {job.spec.steps} {what}" + (f"; the model is in {model}" if model else "")
 
 
 def is_blink(seen: Observation, before: ColocatedRLJobStatus) -> bool:
@@ -183,8 +196,8 @@ def _phase(
         return Phase.PENDING  # resumed, and not everybody is back
     if not answering:
         return Phase.RECOVERING
-    if slowest is Rung.SERVING:
-        return Phase.ROLLOUT
+    if slowest is seen.job.ladder.top:
+        return Phase.ROLLOUT if seen.job.ladder.serves else Phase.TRAINING
     is_new = plan.raises and climb.cause is not Cause.TAKEOVER
     if slowest is Rung.UNKNOWN and not is_new:
         return before.phase or Phase.RECOVERING  # until the members have answered under this epoch
@@ -258,7 +271,7 @@ def _conditions(
         stalled = (True, cause, plan.message)
     elif stall is not None:
         stalled = (True, stall.reason, stall.message)
-    done = all_done(seen.job.spec.steps, model) if is_complete else ""
+    done = all_done(seen.job, model) if is_complete else ""
     failure = plan.message if is_failed else ""
     if phase is Phase.QUEUED:
         waiting = plan.message

@@ -168,6 +168,7 @@ MAY_CHANGE_WHILE_SUSPENDED = {
     "podTemplates.gpu.spec.affinity": {"podAffinity": {"renamed": []}},
 }
 MAY_NOT_CHANGE = {
+    "mode": "RolloutOnly",
     "replicas": 7,
     "model.path": "other",
     "gpus.count": 7,
@@ -194,6 +195,7 @@ MAY_NOT_CHANGE = {
     "managedBy": None,
 }
 ONLY_ONE_VALUE = {"rollout.colocateWith"}
+ONLY_ELSEWHERE = {"recorded"}  # in another mode
 
 
 def full(name: str) -> Document:
@@ -228,7 +230,8 @@ def changed(job: Document, path: str, value: object) -> Document:
 
 
 def test_every_field_of_the_spec_either_may_change_or_may_not() -> None:
-    named = {field_of(path) for path in (*MAY_CHANGE, *MAY_CHANGE_WHILE_SUSPENDED, *MAY_NOT_CHANGE, *ONLY_ONE_VALUE)}
+    changing = (*MAY_CHANGE, *MAY_CHANGE_WHILE_SUSPENDED, *MAY_NOT_CHANGE)
+    named = {field_of(path) for path in (*changing, *ONLY_ONE_VALUE, *ONLY_ELSEWHERE)}
     spec = {str(field.alias) for field in ColocatedRLJobSpec.model_fields.values()} - {"rollout"}
     assert named == spec | {f"rollout.{field.alias}" for field in Rollout.model_fields.values()}
 
@@ -246,6 +249,12 @@ def test_change_that_cannot_be_honoured_is_refused(api: ApiServer, stored_job: D
     assert [f"spec.{field}"] == answer.fields
     words = f"{field.split('.')[-1]} can't change once the job exists: make a new job with the new value"
     assert words in answer.message
+
+
+def test_a_job_keeps_its_recording(api: ApiServer) -> None:
+    with stored(api, yaml.safe_load((CORPUS / "good/train-only.yaml").read_text())) as job:
+        answer = api.request("PUT", f"{JOBS}/job?{DRY_RUN}", changed(job, "recorded.claimName", "another"))
+    assert ["spec.recorded"] == answer.fields
 
 
 @pytest.mark.parametrize("path", MAY_CHANGE)

@@ -134,7 +134,7 @@ class Group:
 
     def __init__(self, job: Job) -> None:
         self.job, self.ladder = job, job.ladder
-        self.compares = job.spec.weight_sync.verify is Verify.CHECKSUM
+        self.compares = job.spec.weight_sync.verify is Verify.CHECKSUM and job.ladder.serves and job.ladder.trains
         self.incarnations = count(1)
         self.pods: list[GpuPod] = []
         self.rollouts: list[RolloutPod] = []
@@ -181,7 +181,9 @@ class Group:
                 self.must_have_stood(pod.target.epoch, before, f"{pod.seat} went on to {after}")
             self._note(pod)
         uses = pod.trainer.state in (TrainerState.ONLOADED, TrainerState.SCORING, TrainerState.TRAINING)
-        shares = self.ladder.is_resident
+        shares = not self.ladder.takes_turns
+        must(self.ladder.serves or pod.engine.is_absent, f"{pod.seat}: an engine where nothing is generated")
+        must(self.ladder.trains or not pod.trainer.is_alive, f"{pod.seat}: a trainer where nothing is trained")
         must(shares or not uses or _maps_nothing(pod.engine), f"{pod.seat}: trainer and engine are both on the device")
         return True
 
@@ -190,11 +192,13 @@ class Group:
             pod.gate, pod.engine, pod.trainer = GateFacts(open=False, settled=True), GONE, NO_TRAINER
             pod.stopped = True
             return True
+        if not self.ladder.trains:
+            return self._serve_alone(pod, target)
         if self.ladder.is_resident and self._serve_on(pod, target):
             return True
         if self.ladder.reaches(rung, target.rung):
-            return rung is Rung.SERVING and self._save(pod, target.step)
-        if self.ladder.is_resident:
+            return rung is self.ladder.top and self._save(pod, target.step)
+        if not self.ladder.takes_turns:
             is_due = self._lets_trainers_work(target) and not _is_done(pod, target)
             return is_due and self._train(pod, target)
         holds_it = pod.engine.version == target.version and pod.engine.weights_mapped
@@ -225,6 +229,19 @@ class Group:
             return False
         else:
             return not pod.gate.open and self._open(pod)
+        return True
+
+    def _serve_alone(self, pod: GpuPod, target: PodTarget) -> bool:
+        """The engine of a job that trains nothing serves the model as it is."""
+        engine = pod.engine
+        if target.rung is not Rung.SERVING or pod.gate.open:
+            return False
+        if engine.is_absent:
+            pod.engine = self._new_engine(target.version)
+        elif engine.state is EngineState.STARTING:
+            pod.engine = self._loaded(pod, target.version, state=EngineState.READY, starts_on=None)
+        else:
+            return self._open(pod)
         return True
 
     def _loaded(self, pod: GpuPod, version: WeightVersion, **changes: object) -> EngineFacts:
@@ -390,11 +407,17 @@ class Group:
             self.kept_after = target.saved_step
         elif target.evaluate is not None and pod.evaluated != target.evaluate:
             pod.evaluated = target.evaluate
-        elif pod.sealed <= pod.trained and any(gpu.alive and gpu.gate.open for gpu in self.pods):
-            pod.sealed = self.sealed = pod.trained + 1
+        elif self._may_seal(pod):
+            pod.sealed = self.sealed = pod.sealed + 1
         else:
             return False
         return True
+
+    def _may_seal(self, pod: RolloutPod) -> bool:
+        """A batch that is made waits to be trained, if it ever is; one that was recorded is there at once."""
+        is_made = not self.ladder.serves or any(gpu.alive and gpu.gate.open for gpu in self.pods)
+        is_wanted = pod.sealed <= pod.trained if self.ladder.trains else pod.sealed < self.job.spec.steps
+        return is_made and is_wanted
 
     # --------------------------------------------------------------------------------------------------------- faults
     def engine_dies(self, pod: GpuPod) -> bool:
@@ -494,7 +517,7 @@ class Simulation(Group):
         if seen.climb is not None:
             if seen.is_finished:
                 self.trained_step = max(self.trained_step, seen.climb.step)
-            if seen.slowest is Rung.SERVING:
+            if seen.is_up:
                 self.served = seen.climb.version
         self.is_over = self.is_over or decided.is_over
         return decided

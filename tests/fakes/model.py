@@ -267,7 +267,7 @@ class Model:
         memory = Memory(
             epoch=operator.climb.epoch if operator.climb else 0,
             raised=operator.raised,
-            reached={Rung.SERVING: 0.0},  # when it is reached, its time has been
+            reached={job.ladder.top: 0.0},  # when it is reached, its time has been
             unready_since=0.0 if is_awaited else None,
             awaited_since=0.0 if is_awaited else None,
             attempts={gpu_seat(index): pod.attempt for index, pod in enumerate(state.pods)}
@@ -309,7 +309,7 @@ class Model:
         if climb is not None and not decided.raises and len(standings) == len(pods):
             if ladder.reaches(slowest, ladder.finished_at):
                 operator = operator._replace(trained_step=max(operator.trained_step, climb.step))
-            if slowest is Rung.SERVING:
+            if slowest is ladder.top:
                 operator = operator._replace(served=climb.version)
         operator = operator._replace(is_over=decided.is_over)
         return state._replace(pods=tuple(pods), operator=operator, rollout=rollout)
@@ -483,7 +483,7 @@ class Model:
             after = rollout._replace(stopped=True)
         else:
             after = rollout._replace(trained=rollout.told_trained, dropped=rollout.told_saved)
-            if any(pod.alive and pod.gate_open for pod in state.pods):
+            if not self.job.ladder.serves or any(pod.alive and pod.gate_open for pod in state.pods):
                 after = after._replace(sealed=max(after.sealed, after.trained + 1))
         if after != rollout:
             yield "rollout", state._replace(rollout=after)

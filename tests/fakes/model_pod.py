@@ -33,7 +33,10 @@ from colocated_rl_member.fence import EpochFence
 KILLED = -9
 NEVER = 1e12
 ENGINE = "engine"  # the incarnation of the only one that there is at a time
-RULES = {ladder: Rules(ladder, settle_s=30.0, checkpoint_every=1, verify=Verify.PROBE) for ladder in LADDERS}
+RULES = {
+    ladder: Rules(ladder, settle_s=30.0, checkpoint_every=1, verify=Verify.PROBE if ladder.trains else Verify.VERSION)
+    for ladder in LADDERS
+}
 RENDEZVOUS = Rendezvous(address="10.0.0.1", port=29500, world_size=2)
 BATCHES = Endpoint(pod="sums-rollout-0", address="10.0.0.9", port=8444)
 ON_DEVICE = (TrainerState.ONLOADED, TrainerState.SCORING, TrainerState.TRAINING)
@@ -330,8 +333,12 @@ def check(pod: Pod, action: do.Action) -> None:
     engine, name = pod.engine, type(action).__name__
     takes_turns = RULES[pod.ladder].releases
     match action:
+        case do.StartEngine() if not pod.ladder.serves:
+            must(False, "an engine starts where nothing is generated")
+        case do.StartTrainers() if not pod.ladder.trains:
+            must(False, "a trainer starts where nothing is trained")
         case do.Release() | do.Resume() | do.Offload() if not takes_turns:
-            must(False, f"{name} on the resident ladder")
+            must(False, f"{name} on the {pod.ladder.placement} ladder")
         case do.Release():
             must(engine is not None and engine.paused and engine.is_drained, "released before it was drained")
             must(engine is not None and engine.mapped == TAGS, "released twice")
@@ -347,7 +354,8 @@ def check(pod: Pod, action: do.Action) -> None:
             must(pod.whole == version, "an engine takes an export that nobody has verified")
         case do.StartEngine(version=version):
             must(not (takes_turns and pod.rank.is_on_device), f"{name} while a trainer is on the device")
-            must(pod.whole == version, "an engine starts on an export that nobody has verified")
+            is_verified = pod.whole == version or not pod.ladder.trains
+            must(is_verified, "an engine starts on an export that nobody has verified")
         case do.Onload() | do.Score() | do.Train() | do.Export() if takes_turns:
             must(engine is None or engine.has_given_up, f"{name} while engine memory is mapped")
         case do.OpenGate(version=version):

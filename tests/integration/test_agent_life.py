@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders import TOGETHER
 from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung, WeightVersion, ladder_for
 from colocated_rl_api.member_wire import Refusal
 from fakes.small_pod import ASKED, SmallPod, small_pod
@@ -25,7 +26,7 @@ OFFLOADED: dict[Placement, list[list[str]]] = {
     Placement.TIME_SLICED: [["Weights", "KVCache", "CUDAGraph"], ["KVCache"], ["KVCache", "CUDAGraph"]],
     Placement.RESIDENT: [[]],
 }
-both_ladders = pytest.mark.parametrize("placement", Placement)
+both_ladders = pytest.mark.parametrize("placement", TOGETHER)
 ENGINE_ROUTES = (
     "/abort_request", "/pause_generation", "/continue_generation", "/flush_cache", "/release_memory_occupation",
     "/resume_memory_occupation", "/update_weights_from_disk", "/weights_checker", "/model_info", "/ready", "/generate",
@@ -231,7 +232,7 @@ RELEASES = ("/release_memory_occupation", "/resume_memory_occupation")
     [
         (route, placement)
         for route in CALLS
-        for placement in Placement
+        for placement in TOGETHER
         if placement is not Placement.RESIDENT or route not in RELEASES
     ],
 )

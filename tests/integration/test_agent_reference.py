@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from builders import TOGETHER
 from colocated_rl_api.ladder import Placement, Rung, WeightVersion, ladder_for
 from colocated_rl_api.member_wire import TrainerState
 from fakes.pod import Group, Network, Pod, make_job, network, pod
 
 V0, V1, V2 = (WeightVersion(step, 1) for step in range(3))
 ROLLOUTS: dict[Placement, dict[str, Any]] = {Placement.TIME_SLICED: {}, Placement.RESIDENT: {"offload": []}}
-on_both_ladders = pytest.mark.parametrize("placement", Placement)
+on_both_ladders = pytest.mark.parametrize("placement", TOGETHER)
 
 
 @pytest.fixture

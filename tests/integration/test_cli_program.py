@@ -188,6 +188,20 @@ def test_a_bundle_holds_everything_that_may_be_read(run: Run, api: ClusterApi, t
     assert "pods/sums-gpu-0-0/metrics.txt" in unread
 
 
+def test_jobs_with_one_side_alone_are_written_for_whoever_applies_them(run: Run, tmp_path: Path) -> None:
+    done = run("rollout-only", "sums", "--steps", "2")
+    assert (0, "") == (done.code, done.stderr)
+    (tmp_path / "rollout.yaml").write_text(done.stdout)
+    assert "fine: sums-rollout" in run("validate", str(tmp_path / "rollout.yaml")).stdout
+    done = run("train-only", "sums")
+    assert (2, "") == (done.code, done.stdout)
+    assert "job sums keeps only batches that no checkpoint holds yet" in done.stderr
+    file = str(tmp_path / "train.yaml")
+    assert 0 == run("train-only", "sums", "--recorded", "copies:sums", "-f", file).code
+    assert "fine: sums-train" in run("validate", file).stdout
+    assert 2 == run("train-only", "sums", "--steps", "0").code
+
+
 def test_a_job_is_suspended_and_resumed(run: Run, api: ClusterApi) -> None:
     spec = api.jobs["sums"]["spec"]
     assert "default/sums: not suspended already" in run("resume", "sums").stdout

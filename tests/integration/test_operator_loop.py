@@ -15,9 +15,9 @@ import pytest
 from kopf import DaemonStoppingReason
 from prometheus_client import Histogram
 
-from builders import RESIDENT_ROLLOUT, make_manifest
+from builders import PLACED, RESIDENT_ROLLOUT, make_manifest
 from colocated_rl_api import names
-from colocated_rl_api.ladder import RESIDENT, Rung
+from colocated_rl_api.ladder import RESIDENT, Placement, Rung
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_operator.act import expire_again_s
 from fakes.world import DEADLINE_S, JOB_PATH, SPEC, World, change, condition, stay_in_rollout, stood
@@ -55,6 +55,47 @@ async def test_a_resident_job_runs_its_steps_and_says_so(world: World) -> None:
     assert {"Resident"} == {status["placement"] for status in told}
     assert {*map(str, (Rung.UNKNOWN, *RESIDENT.rungs)), None} >= {status.get("rung") for status in told}
     assert "Trainer" not in {status["gpuHolder"] for status in told}
+
+
+@pytest.mark.parametrize("world", [{"mode": "RolloutOnly"}], indirect=True)
+async def test_a_job_that_only_records_never_starts_a_trainer_and_says_who_has_the_devices(world: World) -> None:
+    seen: list[dict[str, Any]] = []
+    world.api.watch(names.PLURAL, lambda event, body: seen.append(body.get("status", {})))
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert {} == world.group.trained_in
+    assert (3, "0-1", 0) == (world.status["step"], world.status["weightVersion"], world.status["restarts"])
+    assert "all 3 batches are recorded" == message(world, "Complete")
+    told = [status for status in seen if status.get("placement")]
+    assert {"RolloutOnly"} == {status["placement"] for status in told}
+    assert {"Nobody", "Switching", "Rollout"} >= {status["gpuHolder"] for status in told}
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        PLACED[Placement.TRAIN_ONLY] | {"evaluation": None},
+        PLACED[Placement.TRAIN_ONLY] | {"evaluation": None, "reference": {}},
+    ],
+    indirect=True,
+    ids=["plain", "reference"],
+)
+async def test_a_job_that_only_trains_never_starts_an_engine_and_says_who_has_the_devices(world: World) -> None:
+    seen: list[dict[str, Any]] = []
+    world.api.watch(names.PLURAL, lambda event, body: seen.append(body.get("status", {})))
+    async with world.operator():
+        await world.until(lambda: (world.status.get("step") or 0) > 0)
+    async with world.operator():  # after a kill
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert [1, 2, 3] == [step for steps in world.group.trained_in.values() for step in steps]
+    assert (3, "3-1", 0) == (world.status["step"], world.status["weightVersion"], world.status["restarts"])
+    told = [status for status in seen if status.get("placement")]
+    assert {"TrainOnly"} == {status["placement"] for status in told}
+    assert {"Nobody", "Switching", "Trainer"} >= {status["gpuHolder"] for status in told}
+
+
+def message(world: World, kind: str) -> str:
+    return next(str(item["message"]) for item in world.status["conditions"] if item["type"] == kind)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from safetensors.numpy import load
 from colocated_rl_api import names
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_api.job import Evaluation as EvaluationSpec
+from colocated_rl_api.job import Mode, Recording
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint, Goal, Problem, RolloutFacts
 from colocated_rl_rollout.controller import Controller
@@ -36,7 +37,7 @@ from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskP
 from colocated_rl_rollout.settings import read_settings
 from colocated_rl_rollout.task_wire import Question
 from fakes.gate import FakeGate, Fault, logp_of
-from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, make_spec, until
+from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, SilentProcesses, make_spec, until
 from fakes.tasks import task_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -824,3 +825,56 @@ def check(batch: Batch, respond: Answers, limit: int) -> None:
                 assert logp == pytest.approx(logp_of(WeightVersion(int(made_by), 1), token), abs=1e-6)
                 assert 0 <= step - 1 - made_by <= limit
             start = end
+
+
+# ------------------------------------------------------------------------------------------------- one side alone
+async def test_a_job_that_only_records_seals_batch_after_batch_however_old_its_tokens(
+    tmp_path: Path, processes: TaskProcesses
+) -> None:
+    """maxStaleness is 1, and the weights are those that the job begins with for ever."""
+    spec = make_spec(minRolloutSeconds=3600).model_copy(update={"mode": Mode.ROLLOUT_ONLY, "steps": 5})
+    job = JobOnDisk.write(tmp_path, spec)
+    for _ in range(2):  # a restart goes on with nothing
+        async with running(job, processes) as scene:
+            await scene.target()
+            await scene.open(V0)
+            facts = await scene.sealed(5)
+            assert (0, {"sealed": 5 * 2 * BATCH}) == (facts.trained_step, facts.samples)
+            for step in range(1, 6):
+                batch = await scene.batch(step)
+                rows = token_rows(batch)
+                assert batch.headers[0].loss_tokens == len(rows) > 0
+                assert {0} == {made_by for _, _, made_by in rows}
+                responses = [int(shard["loss_mask"].sum()) for shard in batch.columns]
+                assert sum(responses) == len(rows), "no token is masked for its age"
+
+
+async def test_a_job_that_only_trains_serves_what_another_one_has_recorded(
+    tmp_path: Path, processes: TaskProcesses
+) -> None:
+    recording = JobOnDisk.write(
+        tmp_path / "first", make_spec().model_copy(update={"mode": Mode.ROLLOUT_ONLY, "steps": 3})
+    )
+    async with running(recording, processes) as scene:
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(3)
+        recorded = [await scene.batch(step) for step in (1, 2, 3)]
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "recorded").symlink_to(tmp_path / "first" / "state")
+    alone = {"mode": Mode.TRAIN_ONLY, "recorded": Recording(claim_name="store"), "evaluation": None, "steps": 3}
+    job = JobOnDisk.write(tmp_path / "second", make_spec().model_copy(update=alone))
+    nobody = SilentProcesses(job.spec, job.directory)
+    async with running(job, nobody) as scene:
+        for step, before in enumerate(recorded, 1):
+            await scene.target(trained_step=step - 1)
+            facts = await scene.sealed(step)
+            batch = await scene.batch(step)
+            assert before.headers == batch.headers
+            for known, found in zip(before.columns, batch.columns, strict=True):
+                assert {name: known[name].tobytes() for name in known} == {
+                    name: found[name].tobytes() for name in found
+                }
+            assert {"sealed": 6, "trained": 6 * (step - 1)} == {"trained": 0} | facts.samples
+            assert facts.problem is None
+        assert [0, 0] == [len(gate.requests) for gate in scene.gates]

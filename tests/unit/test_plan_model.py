@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import fakes.model
-from builders import RESIDENT_ROLLOUT, ROLLOUT, make_job
+from builders import PLACED, ROLLOUT, make_job
 from colocated_rl_agent import facts
 from colocated_rl_agent.actions import Offload
 from colocated_rl_agent.views import KV_CACHE, EngineView
@@ -34,9 +34,8 @@ DEATHS_AT = 0.02  # of the moves of a walk
 
 
 def job(replicas: int, placement: Placement = Placement.TIME_SLICED, *, reference: bool = False, **more: Any) -> Job:
-    rollout = {Placement.TIME_SLICED: ROLLOUT, Placement.RESIDENT: RESIDENT_ROLLOUT}[placement]
-    spec: dict[str, Any] = {"checkpoint": {"everySteps": 1}, "rollout": rollout, "reference": {} if reference else None}
-    return make_job(replicas=replicas, steps=1, **spec, **more)
+    spec: dict[str, Any] = {"checkpoint": {"everySteps": 1}, "reference": {} if reference else None}
+    return make_job(replicas=replicas, steps=1, **spec, **PLACED[placement], **more)
 
 
 def assert_all_is_well(explored: Explored) -> None:
@@ -219,5 +218,5 @@ def test_a_step_that_is_trained_before_every_reference_has_scored_is_noticed(mon
 
 def test_a_trainer_that_leaves_the_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_rest", lambda pod, target, rules: Offload())
-    with pytest.raises(Broken, match="Offload on the resident ladder"):
+    with pytest.raises(Broken, match="Offload on the Resident ladder"):
         explore(Model(job(1, Placement.RESIDENT), deaths=0), limit=MOST_STATES)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
-from builders import RESIDENT_ROLLOUT, ROLLOUT, make_job
+from builders import PLACED, TOGETHER, make_job
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung
 from colocated_rl_operator import observation
@@ -36,12 +36,11 @@ def make_group(
     policy: dict[str, Any] | None = None,
     verify: str = "Probe",
 ) -> Simulation:
-    rollout = {Placement.TIME_SLICED: ROLLOUT, Placement.RESIDENT: RESIDENT_ROLLOUT}[placement]
     often = {"everySteps": 2}
     spec: dict[str, Any] = {
-        "rollout": rollout,
+        **PLACED[placement],
         "checkpoint": often,
-        "evaluation": often,
+        "evaluation": None if placement is Placement.TRAIN_ONLY else often,
         "reference": {} if reference else None,
         "failurePolicy": policy,
         "weightSync": {"verify": verify},
@@ -178,7 +177,7 @@ def test_every_walk_ends_and_no_invariant_breaks(
     seed=st.integers(0, 2**32),
     replicas=st.integers(2, 4),
     faults=st.integers(1, 6),
-    placement=st.sampled_from(Placement),
+    placement=st.sampled_from(TOGETHER),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_other_weights(
@@ -207,8 +206,17 @@ def test_every_walk_under_any_policy_ends_and_no_invariant_breaks(
         assert str(Cause.ALL_STEPS_DONE) == group.outcome
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_undisturbed_recording_raises_one_epoch_and_another_for_the_end(replicas: int) -> None:
+    group = make_group(replicas, Placement.ROLLOUT_ONLY)
+    settle(group)
+    assert group.climb is not None
+    assert (str(Cause.ALL_STEPS_DONE), 2) == (group.outcome, group.climb.epoch)
+    assert (3, 0, {}) == (group.sealed, group.store_trained, group.trained_in)
+
+
 @pytest.mark.parametrize("reference", [False, True])
-@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize("placement", [each for each in Placement if each is not Placement.ROLLOUT_ONLY])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_an_undisturbed_job_raises_one_epoch_for_each_step_and_sends_each_barrier_once(
     replicas: int, placement: Placement, reference: bool
@@ -237,7 +245,7 @@ def test_one_fault_at_any_time_is_healed(kind: str, round_of_fault: int, placeme
 
 @pytest.mark.parametrize("seat", ["gpu-0", "gpu-1", "rollout"])
 @pytest.mark.parametrize("round_of_fault", range(0, 40, 12))
-@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize("placement", TOGETHER)
 def test_a_pod_that_does_not_come_back_costs_the_others_their_devices_only_until_it_does(
     seat: str, round_of_fault: int, placement: Placement
 ) -> None:
@@ -265,7 +273,7 @@ def test_a_pod_that_does_not_come_back_costs_the_others_their_devices_only_until
 
 @pytest.mark.parametrize("kind", ["agent_restarts", "connection_breaks"])
 @pytest.mark.parametrize("round_of_fault", range(0, 60, 6))
-@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize("placement", TOGETHER)
 def test_a_member_that_is_away_for_a_moment_costs_nothing(kind: str, round_of_fault: int, placement: Placement) -> None:
     group = make_group(placement=placement)
     for _ in range(round_of_fault):

@@ -23,9 +23,11 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
 from colocated_rl_api.ladder import (
     LADDERS,
     RESIDENT,
+    ROLLOUT_ONLY,
     SCORED_RESIDENT,
     SCORED_TIME_SLICED,
     TIME_SLICED,
+    TRAIN_ONLY,
     Ladder,
     Placement,
     Rung,
@@ -69,12 +71,13 @@ def asked_rungs(seen: Observation) -> set[Rung]:
 
 # ---------------------------------------------------------------------------------------------------------- the ladders
 @pytest.mark.parametrize("ladder", LADDERS, ids=lambda ladder: f"{ladder.placement}-{ladder.scores}")
-def test_every_ladder_ends_in_serving_and_its_barriers_lie_on_it(ladder: Ladder) -> None:
+def test_every_ladder_ends_where_its_group_rests_and_its_barriers_lie_on_it(ladder: Ladder) -> None:
     assert ladder is ladder_for(ladder.placement, scores=ladder.scores)
-    assert (Rung.SEALED, Rung.SERVING) == (ladder.rungs[0], ladder.rungs[-1])
-    assert ladder.barriers < {*ladder.rungs}
+    assert (Rung.SERVING if ladder.serves else Rung.EXPORTED) is ladder.rungs[-1] is ladder.top
+    assert (Rung.SEALED if ladder.trains else Rung.RELEASED) is ladder.rungs[0]
+    assert ladder.barriers <= {*ladder.rungs}
     assert {ladder.next_barrier(rung) for rung in (Rung.UNKNOWN, *ladder.rungs)} == ladder.barriers
-    assert Rung.SERVING is ladder.next_barrier(Rung.SERVING)
+    assert ladder.top is ladder.next_barrier(ladder.top)
 
 
 @on_both_ladders
@@ -88,8 +91,10 @@ def test_a_reference_adds_a_barrier_below_trained_and_nothing_else(ladder: Ladde
 
 
 def test_nothing_is_scored_in_a_job_without_a_reference() -> None:
-    assert (TIME_SLICED, RESIDENT) == tuple(ladder_for(placement, scores=False) for placement in Placement)
-    for ladder in (TIME_SLICED, RESIDENT):
+    plain = (TIME_SLICED, RESIDENT, ROLLOUT_ONLY, TRAIN_ONLY)
+    assert plain == tuple(ladder_for(placement, scores=False) for placement in Placement)
+    assert ROLLOUT_ONLY is ladder_for(Placement.ROLLOUT_ONLY, scores=True), "nothing is trained, so nothing is scored"
+    for ladder in plain:
         assert Rung.SCORED not in ladder.rungs
         with pytest.raises(KeyError):
             ladder.reaches(Rung.SEALED, Rung.SCORED)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import EvaluationResult
-from colocated_rl_rollout.batches import BatchRecord, shard_path, write_batch
+from colocated_rl_rollout.batches import BatchRecord, shard_path, write_batch, write_shards
 from colocated_rl_rollout.database import StoreFailed, open_database
 from colocated_rl_rollout.samples import LIVE, NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens
 from colocated_rl_rollout.store import SPARE_BYTES, Store, WrongMove
@@ -49,6 +50,15 @@ def prompt(position: int) -> Prompt:
 def seal(store: Store, groups: list[Group]) -> BatchRecord:
     record = write_batch(store.batch_directory, groups, step=store.next_step, shards=2, temperature=1.0, seed=0)
     store.seal(record, groups)
+    return record
+
+
+def recorded(store: Store) -> BatchRecord:
+    """A batch that another job has sealed: groups of two samples and of one."""
+    files = write_shards(store.batch_directory, store.next_step, [b"one", b"other"])
+    sums: dict[str, Any] = {"groups": 2, "samples": 3, "loss_tokens": 6, "reward_mean": 0.5, "staleness": {0: 6}}
+    record = BatchRecord(step=store.next_step, truncated=0, sha256=files, **sums)
+    store.seal_recorded(record, [[0.0, 1.0], [0.5]])
     return record
 
 
@@ -141,6 +151,14 @@ class StoreMachine(RuleBasedStateMachine):
             record = seal(self.store, groups)
             self.flush()
             self.batches[record.step] = ids
+
+    @precondition(lambda self: self.store.sealed_groups == 0)
+    @rule()
+    def seal_recorded(self) -> None:
+        first = self.store.counts.total() + 1
+        record = recorded(self.store)
+        self.flush()
+        self.batches[record.step] = {*range(first, first + record.samples)}
 
     @rule()
     def commit(self) -> None:
@@ -349,6 +367,21 @@ async def test_a_lost_store_goes_on_after_what_the_trainers_have(store: Store) -
     store.close()
 
 
+async def test_batches_that_are_a_recording_stay_when_checkpoints_hold_them(tmp_path: Path) -> None:
+    store = Store(tmp_path, job_uid=JOB, keeps_batches=True)
+    for _ in range(3):
+        step = seal(store, [completed_group(store)]).step
+        store.commit(step)
+        store.forget(step)
+    assert {S.TRAINED: 6} == +store.counts
+    store.close()
+    again = Store(tmp_path, job_uid=JOB, keeps_batches=True)
+    assert all(again.batch(step) for step in (1, 2, 3))
+    assert 6 == len(list(again.batch_directory.iterdir())), "shards"
+    assert [] == again.recent(None, limit=10), "samples are only counted all the same"
+    again.close()
+
+
 async def test_counts_survive_what_retention_removes(store: Store, tmp_path: Path) -> None:
     group = completed_group(store)
     store.replace(group.samples[0], S.DISCARDED, "TooStale")
@@ -396,6 +429,7 @@ OPERATIONS: dict[str, Callable[[Store], object]] = {
     "leave out": lambda store: store.leave_out(store.groups[2].kept[:1], "Truncated"),
     "filter": lambda store: store.give_up(store.groups[2], "EqualRewards", S.FILTERED),
     "commit": lambda store: store.commit(1),
+    "seal a recorded batch": recorded,
     "forget": lambda store: store.forget(1),
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from colocated_rl_api import names
-from colocated_rl_cli import bundle, questions, starter, timeline
+from colocated_rl_cli import bundle, one_side, questions, starter, timeline
 from colocated_rl_cli.api import Api
 from colocated_rl_cli.errors import CliError, Exit, NotThere, UsageError
 from colocated_rl_cli.evidence import Evidence
@@ -75,7 +75,11 @@ def _text_of(name: str) -> str:
 
 
 def init(args: Namespace) -> Exit:
-    text = starter.manifest(questions.answered(args))
+    return _hand_over(starter.manifest(questions.answered(args)), args)
+
+
+def _hand_over(text: str, args: Namespace) -> Exit:
+    """A manifest: to a file, or to whoever reads standard output."""
     if args.file is None:
         sys.stdout.write(text)
         return Exit.FINE
@@ -87,6 +91,19 @@ def init(args: Namespace) -> Exit:
         raise UsageError(f"{path} is there already: name another file, or --force to replace it") from error
     complain(f"{path}: written; next: kubectl apply -f {path}")
     return Exit.FINE
+
+
+# ------------------------------------------------------------------------------------------------------- one side alone
+async def rollout_only(args: Namespace) -> Exit:
+    async with Api.reach(login(args), args.namespace) as api:
+        job = await api.job(args.job)
+    return _hand_over(one_side.rollout_only(job, name=args.name, steps=args.steps), args)
+
+
+async def train_only(args: Namespace) -> Exit:
+    async with Api.reach(login(args), args.namespace) as api:
+        job = await api.job(args.job)
+    return _hand_over(one_side.train_only(job, name=args.name, steps=args.steps, recorded=args.recorded), args)
 
 
 # -------------------------------------------------------------------------------------------------------- looking at it

@@ -53,6 +53,11 @@ RIGHTS = (
         "`view`; with pages `edit`",
     ),
     ("`samples`", "the same, pods/portforward included", "`edit`"),
+    (
+        "`rollout-only`, `train-only`",
+        "`get` of colocatedrljobs; `create` to apply what they write",
+        "`view`; to apply `edit`",
+    ),
     ("`suspend`, `resume`", "`get, patch` of colocatedrljobs", "`edit`"),
     (
         "`bundle`",

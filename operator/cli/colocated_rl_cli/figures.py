@@ -44,7 +44,7 @@ class Sealed:
     samples: int
     tokens: int
     took_s: float
-    resumed_samples: int
+    resumed_samples: int | None  # None: of a recording, which does not say
     staleness: Mapping[int, int]
 
 
@@ -175,7 +175,7 @@ def standings(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> dict[str, 
     for line in lines:
         if line.get("event") == "rung reached" and line.get("role") == names.ROLE_GPU:
             rung, pod = Rung(line["rung"]), line["pod"]
-            if rung is Rung.SERVING:
+            if rung is ladder.top:
                 served.add(pod)
             now[pod] = Standing(rung, _holder(rung, None, ladder) if pod in served else Holder.START, line["ts"])
     return dict(sorted(now.items()))
@@ -257,7 +257,7 @@ def _sealed(line: Line) -> Sealed:
         samples=line["samples"],
         tokens=line["loss_tokens"],
         took_s=line["took_s"],
-        resumed_samples=line["resumed_samples"],
+        resumed_samples=line.get("resumed_samples"),
         staleness={int(age): count for age, count in line["staleness"].items()},
     )
 
@@ -283,11 +283,11 @@ def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[Span]:
     has_served = False
     for line, following in pairwise(rises):
         rung, towards = Rung(line["rung"]), Rung(following["rung"])
-        has_served |= rung is Rung.SERVING
+        has_served |= rung is ladder.top
         holder = _holder(rung, towards, ladder) if has_served else Holder.START
         start, end = line["ts"], following["ts"]
         first = _first_of_climb(ladder)
-        if rung is Rung.SERVING and ladder.reaches(towards, first) and towards is not first:  # passed on the way
+        if rung is ladder.top and ladder.reaches(towards, first) and towards is not first:  # passed on the way
             began = max(start, end - following["took_s"])
             spans.append(Span(pod, start, began, holder, first, following["step"], following.get("epoch")))
             start, holder = began, _holder(first, towards, ladder)
@@ -297,11 +297,13 @@ def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[Span]:
 
 def _first_of_climb(ladder: Ladder) -> Rung:
     """With which a climb begins for the GPU: the gate closes, or the trainer begins beside rollout."""
-    return Rung.SEALED if ladder.is_resident else Rung.CLOSED
+    return Rung.CLOSED if ladder.takes_turns else ladder.rungs[0]
 
 
 def _holder(rung: Rung, towards: Rung | None, ladder: Ladder) -> Holder:
     """Of the time from a rung to another; None: not there yet."""
+    if not (ladder.serves and ladder.trains):
+        return Holder.ROLLOUT if ladder.serves else Holder.TRAINER
     if ladder.is_resident:
         return _RESIDENT.get(rung, Holder.ROLLOUT)
     if towards in UP_TO_CLOSED or rung in (Rung.SEALED, Rung.SERVING, Rung.UNKNOWN):

@@ -96,8 +96,33 @@ def _add_init(words: argparse.ArgumentParser) -> None:
     words.add_argument("--batch-size", metavar="N", type=int, default=32, help="prompts in a batch (%(default)s)")
     words.add_argument("--group-size", metavar="N", type=int, default=8, help="samples of each prompt (%(default)s)")
     words.add_argument("--image", metavar="IMAGE", help="image with engine and trainer; the operator's when absent")
+    _add_file(words)
+
+
+def _add_file(words: argparse.ArgumentParser) -> None:
     words.add_argument("-f", "--file", metavar="FILE", help="write there; to standard output when absent")
     words.add_argument("--force", action="store_true", help="replace the file")
+
+
+def _add_rollout_only(words: argparse.ArgumentParser) -> None:
+    _add_job(words)
+    words.add_argument("--name", metavar="NAME", help="of the new job; JOB-rollout when absent")
+    words.add_argument("--steps", metavar="N", type=_count, help="batches to record; as many as the job has steps")
+    _add_file(words)
+
+
+def _add_train_only(words: argparse.ArgumentParser) -> None:
+    _add_job(words)
+    words.add_argument("--name", metavar="NAME", help="of the new job; JOB-train when absent")
+    words.add_argument("--steps", metavar="N", type=_count, help="batches to train; those that the job has when absent")
+    words.add_argument("--recorded", metavar="CLAIM[:PATH]", help="a recording; the job's own store when absent")
+    _add_file(words)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 up")
+    return int(text)
 
 
 def _add_top(words: argparse.ArgumentParser) -> None:
@@ -158,6 +183,19 @@ COMMANDS = (
         "Sets spec.suspend; it returns at once, and the pods end within a minute.",
     ),
     Command("resume", "let a suspended job go on where it stood", commands.resume, _add_job, True),
+    Command(
+        "rollout-only", "write the manifest of a job that only generates",
+        commands.rollout_only, _add_rollout_only, True,
+        "Rollout of JOB alone (spec.mode: RolloutOnly): a new job generates, rewards and seals batches with the model "
+        "as JOB begins with it, and starts no trainer. `kubectl crlj rollout-only JOB | kubectl apply -f -`",
+    ),
+    Command(
+        "train-only", "write the manifest of a job that only trains",
+        commands.train_only, _add_train_only, True,
+        "Training of JOB alone (spec.mode: TrainOnly): a new job trains recorded batches, in order, from the model as "
+        "JOB begins with it, and starts no engine. The recording is what JOB has kept, where it was made by "
+        "rollout-only or has spec.storage.keepBatches.",
+    ),
     Command(
         "timeline", "show who held each GPU, and why", commands.show_timeline, _add_timeline, True,
         "From the log lines of the job's pods, as far back as their nodes keep them (10 MiB each, usually), its events "

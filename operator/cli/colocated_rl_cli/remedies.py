@@ -177,6 +177,10 @@ REMEDIES: dict[str, Remedy] = {
         "no prompt of the source can be used",
         "correct the prompts' source or the limits that the message names; make a new job",
     ),
+    "RecordingUnusable": Remedy(
+        "a TrainOnly job finds no whole batch of its next step in the recording; it looks again",
+        "lower spec.steps to what is recorded, or let it be recorded; look at spec.recorded",
+    ),
     "QuestionsNotMade": Remedy(
         "the task could not make its questions; it is asked again", "read the message", heals=True
     ),

@@ -194,7 +194,7 @@ def every_step(figures: Figures) -> str:
             f"{batch.reward:.3f}",
             str(batch.samples),
             f"{batch.tokens:,}",
-            str(batch.resumed_samples),
+            "-" if batch.resumed_samples is None else str(batch.resumed_samples),
             f"{(batch.ts - before.ts):.1f} s" if before else "-",
         )
         for before, batch in pairwise([None, *figures.batches])

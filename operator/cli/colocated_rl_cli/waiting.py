@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus
-from colocated_rl_api.ladder import Rung
+from colocated_rl_api.ladder import Placement, Rung
 from colocated_rl_api.member_wire import PodFacts, RolloutFacts
 from colocated_rl_cli.evidence import Evidence, spec_of
 from colocated_rl_cli.records import ladder_of
@@ -42,6 +42,10 @@ RESIDENT_MOVERS = MOVERS | {
     Rung.DRAINED: Mover("the engine loads the new weights, or starts on them", "engine_start_seconds"),
     Rung.UPDATED: Mover("the probe agrees and the gate opens", "engine_call_seconds"),
 }
+ALONE_MOVERS = MOVERS | {
+    Rung.SEALED: Mover("the trainer makes the step (after a start: loads its checkpoint)", None),
+    Rung.RELEASED: Mover("the engine starts on the model, and its gate opens", "engine_start_seconds"),
+}
 SCORED = Mover("the reference scores the batch (after a start: the trainer loads its checkpoint)", None)
 
 
@@ -59,7 +63,7 @@ def waits_for(
         if status.rung in set(Rung)
         else Rung.UNKNOWN
     )
-    if at is Rung.SERVING:
+    if at is ladder_of(seen.job).top:
         rollout = next((said for said in facts.values() if isinstance(said, RolloutFacts)), None)
         return _batch(seen, status, rollout)
     who = sorted(pod for pod, rung in known.items() if rung is at) or ["every pod"]
@@ -72,7 +76,13 @@ def _mover(seen: Evidence, at: Rung) -> Mover:
     ladder = ladder_of(seen.job)
     if ladder.next_barrier(at) is Rung.SCORED and at in ladder.training:
         return SCORED
-    return (RESIDENT_MOVERS if ladder.is_resident else MOVERS)[at]
+    match ladder.placement:
+        case Placement.TIME_SLICED:
+            return MOVERS[at]
+        case Placement.RESIDENT:
+            return RESIDENT_MOVERS[at]
+        case Placement.ROLLOUT_ONLY | Placement.TRAIN_ONLY:
+            return ALONE_MOVERS[at]
 
 
 def _bound(seen: Evidence, at: Rung) -> str:
@@ -94,14 +104,16 @@ def _bound(seen: Evidence, at: Rung) -> str:
 
 
 def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts | None) -> str:
-    """All gates are open: what the next step needs."""
+    """All gates are open, or there are none: what the next step needs."""
     spec, step = spec_of(seen.job), status.step or 0
     if spec is None:
         return f"the batch of step {step + 1}"
     if step >= spec.steps:
         return "the last checkpoint and the last evaluation"
+    if not spec.ladder.serves:
+        return f"the recorded batch of step {step + 1}"
     samples = (rollout.samples if rollout else status.rollout.samples if status.rollout else {}) or {}
-    if rollout and rollout.sealed and rollout.sealed.step > step:
+    if spec.ladder.trains and rollout and rollout.sealed and rollout.sealed.step > step:
         evaluated = rollout.evaluated.step if rollout.evaluated else None
         if spec.evaluation and evaluated != step and not spec.ladder.is_resident:
             return (

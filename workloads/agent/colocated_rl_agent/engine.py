@@ -92,7 +92,7 @@ class Engine:
         config = settings.directories.sockets / f"{ENGINE_NAME}.yaml"
         await asyncio.to_thread(_write_config, config, admin_key)
         command = engine_command(
-            model=export_directory(settings.directories.weights, version),
+            model=settings.weights_of(version),
             version=version,
             port=settings.engine_port,
             config=config,

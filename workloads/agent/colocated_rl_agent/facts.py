@@ -2,7 +2,8 @@
 
 Level-triggered: called after every change, it stores nothing, so an agent that was restarted in the middle of a switch
 goes on where the facts stand. Read top to bottom it is the ladder: first the time-sliced one, on which engine and
-trainers take turns, then the resident one, on which each goes on by itself until there are new weights.
+trainers take turns, then the resident one, on which each goes on by itself until there are new weights; last, where
+there is one side alone, either of them by itself.
 
 It never goes beyond the target's rung, and never back because a target of the same version is lower. Whatever it
 chooses:
@@ -61,7 +62,7 @@ from colocated_rl_agent.actions import (
 )
 from colocated_rl_agent.views import WEIGHTS, PodView
 from colocated_rl_api.job import Verify
-from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
+from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import EngineState, Goal, PodTarget, TagState, TrainerState
 
 INTERRUPT_S = 10.0  # for an abort to end what is in flight: the rest of settle_s is for responses to finish
@@ -90,7 +91,7 @@ class Rules:
     @property
     def releases(self) -> bool:
         """Whether engines give their memory up for the trainers."""
-        return not self.ladder.is_resident
+        return self.ladder.takes_turns
 
     def lets_trainers_work(self, target: PodTarget) -> bool:
         return self.asks_for(target, Rung.SCORED if self.ladder.scores else Rung.TRAINED)
@@ -116,9 +117,15 @@ def next_actions(pod: PodView, target: PodTarget | None, rules: Rules) -> tuple[
         return (Wait(),)
     if target.goal is Goal.STOP:
         return (_end(pod, rules, code=0),)
-    if rules.ladder.is_resident:
-        return _train_beside(pod, target, rules), _serve_on(pod, target, rules)
-    return (_take_turns(pod, target, rules),)
+    match rules.ladder.placement:
+        case Placement.TIME_SLICED:
+            return (_take_turns(pod, target, rules),)
+        case Placement.RESIDENT:
+            return _train_beside(pod, target, rules), _serve_on(pod, target, rules)
+        case Placement.ROLLOUT_ONLY:
+            return (_serve_alone(pod, target, rules),)
+        case Placement.TRAIN_ONLY:
+            return (_train_alone(pod, target, rules),)
 
 
 def _replace(pod: PodView) -> Action | Wait | None:
@@ -326,6 +333,24 @@ def _train_beside(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wai
     return _train(pod, target, rules) or Wait()
 
 
+# ----------------------------------------------------------------------------------------------------- one side alone
+def _serve_alone(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """The engine serves the model as it is."""
+    engine = pod.engine
+    if not rules.asks_for(target, Rung.SERVING):
+        return Wait()
+    if engine.is_absent:
+        return StartEngine(target.version) if pod.now >= engine.start_after else Wait(until=engine.start_after)
+    return _await_engine(pod) if engine.state is EngineState.STARTING else _open(pod, rules)
+
+
+def _train_alone(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """The trainers' state stays on the device, and nobody takes the weights."""
+    if rules.ladder.reaches(rules.standing(pod, target), target.rung):
+        return _rest(pod, target, rules)
+    return _train(pod, target, rules) or Wait()
+
+
 # --------------------------------------------------------------------------------------------------------------- both
 def _await_engine(pod: PodView) -> Action:
     start_by = pod.engine.start_by
@@ -359,7 +384,7 @@ def _differ(pod: PodView, version: WeightVersion) -> Action | Wait:
 
 def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     """The pod stands where it should. What can be done beside rollout is done now."""
-    if rules.standing(pod, target) is not Rung.SERVING:
+    if rules.standing(pod, target) is not rules.ladder.top:
         return Wait()
     if pod.stale_exports:  # before a checkpoint: the next export may be about to be written
         return RemoveExports(keep=target.version)

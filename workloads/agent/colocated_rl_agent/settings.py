@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pydantic
 
+from colocated_rl_agent.exports import export_directory
 from colocated_rl_agent.facts import Rules
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from colocated_rl_api import names
-from colocated_rl_api.job import EngineMemory, Interruption
+from colocated_rl_api.job import EngineMemory, Interruption, Verify
+from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_member.server import Ports
 
@@ -76,6 +78,12 @@ class Settings:
     def gpus(self) -> int:
         return self.job.spec.gpus.count
 
+    def weights_of(self, version: WeightVersion) -> Path:
+        """Directory that an engine starts on."""
+        if self.rules.ladder.trains:
+            return export_directory(self.directories.weights, version)
+        return self.directories.model / self.job.spec.model.path
+
     @property
     def keeps(self) -> tuple[str, ...]:
         return kept_tags(self.job.spec.rollout.offload)
@@ -102,7 +110,7 @@ class Settings:
             ladder=spec.ladder,
             settle_s=spec.switch.settle_seconds,
             checkpoint_every=spec.checkpoint.every_steps,
-            verify=spec.weight_sync.verify,
+            verify=spec.weight_sync.verify if spec.ladder.trains else Verify.VERSION,  # nobody says what is right
             waits=spec.rollout.interruption is Interruption.WAIT,
         )
 

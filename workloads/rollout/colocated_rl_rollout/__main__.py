@@ -42,9 +42,11 @@ async def serve(settings: Settings) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, controller.drain)
         async with asyncio.TaskGroup() as group:
-            keeping = group.create_task(processes.run(), name="task-processes")
+            makes = settings.recording is None  # questions and rewards; a recording has them
+            keeping = group.create_task(processes.run(), name="task-processes") if makes else None
             await controller.run()
-            keeping.cancel()
+            if keeping is not None:
+                keeping.cancel()
 
 
 def main() -> int:

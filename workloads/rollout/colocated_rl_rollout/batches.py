@@ -36,8 +36,12 @@ class BatchRecord(Wire):
     loss_tokens: int
     reward_mean: float
     staleness: dict[int, int] = Field(description="tokens by staleness, as the step will see them")
-    resumed_samples: int = Field(description="samples that were interrupted at least once")
-    segments: int = Field(description="engine attempts that brought tokens, of all samples")
+    resumed_samples: int | None = Field(
+        default=None, description="samples that were interrupted at least once; None of a recording, which says nothing"
+    )
+    segments: int | None = Field(
+        default=None, description="engine attempts that brought tokens, of all samples; None of a recording"
+    )
     truncated: int = Field(description="samples that ended by the token limit")
     masked_tokens: int = Field(default=0, description="tokens that are too old to be trained, and are context alone")
     sha256: tuple[str, ...] = Field(description="of each shard")
@@ -83,10 +87,7 @@ def write_batch(
         if span.version.step >= oldest_step:
             ages[staleness(span.version.step, at_step=step)] += span.end - span.start
     loss_tokens = ages.total()
-    digests = []
-    if not directory.exists():
-        directory.mkdir(parents=True)
-        _sync_directory(directory.parent)
+    bodies = []
     for shard, part in enumerate(partition([row.length for row in rows], shards)):
         header = BatchHeader(
             step=step,
@@ -98,10 +99,7 @@ def write_batch(
             temperature=temperature,
             seed=seed,
         )
-        body = _shard([rows[place] for place in part], header, oldest_step)
-        _write_durably(shard_path(directory, step, shard), body)
-        digests.append(hashlib.sha256(body).hexdigest())
-    _sync_directory(directory)
+        bodies.append(_shard([rows[place] for place in part], header, oldest_step))
     samples = [row.sample for row in rows]
     return BatchRecord(
         step=step,
@@ -114,8 +112,19 @@ def write_batch(
         segments=sum(sample.segments for sample in samples),
         truncated=sum(sample.finish is Finish.LENGTH for sample in samples),
         masked_tokens=sum(span.end - span.start for span in spans) - loss_tokens,
-        sha256=tuple(digests),
+        sha256=write_shards(directory, step, bodies),
     )
+
+
+def write_shards(directory: Path, step: int, bodies: Sequence[bytes]) -> tuple[str, ...]:
+    """Make the files of a batch durable; returns the digest of each."""
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        _sync_directory(directory.parent)
+    for shard, body in enumerate(bodies):
+        _write_durably(shard_path(directory, step, shard), body)
+    _sync_directory(directory)
+    return tuple(hashlib.sha256(body).hexdigest() for body in bodies)
 
 
 def partition(lengths: Sequence[int], shards: int) -> list[list[int]]:

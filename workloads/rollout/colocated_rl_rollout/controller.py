@@ -30,6 +30,7 @@ from colocated_rl_rollout.gateway import Gateway
 from colocated_rl_rollout.metrics import Metrics, StoreGauges, TokenRate
 from colocated_rl_rollout.pages import data_routes, pages
 from colocated_rl_rollout.prompts import PromptSource
+from colocated_rl_rollout.replay import Replay
 from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.sessions import Sessions
 from colocated_rl_rollout.settings import Settings
@@ -68,7 +69,7 @@ class Controller:
         self._metrics = Metrics(registry)
         tls = MemberTls.read(settings.tls)
         chat = Chat(settings.model)
-        self._store = store = Store(settings.state, job_uid=job.uid)
+        self._store = store = Store(settings.state, job_uid=job.uid, keeps_batches=spec.storage.keep_batches)
         self._processes = processes
         self._engines = Engines(
             DataClient(session, tls, job.uid),
@@ -107,7 +108,7 @@ class Controller:
             store,
             self._metrics,
             group_size=spec.rollout.group_size,
-            max_staleness=spec.rollout.max_staleness,
+            max_staleness=spec.max_staleness,
             changed=self._wake,
             clock=time.monotonic,
         )
@@ -122,19 +123,24 @@ class Controller:
             temperature=spec.rollout.sampling.temperature,
             created=int(job.created.timestamp()),
         )
-        self._worker = Worker(
-            spec,
-            store=store,
-            engines=self._engines,
-            prompts=self._prompts,
-            chat=chat,
-            processes=self._processes,
-            evaluation=self._evaluation,
-            turns=turns,
-            sessions=sessions,
-            metrics=self._metrics,
-            changed=self._dirty.set,
+        self._worker = (
+            Worker(
+                spec,
+                store=store,
+                engines=self._engines,
+                prompts=self._prompts,
+                chat=chat,
+                processes=self._processes,
+                evaluation=self._evaluation,
+                turns=turns,
+                sessions=sessions,
+                metrics=self._metrics,
+                changed=self._dirty.set,
+            )
+            if settings.recording is None
+            else Replay(spec, store=store, recording=settings.recording, changed=self._dirty.set)
         )
+        served = gateway.routes() if settings.recording is None else []  # no engine would answer
         registry.register(StoreGauges(store))
         self._facts = self._observe()
         self.member = MemberServer(
@@ -151,8 +157,8 @@ class Controller:
             facts=lambda: self._facts,
             accept=self._accept,
             remember_epoch=store.remember_epoch,
-            data=data_routes(store, tls, gateway),
-            pages=[*pages(store, lambda: self._facts, chat.text), *gateway.routes()],
+            data=data_routes(store, tls, served),
+            pages=[*pages(store, lambda: self._facts, chat.text), *served],
             ports=settings.ports,
             registry=registry,
         )
@@ -170,11 +176,14 @@ class Controller:
                     ports=dataclasses.asdict(member.ports),
                 )
                 supporters = [
-                    group.create_task(self._prompts.run(), name="prompts"),
                     group.create_task(self._engines.run(), name="engines"),
                     group.create_task(self._report(), name="report"),
-                    group.create_task(self._evaluation.prepare(), name="evaluation"),
                 ]
+                if isinstance(self._worker, Worker):
+                    supporters += [
+                        group.create_task(self._prompts.run(), name="prompts"),
+                        group.create_task(self._evaluation.prepare(), name="evaluation"),
+                    ]
                 worker = group.create_task(self._worker.run(), name="worker")
                 await self._ending.wait()
                 await self._end(worker)
@@ -202,7 +211,7 @@ class Controller:
     def _accept(self, target: RolloutTarget) -> None:
         self._engines.follow(target.engines)
         self._tune(target)
-        if self._store.commit(target.trained_step):
+        if self._store.commit(target.trained_step) and isinstance(self._worker, Worker):
             self._worker.discard_stale()
         self._store.forget(target.saved_step)
         self._evaluation.ask(target.evaluate)
@@ -216,6 +225,8 @@ class Controller:
         worker, evaluation, gateway = self._worker, self._evaluation, self._gateway
         if target.last_step is not None:
             worker.last_step = target.last_step
+        if isinstance(worker, Replay):
+            return  # what was sampled is sampled
         if target.concurrency is not None:
             worker.concurrency = target.concurrency
         if target.temperature is not None:
@@ -280,7 +291,7 @@ class Controller:
         """Why there is no progress; the first of those who know."""
         parts = (self._store, self._prompts, self._worker, self._processes, self._evaluation)
         found = (part.problem for part in parts if part.problem)
-        return next(found, self._worker.no_signal)
+        return next(found, self._worker.no_signal if isinstance(self._worker, Worker) else None)
 
     def _counts(self) -> dict[str, int]:
         return {state.value: count for state, count in self._store.counts.items() if count}

@@ -7,7 +7,7 @@ what runs beside the controller, and for people who forward that port.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from aiohttp import web
 
@@ -16,7 +16,6 @@ from colocated_rl_api.member_wire import RolloutFacts
 from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.batches import shard_path
-from colocated_rl_rollout.gateway import Gateway
 from colocated_rl_rollout.samples import SampleState
 from colocated_rl_rollout.store import Store
 
@@ -24,8 +23,8 @@ MAX_REQUEST_BYTES = 64 * 1024
 SAMPLES_AT_MOST = 1000
 
 
-def data_routes(store: Store, tls: MemberTls, gateway: Gateway) -> web.Application:
-    """The data port: the gateway, and `GET /v1/batches/STEP?shard=RANK`, any number of times, always the same bytes."""
+def data_routes(store: Store, tls: MemberTls, gateway: Iterable[web.AbstractRouteDef]) -> web.Application:
+    """The data port: `GET /v1/batches/STEP?shard=RANK`, any number of times, always the same bytes; and the gateway."""
 
     async def serve_shard(request: web.Request) -> web.StreamResponse:
         step, shard = int(request.match_info["step"]), _number(request, "shard")
@@ -41,7 +40,7 @@ def data_routes(store: Store, tls: MemberTls, gateway: Gateway) -> web.Applicati
         return web.FileResponse(path, headers=headers)
 
     application = data_application(tls, max_request_bytes=MAX_REQUEST_BYTES)
-    application.add_routes([web.get(r"/v1/batches/{step:\d{1,9}}", serve_shard), *gateway.routes()])
+    application.add_routes([web.get(r"/v1/batches/{step:\d{1,9}}", serve_shard), *gateway])
     return application
 
 

@@ -97,6 +97,7 @@ NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), ())
 
 
 OF_SESSIONS = -1
+OF_RECORDING = -2  # in the store alone: such a group is never looked at again
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class Settings:
     model: Path
     tasks: Path
     reward_tokens: Path
+    recording: Path | None  # None: the job makes its samples
     ports: Ports
     task_processes: int
     drain_s: float
@@ -61,6 +62,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
     parser.add_argument(
         "--reward-tokens", type=Path, default=Path(names.REWARD_TOKENS_DIR), help="Secrets for endpoints of rewards"
     )
+    parser.add_argument("--recorded", type=Path, default=Path(names.RECORDED_DIR), help="what spec.recorded.path is in")
     Ports.add_arguments(parser)
     parser.add_argument(
         "--task-processes",
@@ -90,6 +92,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         model=given.models / job.spec.model.path,
         tasks=given.tasks,
         reward_tokens=given.reward_tokens,
+        recording=given.recorded / job.spec.recorded.path if job.spec.recorded else None,
         ports=Ports.given(given),
         task_processes=given.task_processes,
         drain_s=given.drain_seconds,

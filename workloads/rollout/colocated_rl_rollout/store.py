@@ -19,7 +19,7 @@ import logging
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
@@ -36,6 +36,7 @@ from colocated_rl_rollout.samples import (
     LIVE,
     NEXT,
     NO_TOKENS,
+    OF_RECORDING,
     OF_SESSIONS,
     WAITING,
     Finish,
@@ -69,9 +70,18 @@ class Store:
     """
 
     def __init__(
-        self, directory: Path, *, job_uid: str, free_bytes: Callable[[Path], int] = lambda at: disk_usage(at).free
+        self,
+        directory: Path,
+        *,
+        job_uid: str,
+        keeps_batches: bool = False,
+        free_bytes: Callable[[Path], int] = lambda at: disk_usage(at).free,
     ) -> None:
-        """Open or make the store. Raises StoreFailed when it can't be used, or belongs to another job."""
+        """Open or make the store. keeps_batches: also those that no trainer needs any more.
+
+        Raises StoreFailed when it can't be used, or belongs to another job.
+        """
+        self._keeps_batches = keeps_batches
         self._free_bytes = free_bytes
         self.problem: Problem | None = None
         self.batch_directory = directory / "batches"
@@ -263,26 +273,53 @@ class Store:
 
     def seal(self, record: BatchRecord, groups: Sequence[Group]) -> None:
         """Groups become batch `record.step`, whose files are durable already."""
-        if record.step != self.next_step or record.step in self._batches:
-            raise WrongMove(f"batch {record.step} can't be sealed: the next one is {self.next_step}")
+        self._check_next(record)
         samples = [sample for group in groups for sample in group.kept]
         for sample in samples:
             self._check(sample, SampleState.SEALED)
         self._writer.write(
             (tables.MOVE, [(SampleState.SEALED, "", sample.id) for sample in samples]),
             (tables.DROP_SEGMENTS, [(sample.id,) for sample in samples]),
-            (tables.SEAL_GROUP, [(record.step, group.id) for group in groups]),
-            (
-                "INSERT INTO batches (step, record) VALUES (?, ?)",
-                [(record.step, record.model_dump_json(by_alias=True))],
-            ),
+            *self._seal(record, [group.id for group in groups]),
         )
         for sample in samples:
             self._count(sample, SampleState.SEALED)
         for group in groups:
             del self.groups[group.id]
         self._sealed_samples[record.step] = len(samples)
+
+    def seal_recorded(self, record: BatchRecord, rewards: Sequence[Sequence[float]]) -> None:
+        """A batch of a recording becomes batch `record.step`, whose files are durable already: its samples begin so.
+
+        rewards: of the samples of each group.
+        """
+        self._check_next(record)
+        first, sample, state = self._group_count + 1, self.counts.total() + 1, SampleState.SEALED
+        groups = range(first, first + len(rewards))
+        owned = [(group, reward) for group, each in zip(groups, rewards, strict=True) for reward in each]
+        self._group_count += len(rewards)
+        self._writer.write(
+            (tables.GROUP, [(group, OF_RECORDING, OF_RECORDING, None) for group in groups]),
+            (tables.FACT, [("groups", self._group_count)]),
+            (
+                tables.WHOLE_SAMPLE,
+                [(number, group, state, 0, None, reward) for number, (group, reward) in enumerate(owned, sample)],
+            ),
+            *self._seal(record, groups),
+        )
+        self.counts[state] += len(owned)
+        self._sealed_samples[record.step] = len(owned)
+
+    def _check_next(self, record: BatchRecord) -> None:
+        if record.step != self.next_step or record.step in self._batches:
+            raise WrongMove(f"batch {record.step} can't be sealed: the next one is {self.next_step}")
+
+    def _seal(self, record: BatchRecord, groups: Iterable[int]) -> tuple[Statement, ...]:
         self._batches[record.step] = self.sealed = record
+        return (
+            (tables.SEAL_GROUP, [(record.step, group) for group in groups]),
+            (tables.BATCH, [(record.step, record.model_dump_json(by_alias=True))]),
+        )
 
     def commit(self, step: int) -> bool:
         """Every rank has trained the batches up to `step`; False when that was known."""
@@ -302,15 +339,18 @@ class Store:
         if saved <= self._saved_step:
             return
         self._saved_step = saved
+        removed: list[Statement] = [
+            ("UPDATE batches SET kept = 0 WHERE step <= ?", [(saved,)]),
+            ("DELETE FROM batches WHERE kept = 0 AND step < (SELECT MAX(step) FROM batches)", [()]),
+        ]
         self._writer.write(
             (tables.RETIRE, [(saved,)]),
             (f"DELETE FROM samples WHERE group_id IN ({tables.DONE})", [(saved,)]),
             ("DELETE FROM groups WHERE step <= ? OR given_up IS NOT NULL", [(saved,)]),
-            ("UPDATE batches SET kept = 0 WHERE step <= ?", [(saved,)]),
-            ("DELETE FROM batches WHERE kept = 0 AND step < (SELECT MAX(step) FROM batches)", [()]),
+            *([] if self._keeps_batches else removed),
             (tables.FACT, [("saved_step", saved)]),
         )
-        for step in [step for step in self._batches if step <= saved]:
+        for step in [step for step in self._batches if step <= saved and not self._keeps_batches]:
             del self._batches[step]
             remove_batch(self.batch_directory, step)
 

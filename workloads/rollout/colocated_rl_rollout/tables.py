@@ -56,6 +56,7 @@ DROP_SEGMENTS = "DELETE FROM segments WHERE sample_id = ?"
 WHOLE_SAMPLE = "INSERT INTO samples (id, group_id, state, attempts, finish, reward) VALUES (?, ?, ?, ?, ?, ?)"
 SCORE = "UPDATE samples SET state = ?, reward = ? WHERE id = ?"
 SEAL_GROUP = "UPDATE groups SET step = ?, prompt = NULL WHERE id = ?"
+BATCH = "INSERT INTO batches (step, record) VALUES (?, ?)"
 GIVE_UP_GROUP = "UPDATE groups SET given_up = ?, prompt = NULL WHERE id = ?"
 COMMIT = """
 UPDATE samples SET state = 'trained' WHERE state = 'sealed' AND group_id IN (SELECT id FROM groups WHERE step <= ?)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable
 
 from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Filter, Interruption
-from colocated_rl_api.ladder import Placement
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_rollout.batches import BatchRecord, write_batch
@@ -75,6 +74,8 @@ class Worker:
         self._full_retry_s = full_retry_s
         self._spec = spec
         self._rollout = spec.rollout
+        self._max_staleness = spec.max_staleness
+        self._only_records = not spec.ladder.trains  # no step comes, and a sealed batch holds up nothing
         self._store = store
         self._engines = engines
         self._prompts = prompts
@@ -149,10 +150,10 @@ class Worker:
         admitted = room(
             live=len(groups) - completed,
             completed=completed,
-            sealed=self._store.sealed_groups,
+            sealed=self._untrained_groups,
             concurrency=self.concurrency,
             batch_size=self._rollout.batch_size,
-            max_staleness=self._rollout.max_staleness,
+            max_staleness=self._max_staleness,
             steps_left=self.last_step + 1 - self._store.next_step,
         )
         if admitted and not self._store.has_room():
@@ -196,10 +197,15 @@ class Worker:
     @property
     def _is_about_to_switch(self) -> bool:
         """Whether the gates close in a moment, with whatever is behind them."""
-        if self._rollout.placement is Placement.RESIDENT or (self._evaluation and self._evaluation.demand):
+        if not self._spec.ladder.takes_turns or (self._evaluation and self._evaluation.demand):
             return False
-        is_sealed = self._sealing is not None or self._store.sealed_groups > 0
+        is_sealed = self._sealing is not None or self._untrained_groups > 0
         return is_sealed and asyncio.get_running_loop().time() < self._switches_until - MOMENT_S
+
+    @property
+    def _untrained_groups(self) -> int:
+        """Of a sealed batch that a step is to come for."""
+        return 0 if self._only_records else self._store.sealed_groups
 
     def _expect_switch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -216,7 +222,7 @@ class Worker:
         return sorted(waiting, key=urgency)
 
     def _deadline(self, group: Group) -> int:
-        return deadline(group.oldest_step, max_staleness=self._rollout.max_staleness)
+        return deadline(group.oldest_step, max_staleness=self._max_staleness)
 
     async def _attempt(self, sample: Sample, engine: EngineClient) -> None:
         """One engine attempt of a sample."""
@@ -337,14 +343,14 @@ class Worker:
             self._store.give_up(group, "TooStale")
             late.remove(group)
         for sample in [sample for group in late for sample in group.kept]:
-            oldest = deadline(sample.tokens.oldest_step, max_staleness=self._rollout.max_staleness)
+            oldest = deadline(sample.tokens.oldest_step, max_staleness=self._max_staleness)
             if oldest < step and (sample.state in WAITING or sample.state is SampleState.COMPLETED):
                 self._replace(sample, SampleState.DISCARDED, "TooStale", f"not in a batch by step {oldest}")
 
     # ------------------------------------------------------------------------------------------------- sealing
     def _seal_if_due(self) -> None:
         step = self._store.next_step
-        if self._sealing or self._store.sealed_groups or step > self.last_step or self._is_too_soon(step):
+        if self._sealing or self._untrained_groups or step > self.last_step or self._is_too_soon(step):
             return
         groups = self._store.groups.values()
         if sum(group.is_complete for group in groups) < self._rollout.batch_size:
@@ -372,7 +378,7 @@ class Worker:
                 loop.call_later(least_s, self.wake)
         since = self._open_since[1] if self._open_since[0] == step else loop.time()
         works = self._store.counts[SampleState.RUNNING] > 0 or len(self._store.waiting) > 0
-        return works and loop.time() < since + least_s - MOMENT_S
+        return works and not self._only_records and loop.time() < since + least_s - MOMENT_S
 
     async def _seal(self, step: int, groups: list[Group]) -> None:
         """Make the batch durable, files first; only then is it sealed and may anybody be told."""
@@ -403,7 +409,7 @@ class Worker:
                 shards=trainer_ranks(self._spec),
                 temperature=self.temperature,
                 seed=self._rollout.prompts.seed,
-                oldest_step=step - 1 - self._rollout.max_staleness,
+                oldest_step=step - 1 - self._max_staleness,
             )
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):

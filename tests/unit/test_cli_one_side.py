@@ -1,0 +1,71 @@
+"""What `rollout-only` and `train-only` make of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from builders import UID, make_job, make_manifest
+from colocated_rl_api.job import ColocatedRLJob, Mode
+from colocated_rl_api.ladder import Placement
+from colocated_rl_cli import one_side
+from colocated_rl_cli.errors import UsageError
+
+
+def job(name: str = "sums", *, step: int | None = None, **spec: Any) -> dict[str, Any]:
+    """As the API server has it, with what one side alone must not have."""
+    usual = {"evaluation": {}, "suspend": True, "managedBy": "rl.colocate.dev/operator", "steps": 9}
+    manifest = make_manifest(name, **(usual | spec))
+    manifest["metadata"] |= {"uid": UID, "labels": {"team": "sums"}, "resourceVersion": "7"}
+    return manifest | {"status": {} if step is None else {"step": step}}
+
+
+def made(text: str) -> ColocatedRLJob:
+    return ColocatedRLJob.read(yaml.safe_load(text))
+
+
+def test_a_recording_job_is_the_first_without_its_trainer() -> None:
+    first = job(suspend=True)
+    found = made(one_side.rollout_only(first, name=None, steps=None))
+    assert ("sums-rollout", "default", Mode.ROLLOUT_ONLY) == (
+        found.metadata.name,
+        found.metadata.namespace,
+        found.spec.mode,
+    )
+    assert (9, False, None) == (found.spec.steps, found.spec.suspend, found.spec.managed_by)
+    assert found.spec.rollout == ColocatedRLJob.read({**first, "status": None}).spec.rollout
+    assert found.spec.evaluation is not None, "it has engines"
+    assert None is found.metadata.uid is found.metadata.resource_version
+    assert {"team": "sums"} == (found.metadata.model_extra or {})["labels"], "such as the queue of the job"
+    assert ("probe", 3) == (
+        (again := made(one_side.rollout_only(first, name="probe", steps=3))).metadata.name, again.spec.steps
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("keeps", [{"mode": "RolloutOnly"}, {"storage": {"keepBatches": True}}])
+def test_a_training_job_trains_what_the_first_has_kept(keeps: dict[str, Any]) -> None:
+    found = made(one_side.train_only(job(step=4, **keeps), name=None, steps=None, recorded=None))
+    assert ("sums-train", Placement.TRAIN_ONLY, 4) == (found.metadata.name, found.spec.placement, found.spec.steps)
+    assert found.spec.recorded is not None
+    assert (make_job("sums").claim_name("store"), "batches") == (
+        found.spec.recorded.claim_name,
+        found.spec.recorded.path,
+    )
+    assert None is found.spec.evaluation
+
+
+def test_batches_that_the_first_does_not_keep_are_not_promised() -> None:
+    with pytest.raises(UsageError, match="keepBatches or one made by rollout-only"):
+        one_side.train_only(job(step=4), name=None, steps=None, recorded=None)
+    found = made(one_side.train_only(job(step=4), name=None, steps=2, recorded="copies:of/sums"))
+    assert found.spec.recorded is not None
+    assert ("copies", "of/sums", 2) == (found.spec.recorded.claim_name, found.spec.recorded.path, found.spec.steps)
+
+
+def test_the_name_of_the_new_job_is_one_and_what_is_no_job_is_not_written() -> None:
+    long = "a" * 29 + "-" + "b" * 10
+    assert f"{'a' * 29}-bb-rollout" == made(one_side.rollout_only(job(long), name=None, steps=None)).metadata.name
+    with pytest.raises(UsageError, match=r"no job can be made of sums: .*metadata\.name Sums must be"):
+        one_side.rollout_only(job(), name="Sums", steps=None)

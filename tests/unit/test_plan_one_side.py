@@ -1,0 +1,187 @@
+"""Plan, action table and status of a job that has one side alone: RolloutOnly, or TrainOnly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from builders import (
+    CREATED,
+    PLACED,
+    absent_engine,
+    absent_trainer,
+    engine,
+    make_climb,
+    make_job,
+    make_manifest,
+    make_observation,
+    pod_facts,
+    rollout_facts,
+    trainer,
+)
+from colocated_rl_agent.settings import Settings
+from colocated_rl_api.job import ColocatedRLJob, Verify
+from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
+from colocated_rl_api.ladder import ROLLOUT_ONLY, TRAIN_ONLY, Placement, Rung, WeightVersion
+from colocated_rl_api.member_wire import EngineState, EvaluationResult, PodFacts, PodTarget, RolloutTarget, TrainerState
+from colocated_rl_operator.observation import Job, Observation, remember
+from colocated_rl_operator.plan import patience_s, plan
+from colocated_rl_operator.reasons import Cause, ConditionType
+from colocated_rl_operator.status import report
+
+V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
+
+
+def job(placement: Placement, **spec: Any) -> Job:
+    return make_job(**{"replicas": 1, **PLACED[placement], **spec})
+
+
+def serving(at: WeightVersion = V0) -> PodFacts:
+    return pod_facts(engine(at), absent_trainer(), epoch=1, is_open=True)
+
+
+def silent() -> PodFacts:
+    return pod_facts(absent_engine(), absent_trainer(), epoch=1)
+
+
+def training(step: int, exported: int | None) -> PodFacts:
+    """Of a pod whose trainer has finished a step; exported: the step of the newest weights that it has written."""
+    version = None if exported is None else WeightVersion(exported, 1)
+    return pod_facts(absent_engine(), trainer(step, 1, state=TrainerState.ONLOADED, exported=version), epoch=1)
+
+
+def seen_of(of: Job, *pods: PodFacts, step: int = 0, **options: Any) -> Observation:
+    cause = Cause.NEXT_STEP if step else Cause.FIRST_START
+    return make_observation(of, list(pods), climb=make_climb(step, cause=cause), **options)
+
+
+def targets(seen: Observation) -> tuple[PodTarget, RolloutTarget]:
+    found = plan(seen).targets.values()
+    pod = next(target for target in found if isinstance(target, PodTarget))
+    return pod, next(target for target in found if isinstance(target, RolloutTarget))
+
+
+def status(seen: Observation) -> ColocatedRLJobStatus:
+    return report(seen, plan(seen), before=ColocatedRLJobStatus(), at=CREATED)
+
+
+# ------------------------------------------------------------------------------------------------------------- the spec
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"mode": "TrainOnly"}, "recorded says which batches a TrainOnly job trains"),
+        ({"recorded": {"claimName": "store"}}, "and nowhere else"),
+        ({"mode": "RolloutOnly", "recorded": {"claimName": "store"}}, "and nowhere else"),
+        ({**PLACED[Placement.TRAIN_ONLY], "evaluation": {}}, "a TrainOnly job has none: leave it out"),
+    ],
+)
+def test_what_one_side_alone_can_not_do_is_refused(spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        ColocatedRLJob.read(make_manifest(**spec))
+
+
+def test_where_nothing_is_trained_nothing_is_ever_too_old_and_nobody_says_what_is_right() -> None:
+    only = job(Placement.ROLLOUT_ONLY)
+    assert only.spec.max_staleness >= only.spec.steps
+    assert 1 == job(Placement.TIME_SLICED).spec.max_staleness
+    rules = Settings.rules.fget  # type: ignore[attr-defined]
+    for placement, verify in ((Placement.ROLLOUT_ONLY, Verify.VERSION), (Placement.TRAIN_ONLY, Verify.PROBE)):
+        assert verify is rules(type("Told", (), {"job": job(placement)})()).verify
+
+
+# ---------------------------------------------------------------------------------------------------------- RolloutOnly
+def test_engines_stand_at_serving_on_any_lineage_of_the_weights_that_never_change() -> None:
+    assert Rung.SERVING is ROLLOUT_ONLY.standing(serving(), WeightVersion(0, 2))
+    assert Rung.RELEASED is ROLLOUT_ONLY.standing(silent(), V0)
+    starting = engine(None, state=EngineState.STARTING, starts_on=V0)
+    assert Rung.RELEASED is ROLLOUT_ONLY.standing(pod_facts(starting, absent_trainer(), epoch=1), V0)
+
+
+def test_a_sealed_batch_changes_nothing_until_the_last_is_there() -> None:
+    only = job(Placement.ROLLOUT_ONLY, steps=3)
+    for sealed in (0, 1, 2):
+        seen = seen_of(only, serving(), rollout=rollout_facts(sealed=sealed))
+        assert not plan(seen).raises
+        pod, rollout = targets(seen)
+        assert (0, Rung.SERVING, 0) == (pod.step, pod.rung, rollout.trained_step)
+    decided = plan(seen_of(only, serving(), rollout=rollout_facts(sealed=3)))
+    assert decided.climb is not None
+    assert (Cause.ALL_STEPS_DONE, "all 3 batches are recorded") == (decided.climb.cause, decided.message)
+
+
+def test_a_recording_waits_for_the_evaluation_of_its_weights() -> None:
+    only = job(Placement.ROLLOUT_ONLY, steps=3, evaluation={})
+    seen = seen_of(only, serving(), rollout=rollout_facts(sealed=3))
+    assert (False, 0) == (plan(seen).raises, targets(seen)[1].evaluate)
+    done = EvaluationResult(step=0, samples=1, mean=0.5, stderr=0.0)
+    assert plan(seen_of(only, serving(), rollout=rollout_facts(sealed=3, evaluated=done))).raises
+
+
+def test_status_of_a_recording_says_who_has_the_devices_and_which_batch_is_the_newest() -> None:
+    told = status(seen_of(job(Placement.ROLLOUT_ONLY), serving(), rollout=rollout_facts(sealed=2)))
+    assert (Placement.ROLLOUT_ONLY, Phase.ROLLOUT, Holder.ROLLOUT) == (told.placement, told.phase, told.gpu_holder)
+    assert (2, "0-1", "Serving") == (told.step, told.weight_version, told.rung)
+    sharing = next(item for item in told.conditions if item.type == ConditionType.GPU_SHARING_READY)
+    assert ("True", "RolloutOnly") == (sharing.status, sharing.reason)
+
+
+def test_an_engine_that_does_not_come_up_has_a_deadline() -> None:
+    seen = remember(seen_of(job(Placement.ROLLOUT_ONLY), silent(), rollout=rollout_facts()))
+    patience = patience_s(ROLLOUT_ONLY, Rung.SERVING, seen.job.spec.switch)
+    assert not plan(remember(replace(seen, now=seen.now + patience - 1))).raises
+    late = plan(remember(replace(seen, now=seen.now + patience + 1)))
+    assert late.climb is not None
+    assert Cause.RUNG_DEADLINE is late.climb.cause
+
+
+# ------------------------------------------------------------------------------------------------------------ TrainOnly
+def test_each_rung_of_training_alone_has_its_facts() -> None:
+    pods = {Rung.SEALED: training(0, 0), Rung.TRAINED: training(1, 0), Rung.EXPORTED: training(1, 1)}
+    assert list(TRAIN_ONLY.rungs) == list(pods)
+    for rung, pod in pods.items():
+        assert rung is TRAIN_ONLY.standing(pod, V1)
+
+
+def test_steps_follow_one_another_as_batches_are_there_and_no_engine_is_asked_for() -> None:
+    only = job(Placement.TRAIN_ONLY)
+    waiting = seen_of(only, training(1, 1), step=1, rollout=rollout_facts(sealed=1, trained=1))
+    assert not plan(waiting).raises
+    assert ((), 1) == (targets(waiting)[1].engines, targets(waiting)[1].trained_step)
+    decided = plan(seen_of(only, training(1, 1), step=1, rollout=rollout_facts(sealed=2, trained=1)))
+    assert decided.climb is not None
+    assert (Cause.NEXT_STEP, 2) == (decided.climb.cause, decided.climb.step)
+
+
+def test_nothing_is_saved_before_every_rank_has_trained() -> None:
+    """A checkpoint is of all ranks; the export is what the group waits for before."""
+    of = job(Placement.TRAIN_ONLY, replicas=2)
+    assert (
+        Rung.TRAINED
+        is targets(seen_of(of, training(1, 0), training(0, 0), step=1, rollout=rollout_facts(sealed=1)))[0].rung
+    )
+    assert (
+        Rung.EXPORTED
+        is targets(seen_of(of, training(1, 0), training(1, 0), step=1, rollout=rollout_facts(sealed=1)))[0].rung
+    )
+
+
+def test_a_job_that_only_trains_is_complete_when_its_last_step_is_saved() -> None:
+    only = job(Placement.TRAIN_ONLY, steps=1)
+    seen = seen_of(only, training(1, 1), step=1, rollout=rollout_facts(sealed=1, trained=1))
+    assert not plan(seen).raises
+    (rank,) = training(1, 1).trainers
+    saved = training(1, 1).model_copy(update={"trainers": (rank.model_copy(update={"saved": 1}),)})
+    decided = plan(seen_of(only, saved, step=1, rollout=rollout_facts(sealed=1, trained=1)))
+    assert decided.climb is not None
+    assert Cause.ALL_STEPS_DONE is decided.climb.cause
+
+
+def test_status_of_training_alone_says_that_the_trainer_has_the_devices_between_steps_too() -> None:
+    for pod in (training(0, 0), training(1, 0), training(1, 1)):
+        seen = seen_of(job(Placement.TRAIN_ONLY), pod, step=1, rollout=rollout_facts(sealed=1), served=V0)
+        told = status(seen)
+        assert (Placement.TRAIN_ONLY, Phase.TRAINING, Holder.TRAINER) == (told.placement, told.phase, told.gpu_holder)
+    assert (1, "1-1") == (told.step, told.weight_version)
