@@ -107,7 +107,7 @@ async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> flo
     report_s = 0.0 if decided.raises else _report(case, seen, decided, doors)
     if decided.is_over and not seen.is_over:
         report_s = 0.0  # from here on its time to live runs
-    doors.metrics.count_job(case.about.uid, case.status.phase)
+    doors.metrics.count_job(case.about.uid, case.status.phase, None if case.stall is None else case.stall.reason)
     return min((each for each in (retry_s, report_s) if each is not None), default=None)
 
 
@@ -167,6 +167,7 @@ def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float
 
 def refuse(case: Case, body: Any, message: str, doors: Doors) -> None:
     """Say what is wrong with the spec, once for each generation."""
+    doors.metrics.count_job(case.about.uid, case.status.phase, Reason.INVALID_SPEC)
     status = invalid(message, generation=body["metadata"]["generation"], before=case.status, at=doors.wall())
     if is_urgent(case.status, status):
         case.record.note(status, News("Warning", Reason.INVALID_SPEC, message, action="Refuse"))

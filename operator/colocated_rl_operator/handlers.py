@@ -179,7 +179,7 @@ async def _let_go(case: Case, body: Any, office: Office, woken: asyncio.Event) -
     await _or_leave_pods(end(case, body, office.doors, woken))
     office.see_off(case.about)
     office.doors.pods.forget(case.about.uid)
-    office.doors.metrics.count_job(case.about.uid, None)
+    office.doors.metrics.forget_job(case.about.uid)
     office.wakeups.forget(case.about.uid)
 
 

@@ -4,6 +4,7 @@
 |---|---|
 | colocated_rl_operator_leader | 1 while this process leads |
 | colocated_rl_operator_jobs{phase} | jobs by phase, as reported last |
+| colocated_rl_operator_jobs_stalled{reason} | jobs that go on only when a person acts: InvalidSpec, ObjectRefused |
 | colocated_rl_operator_members_connected | connections to members that have reported |
 | colocated_rl_operator_member_connections_lost_total | connections that ended without the operator's wish |
 | colocated_rl_operator_pass_seconds | one pass of a job's loop, API calls included |
@@ -22,9 +23,11 @@ from collections import Counter as Tally
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from colocated_rl_api.job_status import Phase
+from colocated_rl_operator.reasons import Reason
 
 PREFIX = "colocated_rl_operator_"
 FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+STALLS = (Reason.INVALID_SPEC, Reason.OBJECT_REFUSED)
 SLOW = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 
 
@@ -48,19 +51,29 @@ class Metrics:
             PREFIX + "api_requests", "Answers of the API server", ["verb", "resource", "code"], registry=registry
         )
         self._jobs = Gauge(PREFIX + "jobs", "Jobs by phase", ["phase"], registry=registry)
-        self._phases: dict[str, Phase] = {}
+        self._jobs_stalled = Gauge(
+            PREFIX + "jobs_stalled", "Jobs that go on only when a person acts, by why", ["reason"], registry=registry
+        )
+        self._states: dict[str, tuple[Phase | None, Reason | None]] = {}
+        self._tell()
 
     def count_request(self, verb: str, resource: str, code: int) -> None:
         self.requests.labels(verb, resource, str(code)).inc()
 
-    def count_job(self, uid: str, phase: Phase | None) -> None:
-        """phase: None when the job is gone."""
-        if self._phases.get(uid) is phase:
-            return
-        if phase is None:
-            self._phases.pop(uid, None)
-        else:
-            self._phases[uid] = phase
-        tally = Tally(self._phases.values())
-        for each in Phase:
-            self._jobs.labels(each.value).set(tally[each])
+    def count_job(self, uid: str, phase: Phase | None, stalled: Reason | None = None) -> None:
+        """stalled: why a person must act, of `STALLS`; None when nobody has to."""
+        if self._states.get(uid) != (phase, stalled):
+            self._states[uid] = phase, stalled
+            self._tell()
+
+    def forget_job(self, uid: str) -> None:
+        if self._states.pop(uid, None) is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        phases = Tally(phase for phase, _ in self._states.values())
+        for phase in Phase:
+            self._jobs.labels(phase.value).set(phases[phase])
+        stalls = Tally(stalled for _, stalled in self._states.values())
+        for stalled in STALLS:
+            self._jobs_stalled.labels(stalled.value).set(stalls[stalled])

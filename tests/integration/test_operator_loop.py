@@ -20,6 +20,7 @@ from colocated_rl_api import names
 from colocated_rl_api.ladder import RESIDENT, Placement, Rung
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_operator.act import expire_again_s
+from colocated_rl_operator.metrics import Metrics
 from fakes.world import DEADLINE_S, JOB_PATH, SPEC, World, change, condition, stay_in_rollout, stood
 
 resident = pytest.mark.parametrize("world", [{"rollout": RESIDENT_ROLLOUT}], indirect=True, ids=["resident"])
@@ -513,9 +514,17 @@ async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_trie
         await world.until(lambda: world.status.get("conditions"))
         await world.until(lambda: condition(world, "Stalled")[0] == "True")
         assert ("True", "ObjectRefused") == condition(world, "Stalled")
+        assert {"InvalidSpec": 0, "ObjectRefused": 1} == stalled(operator.metrics)
         operator.office.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
+        assert {"InvalidSpec": 0, "ObjectRefused": 0} == stalled(operator.metrics)
     assert ("False", "NotStalled") == condition(world, "Stalled")
+
+
+def stalled(metrics: Metrics) -> dict[str, float]:
+    """Jobs that wait for a person, by why: what the alert goes by."""
+    found = (each for each in metrics.registry.collect() if each.name == "colocated_rl_operator_jobs_stalled")
+    return {sample.labels["reason"]: sample.value for each in found for sample in each.samples}
 
 
 @pytest.mark.parametrize("suspend", [False, True])
@@ -554,8 +563,9 @@ async def test_a_spec_that_only_the_models_refuse_is_named_in_a_condition(world:
     broken = make_manifest(**SPEC)
     broken["spec"]["rollout"] = broken["spec"]["rollout"] | {"maxConcurrency": 1000}
     world.api.put(JOB_PATH, broken)
-    async with world.operator():
+    async with world.operator() as operator:
         await world.until(lambda: world.status.get("conditions"))
+        assert {"InvalidSpec": 1, "ObjectRefused": 0} == stalled(operator.metrics)
     assert ("True", "InvalidSpec") == condition(world, "Stalled")
     message = next(item["message"] for item in world.status["conditions"] if item["type"] == "Stalled")
     expected = (
