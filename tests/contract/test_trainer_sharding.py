@@ -174,6 +174,29 @@ def test_rank_whose_volume_is_full_leaves_the_exports_of_its_peers_whole(tmp_pat
     assert re.fullmatch(r"[3-9] files", str(told[0]))
 
 
+def export_beside_a_full_volume_and_go_on(trainer: Watched) -> str:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if trainer.rank == 1:
+        _limit_files(1000)
+    directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
+    directory.mkdir()
+    told = "exported"
+    try:
+        trainer.export(directory)
+    except OSError as error:
+        told = errno.errorcode[error.errno or 0]
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    train(trainer)
+    return told
+
+
+def test_rank_whose_volume_is_full_keeps_no_peer_waiting(tmp_path: Path) -> None:
+    """Its peers went on to the probe, and waited there for its part of every layer."""
+    told = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), export_beside_a_full_volume_and_go_on)
+
+    assert ["exported", "EFBIG"] == told
+
+
 # ---------------------------------------------------------------------------------------------------- what a job leaves
 def train_and_leave(trainer: Watched) -> dict[str, list[float]]:
     train(trainer)

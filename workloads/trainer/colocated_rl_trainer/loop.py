@@ -221,10 +221,11 @@ class ReferenceTrainer:
         if not (writes or self._is_shared):
             return None
         with self._passing("export"):
+            told = probe(self.model, self._dtype)  # first: it needs every rank, also one that has no room for files
             hashes = write_model(
                 self.model, directory if writes else None, origin=self._settings.model, dtype=self._dtype
             )
-            return Exported(probe(self.model, self._dtype), hashes)
+            return Exported(told, hashes)
 
     def save(self, step: int, keep: int) -> None:
         """Every rank writes its part of the state, and rank 0 what makes them one: then it is durable for everyone."""
