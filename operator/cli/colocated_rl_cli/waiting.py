@@ -109,7 +109,7 @@ def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts |
     if spec is None:
         return f"the batch of step {step + 1}"
     if step >= spec.steps:
-        return "the last checkpoint and the last evaluation"
+        return "the last checkpoint, the model that the job leaves and the last evaluation"
     if not spec.ladder.serves:
         return f"the recorded batch of step {step + 1}"
     samples = (rollout.samples if rollout else status.rollout.samples if status.rollout else {}) or {}
