@@ -164,12 +164,12 @@ class Evaluation:
     @property
     def demand(self) -> int:
         """Answers that are under way or to be asked for."""
-        return len(self._board.missing()) if self._board else 0
+        return self._board.size - len(self._board.rewards) if self._board else 0
 
     def send(self, engines: Engines, group: asyncio.TaskGroup, *, at_most: int) -> None:
         """Ask for what is missing, from engines that serve the wanted weights and have at most so many requests."""
-        if self._board is None:
-            return
+        if self._board is None or self.demand == len(self._under_way):
+            return  # before looking at each place: at each answer, of tens of thousands
         for place in self._board.missing():
             if place in self._under_way:
                 continue
