@@ -6,7 +6,9 @@ import asyncio
 import json
 import random
 import socket
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,13 @@ from fakes.gate import Fault, logp_of
 from fakes.gateway import ANSWER, QUESTION, TOOLS, TOOLS_TEMPLATE, extra, gateway_running, text_of
 from fakes.gateway import GatewayScene as Scene
 from fakes.rollout import (
+    DEADLINE_S,
     JOB_UID,
     TOKEN,
     until,
 )
 
+BATCH_S = 10.0
 V0, V1, V2 = WeightVersion(0, 1), WeightVersion(1, 1), WeightVersion(2, 1)
 
 
@@ -527,6 +531,35 @@ async def test_other_pods_of_the_job_reach_it_with_the_data_token_over_tls(scene
         assert ANSWER == text_of(completion)
         with pytest.raises(openai.AuthenticationError, match="data token"):
             await client.with_options(api_key="x" * 32).chat.completions.create(model="job", messages=[QUESTION])
+
+
+async def test_many_long_conversations_leave_threads_to_others(scene: Scene) -> None:
+    """All of the process's threads made prompts for clients, and a batch waited behind hundreds of them."""
+    await scene.gate.open(V0)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(5))
+    chat, go_on = scene.job.chat, threading.Event()
+    under_way: list[str] = []
+
+    class LongConversations:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(chat, name)
+
+        def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
+            under_way.append(text)
+            assert go_on.wait(DEADLINE_S)
+            return chat.encode(text, special=special)
+
+    scene.controller._gateway._chat = LongConversations()  # type: ignore[assignment]
+    try:
+        async with asyncio.TaskGroup() as clients:
+            asked = [clients.create_task(scene.ask()) for _ in range(8)]
+            await until(lambda: len(under_way) >= 3)
+            async with asyncio.timeout(BATCH_S):
+                await asyncio.to_thread(chat.encode, "a batch")
+            go_on.set()
+        assert [ANSWER] * 8 == [text_of(each.result()) for each in asked]
+    finally:
+        go_on.set()
 
 
 async def test_a_body_is_bounded_and_json(scene: Scene) -> None:

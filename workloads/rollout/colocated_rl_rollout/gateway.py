@@ -49,6 +49,7 @@ from colocated_rl_rollout.turns import Turn, Turns
 ReadT = TypeVar("ReadT")
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 READING_AT_MOST = 16  # bodies at a time
+THREADS_AT_MOST = 3  # of at least five that the process has: batches are written and prompts made in the others
 CLIENT_S = 30.0  # for a client to send its body, or to read an event or an answer
 SESSION_HEADER = "X-Session-ID"
 SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
@@ -85,6 +86,7 @@ class Gateway:
         self.temperature = temperature
         self._created = created
         self._reading = asyncio.Semaphore(READING_AT_MOST)
+        self._threads = asyncio.Semaphore(THREADS_AT_MOST)
 
     def routes(self) -> list[web.RouteDef]:
         session = "/v1/sessions/{session}"
@@ -144,7 +146,7 @@ class Gateway:
         conversation = read_chat(body, self._chat)
         with self._session(request) as session:
             parent = session.match(conversation) if session else None
-            prompt, parent = await asyncio.to_thread(self._prompt_of, conversation, parent)
+            prompt, parent = await self._in_thread(partial(self._prompt_of, conversation, parent))
             setting = setting_of(conversation)
             place = Place(session, parent, conversation.messages, setting) if session else None
             return await self._complete(request, body, form, prompt, place)
@@ -160,7 +162,7 @@ class Gateway:
     async def _serve_text(self, request: web.Request) -> web.StreamResponse:
         body, form = await self._read(request, partial(read_body, TextBody, model=self._model))
         with self._session(request) as session:
-            prompt = await asyncio.to_thread(text_prompt_of, body, self._chat)
+            prompt = await self._in_thread(partial(text_prompt_of, body, self._chat))
             place = Place(session, session.match_ids(prompt), (), "") if session else None
             return await self._complete(request, body, form, prompt, place)
 
@@ -184,7 +186,7 @@ class Gateway:
     async def _serve_session(self, request: web.Request) -> web.Response:
         session = self._sessions.find(_session_name(request))
         now = replace(session, turns=list(session.turns))  # the thread must not see another one come
-        return web.Response(body=await asyncio.to_thread(_shown, now), content_type="application/json")
+        return web.Response(body=await self._in_thread(partial(_shown, now)), content_type="application/json")
 
     async def _delete_session(self, request: web.Request) -> web.Response:
         name = _session_name(request)
@@ -203,7 +205,12 @@ class Gateway:
         if request.content_type != "application/json":
             raise RequestRefused(415, "the body is JSON: Content-Type: application/json")
         async with self._reading:
-            return await asyncio.to_thread(read, await _body(request))
+            return await self._in_thread(partial(read, await _body(request)))
+
+    async def _in_thread(self, work: Callable[[], ReadT]) -> ReadT:
+        """Long conversations take their time, and there may be hundreds of them: few at a time."""
+        async with self._threads:
+            return await asyncio.to_thread(work)
 
     async def _complete(
         self, request: web.Request, body: Body, form: Form, prompt: tuple[int, ...], place: Place | None
