@@ -103,6 +103,21 @@ async def test_nobody_asks_for_a_checksum_that_the_job_does_not_ask_for() -> Non
         assert "/weights_checker" not in routes(pod)
 
 
+async def test_export_that_cannot_be_removed_is_said_and_costs_the_agent_nothing_else() -> None:
+    """The agent died of it, each time that it came again."""
+    async with small_pod() as pod:
+        stays = pod.directories.weights / "9-9"
+        stays.symlink_to(pod.directories.batches)
+        await pod.climb(V0)
+        await pod.news(lambda: pod.facts.problem is not None)
+        assert pod.facts.problem is not None
+        assert "ExportsNotRemoved" == pod.facts.problem.reason
+        assert "length" == await pod.ask(tokens=4)
+        stays.unlink()
+        await pod.climb(V1)
+        assert [] == pod.broken
+
+
 # -------------------------------------------------------------------------------------------------- memory that is kept
 @pytest.mark.parametrize(
     ("offload", "released", "resumed"),

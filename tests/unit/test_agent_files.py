@@ -49,6 +49,12 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+def replace_by_directory(path: Path) -> None:
+    """A file that nobody can read, not even root."""
+    path.unlink()
+    path.mkdir()
+
+
 def test_whole_export_is_read_with_its_probe(export: Path) -> None:
     manifest = verify_export(export.parent, VERSION)
     assert VERSION == manifest.version
@@ -64,6 +70,7 @@ def test_whole_export_is_read_with_its_probe(export: Path) -> None:
         (lambda export: flip_last_bit(export / "model.safetensors"), "digest"),
         (lambda export: (export / "model.safetensors").unlink(), "its manifest names"),
         (lambda export: (export / "more.safetensors").touch(), "its manifest names"),
+        (lambda export: replace_by_directory(export / "model.safetensors"), "can't be read.* through the pod's group"),
         (lambda export: edit_manifest(export, lambda it: it.update(tensors={})), "differ in 1 tensors, first weight"),
     ],
 )

@@ -172,6 +172,10 @@ REMEDIES: dict[str, Remedy] = {
         "see the rollout pod, and that nothing blocks port 8444 within the job",
         heals=True,
     ),
+    "ExportsNotRemoved": Remedy(
+        "weights of older steps can't be removed, and there is no room for the next",
+        "what the trainer writes has to be writable for the pod's group: see the umask of its code",
+    ),
     # --- the rollout controller
     "PromptsUnusable": Remedy(
         "no prompt of the source can be used",

@@ -53,6 +53,7 @@ from colocated_rl_member.tls import MemberTls
 LOG = logging.getLogger(__name__)
 
 RUNNER_AGAIN_S = 0.5
+REMOVE_AGAIN_S = 2.0
 END_S = 5.0  # for an engine call under way when the agent ends: an interrupted one costs the engine
 
 
@@ -251,7 +252,7 @@ class Agent:
             await self._verify_export(action.version)
             return
         if isinstance(action, do.RemoveExports):
-            await self._exports.remove_others_than(action.keep)
+            await self._remove_exports(action.keep)
             return
         if isinstance(action, do.EngineAction):
             await self._act_on_engine(action)
@@ -340,6 +341,15 @@ class Agent:
             await self._exports.verify(version)
         except ExportTorn as error:
             self._trainers.export_torn(version, str(error))
+
+    async def _remove_exports(self, keep: WeightVersion) -> None:
+        try:
+            await self._exports.remove_others_than(keep)
+        except OSError as error:
+            self._fail(
+                "ExportsNotRemoved", f"older weights stay: {error}; the agent removes them through the pod's group"
+            )
+            await asyncio.sleep(REMOVE_AGAIN_S)
 
     async def _check_probe(self, version: WeightVersion) -> None:
         try:

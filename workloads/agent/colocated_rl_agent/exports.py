@@ -75,6 +75,20 @@ def verify_export(root: Path, version: WeightVersion) -> Manifest:
     manifest = _manifest(directory)
     if manifest.version != version:
         raise ExportTorn(f"{directory} holds version {manifest.version}")
+    try:
+        tensors = _read_files(directory, manifest)
+    except OSError as error:  # a trainer's files may be its own alone, or gone again
+        raise ExportTorn(f"{directory} can't be read: {error}; the agent reads it through the pod's group") from error
+    if tensors != manifest.tensors:
+        different = sorted(
+            name for name in tensors.keys() | manifest.tensors if tensors.get(name) != manifest.tensors.get(name)
+        )
+        raise ExportTorn(f"{directory} and its manifest differ in {len(different)} tensors, first {different[0]}")
+    return manifest
+
+
+def _read_files(directory: Path, manifest: Manifest) -> dict[str, TensorEntry]:
+    """What they hold, once their digests agree. Raises ExportTorn, OSError."""
     files = {path.name for path in directory.glob("*.safetensors")}
     if files != set(manifest.sha256):
         raise ExportTorn(f"{directory} holds {sorted(files)}, its manifest names {sorted(manifest.sha256)}")
@@ -85,12 +99,7 @@ def verify_export(root: Path, version: WeightVersion) -> Manifest:
             if found != (digest := manifest.sha256[path.name]):
                 raise ExportTorn(f"{path} has digest {found[:16]}, its manifest says {digest[:16]}")
             tensors |= _tensors(path)
-    if tensors != manifest.tensors:
-        different = sorted(
-            name for name in tensors.keys() | manifest.tensors if tensors.get(name) != manifest.tensors.get(name)
-        )
-        raise ExportTorn(f"{directory} and its manifest differ in {len(different)} tensors, first {different[0]}")
-    return manifest
+    return tensors
 
 
 def stale_exports(root: Path, keep: WeightVersion | None) -> list[Path]:
