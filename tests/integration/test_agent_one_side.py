@@ -72,3 +72,7 @@ async def test_a_trainer_alone_makes_step_after_step_and_no_engine_starts(net: N
         assert not any(told.gate.open for told in it.facts)
         kept = sorted(path.name for path in it.directories.weights.iterdir())
         assert ["2-1", "3-2"] == kept, "exports do not pile up"
+        last = WeightVersion(3, 2)
+        await it.send(group.target(last, Rung.EXPORTED).model_copy(update={"is_last": True}))
+        await it.until(lambda facts: facts.trainers[0].finished == last, "its model is left")
+        assert (it.directories.checkpoints / "model-00000003" / "model.safetensors").is_file()
