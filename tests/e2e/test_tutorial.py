@@ -43,4 +43,5 @@ def test_every_command_of_the_tutorial_does_what_it_says(shell: dict[str, str]) 
     assert 3 == everything.count("colocatedrljob.rl.colocate.dev/arithmetic condition met")
     assert "HOLDER" in everything
     assert "arithmetic-rollout-0" in everything
+    assert re.search(r"^arithmetic-checkpoints-[0-9a-f]{8}/model-0{6}10", everything, re.MULTILINE)
     assert (CHECKOUT.root / ".build/timeline.html").stat().st_size > 10_000
