@@ -64,7 +64,7 @@ async def test_a_job_that_only_records_never_starts_a_trainer_and_says_who_has_t
     world.api.watch(names.PLURAL, lambda event, body: seen.append(body.get("status", {})))
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Complete")
-    assert {} == world.group.trained_in
+    assert (0, {}) == (world.group.store_trained, world.group.trained_in), "what is recorded is not trained"
     assert (3, "0-1", 0) == (world.status["step"], world.status["weightVersion"], world.status["restarts"])
     assert "all 3 batches are recorded" == message(world, "Complete")
     told = [status for status in seen if status.get("placement")]

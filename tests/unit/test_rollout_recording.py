@@ -81,6 +81,10 @@ def test_a_batch_for_as_many_ranks_is_the_same_byte_by_byte_and_counted_alike(tm
     for shard in range(2):
         paths = (shard_path(tmp_path / place, 1, shard) for place in ("recording", "own"))
         assert 1 == len({path.read_bytes() for path in paths})
+    alike = [group_of(number, [3, 3]) for number in (2, 4, 6)]  # which could be dealt out in many ways
+    record_batch(tmp_path / "alike", groups=alike)
+    again = take_batch(tmp_path / "alike", tmp_path / "other", step=1, shards=2).record.sha256
+    assert record_batch(tmp_path / "once more", groups=alike).sha256 == again
     assert [[0.0, 0.25], [0.0, 0.25], [0.25, 0.5]] == sorted(sorted(rewards) for rewards in taken.rewards)
 
 
