@@ -252,6 +252,51 @@ def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp
     store.close()
 
 
+def test_sessions_that_wait_for_their_group_are_looked_at_once_a_step(tmp_path: Path) -> None:
+    """And not for each group that is asked for: with two thousand of them a batch took the loop ten seconds."""
+    store = Store(tmp_path, job_uid=JOB_UID)
+    looked: list[str] = []
+
+    class Watched(Sessions):
+        def _is_too_old(self, session: Session) -> bool:
+            looked.append(session.id)
+            return super()._is_too_old(session)
+
+    sessions = Watched(
+        store,
+        Metrics(CollectorRegistry()),
+        group_size=2,
+        max_staleness=1,
+        changed=lambda: None,
+        clock=lambda: 0.0,
+    )
+
+    async def reward(name: str, group: str) -> None:
+        session = sessions.begin(name)
+        tokens = Tokens(np.array([1], np.int32), -np.ones(1, np.float32), (Span(WeightVersion(0, 1), 0, 1),))
+        await sessions.record(
+            session, None, [], "", prompt=np.array([7], np.int32), tokens=tokens, finish=Finish.STOP, engine=None
+        )
+        sessions.end(session)
+        await sessions.reward(name, 1.0, group)
+
+    async def script() -> None:
+        for number in range(10):
+            await reward(f"alone-{number}", f"group-{number}")
+        assert [None] * 50 == [sessions.admit() for _ in range(50)]
+        assert 10 == len(looked)
+        for number in range(5):
+            await reward(f"together-{number}", "g")
+        groups = [sessions.admit() for _ in range(3)]
+        assert [2, 2] == [len(group.samples) for group in groups if group]
+        assert groups[2] is None, "one waits for another"
+        await reward("together-5", "g")
+        assert sessions.admit()
+
+    asyncio.run(script())
+    store.close()
+
+
 def test_no_turn_begins_while_the_sessions_hold_all_tokens_that_they_may(tmp_path: Path) -> None:
     """Those that were there grew without a bound: only a new one was refused."""
     store = Store(tmp_path, job_uid=JOB_UID)

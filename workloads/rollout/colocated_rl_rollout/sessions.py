@@ -14,6 +14,7 @@ its client hears of it.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -146,7 +147,9 @@ class Sessions:
         self._changed = changed
         self._clock = clock
         self._sessions: dict[str, Session] = {}
-        self._rewarded: dict[str, Session] = {}  # those that wait for their group
+        self._rewarded: dict[str, dict[str, Session]] = {}  # by group, those that wait for it
+        self._whole: deque[str] = deque()  # groups that were, oldest first; one of their sessions may be gone since
+        self._swept_for = 0  # the step
         self._held = 0  # tokens
         self._looks_at = 0.0  # for idle ones
         self._read()
@@ -231,7 +234,7 @@ class Sessions:
             raise RequestRefused(409, f"session {name} has a turn under way: wait for it", code="session_busy")
         else:
             session.reward, session.grouping = reward, grouping
-            self._rewarded[name] = session
+            self._await_group(session)
             self._store.write((tables.REWARD_SESSION, [(reward, grouping, name)]))
             self._changed()
         await self._store.flushed()
@@ -243,16 +246,32 @@ class Sessions:
 
     def admit(self) -> Group | None:
         """Make a group of samples of sessions that have their rewards, if there is one; the oldest."""
-        by_group: dict[str, list[Session]] = {}
-        for session in list(self._rewarded.values()):
+        if (
+            self._swept_for != self._store.next_step
+        ):  # and not each time: thousands may wait, and many groups be asked for
+            self._swept_for = self._store.next_step
+            self._drop_stale([session for waiting in self._rewarded.values() for session in waiting.values()])
+        while self._whole:
+            grouping = self._whole.popleft()
+            self._drop_stale(list(self._rewarded.get(grouping, {}).values()))  # rewarded since
+            waiting = list(self._rewarded.get(grouping, {}).values())
+            if len(waiting) >= 2 * self.group_size:
+                self._whole.append(grouping)
+            if len(waiting) >= self.group_size:
+                return self._become_samples(waiting[: self.group_size])
+        return None
+
+    def _await_group(self, session: Session) -> None:
+        grouping = session.grouping or ""
+        waiting = self._rewarded.setdefault(grouping, {})
+        waiting[session.id] = session
+        if len(waiting) == self.group_size:
+            self._whole.append(grouping)
+
+    def _drop_stale(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
             if self._is_too_old(session):
                 self._drop(session, "TooStale")
-                continue
-            whole = by_group.setdefault(session.grouping or "", [])
-            whole.append(session)
-            if len(whole) == self.group_size:
-                return self._become_samples(whole)
-        return None
 
     def _become_samples(self, sessions: Sequence[Session]) -> Group:
         """Their prompts' common beginning is the group's; the rest of each is context of its sample."""
@@ -297,7 +316,9 @@ class Sessions:
 
     def _forget(self, session: Session, ending: str) -> None:
         del self._sessions[session.id]
-        self._rewarded.pop(session.id, None)
+        waiting = self._rewarded.get(session.grouping or "", {})
+        if waiting.pop(session.id, None) and not waiting:
+            del self._rewarded[session.grouping or ""]
         self._held -= session.size
         self._metrics.sessions_ended.labels(ending).inc()
 
@@ -310,7 +331,7 @@ class Sessions:
         for name, reward, grouping in self._store.rows("SELECT id, reward, grouping FROM sessions ORDER BY number"):
             session = self._sessions[name] = Session(name, reward=reward, grouping=grouping, used_at=now)
             if reward is not None:
-                self._rewarded[name] = session
+                self._await_group(session)
         for row in self._store.rows("SELECT * FROM turns ORDER BY session_id, number"):
             session = self._sessions[row["session_id"]]
             parent = session.turns[row["parent"] - 1] if row["parent"] else None
