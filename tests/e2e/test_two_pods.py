@@ -45,6 +45,11 @@ def test_every_step_climbs_the_ladder_in_order_over_both_pods(job: RunningJob) -
         assert_climbed_in_order(job, step)
 
 
+def test_processes_of_a_pod_have_what_its_job_says_of_it(job: RunningJob) -> None:
+    code = "import os; print(os.environ['TEAM'], os.environ['HF_HOME'], os.access('/cache', os.W_OK))"
+    assert "sums /cache True" == job.python(job.gpu_pods[1], names.GPU_CONTAINER, code).strip()
+
+
 def test_no_pod_goes_beyond_a_barrier_while_another_is_slow(job: RunningJob) -> None:
     slow = job.gpu_pods[1]
     with slowed(job, slow, seconds=12):

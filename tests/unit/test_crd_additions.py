@@ -29,8 +29,7 @@ DECIDED = {
         "asks for a field that no older manifest has"
     ),
 }
-"""What a person has looked at, each with the reason: a rule that binds nobody who was there, or a loss that the changelog
-tells people of."""
+"""What a person has looked at, and why it may be: a rule that binds nobody who was there, a loss that is announced."""
 
 
 def losses(old: Schema, new: Schema, path: str) -> Iterator[str]:
