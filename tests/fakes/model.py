@@ -50,6 +50,7 @@ from colocated_rl_operator.observation import (
     rests,
 )
 from colocated_rl_operator.plan import Plan, plan
+from colocated_rl_operator.reasons import Cause
 from fakes.model_pod import (
     CALLS,
     Broken,
@@ -285,6 +286,10 @@ class Model:
         if decided.raises:
             assert decided.climb is not None
             must(decided.climb.epoch > (operator.climb.epoch if operator.climb else 0), "a raise that is none")
+            ends = Cause.ALL_STEPS_DONE is decided.climb.cause is not (operator.climb and operator.climb.cause)
+            if ends and self.job.ladder.trains:
+                left = {seen.rank.finished for seen in operator.known if seen}
+                must(decided.climb.version in left, "the job ends without its model")
             operator = operator._replace(climb=decided.climb, raised=True)
         else:
             must(decided.climb == operator.climb, "the climb changed without a new epoch")
