@@ -177,6 +177,19 @@ async def test_h57_killed_leader_takes_its_whole_group_with_it(tmp_path: Path) -
         assert not is_alive(pid)
 
 
+@pytest.mark.parametrize("way", ["kill", "stop"])
+async def test_h45_child_is_gone_only_when_what_left_its_group_is(tmp_path: Path, way: str) -> None:
+    """Launchers give their workers sessions of their own, and a worker without its launcher still holds the device."""
+    async with container(tmp_path) as it:
+        launcher = f"setsid sleep 60 & echo $! > {tmp_path}/draft; mv {tmp_path}/draft {tmp_path}/pid; wait"
+        incarnation = await it.link.start("trainer-0", ["sh", "-c", launcher], {})
+        pid = int(await file_line(tmp_path / "pid"))
+        await until(lambda: os.getsid(pid) == pid)
+        await (it.link.kill("trainer-0") if way == "kill" else it.link.stop("trainer-0", grace_s=60))
+        await it.exited(incarnation)
+        assert not is_alive(pid)
+
+
 async def test_dead_leader_is_gone_only_when_its_ranks_are(tmp_path: Path) -> None:
     async with container(tmp_path) as it:
         script = (
@@ -366,7 +379,7 @@ async def test_end_of_a_child_and_of_its_output_may_be_seen_together(tmp_path: P
 async def test_what_left_the_group_of_a_child_does_not_hold_up_its_end(tmp_path: Path) -> None:
     """It went on writing into the child's output, which the runner read to an end that never came."""
     async with container(tmp_path) as it:
-        started = f"setsid yes & echo $! > {tmp_path}/draft; mv {tmp_path}/draft {tmp_path}/pid"
+        started = f"env -i setsid yes & echo $! > {tmp_path}/draft; mv {tmp_path}/draft {tmp_path}/pid"
         incarnation = await it.link.start("trainer-0", ["sh", "-c", started], {})
         assert 0 == (await it.exited(incarnation)).code
         pid = int(await file_line(tmp_path / "pid"))

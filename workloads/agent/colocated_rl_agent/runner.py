@@ -3,8 +3,9 @@
 
 It is copied into a vendor's image at run time, so it asks nothing of that image but a Python. It decides nothing: the
 agent says what runs. Children outlive the agent's restarts, never the runner. Each child is a process group with an
-environment of its own, and gets an incarnation id; a child is gone when its group is empty, not when its leader died,
-because every rank of an engine holds device memory.
+environment of its own, and gets an incarnation id; a child is gone when nothing that it started is left, in its group
+or in another one, not when its leader died: each of them may hold device memory. COLOCATE_INCARNATION in a process's
+environment says whose it is.
 
 Its output goes to standard output, each line behind `[name]`, and the last lines are kept for messages. Standard output
 of the container is read by people, so values that the agent calls secret are replaced.
@@ -58,6 +59,7 @@ SOCKET = "COLOCATE_RUNNER_SOCKET"
 DEFAULT_SOCKET = "/run/colocate/sock/runner.sock"
 GRACE = "COLOCATE_GRACE_S"
 DEFAULT_GRACE_S = 60.0
+MARK = "COLOCATE_INCARNATION"
 RESERVE_S = 20.0  # of the grace period, for children to end
 MAX_GRACE_S = 24 * 3600.0
 PROTOCOL = 1
@@ -86,10 +88,10 @@ class Refused(Exception):
 class Child:
     """One incarnation of a name."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], secrets: list[bytes]) -> None:
+    def __init__(self, name: str, incarnation: str, process: subprocess.Popen[bytes], secrets: list[bytes]) -> None:
         assert process.stdout is not None
         self.name = name
-        self.incarnation = uuid.uuid4().hex[:16]
+        self.incarnation = incarnation
         self.process = process
         self.output = process.stdout
         self.secrets = secrets
@@ -316,6 +318,7 @@ class Runner:
                 env.pop(variable, None)
             else:
                 env[variable] = str(value)
+        env[MARK] = incarnation = uuid.uuid4().hex[:16]
         try:
             process = subprocess.Popen(
                 argv,
@@ -328,7 +331,7 @@ class Runner:
             )
         except OSError as error:
             raise Refused("CannotStart", f"{argv[0]}: {error}") from error
-        child = Child(name, process, [str(secret).encode() for secret in request.get("secrets", [])])
+        child = Child(name, incarnation, process, [str(secret).encode() for secret in request.get("secrets", [])])
         os.set_blocking(child.output.fileno(), False)
         self.selector.register(child.output, selectors.EVENT_READ, lambda: self._on_output(child))
         self.children[name] = self.groups[process.pid] = child
@@ -362,7 +365,7 @@ class Runner:
                 child.signal(signal.SIGKILL)  # a rank without its leader serves nobody and holds memory
                 child.kill_at = time.monotonic() + KILL_AGAIN_S
         for child in list(self.groups.values()):
-            if child.code is not None and child.group_is_empty():
+            if child.code is not None and child.group_is_empty() and not kill_strays(child.incarnation):
                 self._report_exit(child)
 
     def _report_exit(self, child: Child) -> None:
@@ -415,6 +418,18 @@ class Runner:
             self._end(128 + signal.SIGTERM)
         if self.groups:
             self._reap()
+
+
+def kill_strays(incarnation: str) -> bool:
+    """Whether something is left of a child whose group is empty: launchers give their workers groups of their own."""
+    mark = f"{MARK}={incarnation}".encode()
+    found = False
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # gone since, or another user's
+            if mark in path.read_bytes().split(b"\0"):
+                found = True
+                os.kill(int(path.parent.name), signal.SIGKILL)
+    return found
 
 
 def listen(path: str) -> socket.socket:
