@@ -187,7 +187,7 @@ def after_replacement(seen: Observation, now: Climb) -> Decision:
         rule=None,
     )
     climb = replace(now, lineage=now.lineage + 1, group=seen.group or now.group, restarts=now.restarts + 1, tally=tally)
-    return raise_epoch(seen, climb, Cause.POD_REPLACED, f"{message}: the trainers start together again")
+    return raise_epoch(seen, climb, Cause.POD_REPLACED, f"{message}: {starts(seen)} together again")
 
 
 def _fail(seen: Observation, now: Climb, failure: Failure, said: Answer) -> Decision:
@@ -221,7 +221,7 @@ def _then(seen: Observation, now: Climb, failure: Failure, said: Answer, *, repl
             elsewhere = f", not on {nodes}" if said.action is FailureAction.REPLACE_POD_ELSEWHERE and nodes else ""
             return f"{pods} made again{elsewhere}{said.by}"
         case _:
-            return f"the trainers start together again{said.by}"
+            return f"{starts(seen)} together again{said.by}"
 
 
 def _tallied(now: Climb, failure: Failure, said: Answer, *, replaces: bool) -> Tally:
@@ -315,6 +315,11 @@ def _named(pods: tuple[Member, ...] | list[Member], usual: str) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------- for messages
+def starts(seen: Observation) -> str:
+    """Whose start a climb begins with."""
+    return "the trainers start" if seen.job.ladder.trains else "the engines start"
+
+
 def _replaced(seen: Observation) -> str:
     """Pods that no longer fill their seat, as far as they are still there to be asked why."""
     gone = [member for member in seen.members if member.seat in seen.job.gpu_seats and not member.is_usable]

@@ -32,6 +32,7 @@ from colocated_rl_operator.answers import (
     queue_s,
     raise_epoch,
     rest_after_roll_back,
+    starts,
 )
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Member, Observation, PodPhase
 from colocated_rl_operator.reasons import Cause, Waiting
@@ -158,7 +159,7 @@ def _decide_when_all_answer(seen: Observation, now: Climb) -> Decision | Hold | 
     if not now.group:
         climb = replace(now, lineage=now.lineage + 1, group=seen.group or "")
         cause = Cause.POD_REPLACED if now.cause is Cause.POD_REPLACED else Cause.RESUMED
-        return raise_epoch(seen, climb, cause, "every member answers again: the trainers start")
+        return raise_epoch(seen, climb, cause, f"every member answers again: {starts(seen)}")
     if seen.group != now.group:
         return after_replacement(seen, now)
     if (decision := after_loss(seen, now)) is not None:
@@ -218,7 +219,7 @@ def _first(seen: Observation, now: Climb | None = None) -> Decision:
         lineage=max((rank.lineage or 0 for rank in ranks), default=0) + 1,
         group=seen.group or "",
     )
-    return raise_epoch(seen, climb, Cause.FIRST_START, "every member answers: the trainers start")
+    return raise_epoch(seen, climb, Cause.FIRST_START, f"every member answers: {starts(seen)}")
 
 
 def _is_contested(seen: Observation) -> bool:
