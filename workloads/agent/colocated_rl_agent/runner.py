@@ -28,7 +28,7 @@ code once it is gone (negative: signal), `tail` its last lines. Requests carry a
 
 A refused request is answered {"id", "ok": false, "error", "message"}. Events come unasked:
 
-    {"event": "exited", "name", "incarnation", "code", "tail"}   the group is empty
+    {"event": "exited", "name", "incarnation", "code", "tail"}   nothing of it is left
     {"event": "terminating", "children_end_in_s"}                the container got SIGTERM
 
 On SIGTERM children go on, because native sidecars are told last: the agent hands partial samples back first and then
