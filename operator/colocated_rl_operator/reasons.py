@@ -140,6 +140,7 @@ class Reason(Told):
     """Reasons besides the causes. Completed and those behind it are told by an event too, but for PodNotRunning."""
 
     SERVING = "Serving", "Engines serve, or change hands in an ordinary switch."
+    TRAINING = "Training", "Trainers train, in a job without engines."
     CLIMBING = "Climbing", "Trainers and engines start."
     PODS_STARTING = (
         "PodsStarting",

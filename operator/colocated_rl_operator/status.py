@@ -261,7 +261,7 @@ def _conditions(
     stamp = _Stamp(before, seen.job.generation, at)
     is_complete, is_failed = phase is Phase.COMPLETE, phase is Phase.FAILED
     cause = plan.climb.cause if plan.climb else None
-    ready = _readiness(phase, cause)
+    ready = _readiness(phase, cause, seen.job.ladder)
     waiting = plan.wait.message if plan.wait and not answering else ""
     if _backs_off(plan) and plan.wait:
         waiting = plan.wait.message
@@ -316,12 +316,12 @@ def _pods_ready(plan: Plan, waiting: str, *, answering: bool, is_deaf: bool) -> 
     return False, Reason.OPERATOR_CUT_OFF if is_deaf else Reason.PODS_STARTING, waiting
 
 
-def _readiness(phase: Phase, cause: Cause | None) -> tuple[bool, Told]:
+def _readiness(phase: Phase, cause: Cause | None, ladder: Ladder) -> tuple[bool, Told]:
     match phase:
         case Phase.COMPLETE:
             return True, Reason.COMPLETED
         case Phase.ROLLOUT | Phase.SWITCHING | Phase.TRAINING:
-            return True, Reason.SERVING
+            return True, Reason.SERVING if ladder.serves else Reason.TRAINING
         case Phase.PENDING:
             return False, Reason.PODS_STARTING
         case Phase.STARTING:

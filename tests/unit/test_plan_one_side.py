@@ -184,4 +184,6 @@ def test_status_of_training_alone_says_that_the_trainer_has_the_devices_between_
         seen = seen_of(job(Placement.TRAIN_ONLY), pod, step=1, rollout=rollout_facts(sealed=1), served=V0)
         told = status(seen)
         assert (Placement.TRAIN_ONLY, Phase.TRAINING, Holder.TRAINER) == (told.placement, told.phase, told.gpu_holder)
+        ready = next(item for item in told.conditions if item.type == ConditionType.READY)
+        assert ("True", "Training") == (ready.status, ready.reason), "nothing serves"
     assert (1, "1-1") == (told.step, told.weight_version)
