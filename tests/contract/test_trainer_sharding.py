@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import re
-import resource
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from contract.trainer_in_process import OneRank
 from contract.trainer_ranks_in_process import Watched, in_ranks
+from full_disk import no_file_above
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -155,13 +156,18 @@ def test_memory_of_an_export_is_bounded_by_its_files_not_by_the_model(tmp_path: 
         assert grown < 8 * FILE_BYTES
 
 
+def disk_of(trainer: Watched) -> AbstractContextManager[None]:
+    """Full for rank 1."""
+    return no_file_above(1000) if trainer.rank == 1 else nullcontext()
+
+
 def export_beside_a_full_volume(trainer: Watched) -> str:
-    if trainer.rank == 1:
-        _limit_files(1000)
     directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
     directory.mkdir()
+    origin = trainer._settings.model
     try:
-        write_model(trainer.model, directory, origin=trainer._settings.model, dtype=torch.float32, file_bytes=20_000)
+        with disk_of(trainer):
+            write_model(trainer.model, directory, origin=origin, dtype=torch.float32, file_bytes=20_000)
     except OSError as error:
         return errno.errorcode[error.errno or 0]
     return f"{len(list(directory.glob('*.safetensors')))} files"
@@ -175,17 +181,14 @@ def test_rank_whose_volume_is_full_leaves_the_exports_of_its_peers_whole(tmp_pat
 
 
 def export_beside_a_full_volume_and_go_on(trainer: Watched) -> str:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if trainer.rank == 1:
-        _limit_files(1000)
     directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
     directory.mkdir()
     told = "exported"
     try:
-        trainer.export(directory)
+        with disk_of(trainer):
+            trainer.export(directory)
     except OSError as error:
         told = errno.errorcode[error.errno or 0]
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     train(trainer)
     return told
 
@@ -252,10 +255,9 @@ def test_checkpoint_is_gone_on_from_by_another_number_of_ranks(tmp_path: Path, a
 
 def save_to_a_full_volume(trainer: Watched) -> str:
     train(trainer)
-    if trainer.rank == 1:
-        _limit_files(1000)
     try:
-        trainer.save(1, 2)
+        with disk_of(trainer):
+            trainer.save(1, 2)
     except (OSError, Refused) as error:
         return str(error)
     return "saved"
@@ -281,7 +283,3 @@ def test_rank_that_loses_a_peer_in_a_pass_says_so(tmp_path: Path) -> None:
     assert isinstance(gone, EOFError)
     assert isinstance(left, GroupLost)
     assert "a peer was lost in a step" in str(left)
-
-
-def _limit_files(size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

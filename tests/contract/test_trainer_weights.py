@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import resource
 from pathlib import Path
 
 import pytest
 import torch
+from full_disk import no_file_above
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -180,13 +180,8 @@ def test_directory_that_holds_no_model_is_named(tmp_path: Path) -> None:
 
 def test_what_the_volume_refuses_is_an_error_of_the_system(out: Path) -> None:
     """A full volume was taken for a broken trainer: safetensors has an error type of its own."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as refused:
-            write_tensors(out / "model.safetensors", {"a": torch.zeros(10_000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with no_file_above(1000), pytest.raises(OSError, match="File too large") as refused:
+        write_tensors(out / "model.safetensors", {"a": torch.zeros(10_000)})
 
     assert errno.EFBIG == refused.value.errno
 

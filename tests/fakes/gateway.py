@@ -101,7 +101,8 @@ async def gateway_running(
 
 
 def text_of(completion: ChatCompletion) -> str | None:
-    return completion.choices[0].message.content
+    content: str | None = completion.choices[0].message.content
+    return content
 
 
 def extra(answer: Any) -> dict[str, Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from full_disk import no_file_above
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,22 +111,12 @@ def test_torn_last_record_counts_as_never_written(tmp_path: Path) -> None:
         journal.close()
 
 
-@contextmanager
-def room_for(path: Path, more: int) -> Iterator[None]:
-    """While no file of this process may be larger than this one and so many bytes: as on a disk that is full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 @pytest.mark.parametrize("room", [0, 1, 10, 22])
 def test_record_that_finds_no_room_was_never_written_and_spoils_none_that_follows(tmp_path: Path, room: int) -> None:
     """Half of it stayed, the next one was glued to it, and no later agent could read the file."""
     journal = started(tmp_path)
-    with room_for(tmp_path / FILE, room), pytest.raises(OSError, match=r"room for a record|File too large"):
+    size = (tmp_path / FILE).stat().st_size
+    with no_file_above(size + room), pytest.raises(OSError, match=r"room for a record|File too large"):
         journal.epoch_accepted(4)
     assert 3 == journal.memory.epoch
     journal.epoch_accepted(5)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
-import resource
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from full_disk import no_file_above
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.weights import MANIFEST, finished_model
@@ -123,23 +123,11 @@ def test_export_that_is_torn_is_no_model(export: Path, model: Path, harm: Callab
     assert not [*model.parent.glob("*")], "no draft either"
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """A volume on which no file of tensors has room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (TENSOR, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_full_volume_leaves_what_was_there_and_no_draft(
-    export: Path, model: Path, request: pytest.FixtureRequest
-) -> None:
+def test_full_volume_leaves_what_was_there_and_no_draft(export: Path, model: Path) -> None:
     checkpoint = model.parent / "step-00000003"
     checkpoint.mkdir(parents=True)
-    request.getfixturevalue("small_files")
 
-    with pytest.raises(OSError, match="File too large") as failure:
+    with no_file_above(TENSOR), pytest.raises(OSError, match="File too large") as failure:
         put(export, model)
 
     assert errno.EFBIG == failure.value.errno

@@ -1,0 +1,18 @@
+"""A disk that is full, as far as this process can see."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def no_file_above(size: int) -> Iterator[None]:
+    """Writes beyond so many bytes of a file fail: of any, a test's own output too, so only around the call."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
