@@ -259,9 +259,7 @@ class PodTarget(Wire):
     rung: Rung
     rendezvous: Rendezvous | None = None  # None only with goal STOP
     batches: Endpoint | None = None  # of the rollout controller; None only with goal STOP
-    is_last: bool = (
-        False  # the job ends with this step: it is saved, whatever checkpoint.everySteps says, and leaves its model
-    )
+    is_last: bool = False  # the job ends with this step: it is saved in any case, and its model is left
     checksum: str | None = None  # of the engines' weights, on which the group agreed: another one does not serve
 
     @property

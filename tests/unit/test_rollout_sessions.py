@@ -253,7 +253,7 @@ def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp
 
 
 def test_sessions_that_wait_for_their_group_are_looked_at_once_a_step(tmp_path: Path) -> None:
-    """And not for each group that is asked for: with two thousand of them a batch took the loop ten seconds."""
+    """And not for each group that is asked for: then a batch would cost the square of those that wait."""
     store = Store(tmp_path, job_uid=JOB_UID)
     looked: list[str] = []
 
