@@ -203,9 +203,9 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
 
 
 def _rollout_spec(job: Job, images: PodImages) -> Object:
-    prompts = job.spec.rollout.prompts
+    sidecars, mounts, volumes = _rollout_sources(job, images)
     return _pod_spec(grace_s=ROLLOUT_GRACE_S) | {
-        "initContainers": [_rewards_container(job, images)],
+        "initContainers": sidecars,
         "containers": [
             {
                 "name": names.ROLLOUT_CONTAINER,
@@ -224,28 +224,34 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
                     _mount("model", names.MODEL_DIR, read_only=True),
                     _mount("tls", names.TLS_DIR, read_only=True),
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
-                    _mount("tasks", names.TASKS_DIR, read_only=True),
                     _mount("tmp", "/tmp"),
-                    *([_mount("recorded", names.RECORDED_DIR, read_only=True)] if job.spec.recorded else []),
-                    *(
-                        _mount(f"reward-token-{number}", f"{names.REWARD_TOKENS_DIR}/{secret}", read_only=True)
-                        for number, secret in enumerate(prompts.secret_names)
-                    ),
+                    *mounts,
                 ],
             }
         ],
         "volumes": [
-            *(_claimed(f"prompts-{number}", claim, read_only=True) for number, claim in enumerate(prompts.claim_names)),
-            *(_reward_token(f"reward-token-{number}", secret) for number, secret in enumerate(prompts.secret_names)),
             _claimed("store", job.claim_name("store")),
             _claimed("model", job.spec.model.claim_name, read_only=True),
-            *([_claimed("recorded", job.spec.recorded.claim_name, read_only=True)] if job.spec.recorded else []),
-            _empty("tasks"),
             _empty("tmp"),
-            _empty("rewards-tmp"),
+            *volumes,
             *_job_volumes(job),
         ],
     }
+
+
+def _rollout_sources(job: Job, images: PodImages) -> tuple[list[Object], list[Object], list[Object]]:
+    """Sidecars, mounts of the rollout controller and volumes. A recording needs neither prompts nor rewards."""
+    recorded, prompts = job.spec.recorded, job.spec.rollout.prompts
+    if recorded is not None:
+        mount = _mount("recorded", names.RECORDED_DIR, read_only=True)
+        return [], [mount], [_claimed("recorded", recorded.claim_name, read_only=True)]
+    mounts, volumes = [_mount("tasks", names.TASKS_DIR, read_only=True)], [_empty("tasks"), _empty("rewards-tmp")]
+    for number, secret in enumerate(prompts.secret_names):
+        mounts.append(_mount(f"reward-token-{number}", f"{names.REWARD_TOKENS_DIR}/{secret}", read_only=True))
+        volumes.append(_reward_token(f"reward-token-{number}", secret))
+    for number, claim in enumerate(prompts.claim_names):
+        volumes.append(_claimed(f"prompts-{number}", claim, read_only=True))
+    return [_rewards_container(job, images)], mounts, volumes
 
 
 def _rewards_container(job: Job, images: PodImages) -> Object:

@@ -105,6 +105,19 @@ def test_reward_code_has_a_user_of_its_own_and_nothing_but_a_socket_and_its_prom
     assert ("judge", [{"key": entry, "path": entry}]) == (token["secretName"], token["items"])
 
 
+def test_a_job_that_trains_a_recording_has_no_reward_code_and_none_of_its_claims_and_secrets() -> None:
+    """It mounted them all the same, and waited for volumes that another node had."""
+    reward = {"http": {"url": "http://judge/", "secretName": "judge"}}
+    prompts = {"file": {"claimName": "mine", "path": "train.jsonl", "reward": reward}}
+    rollout = {"prompts": prompts, "batchSize": 4, "groupSize": 2}
+    body = pod(ROLLOUT_SEAT, mode="TrainOnly", recorded={"claimName": "theirs"}, rollout=rollout)
+    assert [names.ROLLOUT_CONTAINER] == [each["name"] for each in containers(body)]
+    mounted = mounts(body, names.ROLLOUT_CONTAINER)
+    assert {"recorded", "store", "model", "tls", "job", "tmp"} == set(mounted)
+    assert set(mounted) == {volume["name"] for volume in body["spec"]["volumes"]}
+    assert mounted["recorded"], "it is only read"
+
+
 def test_a_user_without_a_passwd_entry_and_a_read_only_root_finds_its_home() -> None:
     env = {item["name"]: item["value"] for item in container(pod(gpu_seat(0)), names.GPU_CONTAINER)["env"]}
     assert {"HOME": names.SCRATCH_DIR, "USER": "colocate", "LOGNAME": "colocate"}.items() <= env.items()
