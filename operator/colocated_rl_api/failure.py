@@ -45,7 +45,7 @@ class FailureAction(StrEnum):
     REQUEUE = (
         "Requeue",
         "Members stop and pods go, so that their devices are free; the job tries again after a while that grows each "
-        "time, and is another for each job.",
+        "time and is another for each job: of jobs that gave up together, the oldest comes back first.",
     )
     FAIL_JOB = "FailJob", "The job fails at once: its members stop, its pods' logs and its volumes are kept."
 

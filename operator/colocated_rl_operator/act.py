@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,7 +22,7 @@ from colocated_rl_api.pod_template import PodTemplate
 from colocated_rl_operator import belongings, resources
 from colocated_rl_operator.actions import CreatePod, DeletePod
 from colocated_rl_operator.authority import Authority
-from colocated_rl_operator.case import Case, Pods, list_again
+from colocated_rl_operator.case import Case, Pods, Queue, list_again
 from colocated_rl_operator.errors import ApiError, Conflict, Refused
 from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Kube
@@ -72,6 +72,7 @@ class Doors:
     namespace: str  # the operator's own
     release: str  # this operator in the words of jobs: NAMESPACE/LEASE
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
+    queue: Queue = field(default_factory=Queue)
     bury_after_s: float = BURY_AFTER_S
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], datetime] = lambda: datetime.now(UTC).replace(microsecond=0)

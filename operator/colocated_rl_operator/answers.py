@@ -165,9 +165,13 @@ def after_absence(seen: Observation, now: Climb | None, message: str) -> Decisio
 
 
 def queue_s(seen: Observation, now: Climb) -> float:
-    """How long a job stays queued. Jobs that wait for each other's devices don't come back at one moment."""
+    """How long a job stays queued. Jobs that wait for each other's devices don't come back at one moment.
+
+    Of those that gave up as often, the oldest comes back first: while it is queued, others take the later half of their
+    time. No more than that half, or an old job for which there is never room would hold up all others.
+    """
     digest = hashlib.sha256(f"{seen.job.uid} {now.epoch}".encode()).digest()
-    share = int.from_bytes(digest[:4]) / 2**32
+    share = (int.from_bytes(digest[:4]) / 2**32 + seen.has_elder) / 2
     return min(QUEUE_S * 2.0 ** min(now.tally.tries - 1, 32), MAX_QUEUE_S) * (1 + share)
 
 

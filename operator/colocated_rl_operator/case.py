@@ -1,4 +1,4 @@
-"""What this process holds of a job between passes, and of every pod; and who wakes a job's loop.
+"""What this process holds of a job between passes, of every pod and of the queue; and who wakes a job's loop.
 
 Status is written by the operator alone, so after the first look it is known without reading it again. Pods come from
 the watch and from our own calls, whichever is newer. What went while a watch was broken, it never says: while a member
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from colocated_rl_api import names
 from colocated_rl_api.job_status import ColocatedRLJobStatus
@@ -82,6 +83,26 @@ class Wakeups:
 
     def _both(self, job_uid: str) -> tuple[asyncio.Event, asyncio.Event]:
         return self._events.setdefault(job_uid, (asyncio.Event(), asyncio.Event()))
+
+
+class Queue:
+    """Jobs of this process that are queued, by age."""
+
+    def __init__(self) -> None:
+        self._ages: dict[str, tuple[datetime, str]] = {}  # by job UID, which decides within one second
+
+    def note(self, job: Job, *, is_queued: bool) -> None:
+        if is_queued:
+            self._ages[job.uid] = (job.created, job.uid)
+        else:
+            self.forget(job.uid)
+
+    def forget(self, job_uid: str) -> None:
+        self._ages.pop(job_uid, None)
+
+    def has_elder(self, job: Job) -> bool:
+        """Whether an older one than this is queued."""
+        return any(age < (job.created, job.uid) for age in self._ages.values())
 
 
 @dataclass

@@ -171,6 +171,7 @@ async def drive_job(body: Any, stopped: Any, office: Office) -> None:
                 await _let_go(case, body, office, woken)
         finally:
             stopping.cancel()
+            doors.queue.forget(about.uid)
             doors.members.keep(about.uid, ())  # kopf would wait for these tasks when it ends
             await case.record.close()
 

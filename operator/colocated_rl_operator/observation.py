@@ -215,6 +215,7 @@ class Observation:
     is_over: bool = False  # completed or failed, and every pod told
     started_at: float | None = None  # or resumed; None while the job is suspended
     finished_at: float | None = None  # completed or failed
+    has_elder: bool = False  # an older job of this operator is queued
     memory: Memory = Memory()
 
     @cached_property

@@ -18,7 +18,7 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus, FailuresStatus
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
 from colocated_rl_operator import resources
-from colocated_rl_operator.case import Case, Look, Pods
+from colocated_rl_operator.case import Case, Look, Pods, Queue
 from colocated_rl_operator.errors import JobInvalid
 from colocated_rl_operator.kube import Body
 from colocated_rl_operator.members import Address, Answer, Members
@@ -42,7 +42,9 @@ _TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")  # says Kubernetes; says
 _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely on its way
 
 
-def observe(case: Case, job: Job, *, pods: Pods, members: Members, now: float, at: datetime) -> Observation:
+def observe(
+    case: Case, job: Job, *, pods: Pods, members: Members, queue: Queue, now: float, at: datetime
+) -> Observation:
     """now, at: the same moment, monotonic and by the wall clock.
 
     Raises JobInvalid when the record is of an operator that knows more than this one.
@@ -51,18 +53,20 @@ def observe(case: Case, job: Job, *, pods: Pods, members: Members, now: float, a
     is_over = status.completion_time is not None
     looks = _looks(case, job, pods)
     members.keep(job_uid, () if is_over else tuple(look.address for look in looks if look.address is not None))
-    answers = members.answers(job_uid)
+    answers, climb = members.answers(job_uid), _climb(status)
+    queue.note(job, is_queued=climb is not None and climb.cause is Cause.PODS_NOT_READY)
     seen = remember(
         Observation(
             now=now,
             job=job,
             members=tuple(_member(case, look, answers.get(look.name), now) for look in looks),
-            climb=_climb(status),
+            climb=climb,
             trained_step=(status.step or 0) if job.ladder.trains else 0,
             served=WeightVersion.parse(status.weight_version) if status.weight_version else None,
             is_over=is_over,
             started_at=None if job.spec.suspend else _moment(status.start_time or at, now, at),
             finished_at=_moment(status.completion_time, now, at) if status.completion_time else None,
+            has_elder=queue.has_elder(job),
             memory=case.memory,
         )
     )

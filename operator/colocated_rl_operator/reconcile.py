@@ -64,7 +64,7 @@ def _observe(case: Case, body: Mapping[str, Any], doors: Doors) -> Observation:
     now, at = doors.clock(), doors.wall()
     if case.job is None or case.job.generation != body["metadata"]["generation"]:
         case.job = read_job(body)
-    return observe(case, case.job, pods=doors.pods, members=doors.members, now=now, at=at)
+    return observe(case, case.job, pods=doors.pods, members=doors.members, queue=doors.queue, now=now, at=at)
 
 
 async def end(case: Case, body: Mapping[str, Any], doors: Doors, woken: asyncio.Event) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from kopf import DaemonStoppingReason
 
+from builders import make_job
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_operator.answers import QUEUE_S
 from fakes.group import GpuPod
 from fakes.world import SPEC, World, condition
+
+YOUNGER = replace(make_job(), created=datetime(2999, 1, 1, tzinfo=UTC))
 
 
 def answered(cause: str, action: str, *, backoff_s: int = 0, **more: Any) -> pytest.MarkDecorator:
@@ -211,8 +217,20 @@ async def test_a_job_without_room_gives_its_devices_back_and_completes_when_ther
         [why] = events(world, "PodsReadyDeadlineExceeded")
         assert why in {item["message"] for item in world.status["conditions"] if item["type"] == "PodsReady"}
         assert "Nobody" == world.status["gpuHolder"]
+        assert operator.office.doors.queue.has_elder(YOUNGER)
         world.kubelet.blocked = set()
         waited_s = 2 * QUEUE_S
         operator.office.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert (0, "Requeue") == (world.status["restarts"], failures(world)["action"])
+    assert not operator.office.doors.queue.has_elder(YOUNGER)
+
+
+@pytest.mark.parametrize("world", [SPEC | {"podsReadyDeadlineSeconds": 1}], indirect=True, ids=["Requeue"])
+async def test_a_queued_job_that_is_deleted_is_before_nobody(world: World) -> None:
+    world.kubelet.blocked = {"sums-gpu-1-0"}
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("phase") == "Queued" and not world.api.all("pods"))
+        operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
+        await world.until(operator.task.done)
+    assert not operator.office.doors.queue.has_elder(YOUNGER)

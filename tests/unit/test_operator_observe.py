@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -12,12 +13,13 @@ from builders import CREATED, UID, make_job
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_operator.authority import Authority
-from colocated_rl_operator.case import RELIST_S, Case, Pods, look
+from colocated_rl_operator.case import RELIST_S, Case, Pods, Queue, look
 from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.members import Members
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Job, Member, Observation
 from colocated_rl_operator.observe import observe
+from colocated_rl_operator.reasons import Cause
 from colocated_rl_operator.record import Record
 from fakes.api_server import FakeApiServer
 
@@ -49,6 +51,7 @@ class Office:
 
     def __init__(self, api: FakeApiServer, kube: Kube, members: Members) -> None:
         self.api, self.kube, self.members, self.pods = api, kube, members, Pods()
+        self.queue = Queue()
         self.case = Case(
             Record(About("default", "sums", UID), kube, Events(kube, instance="test"), failed=lambda: None)
         )
@@ -61,7 +64,7 @@ class Office:
         return self.observe(make_job(), now=now).members
 
     def observe(self, job: Job, *, now: float = 100.0, at: datetime = CREATED) -> Observation:
-        return observe(self.case, job, pods=self.pods, members=self.members, now=now, at=at)
+        return observe(self.case, job, pods=self.pods, members=self.members, queue=self.queue, now=now, at=at)
 
     def only(self, *pods: Body, now: float = 0.0) -> Member:
         [member] = self.see(*pods, now=now)
@@ -202,3 +205,23 @@ async def test_moments_of_the_record_are_those_of_this_process_clock(office: Off
     office.case.record.status = ColocatedRLJobStatus()
     seen = office.observe(make_job(), now=100.0)
     assert (100.0, None) == (seen.started_at, seen.finished_at)
+
+
+def aged(uid: str, age_s: float) -> Job:
+    return replace(make_job(), uid=uid, created=CREATED - timedelta(seconds=age_s))
+
+
+async def test_a_job_is_queued_from_when_its_pods_did_not_come_until_it_comes_back(office: Office) -> None:
+    queued = {"epoch": 3, "target_step": 1, "lineage": 1}
+    for cause, is_queued in ((Cause.PODS_NOT_READY, True), (Cause.RESUMED, False)):
+        office.case.record.status = ColocatedRLJobStatus(**queued, cause=cause)
+        assert not office.observe(aged(UID, 10)).has_elder, "it is not its own"
+        assert is_queued is office.queue.has_elder(aged("younger", 9))
+        assert not office.queue.has_elder(aged("older", 11))
+
+
+def test_of_two_jobs_of_one_second_always_the_same_is_older() -> None:
+    queue, jobs = Queue(), [aged(uid, 0) for uid in "ab"]
+    for job in jobs:
+        queue.note(job, is_queued=True)
+    assert [False, True] == [queue.has_elder(job) for job in jobs]

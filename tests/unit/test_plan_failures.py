@@ -467,6 +467,24 @@ def test_jobs_come_back_from_the_queue_at_different_moments_and_later_each_time(
     assert all(len(set(of_jobs)) == 3 for of_jobs in waits)
 
 
+def test_of_jobs_that_gave_up_as_often_the_oldest_comes_back_first_and_holds_up_no_other_for_long() -> None:
+    """The younger of two that waited for each other's devices was as likely to take them all."""
+    seen = absent()
+    climb = climb_of(plan(seen))
+    waits: dict[bool, list[float]] = {}
+    for has_elder in (False, True):
+        of_jobs = [replace(seen, has_elder=has_elder, job=replace(seen.job, uid=f"uid {n}")) for n in range(20)]
+        waits[has_elder] = [queue_s(each, climb) for each in of_jobs]
+    assert max(waits[False]) < 1.5 * QUEUE_S < min(waits[True])
+    assert max(waits[True]) < 2 * QUEUE_S
+    alone = queued(seen)
+    younger = replace(alone, has_elder=True)
+    due = later(younger, queue_s(alone, climb))
+    assert plan(replace(due, has_elder=False)).raises, "nobody is before it"
+    assert not plan(due).raises
+    assert plan(later(younger, 2 * QUEUE_S)).raises, "whether the elder has come back or not"
+
+
 def test_a_new_leader_leaves_a_queued_job_in_its_queue() -> None:
     resting = replace(queued(absent()), memory=Memory())
     assert not plan(remember(resting)).raises
