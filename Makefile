@@ -79,7 +79,7 @@ format: setup-dev ## write the form that lint asks for
 	@ruff check --config tests/pyproject.toml --fix --quiet .
 
 .PHONY: generate
-generate: setup-dev ## the CRD, the chart's copy of it, and pages of docs: fields, command line, metrics, values
+generate: setup-dev ## the CRD, the chart's copy of it, and of docs: fields, command line, metrics, values, OpenAPI
 	@python -m colocated_rl_operator.crd
 	@python -m colocated_rl_cli.document
 	@PYTHONPATH=tests python -m documents

@@ -3,9 +3,9 @@
 The agent starts the trainer's command through the runner with the environment of `TrainerEnvironment`; the trainer
 opens `SOCKET` and answers:
 
-* `GET /v1/state` -> `TrainerStatus`, at any time, also during a step.
-* `POST /v1/onload` `{}`: state to the device. `POST /v1/offload` `{}`: state to host memory, device to the residue.
-  Never asked for in a resident job.
+* `GET /v1/state`: where it stands, at any time, also during a step.
+* `POST /v1/onload` `{}`: state to the device. Never asked for in a resident job.
+* `POST /v1/offload` `{}`: state to host memory, device to the residue. Never asked for in a resident job.
 * `POST /v1/score` `ScoreRequest`: the reference's log-probabilities of the next batch. Only asked for in a job with a
   reference, and there before each step, of a trainer that says `canScore`. Collective.
 * `POST /v1/train` `TrainRequest`: one optimizer step on one sealed batch. Collective: every rank is asked.

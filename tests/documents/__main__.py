@@ -4,9 +4,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from documents import metrics, values
+from documents import metrics, openapi, values
 
-PAGES = {Path("docs/metrics.md"): metrics.page, Path("docs/values.md"): values.page}
+PAGES = {
+    Path("docs/metrics.md"): metrics.page,
+    Path("docs/values.md"): values.page,
+    Path("docs/openapi/rollout.json"): openapi.rollout_page,
+    Path("docs/openapi/trainer.json"): openapi.trainer_page,
+}
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.settings import read_settings
 from fakes.gate import FakeGate
+from fakes.interface import Checked
 from fakes.rollout import DEADLINE_S, JobOnDisk, OperatorEnd, Scripted, SilentProcesses, make_spec, until
 
 QUESTION: ChatCompletionMessageParam = {"role": "user", "content": "Where is it?"}
@@ -36,7 +37,7 @@ TOOLS_TEMPLATE = (
 
 def openai_client(port: int) -> openai.AsyncOpenAI:
     """On the loopback of the rollout pod. Does not try again by itself, so that a test sees what was said."""
-    http = httpx.AsyncClient(trust_env=False, timeout=60)
+    http = httpx.AsyncClient(trust_env=False, timeout=60, transport=Checked())
     return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, http_client=http)
 
 

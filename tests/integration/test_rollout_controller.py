@@ -37,6 +37,7 @@ from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskP
 from colocated_rl_rollout.settings import read_settings
 from colocated_rl_rollout.task_wire import Question
 from fakes.gate import FakeGate, Fault, logp_of
+from fakes.interface import Interface, rollout_interface, routes_of
 from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, SilentProcesses, make_spec, until
 from fakes.tasks import task_processes
 
@@ -101,6 +102,13 @@ class Scene:
         return await self.operator.until(
             lambda facts: all(facts.samples.get(state, 0) == count for state, count in states.items())
         )
+
+    async def page(self, path: str) -> Any:
+        """What a page says, which is as the document has it."""
+        async with self.session.get(f"http://127.0.0.1:{self.controller.member.ports.pages}{path}") as response:
+            body = await response.read()
+            rollout_interface().check("GET", response.url.path, response.status, response.content_type, body)
+            return json.loads(body)
 
     async def batch(self, step: int) -> Batch:
         batch = Batch([], [])
@@ -729,10 +737,14 @@ async def test_pages_and_metrics_show_what_there_is(job: JobOnDisk, processes: T
         await scene.open(V0)
         await scene.sealed(1)
         ports = scene.controller.member.ports
+        assert 6 == (await scene.page("/v1/progress"))["sealed"]["samples"]
+        assert (await scene.page("/v1/state"))["hello"]["pod"] == "job-rollout-0-0"
+        newest, last = (await scene.page("/v1/samples?state=sealed&limit=2"))["samples"]
+        assert ["sealed", "sealed"] == [newest["state"], last["state"]]
+        (further,) = (await scene.page(f"/v1/samples?state=sealed&limit=1&text=1&before={last['id']}"))["samples"]
+        assert further["id"] < last["id"] < newest["id"]
+        assert further["response"] is None, "a batch holds it"
         for url, expected in (
-            (f"http://127.0.0.1:{ports.pages}/v1/progress", '"lossTokens"'),
-            (f"http://127.0.0.1:{ports.pages}/v1/samples?state=sealed&limit=2", '"state": "sealed"'),
-            (f"http://127.0.0.1:{ports.pages}/v1/samples?state=sealed&limit=1&text=1", '"response": null'),
             (f"http://127.0.0.1:{ports.metrics}/metrics", 'colocate_rollout_samples{state="sealed"} 6.0'),
             (f"http://127.0.0.1:{ports.metrics}/metrics", "\ncolocate_rollout_sealed_response_tokens_count 6.0"),
             (f"http://127.0.0.1:{ports.metrics}/metrics", "\ncolocate_rollout_batch_staleness 0.0"),
@@ -742,7 +754,7 @@ async def test_pages_and_metrics_show_what_there_is(job: JobOnDisk, processes: T
             async with scene.session.get(url) as response:
                 assert 200 == response.status
                 assert expected in await response.text()
-        for query in ("state=lost", "limit=-1"):
+        for query in ("state=lost", "limit=-1", "before=x"):
             async with scene.session.get(f"http://127.0.0.1:{ports.pages}/v1/samples?{query}") as response:
                 assert 400 == response.status
 
@@ -878,3 +890,4 @@ async def test_a_job_that_only_trains_serves_what_another_one_has_recorded(
             assert {"sealed": 6, "trained": 6 * (step - 1)} == {"trained": 0} | facts.samples
             assert facts.problem is None
         assert [0, 0] == [len(gate.requests) for gate in scene.gates]
+        assert Interface(await scene.page("/openapi.json")).routes == routes_of(scene.controller)

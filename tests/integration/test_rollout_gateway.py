@@ -26,6 +26,7 @@ from colocated_rl_rollout.turns import Turn
 from fakes.gate import Fault, logp_of
 from fakes.gateway import ANSWER, QUESTION, TOOLS, TOOLS_TEMPLATE, extra, gateway_running, text_of
 from fakes.gateway import GatewayScene as Scene
+from fakes.interface import Checked, Interface, rollout_interface, routes_of
 from fakes.rollout import (
     DEADLINE_S,
     JOB_UID,
@@ -65,6 +66,13 @@ async def test_a_chat_is_answered_and_counted(scene: Scene) -> None:
     assert (48, 1.0) == (request["sampling_params"]["max_new_tokens"], request["sampling_params"]["temperature"])
     assert list(scene.job.chat.prompt_ids("Where is it?")) == request["input_ids"]
     assert 1 == scene.figure("turns_total", ending="stop")
+
+
+async def test_the_document_has_every_route_that_is_served_and_no_other(scene: Scene) -> None:
+    """What answers look like, the clients of this file and of others hold against it (`fakes.interface`)."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        said = await http.get(f"http://127.0.0.1:{scene.controller.member.ports.pages}/openapi.json")
+    assert Interface(said.json()).routes == rollout_interface().routes == routes_of(scene.controller)
 
 
 async def test_a_switch_at_every_instant_is_not_seen(tmp_path: Path) -> None:
@@ -419,6 +427,7 @@ async def test_a_stop_string_is_found_also_where_a_switch_cut_it(scene: Scene) -
     [
         ("n", {"n": 2}),
         ("top_p", {"top_p": 0.9}),
+        ("top_p", {"extra_body": {"top_p": True}}),  # is no 1, though Python has it so
         ("presence_penalty", {"presence_penalty": 1.0}),
         ("response_format", {"response_format": {"type": "json_object"}}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 5}),
@@ -567,7 +576,7 @@ async def test_a_body_is_bounded_and_json(scene: Scene) -> None:
         await scene.ask({"role": "user", "content": "x" * MAX_REQUEST_BYTES})
     assert 413 == refused.value.status_code
     url = f"http://127.0.0.1:{scene.controller.member.ports.pages}/v1/chat/completions"
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, transport=Checked()) as http:
         said = await http.post(url, content="model=job", headers={"Content-Type": "text/plain"})
         assert (415, "invalid_request_error") == (said.status_code, said.json()["error"]["type"])
 
@@ -594,7 +603,7 @@ async def test_no_body_is_an_error_of_ours(scene: Scene, seed: int) -> None:
         return [damaged(inner) for inner in value] if isinstance(value, list) else value
 
     url = f"http://127.0.0.1:{scene.controller.member.ports.pages}/v1/"
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, transport=Checked()) as http:
         for _ in range(100):
             path, other = chance.choice([("chat/completions", "prompt"), ("completions", "messages")])
             body = {**good, chance.choice(sorted(ONLY)): chance.choice(values)}

@@ -19,6 +19,7 @@ from safetensors.numpy import load
 from colocated_rl_api.ladder import WeightVersion
 from fakes.gate import FakeGate, logp_of
 from fakes.gateway import QUESTION, TOOLS, TOOLS_TEMPLATE, GatewayScene, extra, gateway_running, text_of
+from fakes.interface import Checked
 from fakes.rollout import CHAT_TEMPLATE, Scripted, until
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
@@ -52,7 +53,7 @@ class Agent:
 
 async def call(scene: GatewayScene, method: str, path: str, body: Any = None) -> httpx.Response:
     url = f"http://127.0.0.1:{scene.controller.member.ports.pages}/v1/sessions{path}"
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, transport=Checked()) as http:
         return await http.request(method, url, json=body)
 
 

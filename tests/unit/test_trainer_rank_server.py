@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents.openapi import trainer
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import TrainerState
@@ -40,8 +41,10 @@ from colocated_rl_trainer.rank import (
     holds,
 )
 from colocated_rl_trainer.rank_server import MAX_BODY_BYTES, RankServer
+from fakes.interface import Interface
 
 DEADLINE_S = 10.0
+DOCUMENT = Interface(trainer())  # which every answer on the wire is held against
 LOADED = WeightVersion(4, 2)  # what a scripted rank stands at
 
 
@@ -610,4 +613,7 @@ def _ask(path: Path, method: str, route: str, body: str | None = None) -> tuple[
         with contextlib.suppress(BrokenPipeError):  # a body that is too large is refused before it is read
             connection.request(method, route, body)
         answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
+        said = answer.read()
+        if (method, route) in DOCUMENT.routes:
+            DOCUMENT.check(method, route, answer.status, answer.headers.get_content_type(), said)
+        return answer.status, json.loads(said)

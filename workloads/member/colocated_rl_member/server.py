@@ -115,7 +115,8 @@ class MemberServer(Generic[TargetT]):
         self._facts = facts
         self._accept = accept
         self._data = data
-        self._pages = pages
+        self._pages = web.Application()
+        self._pages.add_routes([web.get("/v1/state", self._show_state), *pages])
         self._registry = registry
         self._own = CollectorRegistry()
         self._own.register(ProblemGauge(lambda: facts().problem))
@@ -144,15 +145,13 @@ class MemberServer(Generic[TargetT]):
     async def __aenter__(self) -> Self:
         control = web.Application()
         control.add_routes([web.get("/v1/link", self._serve_link), web.get("/v1/state", self._show_state_to_operator)])
-        pages = web.Application()
-        pages.add_routes([web.get("/v1/state", self._show_state), *self._pages])
         metrics = web.Application()
         metrics.add_routes([web.get("/metrics", self._show_metrics), web.get("/healthz", self._show_health)])
         asked = self.ports
         async with AsyncExitStack() as stack:
             self.ports = Ports(
                 control=await self._listen(stack, control, asked.host, asked.control, self._tls.control_context()),
-                pages=await self._listen(stack, pages, "127.0.0.1", asked.pages),
+                pages=await self._listen(stack, self._pages, "127.0.0.1", asked.pages),
                 metrics=await self._listen(stack, metrics, asked.host, asked.metrics),
                 data=await self._listen_for_data(stack, asked.host, asked.data),
                 host=asked.host,

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import time
 import uuid
+from functools import partial
 
 import aiohttp
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -27,6 +28,7 @@ from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.evaluation import Evaluation
 from colocated_rl_rollout.gateway import Gateway
+from colocated_rl_rollout.interface import interface
 from colocated_rl_rollout.metrics import Metrics, StoreGauges, TokenRate
 from colocated_rl_rollout.pages import data_routes, pages
 from colocated_rl_rollout.prompts import PromptSource
@@ -158,7 +160,7 @@ class Controller:
             accept=self._accept,
             remember_epoch=store.remember_epoch,
             data=data_routes(store, tls, served),
-            pages=[*pages(store, lambda: self._facts, chat.text), *served],
+            pages=[*pages(store, lambda: self._facts, chat.text, partial(interface, gateway=bool(served))), *served],
             ports=settings.ports,
             registry=registry,
         )

@@ -14,10 +14,22 @@ from typing import Any
 
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.growing_text import CUT_OFF, GrowingText
+from colocated_rl_rollout.openai_answers import (
+    Extension,
+    FinishReason,
+    HeldSession,
+    Message,
+    ShownSession,
+    ToolCall,
+    Trajectory,
+    Usage,
+    VersionSpan,
+)
 from colocated_rl_rollout.openai_requests import Asked, Form
 from colocated_rl_rollout.samples import NO_TOKENS, Finish, Tokens
 from colocated_rl_rollout.sessions import Session, tokens_of
-from colocated_rl_rollout.tool_calls import BEGIN, ToolCall, read_calls
+from colocated_rl_rollout.tool_calls import BEGIN, read_calls
+from colocated_rl_rollout.tool_calls import ToolCall as Call
 
 EXTENSION = "colocated_rl"
 
@@ -51,12 +63,12 @@ class Reply:
             EXTENSION: extension(tokens, finish, segments),
         }
 
-    def read(self, chat: Chat, tokens: Tokens, finish: Finish | None) -> tuple[str, list[ToolCall]]:
+    def read(self, chat: Chat, tokens: Tokens, finish: Finish | None) -> tuple[str, list[Call]]:
         """Text without what stopped it, and tool calls."""
         text = visible(chat.text(tokens.ids.tolist()), self.asked.stops)
         return read_calls(text) if self.form.tools and finish is Finish.STOP else (text, [])
 
-    def called(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    def called(self, calls: Sequence[Call]) -> list[ToolCall]:
         return [
             {
                 "id": f"call_{self.id}_{place}",
@@ -66,7 +78,7 @@ class Reply:
             for place, call in enumerate(calls)
         ]
 
-    def usage(self, tokens: Tokens) -> dict[str, int]:
+    def usage(self, tokens: Tokens) -> Usage:
         prompt, response = len(self.asked.prompt), len(tokens)
         return {"prompt_tokens": prompt, "completion_tokens": response, "total_tokens": prompt + response}
 
@@ -157,7 +169,7 @@ class Pieces:
         }
 
 
-def listed(session: Session) -> dict[str, Any]:
+def listed(session: Session) -> HeldSession:
     """A session in the list of all."""
     return {
         "id": session.id,
@@ -168,14 +180,14 @@ def listed(session: Session) -> dict[str, Any]:
     }
 
 
-def shown(session: Session) -> dict[str, Any]:
+def shown(session: Session) -> ShownSession:
     """A session, with its trajectory as it would be trained: the path of its newest turn."""
     path = session.turns[-1].path if session.turns else []
     tokens = tokens_of(path, after=len(path[0].context)) if path else NO_TOKENS
     mask = [0] * len(tokens)
     for span in tokens.spans:
         mask[span.start : span.end] = [1] * (span.end - span.start)
-    trajectory = {
+    trajectory: Trajectory = {
         "prompt_token_ids": path[0].context.tolist() if path else [],
         "token_ids": tokens.ids.tolist(),
         "loss_mask": mask,
@@ -190,12 +202,13 @@ def shown(session: Session) -> dict[str, Any]:
     }
 
 
-def message_of(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": (text or None) if calls else text}
-    return message | ({"tool_calls": list(calls)} if calls else {})
+def message_of(text: str, calls: Sequence[ToolCall]) -> Message:
+    if calls:
+        return {"role": "assistant", "content": text or None, "tool_calls": list(calls)}
+    return {"role": "assistant", "content": text}
 
 
-def extension(tokens: Tokens, finish: Finish | None, segments: int) -> dict[str, Any]:
+def extension(tokens: Tokens, finish: Finish | None, segments: int) -> Extension:
     """What OpenAI's answers don't say."""
     return {
         "interrupted": finish is None,
@@ -204,7 +217,7 @@ def extension(tokens: Tokens, finish: Finish | None, segments: int) -> dict[str,
     }
 
 
-def versions_of(tokens: Tokens) -> list[dict[str, Any]]:
+def versions_of(tokens: Tokens) -> list[VersionSpan]:
     return [{"version": str(span.version), "start": span.start, "end": span.end} for span in tokens.spans]
 
 
@@ -225,10 +238,12 @@ def _overlap(text: str, mark: str) -> int:
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
-def _reason(finish: Finish | None, calls: Sequence[ToolCall]) -> str:
+def _reason(finish: Finish | None, calls: Sequence[Call]) -> FinishReason:
     if finish is None:
         return "abort"
-    return "tool_calls" if calls else finish.value
+    if calls:
+        return "tool_calls"
+    return "stop" if finish is Finish.STOP else "length"
 
 
 def _bytes(text: str) -> list[int] | None:

@@ -123,50 +123,58 @@ class OpenPart(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _StreamOptions(Part):
+class StreamOptions(Part):
     include_usage: bool | None = None
 
 
-class _Text(Part):
+class TextPart(Part):
     type: Literal["text"]
     text: str
 
 
-class _Function(OpenPart):
+class ToolFunction(OpenPart):
     name: str = Field(min_length=1, max_length=256)
 
 
-class _Tool(OpenPart):
+class Tool(OpenPart):
     type: Literal["function"]
-    function: _Function
+    function: ToolFunction
 
 
-class _Called(OpenPart):
+class GivenFunction(OpenPart):
     name: str
     arguments: str | dict[str, Any] = ""
 
 
-class _ToolCall(OpenPart):
-    function: _Called
+class GivenCall(OpenPart):
+    function: GivenFunction
 
 
-class _Message(OpenPart):
+class GivenMessage(OpenPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Text] | None = None
-    tool_calls: list[_ToolCall] | None = None
+    content: str | list[TextPart] | None = None
+    tool_calls: list[GivenCall] | None = None
+
+
+def _with_what_is_taken_and_not_read(schema: dict[str, Any]) -> None:
+    """For who reads the schema: what a request may have beside the fields of its model."""
+    schema["properties"] |= {name: {"enum": [*taken, None], "description": why} for name, (taken, why) in ONLY.items()}
+    schema["properties"] |= {name: {"description": "has no effect"} for name in sorted(WITHOUT_EFFECT)}
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Body(Part):
+    model_config = ConfigDict(json_schema_extra=_with_what_is_taken_and_not_read)
+
     model: str
     max_tokens: int | None = Field(default=None, ge=1, le=TOKENS_AT_MOST)
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     resume: bool | None = None
     return_token_ids: bool | None = None
     logprobs: object = None
@@ -177,10 +185,10 @@ class Body(Part):
 
 
 class ChatBody(Body):
-    messages: list[_Message] = Field(min_length=1, max_length=MESSAGES_AT_MOST)
+    messages: list[GivenMessage] = Field(min_length=1, max_length=MESSAGES_AT_MOST)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=TOKENS_AT_MOST)
     logprobs: bool | None = None
-    tools: list[_Tool] | None = Field(default=None, max_length=1024)
+    tools: list[Tool] | None = Field(default=None, max_length=1024)
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -210,7 +218,7 @@ def read_body(kind: type[BodyT], text: bytes, *, model: str) -> tuple[BodyT, For
     may_call = said.get("tool_choice") != "none"
     for name, (taken, why) in ONLY.items():
         value = said.pop(name, None)
-        if value is not None and value not in taken:
+        if value is not None and not any(_is_same(value, nothing) for nothing in taken):
             raise RequestRefused(400, f"{name} can't be {_short(value)}: {why}", param=name, code="unsupported_value")
     try:
         body = kind.model_validate({name: value for name, value in said.items() if name not in WITHOUT_EFFECT})
@@ -330,6 +338,11 @@ def _refused(error: pydantic.ValidationError) -> RequestRefused:
         message = f"{place} is not a parameter that is known here"
         return RequestRefused(400, message, param=place, code="unknown_parameter")
     return RequestRefused(400, f"{place}: {first['msg'][:500]}", param=place)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """As JSON has it: to Python true is 1."""
+    return bool(value == other) and isinstance(value, bool) is isinstance(other, bool)
 
 
 def _short(value: Any) -> str:

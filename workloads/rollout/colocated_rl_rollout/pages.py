@@ -7,27 +7,78 @@ what runs beside the controller, and for people who forward that port.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, NotRequired, TypeVar
 
 from aiohttp import web
+from pydantic import BaseModel, Field, ValidationError
+from typing_extensions import TypedDict  # the standard library's can't be read by pydantic before Python 3.12
 
 from colocated_rl_api.batch import DIGEST_HEADER
 from colocated_rl_api.member_wire import RolloutFacts
 from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_rollout.batches import shard_path
-from colocated_rl_rollout.samples import SampleState
+from colocated_rl_rollout.batches import BatchRecord, shard_path
+from colocated_rl_rollout.samples import Finish, SampleState
 from colocated_rl_rollout.store import Store
 
 MAX_REQUEST_BYTES = 64 * 1024
 SAMPLES_AT_MOST = 1000
+AskedT = TypeVar("AskedT", bound=BaseModel)
+
+
+class ShardAsked(BaseModel):
+    """Query of a batch."""
+
+    shard: int = Field(ge=0, lt=10**9, description="rank of the trainer")
+
+
+class SamplesAsked(BaseModel):
+    """Query of the samples' page."""
+
+    state: SampleState | None = Field(default=None, description="of these alone")
+    before: int | None = Field(default=None, ge=0, lt=2**63, description="a page further: the id of the last one seen")
+    limit: int = Field(default=100, ge=0, lt=10**9, description=f"at most, and never more than {SAMPLES_AT_MOST}")
+    text: bool = Field(default=False, description="with prompt and response, of those that no batch holds yet")
+
+
+class SampleShown(TypedDict):
+    """One sample. `finish`, `reward` and `step` are null until it has them."""
+
+    id: int
+    group_id: int
+    prompt_index: Annotated[int, Field(description="row of the data; negative of sessions and of recordings")]
+    state: SampleState
+    reason: Annotated[str, Field(description="of a sample that ended without training")]
+    attempts: Annotated[int, Field(description="at engines, those that ended")]
+    finish: Finish | None
+    reward: float | None
+    step: Annotated[int | None, Field(description="of the batch that holds it")]
+    prompt: NotRequired[str | None]
+    response: NotRequired[str | None]
+
+
+class SamplesShown(TypedDict):
+    samples: Annotated[list[SampleShown], Field(description="the newest first; those in a checkpoint are only counted")]
+
+
+class Ended(TypedDict):
+    state: SampleState
+    reason: str
+    samples: int
+
+
+class Progress(TypedDict):
+    facts: RolloutFacts
+    sealed: Annotated[BatchRecord | None, Field(description="the newest batch")]
+    endedWithoutTraining: list[Ended]
 
 
 def data_routes(store: Store, tls: MemberTls, gateway: Iterable[web.AbstractRouteDef]) -> web.Application:
     """The data port: `GET /v1/batches/STEP?shard=RANK`, any number of times, always the same bytes; and the gateway."""
 
     async def serve_shard(request: web.Request) -> web.StreamResponse:
-        step, shard = int(request.match_info["step"]), _number(request, "shard")
+        step, shard = int(request.match_info["step"]), _asked(request, ShardAsked).shard
         record = store.batch(step)
         if record is None:
             newest = store.next_step - 1
@@ -44,8 +95,13 @@ def data_routes(store: Store, tls: MemberTls, gateway: Iterable[web.AbstractRout
     return application
 
 
-def pages(store: Store, facts: Callable[[], RolloutFacts], text: Callable[[list[int]], str]) -> list[web.RouteDef]:
-    """For people, on the pod's loopback. text: what tokens say."""
+def pages(
+    store: Store,
+    facts: Callable[[], RolloutFacts],
+    text: Callable[[list[int]], str],
+    interface: Callable[[], Mapping[str, Any]],
+) -> list[web.RouteDef]:
+    """For people, on the pod's loopback. text: what tokens say. interface: the document of all routes."""
 
     async def show_progress(_: web.Request) -> web.Response:
         ended = [
@@ -58,22 +114,32 @@ def pages(store: Store, facts: Callable[[], RolloutFacts], text: Callable[[list[
         )
 
     async def show_samples(request: web.Request) -> web.Response:
-        asked = request.query.get("state")
-        if asked is not None and asked not in set(SampleState):
-            raise _problem(400, f"state is one of {', '.join(SampleState)}")
-        limit = min(_number(request, "limit", 100), SAMPLES_AT_MOST)
-        state, words = SampleState(asked) if asked else None, text if _number(request, "text", 0) else None
-        rows = await asyncio.to_thread(store.recent, state, limit=limit, text=words)
+        asked = _asked(request, SamplesAsked)
+        rows = await asyncio.to_thread(
+            store.recent,
+            asked.state,
+            before=asked.before,
+            limit=min(asked.limit, SAMPLES_AT_MOST),
+            text=text if asked.text else None,
+        )
         return web.json_response({"samples": rows})
 
-    return [web.get("/v1/progress", show_progress), web.get("/v1/samples", show_samples)]
+    async def show_interface(_: web.Request) -> web.Response:
+        return web.json_response(interface())
+
+    return [
+        web.get("/v1/progress", show_progress),
+        web.get("/v1/samples", show_samples),
+        web.get("/openapi.json", show_interface),
+    ]
 
 
-def _number(request: web.Request, name: str, default: int | None = None) -> int:
-    text = request.query.get(name, None if default is None else str(default))
-    if text is None or not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise _problem(400, f"?{name}=N is needed, a number from 0 up")
-    return int(text)
+def _asked(request: web.Request, kind: type[AskedT]) -> AskedT:
+    try:
+        return kind.model_validate(dict(request.query))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise _problem(400, f"?{first['loc'][0]}=: {first['msg']}") from error
 
 
 def _problem(status: int, message: str) -> web.HTTPException:

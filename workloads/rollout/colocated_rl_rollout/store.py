@@ -355,15 +355,20 @@ class Store:
             remove_batch(self.batch_directory, step)
 
     def recent(
-        self, state: SampleState | None, *, limit: int, text: Callable[[list[int]], str] | None = None
+        self,
+        state: SampleState | None,
+        *,
+        limit: int,
+        before: int | None = None,
+        text: Callable[[list[int]], str] | None = None,
     ) -> list[dict[str, Any]]:
         """The newest samples, for people; those of batches that a checkpoint holds are only counted. Blocks.
 
-        text: turns tokens into words; then prompt and response are there too, of those that no batch holds yet.
+        before: those with smaller ids. text: turns tokens into words; then prompt and response are there too, of those
+        that no batch holds yet.
         """
-        where, values = ("WHERE state = ?", [state]) if state else ("", [])
         with contextlib.closing(self._reader()) as database:
-            rows = database.execute(f"{tables.RECENT} {where} ORDER BY samples.id DESC LIMIT ?", [*values, limit])
+            rows = database.execute(tables.RECENT, {"state": state, "before": before, "limit": limit})
             found = [dict(row) for row in rows]
             if text is not None:
                 for sample in found:

@@ -74,6 +74,8 @@ DROP_TURNS = "DELETE FROM turns WHERE session_id = ?"
 RECENT = """
 SELECT samples.id, group_id, prompt_index, state, reason, attempts, finish, reward, step
 FROM samples JOIN groups ON groups.id = group_id
+WHERE (:state IS NULL OR state = :state) AND (:before IS NULL OR samples.id < :before)
+ORDER BY samples.id DESC LIMIT :limit
 """
 
 

@@ -1,0 +1,63 @@
+"""What may be called, as OpenAPI documents: of the rollout controller, and of whatever trains."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from colocated_rl_api import trainer_wire
+from colocated_rl_api.trainer_wire import TrainerEnvironment, TrainerError, TrainerStatus
+from colocated_rl_rollout.interface import interface
+from colocated_rl_rollout.openapi import JSON, Operation, Route, document
+from colocated_rl_trainer.rank_server import ROUTES
+
+SAID = re.compile(r"^\* `(?P<method>GET|POST) (?P<path>\S+)`(?P<meaning>.*?)(?=^\*|^$)", re.MULTILINE | re.DOTALL)
+FAILED = {
+    "400": ("the request can't be read", TrainerError),
+    "409": ("it can't be done from the present state", TrainerError),
+    "500": ("it failed: the message says what to do", TrainerError),
+}
+
+
+def trainer_operations() -> dict[Route, Operation]:
+    """With the words of the protocol."""
+    said = {
+        Route(found["method"], found["path"]): found["meaning"] for found in SAID.finditer(trainer_wire.__doc__ or "")
+    }
+    return {
+        route: Operation(
+            tag="Trainer rank",
+            summary=" ".join(meaning.partition(":")[2].replace("`", "").split()),
+            answers={JSON: TrainerStatus},
+            body=ROUTES[route.path] if route.method == "POST" else None,
+            refusals=FAILED if route.method == "POST" else {},
+        )
+        for route, meaning in said.items()
+    }
+
+
+def trainer() -> dict[str, Any]:
+    return document(
+        trainer_operations(),
+        info={
+            "title": "Colocated RL: trainer protocol",
+            "version": f"v{trainer_wire.PROTOCOL}",
+            "description": "HTTP/1.1 on a Unix socket for each rank, whose path is in its environment as "
+            f"{TrainerEnvironment.SOCKET}. Every request is idempotent: asked again for an effect that holds, "
+            "it answers at once; asked again while it is under way, it waits for that one.",
+        },
+        servers=[{"url": "http://trainer", "description": "the socket; any host will do"}],
+    )
+
+
+def rollout_page() -> str:
+    return _written(interface())
+
+
+def trainer_page() -> str:
+    return _written(trainer())
+
+
+def _written(said: dict[str, Any]) -> str:
+    return json.dumps(said, indent=1, ensure_ascii=False) + "\n"

@@ -1,0 +1,37 @@
+"""The OpenAPI documents in docs/openapi; that answers are as they say is shown where there are answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from documents.openapi import trainer
+from pydantic import create_model
+
+from colocated_rl_rollout.interface import interface
+from colocated_rl_rollout.openapi import JSON, Operation, Route, document
+from colocated_rl_trainer.rank_server import ROUTES
+from fakes.interface import Interface
+
+DOCUMENTS = {"rollout": interface(), "trainer": trainer()}
+
+
+def test_the_trainers_document_has_every_route_that_a_rank_answers_and_no_other() -> None:
+    assert {("GET", "/v1/state")} | {("POST", path) for path in ROUTES} == Interface(trainer()).routes
+
+
+@pytest.mark.parametrize("said", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_each_operation_says_what_it_is_for_and_has_a_name_of_its_own(said: dict[str, Any]) -> None:
+    operations = [operation for path in said["paths"].values() for operation in path.values()]
+    assert all(operation["summary"] for operation in operations)
+    assert len(operations) == len({operation["operationId"] for operation in operations})
+
+
+def test_two_types_of_one_name_are_not_taken_for_one() -> None:
+    kinds = [create_model("Said", what=(kind, ...)) for kind in (int, str)]
+    operations = {
+        Route("GET", f"/{place}"): Operation(tag="", summary="", answers={JSON: kind})
+        for place, kind in enumerate(kinds)
+    }
+    with pytest.raises(ValueError, match="Said"):
+        document(operations)
