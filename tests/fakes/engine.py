@@ -496,9 +496,10 @@ class FakeEngine:
             "prompt_tokens": len(sample.prompt),
             "completion_tokens": len(sample.output),
             "cached_tokens": 0,
-            "weight_version": self.version,
         }
-        if sample.reason is not None:
+        if self.version:
+            meta["weight_version"] = self.version
+        if self.version and sample.reason is not None:
             meta["weight_versions"] = sample.versions
         if body.get("return_logprob"):
             meta["output_token_logprobs"] = sample.logprobs

@@ -126,6 +126,20 @@ async def test_what_was_read_from_a_lost_engine_is_kept(scene: Scene) -> None:
     assert [span.version for span in generated.tokens.spans] == [VERSION]
 
 
+@pytest.mark.parametrize("named", ["", "default"])
+@pytest.mark.parametrize("fault", [None, "cut"])
+async def test_f26_tokens_of_weights_that_have_no_version_get_none_and_are_not_used(
+    scene: Scene, named: str, fault: str | None
+) -> None:
+    """Of an engine that somebody started or updated without one. The gate named its own where the engine named none."""
+    await scene.open()
+    scene.engine.version = named
+    if fault:
+        scene.engine.faults["/generate"] = fault
+    with pytest.raises(AnswerGarbled, match="version"):
+        await scene.client.generate(request([5, 6, 7]))
+
+
 async def test_a_request_that_the_engine_will_never_take_is_told_from_trouble_that_passes(scene: Scene) -> None:
     await scene.open()
     with pytest.raises(RequestRejected, match="context length"):

@@ -181,7 +181,8 @@ def last_state(said: dict[str, Any], *, rid: str, version: WeightVersion) -> dic
     _raise_error(said)
     with _understood():
         ids, told = [*said.get("output_ids", [])], {**said.get("meta_info", {})}
-        meta: dict[str, Any] = {"id": rid, "weight_version": str(version), "completion_tokens": len(ids)} | told
+        version_of_none = {} if ids else {"weight_version": str(version)}  # of tokens the engine alone can say it
+        meta: dict[str, Any] = {"id": rid, "completion_tokens": len(ids)} | version_of_none | told
         reason = meta.get("finish_reason") or ENGINE_LOST
         if reason["type"] == "abort" and reason.get("status_code") is not None:
             if reason.get("message") != ABORTED_WHILE_COMPILING:
