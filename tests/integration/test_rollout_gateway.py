@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 from colocated_rl_api import names
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_rollout.engine_client import Generated
-from colocated_rl_rollout.gateway import MAX_REQUEST_BYTES
+from colocated_rl_rollout.gateway import MAX_REQUEST_BYTES, Reading
 from colocated_rl_rollout.openai_requests import ONLY
 from colocated_rl_rollout.turns import Turn
 from fakes.gate import Fault, logp_of
@@ -438,6 +439,7 @@ async def test_a_stop_string_is_found_also_where_a_switch_cut_it(scene: Scene) -
         ("stop", {"stop": [""]}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("guided_json", {"extra_body": {"guided_json": {}}}),
+        ("return_routed_experts", {"extra_body": {"return_routed_experts": True}}),
         ("messages.0.content", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}),
         ("messages", {"messages": []}),
     ],
@@ -569,6 +571,43 @@ async def test_many_long_conversations_leave_threads_to_others(scene: Scene) -> 
         assert [ANSWER] * 8 == [text_of(each.result()) for each in asked]
     finally:
         go_on.set()
+
+
+async def test_clients_that_are_slow_to_send_hold_up_nobody(scene: Scene) -> None:
+    """Sixteen of them held all places for half a minute, and everybody else waited."""
+    await scene.gate.open(V0)
+    port = scene.controller.member.ports.pages
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: job\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    with ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(head)
+        async with asyncio.timeout(BATCH_S):
+            assert ANSWER == text_of(await scene.ask())
+
+
+async def test_bodies_are_read_in_turn_and_never_more_than_so_many_bytes_at_a_time() -> None:
+    chance = random.Random(5)
+    reading, held, most, order = Reading(10), 0, 0, []
+
+    async def read(number: int, size: int) -> None:
+        nonlocal held, most
+        async with reading.of(size):
+            order.append(number)
+            held += size
+            most = max(most, held)
+            for _ in range(chance.randrange(4)):
+                await asyncio.sleep(0)
+            held -= size
+
+    tasks = [asyncio.create_task(read(number, chance.randrange(11))) for number in range(200)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gone = set(chance.sample(range(len(order), 200), 50))
+    for number in gone:
+        tasks[number].cancel()
+    await asyncio.wait(tasks)
+    assert [number for number in range(200) if number not in gone] == order
+    assert (0, 10) == (held, most)
 
 
 async def test_a_body_is_bounded_and_json(scene: Scene) -> None:

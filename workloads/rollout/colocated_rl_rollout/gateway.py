@@ -48,7 +48,7 @@ from colocated_rl_rollout.turns import Turn, Turns
 
 ReadT = TypeVar("ReadT")
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
-READING_AT_MOST = 16  # bodies at a time
+READING_BYTES = 16 * MAX_REQUEST_BYTES  # of bodies at a time
 THREADS_AT_MOST = 3  # of at least five that the process has: batches are written and prompts made in the others
 CLIENT_S = 30.0  # for a client to send its body, or to read an event or an answer
 SESSION_HEADER = "X-Session-ID"
@@ -85,7 +85,7 @@ class Gateway:
         self._longest = longest
         self.temperature = temperature
         self._created = created
-        self._reading = asyncio.Semaphore(READING_AT_MOST)
+        self._reading = Reading(READING_BYTES)
         self._threads = asyncio.Semaphore(THREADS_AT_MOST)
 
     def routes(self) -> list[web.RouteDef]:
@@ -204,7 +204,8 @@ class Gateway:
         """What is asked. Raises RequestRefused."""
         if request.content_type != "application/json":
             raise RequestRefused(415, "the body is JSON: Content-Type: application/json")
-        async with self._reading:
+        size = MAX_REQUEST_BYTES if request.content_length is None else request.content_length
+        async with self._reading.of(min(size, MAX_REQUEST_BYTES)):
             return await self._in_thread(partial(read, await _body(request)))
 
     async def _in_thread(self, work: Callable[[], ReadT]) -> ReadT:
@@ -278,6 +279,30 @@ class Place:
     parent: RecordedTurn | None
     said: tuple[Mapping[str, Any], ...]
     setting: str
+
+
+class Reading:
+    """Bodies that are on their way in: so many bytes at a time, first come, first served. A client that is slow to send
+    takes no more than its own.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._free_bytes = most_bytes
+        self._freed = asyncio.Event()
+        self._turn = asyncio.Lock()  # whose holder is the next one
+
+    @asynccontextmanager
+    async def of(self, size_bytes: int) -> AsyncIterator[None]:
+        async with self._turn:
+            while self._free_bytes < size_bytes:
+                self._freed.clear()
+                await self._freed.wait()
+            self._free_bytes -= size_bytes
+        try:
+            yield
+        finally:
+            self._free_bytes += size_bytes
+            self._freed.set()
 
 
 class ClientGone(Exception):
