@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.members import Address, Members
 from colocated_rl_trainer.conformance.ranks import free_port
 
+TESTS = Path(__file__).parents[1]
 DEADLINE_S = 8.0
 POD = "sums-gpu-0-0"
 
@@ -298,3 +302,25 @@ async def test_the_members_own_certificate_sends_no_targets(authority: Authority
             door.members.keep(UID, [member.address])
             await stays_unknown(door)
         assert [] == member.targets
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+async def test_a_connection_takes_less_than_100_kib_of_the_operators_memory(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """300 with asyncio's TLS, which fills a buffer of 256 KiB for each."""
+    async with AsyncExitStack() as stack:
+        agents = [await stack.enter_async_context(agent(authority, tmp_path)) for _ in range(40)]
+        files = {name: text.decode() for name, text in authority.files().items()}
+        told = {"authority": files, "ports": [each.server.ports.control for each in agents]}
+        program = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "fakes.linked_operator"), cwd=TESTS, stdin=PIPE, stdout=PIPE
+        )
+        try:
+            async with asyncio.timeout(60):
+                said, _ = await program.communicate(json.dumps(told).encode() + b"\n")
+        finally:
+            if program.returncode is None:
+                program.kill()
+    assert 0 == program.returncode
+    assert 10 < float(said) < 100

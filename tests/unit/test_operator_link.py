@@ -46,13 +46,21 @@ class Peer:
         self.link.connection_made(self.wire)
         (self.request,) = self.wire.written
 
+    def receive(self, data: bytes) -> None:
+        """As event loops hand it over: as much at a time as there is room for."""
+        while data:
+            room = self.link.get_buffer(len(data))
+            size = min(len(room), len(data))
+            room[:size], data = data[:size], data[size:]
+            self.link.buffer_updated(size)
+
     def upgrade(self, accept: bytes | None = None) -> bytes:
         (key,) = (line[19:] for line in self.request.split(b"\r\n") if line.startswith(b"Sec-WebSocket-Key: "))
         accept = accept or base64.b64encode(hashlib.sha1(key + GUID, usedforsecurity=False).digest())
         return b"HTTP/1.1 101 Switching Protocols\r\nSec-WebSocket-Accept: " + accept + b"\r\n\r\n"
 
     def open(self) -> Peer:
-        self.link.data_received(self.upgrade())
+        self.receive(self.upgrade())
         self.wire.written.clear()
         return self
 
@@ -90,7 +98,7 @@ async def test_messages_of_any_length_go_both_ways(size: int) -> None:
     text = bytes(place % 251 for place in range(size))
     assert (TEXT, text) == unmasked(make_frame(TEXT, text))
     peer = Peer().open()
-    peer.link.data_received(of_server(text))
+    peer.receive(of_server(text))
     assert [text] == peer.heard
 
 
@@ -101,7 +109,7 @@ def test_however_the_network_cuts_it_every_message_is_heard_once(texts: list[byt
         data = peer.upgrade() + b"".join(map(of_server, texts))
         places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
         for begin, end in pairwise(places):
-            peer.link.data_received(data[begin:end])
+            peer.receive(data[begin:end])
         assert texts == peer.heard
 
     asyncio.run(run())
@@ -109,7 +117,7 @@ def test_however_the_network_cuts_it_every_message_is_heard_once(texts: list[byt
 
 async def test_a_ping_is_answered_with_what_it_said() -> None:
     peer = Peer().open()
-    peer.link.data_received(of_server(b"are you there", PING))
+    peer.receive(of_server(b"are you there", PING))
     assert [(PONG, b"are you there")] == [unmasked(frame) for frame in peer.wire.written]
 
 
@@ -118,7 +126,7 @@ async def test_the_first_message_is_waited_for() -> None:
     waiting = asyncio.create_task(peer.link.first_message())
     await asyncio.sleep(0)
     assert not waiting.done()
-    peer.link.data_received(of_server(b"hello"))
+    peer.receive(of_server(b"hello"))
     await waiting
 
 
@@ -136,7 +144,7 @@ async def test_the_first_message_is_waited_for() -> None:
 )
 async def test_what_was_never_offered_ends_the_connection(sent: bytes) -> None:
     peer = Peer().open()
-    peer.link.data_received(of_server(b"before") + sent + of_server(b"after"))
+    peer.receive(of_server(b"before") + sent + of_server(b"after"))
     assert isinstance(await peer.why(), ContractBroken)
     assert [b"before"] == peer.heard
 
@@ -144,13 +152,13 @@ async def test_what_was_never_offered_ends_the_connection(sent: bytes) -> None:
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 403 Forbidden\r\n\r\n", b"x" * 9000], ids=["refused", "endless"])
 async def test_an_answer_that_is_no_upgrade_ends_the_connection(answer: bytes) -> None:
     peer = Peer()
-    peer.link.data_received(answer)
+    peer.receive(answer)
     assert isinstance(await peer.why(), ConnectionError)
 
 
 async def test_an_upgrade_of_another_connection_is_none() -> None:
     peer = Peer()
-    peer.link.data_received(peer.upgrade(accept=b"c29tZXRoaW5nIGVsc2U="))
+    peer.receive(peer.upgrade(accept=b"c29tZXRoaW5nIGVsc2U="))
     assert isinstance(await peer.why(), ConnectionError)
 
 
@@ -159,10 +167,10 @@ async def test_what_hears_may_end_the_connection_and_hears_no_more() -> None:
         raise ContractBroken(f"not {text!r}")
 
     peer = Peer(hear=refuse).open()
-    peer.link.data_received(of_server(b"this"))
+    peer.receive(of_server(b"this"))
     with pytest.raises(ContractBroken, match="this"):
         await peer.link.first_message()
-    peer.link.data_received(of_server(b"that"))
+    peer.receive(of_server(b"that"))
     assert "not b'this'" == str(await peer.why())
 
 
@@ -172,7 +180,7 @@ async def test_of_what_a_slow_member_has_not_taken_only_the_newest_is_kept() -> 
     peer.link.pause_writing()
     for text in (b"first", b"second", b"third"):
         peer.link.send(make_frame(TEXT, text))
-    peer.link.data_received(of_server(b"", PING))  # the answer would overtake nothing, and cost memory
+    peer.receive(of_server(b"", PING))  # the answer would overtake nothing, and cost memory
     assert [] == peer.wire.written
     peer.link.resume_writing()
     assert [(TEXT, b"third")] == [unmasked(frame) for frame in peer.wire.written]
@@ -186,7 +194,7 @@ async def test_a_member_that_says_nothing_after_a_ping_is_lost() -> None:
 
 async def test_a_member_that_closes_is_gone_at_once() -> None:
     peer = Peer().open()
-    peer.link.data_received(of_server(b"\x03\xe8", CLOSE))
+    peer.receive(of_server(b"\x03\xe8", CLOSE))
     assert isinstance(await peer.why(), ConnectionResetError)
     peer.link.send(make_frame(TEXT, b"too late"))
     assert [] == peer.wire.written

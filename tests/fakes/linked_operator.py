@@ -1,0 +1,46 @@
+"""An operator that only stays connected, on the loop of the real one: prints what a connection takes, in KiB.
+
+Reads a line of JSON: the authority's files, and the ports of members that all say the same of themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from builders import UID
+from colocated_rl_api import names
+from colocated_rl_operator.__main__ import run
+from colocated_rl_operator.authority import Authority
+from colocated_rl_operator.members import Address, Members
+
+FIRST = 8  # connections that pay for what all share
+
+
+def resident_kib() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+
+
+async def measure(authority: Authority, ports: Sequence[int]) -> float:
+    heard = asyncio.Event()
+    addresses = [Address(f"pod-{port}", "uid-0", names.ROLE_GPU, "127.0.0.1", port) for port in ports]
+    async with Members(authority.operator_context(), lambda job_uid, *, hurry=True: heard.set()) as members:
+
+        async def connect(number: int) -> int:
+            members.keep(UID, addresses[:number])
+            while members.connected < number:
+                heard.clear()
+                await heard.wait()
+            return resident_kib()
+
+        return (-await connect(FIRST) + await connect(len(ports))) / (len(ports) - FIRST)
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.stdin.readline())
+    files = {name: text.encode() for name, text in told["authority"].items()}
+    print(run(measure(Authority.read(files), told["ports"])))  # noqa: T201
