@@ -134,7 +134,7 @@ async def replaying(directory: Path, *, steps: int = 3) -> AsyncIterator[tuple[R
     """Of a job with two ranks."""
     store, changed = Store(directory / "store", job_uid=JOB), asyncio.Event()
     spec = make_job(steps=steps, **PLACED[Placement.TRAIN_ONLY]).spec
-    worker = Replay(spec, store=store, recording=directory / "recording", changed=changed.set, retry_s=0.01)
+    worker = Replay(spec, store=store, recording=directory / "recording", changed=changed.set, full_retry_s=0.01)
     running = asyncio.create_task(worker.run())
     try:
         yield worker, store

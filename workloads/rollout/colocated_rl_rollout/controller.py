@@ -34,6 +34,7 @@ from colocated_rl_rollout.pages import data_routes, pages
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.replay import Replay
 from colocated_rl_rollout.rewards import TaskProcesses
+from colocated_rl_rollout.sealer import Sealer
 from colocated_rl_rollout.sessions import Sessions
 from colocated_rl_rollout.settings import Settings
 from colocated_rl_rollout.store import Store
@@ -125,8 +126,9 @@ class Controller:
             temperature=spec.rollout.sampling.temperature,
             created=int(job.created.timestamp()),
         )
-        self._worker = (
-            Worker(
+        self._sealer: Sealer
+        if settings.recording is None:
+            self._sealer = Worker(
                 spec,
                 store=store,
                 engines=self._engines,
@@ -139,10 +141,11 @@ class Controller:
                 metrics=self._metrics,
                 changed=self._dirty.set,
             )
-            if settings.recording is None
-            else Replay(spec, store=store, recording=settings.recording, changed=self._dirty.set)
-        )
-        served = gateway.routes() if settings.recording is None else []  # no engine would answer
+            self._beside = {"prompts": self._prompts.run, "evaluation": self._evaluation.prepare}
+            served = gateway.routes()
+        else:  # no engine would answer
+            self._sealer = Replay(spec, store=store, recording=settings.recording, changed=self._dirty.set)
+            self._beside, served = {}, []
         registry.register(StoreGauges(store))
         self._facts = self._observe()
         self.member = MemberServer(
@@ -177,18 +180,11 @@ class Controller:
                     samples=self._counts(),
                     ports=dataclasses.asdict(member.ports),
                 )
-                supporters = [
-                    group.create_task(self._engines.run(), name="engines"),
-                    group.create_task(self._report(), name="report"),
-                ]
-                if isinstance(self._worker, Worker):
-                    supporters += [
-                        group.create_task(self._prompts.run(), name="prompts"),
-                        group.create_task(self._evaluation.prepare(), name="evaluation"),
-                    ]
-                worker = group.create_task(self._worker.run(), name="worker")
+                beside = {"engines": self._engines.run, "report": self._report, **self._beside}
+                supporters = [group.create_task(run(), name=name) for name, run in beside.items()]
+                sealing = group.create_task(self._sealer.run(), name="sealer")
                 await self._ending.wait()
-                await self._end(worker)
+                await self._end(sealing)
                 for task in supporters:
                     task.cancel()
         finally:
@@ -199,12 +195,12 @@ class Controller:
         """End soon: responses under way may still end, nothing new begins."""
         self._ending.set()
 
-    async def _end(self, worker: asyncio.Task[None]) -> None:
-        self._worker.drain()
+    async def _end(self, sealing: asyncio.Task[None]) -> None:
+        self._sealer.drain()
         if not self._stop:
-            await asyncio.wait([worker], timeout=self._drain_s)
-        worker.cancel()
-        await asyncio.wait([worker])
+            await asyncio.wait([sealing], timeout=self._drain_s)
+        sealing.cancel()
+        await asyncio.wait([sealing])
         self._stopped = self._stop
         await self._publish()
         await asyncio.sleep(FAREWELL_S if self._stop else 0)
@@ -213,8 +209,8 @@ class Controller:
     def _accept(self, target: RolloutTarget) -> None:
         self._engines.follow(target.engines)
         self._tune(target)
-        if self._store.commit(target.trained_step) and isinstance(self._worker, Worker):
-            self._worker.discard_stale()
+        if self._store.commit(target.trained_step):
+            self._sealer.discard_stale()
         self._store.forget(target.saved_step)
         self._evaluation.ask(target.evaluate)
         if target.goal is Goal.STOP:
@@ -224,24 +220,18 @@ class Controller:
 
     def _tune(self, target: RolloutTarget) -> None:
         """What of the spec may change has effect with what begins from here on."""
-        worker, evaluation, gateway = self._worker, self._evaluation, self._gateway
-        if target.last_step is not None:
-            worker.last_step = target.last_step
-        if isinstance(worker, Replay):
-            return  # what was sampled is sampled
-        if target.concurrency is not None:
-            worker.concurrency = target.concurrency
+        self._sealer.tune(target)
         if target.temperature is not None:
-            worker.temperature = evaluation.temperature = gateway.temperature = target.temperature
+            self._evaluation.temperature = self._gateway.temperature = target.temperature
         if target.evaluation is not None:
-            evaluation.how = target.evaluation
+            self._evaluation.how = target.evaluation
 
     def _count_tokens(self, tokens: int) -> None:
         self._rate.add(tokens)
         self._metrics.tokens.inc(tokens)
 
     def _wake(self) -> None:
-        self._worker.wake()
+        self._sealer.wake()
         self._dirty.set()
 
     # ------------------------------------------------------------------------------------------------- facts
@@ -291,9 +281,8 @@ class Controller:
 
     def _problem(self) -> Problem | None:
         """Why there is no progress; the first of those who know."""
-        parts = (self._store, self._prompts, self._worker, self._processes, self._evaluation)
-        found = (part.problem for part in parts if part.problem)
-        return next(found, self._worker.no_signal if isinstance(self._worker, Worker) else None)
+        parts = (self._store, self._prompts, self._sealer, self._processes, self._evaluation)
+        return next((part.problem for part in parts if part.problem), self._sealer.no_signal)
 
     def _counts(self) -> dict[str, int]:
         return {state.value: count for state, count in self._store.counts.items() if count}

@@ -12,15 +12,15 @@ end, and nothing is sent that would only be prefilled.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Filter, Interruption
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import Problem
-from colocated_rl_rollout.batches import BatchRecord, write_batch
+from colocated_rl_api.member_wire import Problem, RolloutTarget
+from colocated_rl_rollout.batches import write_batch
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.engine_client import (
     AnswerGarbled,
@@ -39,6 +39,7 @@ from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.resume import exhausted, finish_of, join, remaining
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
 from colocated_rl_rollout.samples import NO_TOKENS, WAITING, Finish, Group, Sample, SampleState
+from colocated_rl_rollout.sealer import FULL_RETRY_S, Sealer, trainer_ranks
 from colocated_rl_rollout.sessions import Sessions
 from colocated_rl_rollout.staleness import Candidate, choose, deadline, room
 from colocated_rl_rollout.store import Store
@@ -46,14 +47,13 @@ from colocated_rl_rollout.turns import Turns
 
 LOG = logging.getLogger(__name__)
 
-FULL_RETRY_S = 10.0  # while the store's volume is full
 REPLACED_AT_MOST = 2  # times the group's size; then the whole group is given up
 MOMENT_S = 0.001  # that a timer may come before its time
 SWITCH_S = 5.0  # from a sealed batch to closed gates; past it nobody is there to close them, and rollout goes on
 
 
-class Worker:
-    """One job's worker. `changed` is called when facts may have changed."""
+class Worker(Sealer):
+    """One job's worker."""
 
     def __init__(
         self,
@@ -71,12 +71,10 @@ class Worker:
         changed: Callable[[], None],
         full_retry_s: float = FULL_RETRY_S,
     ) -> None:
-        self._full_retry_s = full_retry_s
-        self._spec = spec
+        super().__init__(spec, store, changed, full_retry_s)
         self._rollout = spec.rollout
         self._max_staleness = spec.max_staleness
         self._only_records = not spec.ladder.trains  # no step comes, and a sealed batch holds up nothing
-        self._store = store
         self._engines = engines
         self._prompts = prompts
         self._chat = chat
@@ -85,16 +83,12 @@ class Worker:
         self._turns = turns
         self._sessions = sessions
         self._metrics = metrics
-        self._changed = changed
-        self._wake = asyncio.Event()
         self._group: asyncio.TaskGroup  # while `run` is up
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by sample
         self._sealing: asyncio.Task[None] | None = None
         self._collecting_since = time.monotonic()
         self._looks_again: asyncio.TimerHandle | None = None  # for room on the volume
-        self._draining = False
         # these may change while the job runs
-        self.last_step = spec.steps  # nothing is made for later ones
         self.concurrency = spec.rollout.concurrency
         self.temperature = spec.rollout.sampling.temperature
         self._filtered = 0  # groups, since the last batch
@@ -102,12 +96,9 @@ class Worker:
         metrics.staleness_wait.set_function(self._held_s)
         self._open_since = (0, 0.0)  # a step, and when the first gate opened for it
         self._switches_until = 0.0
-        self.problem: Problem | None = None
-        self.no_signal: Problem | None = None
 
     # ------------------------------------------------------------------------------------------------- the loop
     async def run(self) -> None:
-        """Generate until `drain`; then return when nothing is under way."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             for complete in [kept for kept in self._store.groups.values() if kept.is_complete]:
@@ -124,15 +115,16 @@ class Worker:
                 self._changed()
                 await self._wake.wait()
 
-    def wake(self) -> None:
-        """Something has changed that the loop may act on."""
-        self._wake.set()
-
     def drain(self) -> None:
-        """Begin nothing more."""
-        self._draining = True
         self._turns.end()
-        self.wake()
+        super().drain()
+
+    def tune(self, target: RolloutTarget) -> None:
+        super().tune(target)
+        if target.concurrency is not None:
+            self.concurrency = target.concurrency
+        if target.temperature is not None:
+            self.temperature = target.temperature
 
     def _own(self, sample: Sample, task: asyncio.Task[None]) -> None:
         self._tasks[sample.id] = task
@@ -382,9 +374,18 @@ class Worker:
 
     async def _seal(self, step: int, groups: list[Group]) -> None:
         """Make the batch durable, files first; only then is it sealed and may anybody be told."""
-        while (record := await self._write_batch(step, groups)) is None:  # noqa: ASYNC110 - a volume has no event
+        write = partial(
+            write_batch,
+            self._store.batch_directory,
+            groups,
+            step=step,
+            shards=trainer_ranks(self._spec),
+            temperature=self.temperature,
+            seed=self._rollout.prompts.seed,
+            oldest_step=step - 1 - self._max_staleness,
+        )
+        while (record := await self._written(step, write)) is None:  # noqa: ASYNC110 - a volume has no event
             await asyncio.sleep(self._full_retry_s)
-        self._store.problem = None
         for sample in [sample for group in groups if not group.is_of_sessions for sample in group.kept]:
             self._metrics.sealed_tokens.observe(len(sample.tokens))
         self._store.seal(record, groups)
@@ -393,51 +394,8 @@ class Worker:
             self.no_signal = None
         filtered, self._filtered = self._filtered, 0
         await self._store.flushed()
-        self._log_sealed(record, filtered)
+        self._log_sealed(record, self._collecting_since, filtered_groups=filtered)
+        self._collecting_since = time.monotonic()
         self._sealing = None
         self._expect_switch()
         self.wake()
-
-    async def _write_batch(self, step: int, groups: list[Group]) -> BatchRecord | None:
-        """None while the volume has no room for it: nothing is lost, and it is tried again."""
-        try:
-            return await asyncio.to_thread(
-                write_batch,
-                self._store.batch_directory,
-                groups,
-                step=step,
-                shards=trainer_ranks(self._spec),
-                temperature=self.temperature,
-                seed=self._rollout.prompts.seed,
-                oldest_step=step - 1 - self._max_staleness,
-            )
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            self._store.tell_full(f"batch {step} could not be written: {error}")
-            self._changed()
-            return None
-
-    def _log_sealed(self, record: BatchRecord, filtered: int) -> None:
-        now = time.monotonic()
-        took_s, self._collecting_since = now - self._collecting_since, now
-        log(
-            LOG,
-            "batch sealed",
-            step=record.step,
-            samples=record.samples,
-            loss_tokens=record.loss_tokens,
-            reward_mean=round(record.reward_mean, 4),
-            staleness=record.staleness,
-            resumed_samples=record.resumed_samples,
-            segments=record.segments,
-            truncated=record.truncated,
-            masked_tokens=record.masked_tokens,
-            filtered_groups=filtered,
-            took_s=round(took_s, 3),
-        )
-
-
-def trainer_ranks(spec: ColocatedRLJobSpec) -> int:
-    """Ranks that train a batch together: one for each device, or one for each replica without devices."""
-    return spec.replicas * max(1, spec.gpus.count)

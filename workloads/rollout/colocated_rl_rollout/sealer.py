@@ -1,0 +1,83 @@
+"""What makes a job's batches, as its controller drives it: a `Worker`, or a `Replay` of what was recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
+
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Problem, RolloutTarget
+from colocated_rl_rollout.batches import BatchRecord
+from colocated_rl_rollout.store import Store
+
+LOG = logging.getLogger(__name__)
+
+FULL_RETRY_S = 10.0  # while the store's volume is full
+WrittenT = TypeVar("WrittenT")
+
+
+class Sealer(ABC):
+    """`changed` is called when facts may have changed.
+
+    problem: why there is no progress. no_signal: why progress may teach nothing.
+    """
+
+    def __init__(self, spec: ColocatedRLJobSpec, store: Store, changed: Callable[[], None], retry_s: float) -> None:
+        self._spec, self._store, self._changed = spec, store, changed
+        self._full_retry_s = retry_s
+        self._wake = asyncio.Event()
+        self._draining = False
+        self.last_step = spec.steps  # nothing is made for later ones
+        self.problem: Problem | None = None
+        self.no_signal: Problem | None = None
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Until `drain`; then return when nothing is under way."""
+
+    def wake(self) -> None:
+        """Something has changed that it may act on."""
+        self._wake.set()
+
+    def drain(self) -> None:
+        """Begin nothing more."""
+        self._draining = True
+        self.wake()
+
+    def tune(self, target: RolloutTarget) -> None:
+        """What of the spec may change has effect with what begins from here on."""
+        if target.last_step is not None:
+            self.last_step = target.last_step
+
+    def discard_stale(self) -> None:  # noqa: B027 - nothing of a recording grows older
+        """Give up what no batch can take any more, now that a step is trained."""
+
+    async def _written(self, step: int, write: Callable[[], WrittenT]) -> WrittenT | None:
+        """The files of a batch; None while the volume has no room for them: nothing is lost, and it is tried again."""
+        try:
+            written = await asyncio.to_thread(write)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._store.tell_full(f"batch {step} could not be written: {error}")
+            self._changed()
+            return None
+        self._store.problem = None
+        return written
+
+    def _log_sealed(self, record: BatchRecord, since: float, *, filtered_groups: int | None = None) -> None:
+        """since: on the monotonic clock."""
+        said = record.model_dump(exclude={"sha256"}) | {"reward_mean": round(record.reward_mean, 4)}
+        took_s = round(time.monotonic() - since, 3)
+        log(LOG, "batch sealed", **said, filtered_groups=filtered_groups, took_s=took_s)
+
+
+def trainer_ranks(spec: ColocatedRLJobSpec) -> int:
+    """Ranks that train a batch together: one for each device, or one for each replica without devices."""
+    return spec.replicas * max(1, spec.gpus.count)
