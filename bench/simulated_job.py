@@ -167,7 +167,7 @@ class Scene:
             spec,
             store=store,
             engines=self.engines,
-            prompts=PromptsInOrder(),
+            prompts=PromptsInOrder(store.cursor),
             chat=chat,
             processes=processes,
             evaluation=None,
@@ -278,8 +278,8 @@ class SimulatedEngines(Engines):
 class PromptsInOrder(PromptSource):
     """One token each: the prompt's number."""
 
-    def __init__(self) -> None:
-        self._position = 0
+    def __init__(self, position: int) -> None:
+        self._position = position
         self.problem = None
 
     def take(self) -> Prompt | None:
