@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from bench import virtual_time
 from bench.simulated_engines import PROMPT_TOKENS, Machine, Numbers, Rates, SimulatedEngine, Trace
-from colocated_rl_api.job import ColocatedRLJobSpec, Interruption
+from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Interruption
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_rollout.batches import BatchRecord
@@ -49,6 +49,7 @@ class Job:
     switch_s: float = 5.0
     train_s: float = 0.0
     max_staleness: int = 1
+    at_max_staleness: AtMaxStaleness = AtMaxStaleness.WAIT
     max_concurrency: int | None = None
     interruption: Interruption = Interruption.RESUME
     min_rollout_s: int = 0
@@ -225,6 +226,7 @@ def spec_of(job: Job) -> ColocatedRLJobSpec:
         "batchSize": job.batch_size,
         "groupSize": job.group_size,
         "maxStaleness": job.max_staleness,
+        "atMaxStaleness": job.at_max_staleness,
         "maxConcurrency": job.max_concurrency or (job.max_staleness + 1) * job.batch_size,
         "interruption": job.interruption,
     }
@@ -278,7 +280,7 @@ class SimulatedEngines(Engines):
 class PromptsInOrder(PromptSource):
     """One token each: the prompt's number."""
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int = 0) -> None:
         self._position = position
         self.problem = None
 

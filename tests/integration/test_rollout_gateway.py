@@ -370,7 +370,7 @@ async def test_a_job_that_starts_over_does_so_for_clients_too(tmp_path: Path) ->
 
 
 # ---------------------------------------------------------------------------------------------------- what is asked
-async def test_the_callers_parameters_are_never_changed(scene: Scene) -> None:
+async def test_verl_callers_parameters_are_never_changed(scene: Scene) -> None:
     """F21: and the budget holds over all attempts."""
     await scene.gate.open(V0, pace=4)
     asked = asyncio.create_task(
@@ -388,6 +388,22 @@ async def test_the_callers_parameters_are_never_changed(scene: Scene) -> None:
     assert sampling[0] == sampling[1] == sampling[2]
     own = {"temperature": 0.25, "sampling_seed": 7, "stop": ["nowhere", "never"], "top_p": 1, "top_k": -1}
     assert own == {name: sampling[0][name] for name in own}
+
+
+async def test_verl_each_attempts_prompt_is_the_prompt_and_all_tokens_so_far(scene: Scene) -> None:
+    """As published, where the experts of tokens are told too; and a single attempt is passed through."""
+    prompt, whole = [*scene.job.chat.prompt_ids("Where is it?")], [*scene.job.chat.encode(ANSWER), 2]
+    for switches in (0, 3):
+        await scene.gate.open(V0, pace=4 if switches else None)
+        scene.gate.requests.clear()
+        asked = asyncio.create_task(scene.ask(extra_body={"return_token_ids": True}))
+        for step in range(1, switches + 1):
+            await scene.generating()
+            await scene.switch(WeightVersion(step, 1), pace=4 if step < switches else None)
+        completion = await asked
+        attempts = [request["input_ids"] for request in scene.gate.requests]
+        assert [[*prompt, *whole[: 5 * attempt]] for attempt in range(switches + 1)] == attempts
+        assert (prompt, whole) == (completion.prompt_token_ids, completion.choices[0].token_ids)
 
 
 @pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens", None])

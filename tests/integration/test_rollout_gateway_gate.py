@@ -90,13 +90,13 @@ class Scene:
     async def close(self) -> None:
         await asyncio.gather(*(pod.close() for pod in self.pods))
 
-    async def made(self, tokens: int) -> None:
+    async def made(self, tokens: int, generations: int = GENERATIONS) -> None:
         """Each generation is under way, and has so many tokens more."""
 
         def samples() -> list[Sample]:
             return [sample for pod in self.pods for sample in pod.engine.running]
 
-        await until(lambda: len(samples()) == GENERATIONS and all(len(each.output) >= tokens for each in samples()))
+        await until(lambda: len(samples()) == generations and all(len(each.output) >= tokens for each in samples()))
 
 
 @pytest.fixture
@@ -185,6 +185,15 @@ async def test_verl_with_resume_every_output_is_whole_over_three_updates(scene: 
         versions = [version for version, _, _ in steps_of(each)]
         assert (3, sorted(versions)) == (versions[0], versions)
         assert versions[-1] > versions[0]
+
+
+async def test_verl_eight_that_are_aborted_together_all_return(scene: Scene) -> None:
+    scene.open(0, hold=2)
+    asked = [asyncio.create_task(scene.generate(number, resume=False)) for number in range(8)]
+    await scene.made(2, generations=8)
+    await scene.close()
+    async with asyncio.timeout(DEADLINE_S):
+        assert ["abort"] * 8 == [each.choices[0].finish_reason for each in await asyncio.gather(*asked)]
 
 
 async def test_verl_update_without_an_interruption_in_it_changes_nothing(scene: Scene) -> None:

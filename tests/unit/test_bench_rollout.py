@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 from collections.abc import Coroutine
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from bench import virtual_time
 from bench.rollout_bound import least_s
 from bench.simulated_engines import PROMPT_TOKENS, Machine, Rates
 from bench.simulated_job import Job, Scene, colocated, synchronous
-from colocated_rl_api.job import Interruption
+from colocated_rl_api.job import AtMaxStaleness, Interruption
 from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_rollout.batches import shard_path
+from colocated_rl_rollout.database import StoreFailed
 from colocated_rl_rollout.engines import BURST, PACE_S
 from colocated_rl_rollout.samples import SampleState
 from colocated_rl_rollout.store import Store
@@ -169,6 +175,94 @@ def test_nothing_is_sent_once_a_batch_is_sealed_unless_no_switch_comes(tmp_path:
         assert all(time == pytest.approx(sealed_at + SWITCH_S) for time, _ in sent[:1])
 
     run_scene(job, tmp_path, script)
+
+
+@pytest.mark.parametrize("policy", [AtMaxStaleness.WAIT, AtMaxStaleness.MASK])
+def test_samples_of_every_length_are_trained_as_they_were_admitted(tmp_path: Path, policy: AtMaxStaleness) -> None:
+    """No bias to short ones: at every step, those trained, those masked and those left over are those admitted. So a
+    job's weights have no part in which samples it trains, as with a learning rate of 0."""
+    job = small(steps=8, max_staleness=1, at_max_staleness=policy, rates=Rates(slots=4))
+    trained: dict[int, list[int]] = {}
+    masked = 0
+
+    async def script(scene: Scene) -> None:
+        nonlocal masked
+        for step in range(1, job.steps + 1):
+            scene.open_gates(WeightVersion(step - 1, 1))
+            batch = await scene.sealed(step)
+            masked += batch.masked_tokens
+            scene.close_gates()
+            columns = load_file(shard_path(scene.store.batch_directory, step, 0))
+            for tokens in np.split(columns["tokens"], columns["sample_end"][:-1]):
+                trained.setdefault(int(tokens[0]), []).append(len(tokens) - 1)
+            left = [group.prompt.position for group in scene.store.groups.values()]
+            assert [*range(scene.store.cursor)] == sorted([*trained, *left])
+            await asyncio.sleep(1)
+            scene.trained(step)
+        figures = [scene.counted(f"colocate_rollout_{each}response_tokens_sum") for each in ("", "sealed_")]
+        assert [job.tokens, job.tokens] == figures, "whose means are for people to compare"
+        assert scene.counted("colocate_rollout_discarded_tokens_total") == masked
+
+    run_scene(job, tmp_path, script)
+    expected = {
+        prompt: sorted(job.trace(prompt, number) for number in range(job.group_size))
+        for prompt in range(job.steps * job.batch_size)
+    }
+    assert expected == {prompt: sorted(lengths) for prompt, lengths in trained.items()}
+    assert (masked > 0) == (policy is AtMaxStaleness.MASK)
+
+
+def test_slime_topping_up_stops_while_twice_the_concurrency_waits(tmp_path: Path) -> None:
+    """As published: the queue is never above it."""
+    job = small(max_staleness=1, max_concurrency=4)
+    held: list[int] = []
+
+    async def script(scene: Scene) -> None:
+        scene.open_gates(V0)
+        for _ in range(200):
+            await asyncio.sleep(0.1)
+            held.append(len(scene.store.groups) + scene.store.sealed_groups)
+        assert 0 == scene.store.counts[SampleState.RUNNING]
+
+    run_scene(job, tmp_path, script)
+    assert (8, 8) == (max(held), held[-1])
+
+
+def test_tunix_four_groups_in_batches_of_two_are_two_batches_and_then_no_more(tmp_path: Path) -> None:
+    """As published of its barriers: each batch closes its own step, and the last one the job."""
+    job = small(steps=2, batch_size=2, max_staleness=3)
+
+    async def script(scene: Scene) -> None:
+        for step in (1, 2):
+            scene.open_gates(V0)
+            assert 2 == (await scene.sealed(step)).groups
+            scene.close_gates()
+            scene.trained(step)
+        scene.open_gates(V0)
+        await asyncio.sleep(60)
+        assert ({}, 3) == (scene.store.groups, scene.store.next_step)
+        assert job.steps * job.samples == scene.store.counts.total()
+
+    run_scene(job, tmp_path, script)
+
+
+def test_tunix_a_stage_that_fails_ends_everybody_who_waits_for_it(tmp_path: Path) -> None:
+    """As published of its queues. Here it is the store, and a trainer's agent waits for its batch."""
+
+    async def main() -> None:
+        scene = Scene(small(), tmp_path)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(scene.engines.run())
+            group.create_task(scene.worker.run())
+            group.create_task(scene.sealed(1))
+            await asyncio.sleep(0)
+            with closing(sqlite3.connect(scene.store.path)) as other:
+                other.execute("DROP TABLE segments")
+            scene.open_gates(V0)
+
+    with pytest.raises(ExceptionGroup) as failed:
+        virtual_time.run(main())
+    assert failed.value.subgroup(StoreFailed) is not None
 
 
 def test_a_wait_that_nothing_can_end_is_an_error() -> None:

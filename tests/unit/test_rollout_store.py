@@ -517,6 +517,19 @@ async def test_a_failed_write_reaches_whoever_waits_and_whoever_comes_later(stor
     store.close()
 
 
+async def test_slime_a_thousand_and_one_groups_that_finish_wait_for_nobody(store: Store, tmp_path: Path) -> None:
+    """As published of a full queue, whose callbacks must not block the event loop. Here the disk takes nothing."""
+    with held_up(store) as waiting:
+        for _ in range(1001):
+            completed_group(store)
+        assert waiting() > 1001
+    await store.flushed()
+    store.close()
+    again = Store(tmp_path, job_uid=JOB)
+    assert 1001 * GROUP_SIZE == again.counts[S.COMPLETED]
+    again.close()
+
+
 async def test_a_full_volume_is_named_in_the_failure(store: Store) -> None:
     await store.flushed()
     database = store._writer._database

@@ -12,10 +12,12 @@ import aiohttp
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from safetensors.numpy import load_file
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
+from colocated_rl_rollout.batches import shard_path
 from colocated_rl_rollout.engine_client import EngineClient
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.metrics import Metrics
@@ -263,3 +265,21 @@ async def test_nothing_is_put_in_order_while_no_engine_takes_it(scene: Scene) ->
     scene.worker._engines.__class__ = FullEngines
     scene.worker._in_order = lambda: pytest.fail("put in order")  # type: ignore[method-assign]
     scene.worker._send()
+
+
+@pytest.mark.parametrize("scene", [{"batchSize": 4, "maxStaleness": 2}], indirect=True)
+async def test_slime_of_ten_groups_that_are_ready_four_are_taken_in_order_and_six_stay(scene: Scene) -> None:
+    """As published: never more than are wanted, the rest in order next time, and nothing where there is no batch."""
+    ready = [(await scene.complete(1.0, 0.0)).id for _ in range(10)]
+    running = asyncio.create_task(scene.worker.run())
+    for step in (1, 2):
+        await until(lambda: scene.store.next_step > step)  # noqa: B023 - it is waited for here
+        shards = [load_file(shard_path(scene.store.batch_directory, step, shard)) for shard in range(2)]
+        groups = sorted(group for shard in shards for group in shard["group"].tolist())
+        assert [group for group in ready[4 * step - 4 : 4 * step] for _ in range(2)] == groups
+        assert ready[4 * step :] == [*scene.store.groups]
+        scene.store.commit(step)
+        scene.worker.wake()
+    scene.worker.drain()
+    await running
+    assert (3, ready[8:]) == (scene.store.next_step, [*scene.store.groups]), "two are no batch of four"
