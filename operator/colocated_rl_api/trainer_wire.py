@@ -15,8 +15,13 @@ opens `SOCKET` and answers:
   Asked of rank 0 alone, after the last step is saved, where the trainer says `canFinish`. Not collective.
 
 Each answers 200 with `TrainerStatus` when the effect holds. Every request is idempotent: asked again for an effect that
-holds, it answers at once; asked again while it is under way, it waits for that one. 409 with `TrainerError` when it
-can't be done from the present state, 500 when it failed; `message` says what to do.
+holds, it answers at once; asked again while it is under way, it waits for that one. Otherwise it answers a
+`TrainerError`, whose `message` says what to do:
+
+* 409: it can't be done from the present state.
+* 503: it was tried, and nothing has changed: a volume has no room, for instance. A save or finish is asked for again
+  after a while, of every rank: a save is done on all of them or on none.
+* 500: it failed, and nobody knows the trainer's state: its process is ended.
 """
 
 from __future__ import annotations

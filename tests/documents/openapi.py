@@ -16,7 +16,8 @@ SAID = re.compile(r"^\* `(?P<method>GET|POST) (?P<path>\S+)`(?P<meaning>.*?)(?=^
 FAILED = {
     "400": ("the request can't be read", TrainerError),
     "409": ("it can't be done from the present state", TrainerError),
-    "500": ("it failed: the message says what to do", TrainerError),
+    "500": ("it failed, and the process ends: the message says what to do", TrainerError),
+    "503": ("nothing has changed, and it may be asked for again: the message says what to do", TrainerError),
 }
 
 

@@ -112,7 +112,7 @@ class SmallEngine(FakeEngine):
 
 
 class SmallTrainer(Rank):
-    """One rank. faults: route to hang, error, crash, or act_then_hang, once."""
+    """One rank. faults: route to hang, error, crash, or act_then_hang, once; to full, until there is room."""
 
     def __init__(
         self, environment: Mapping[str, str], *, check: Callable[[], None], dies: Callable[[int], None]
@@ -139,6 +139,9 @@ class SmallTrainer(Rank):
             raise asyncio.CancelledError
         if fault == "error":
             return web.json_response({"error": "ToldToFail", "message": route}, status=500)
+        if fault == "full":
+            self.faults[route] = fault
+            return web.json_response({"error": "Refused", "message": "No space left on device"}, status=503)
         if fault == "hang":
             await asyncio.Event().wait()
         getattr(self, route)(await request.json(), fault)

@@ -17,7 +17,7 @@ from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung, Weight
 from colocated_rl_api.member_wire import Refusal
 from fakes.small_pod import ASKED, SmallPod, small_pod
 
-V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
+V0, V1, V2 = (WeightVersion(step, 1) for step in range(3))
 OFFLOADS: dict[Placement, dict[str, Any]] = {
     Placement.TIME_SLICED: {},
     Placement.RESIDENT: {"rollout": {"offload": []}},
@@ -406,3 +406,50 @@ async def test_target_of_an_older_epoch_is_refused_in_a_switch_too() -> None:
         assert isinstance(pod.send(pod.target(V0, Rung.SERVING, epoch=1)), Refusal)
         await pod.climb(V1)
         assert [] == pod.broken
+
+
+# ----------------------------------------------------------------------------------------------------- no room to keep
+def waits_for_room(pod: SmallPod, reason: str) -> bool:
+    problem = pod.facts.problem
+    return problem is not None and problem.reason == reason and "No space left on device" in problem.message
+
+
+@both_ladders
+async def test_full_volume_is_waited_for_and_costs_no_trainer(placement: Placement) -> None:
+    """The trainers were ended, and the steps since the last checkpoint done again, only to find it full again."""
+    async with small_pod(**OFFLOADS[placement], checkpoint={"everySteps": 1}) as pod:
+        await pod.climb(V0)
+        trainer = pod.trainer
+        assert trainer is not None
+        trainer.faults["save"] = "full"
+        await pod.climb(V1)
+        await pod.news(lambda: waits_for_room(pod, "CheckpointNotWritten"))
+        assert "length" == await pod.ask(tokens=4), "rollout goes on"
+
+        below = Rung.RELEASED if pod.ladder.takes_turns else Rung.SEALED
+        climbs = asyncio.create_task(pod.climb(V2))
+        await pod.news(lambda: pod.ladder.standing(pod.facts, V2) is below)
+        await pod.news(lambda: waits_for_room(pod, "CheckpointNotWritten"))
+        assert (1, 0) == (pod.facts.trainers[0].step, pod.facts.trainers[0].saved or 0), "the next step waits"
+        trainer.faults.clear()
+
+        await climbs
+        assert trainer is pod.trainer
+        await pod.news(lambda: pod.facts.trainers[0].saved == 2 and pod.facts.problem is None)
+        assert [] == pod.broken
+
+
+async def test_full_volume_is_waited_for_at_the_end_too_and_said_for_as_long() -> None:
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        await pod.climb(V1)
+        trainer = pod.trainer
+        assert trainer is not None
+        trainer.faults["finish"] = "full"
+        pod.send(pod.target(V1, Rung.SERVING).model_copy(update={"is_last": True}))
+        await pod.news(lambda: waits_for_room(pod, "ModelNotWritten"))
+        assert 1 == pod.facts.trainers[0].saved
+        trainer.faults.clear()
+
+        await pod.news(lambda: pod.facts.trainers[0].finished == V1 and pod.facts.problem is None)
+        assert trainer is pod.trainer

@@ -167,6 +167,21 @@ def onloaded(version: WeightVersion) -> RankView:
             (V2, Rung.SERVING),
             do.Save(2),
         ),
+        # no room for a checkpoint
+        (
+            replace(down(replace(make_rank(V2), saved=0)), keep_after=NOW + 5),
+            (V3, Rung.TRAINED),
+            do.Wait(until=NOW + 5),
+        ),
+        (replace(down(replace(make_rank(V2), saved=0)), keep_after=NOW), (V3, Rung.TRAINED), do.Save(2)),
+        (
+            replace(
+                make_pod(gate_open=True, engine=make_engine(V2), rank=replace(make_rank(V2), saved=0)),
+                keep_after=NOW + 5,
+            ),
+            (V2, Rung.SERVING),
+            do.Wait(until=NOW + 5),
+        ),
     ],
 )
 def test_next_action_is(pod: PodView, target: tuple[WeightVersion, Rung], expected: do.Action | do.Wait) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
 import pytest
+from full_disk import no_file_above
 
 from colocated_rl_trainer.checkpoint import CONTENTS, Checkpoints, NoneLeft, Superseded
 
@@ -58,21 +58,20 @@ def test_checkpoint_that_does_not_verify_is_passed_over(tmp_path: Path, harm: st
     assert 5 == newest.step
 
 
-def test_failed_write_leaves_the_older_ones_and_the_next_one_tidies_up(tmp_path: Path) -> None:
+def test_full_volume_leaves_the_older_ones_and_no_half_of_the_new_one(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, lineage=1, keep=2)
     _write(checkpoints, 5, keep=1)
 
-    def fill_volume(directory: Path) -> None:
-        (directory / "model").write_text("half")
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fill(directory: Path) -> None:
+        (directory / "model").write_bytes(bytes(9000))
 
-    with pytest.raises(OSError, match="No space left"):
-        checkpoints.write(10, keep=1, fill=fill_volume)
-    after_failure = checkpoints.newest()
-    _write(checkpoints, 10, keep=1)
+    with no_file_above(8000), pytest.raises(OSError, match="File too large"):
+        checkpoints.write(10, keep=1, fill=fill)
+    after_failure, names = checkpoints.newest(), _names(tmp_path)
+    checkpoints.write(10, keep=1, fill=fill)
 
     assert after_failure is not None
-    assert 5 == after_failure.step
+    assert (5, ["step-00000005"]) == (after_failure.step, names)
     assert ["step-00000010"] == _names(tmp_path)
 
 

@@ -352,7 +352,7 @@ def test_refused_scores_change_nothing_and_a_full_disk_is_named() -> None:
     refused = running.refusal(score())
     running.loop.script.clear()
 
-    assert (500, "Refused") == (refused.code, refused.body.error)
+    assert (503, "Refused") == (refused.code, refused.body.error)
     assert "scores not written" in refused.body.message
     assert "ephemeral storage" in refused.body.message
     assert TrainerState.ONLOADED is running.rank.status.state
@@ -402,7 +402,7 @@ def test_refused_step_changes_nothing_and_can_be_asked_for_again() -> None:
     after = running.rank.status
     running.loop.script.clear()
 
-    assert (500, "Refused", "shard is torn: fetch it again") == (
+    assert (503, "Refused", "shard is torn: fetch it again") == (
         refused.code, refused.body.error, refused.body.message,
     )  # fmt: skip
     assert (4, TrainerState.ONLOADED, False) == (after.step, after.state, after.dirty)
@@ -457,6 +457,24 @@ def test_full_volume_is_named_with_what_to_change_and_the_rank_goes_on(tmp_path:
     assert WeightVersion(4, 2) == running.ask(export(tmp_path / "e")).exported
 
 
+def test_checkpoint_without_room_is_refused_and_can_be_asked_for_again() -> None:
+    running = onloaded()
+    running.ask(train())
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    running.loop.script["save"] = full
+    refused = running.refusal(SaveRequest(step=5, keep=1))
+    after = running.rank.status
+    running.loop.script.clear()
+
+    assert (503, "Refused") == (refused.code, refused.body.error)
+    assert "checkpoint not written: [Errno 28] No space left on device: free space" in refused.body.message
+    assert (5, 4, TrainerState.ONLOADED) == (after.step, after.saved, after.state)
+    assert 5 == running.ask(SaveRequest(step=5, keep=1)).saved
+
+
 def test_rank_leaves_its_export_as_the_model_while_offloaded(tmp_path: Path) -> None:
     running = onloaded()
     running.ask(export(tmp_path / "e"))
@@ -480,6 +498,7 @@ def test_model_that_can_not_be_left_is_refused_and_the_rank_goes_on(tmp_path: Pa
     refused = running.refusal(finish(tmp_path / "e", tmp_path / "file" / "model"))
     torn = running.refusal(finish(tmp_path / "no-such", tmp_path / "model"))
 
+    assert (503, 503) == (refused.code, torn.code)
     assert "model not written: [Errno 17] File exists" in refused.body.message
     assert "model not left: no export to leave" in torn.body.message
     assert running.ask(finish(tmp_path / "e", tmp_path / "model")).finished == LOADED

@@ -156,6 +156,15 @@ REMEDIES: dict[str, Remedy] = {
         "read the message and the gpu container's log; the operator starts all ranks again",
         heals=True,
     ),
+    "CheckpointNotWritten": Remedy(
+        "the checkpoints' volume takes no checkpoint; rollout goes on, and the next step waits for it",
+        "expand the claim, or remove from it what no job needs (models and checkpoints of other jobs); trainers go on "
+        "by themselves once there is room, and past spec.switch's deadline the step is tried again",
+    ),
+    "ModelNotWritten": Remedy(
+        "every step is done and saved, and the checkpoints' volume has no room for the model",
+        "expand the claim, or remove from it what no job needs; the model is left once there is room",
+    ),
     "TrainerNotStarted": Remedy(
         "a trainer's process can't be started", "correct spec.trainer.command: it has to be in the gpu image"
     ),

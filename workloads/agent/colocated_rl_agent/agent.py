@@ -86,6 +86,7 @@ class Agent:
             metrics=self._metrics,
             changed=self._wake_up,
             failed=self._fail,
+            made_good=self._problems.made_good,
         )
         tls = MemberTls.read(settings.directories.tls)
         places, progress_s = settings.directories, settings.job.spec.switch.trainer_progress_seconds
@@ -174,6 +175,7 @@ class Agent:
             crowded=whole is not None and self._exports.has_others_than(whole),
             shards=self._shards.step,
             fetch_after=self._shards.fetch_after,
+            keep_after=self._trainers.keep_after,
             agreed=self._agreed,
             stopped=self._stopped,
         )

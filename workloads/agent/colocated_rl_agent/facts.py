@@ -229,7 +229,7 @@ def _step(pod: PodView, target: PodTarget, done: int, rules: Rules) -> Action | 
     until every reference has scored it.
     """
     if rules.checkpoint_is_due(done) and _lacks_checkpoint(pod, done):
-        return Save(done) if _may_save(pod, rules) else Offload()
+        return _keep(pod, Save(done)) if _may_save(pod, rules) else Offload()
     if pod.shards != done + 1:
         return FetchShards(done + 1) if pod.now >= pod.fetch_after else Wait(until=pod.fetch_after)
     if _any_offloaded(pod):
@@ -393,8 +393,8 @@ def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     if not (is_due and is_there):
         return Wait()
     if _lacks_checkpoint(pod, target.step):
-        return Save(target.step)
-    return Finish(target.version) if target.is_last and _lacks_model(pod, target.version) else Wait()
+        return _keep(pod, Save(target.step))
+    return _keep(pod, Finish(target.version)) if target.is_last and _lacks_model(pod, target.version) else Wait()
 
 
 def _end(pod: PodView, rules: Rules, *, code: int) -> Action | Wait:
@@ -424,6 +424,13 @@ def _interrupt(pod: PodView, rules: Rules) -> Action | Wait:
         late = f"{pod.in_flight} requests were in flight {rules.settle_s:.0f} s after the gate closed"
         return KillEngine(late, is_fault=True)
     return AbortAll(until)
+
+
+def _keep(pod: PodView, action: Save | Finish) -> Action | Wait:
+    """Trainers that found no room for it keep what they have, and are asked again: until then rollout goes on, and past
+    a rung's deadline the operator decides.
+    """
+    return action if pod.now >= pod.keep_after else Wait(until=pod.keep_after)
 
 
 def _may_save(pod: PodView, rules: Rules) -> bool:

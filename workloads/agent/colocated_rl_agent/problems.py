@@ -15,7 +15,7 @@ MESSAGE_CHARS = 1024
 
 
 class Problems:
-    """A failure counts until a rung is gained, a wait for as long as it lasts; a failure is told first."""
+    """A failure counts until a rung is gained or it is made good, a wait while it lasts; a failure is told first."""
 
     def __init__(self) -> None:
         self._failure: Problem | None = None
@@ -33,6 +33,11 @@ class Problems:
 
     def rung_gained(self) -> None:
         self._failure = None
+
+    def made_good(self, reason: str) -> None:
+        """What failed for this reason has been done after all."""
+        if self._failure is not None and self._failure.reason == reason:
+            self._failure = None
 
     def chosen(self, choices: Iterable[Action | Wait]) -> None:
         """What the agent does next: a wait may have a reason that somebody should know."""

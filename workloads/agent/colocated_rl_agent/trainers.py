@@ -1,7 +1,8 @@
 """The pod's trainer ranks: their processes, what is known of them, and the requests that move them.
 
 Every request goes to all ranks of the pod at once, because training is collective. A rank whose request fails or is not
-answered in time is broken, and then all of them are stopped: a rank alone can't rejoin its group. A rank that died
+answered in time is broken, and then all of them are stopped: a rank alone can't rejoin its group. But a checkpoint or
+a model for which a volume has no room costs no trainer: it is asked for again, until there is room. A rank that died
 keeps its lineage and its exit code, and is not started again in that lineage: the operator decides on a new one.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from colocated_rl_agent.batches import scores_path, shard_path
 from colocated_rl_agent.devices import MemoryHeld
-from colocated_rl_agent.drivers.base import DriverError, OutcomeUnknown
+from colocated_rl_agent.drivers.base import DriverError, NothingDone, OutcomeUnknown
 from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
 from colocated_rl_agent.exports import export_directory
 from colocated_rl_agent.journal import Journal
@@ -34,10 +35,15 @@ LOG = logging.getLogger(__name__)
 START_POLL_S = 0.1  # a trainer has no way to say that it has loaded
 NOT_EXECUTABLE = 127  # as shells say it
 MOST_METRICS = 32  # of a step, in the log
+KEEP_AGAIN_S = 2.0  # after the first refusal of a checkpoint or model, and twice as long after each further one
+KEEP_AGAIN_MOST_S = 30.0
 
 
 class Trainers:
-    """changed: a view is another one. failed: (reason, message) for the pod's problem."""
+    """changed: a view is another one. failed: (reason, message) for the pod's problem. made_good: that reason is over.
+
+    keep_after: back-off after a checkpoint or the model was refused, on the clock of `time.monotonic`.
+    """
 
     def __init__(
         self,
@@ -48,6 +54,7 @@ class Trainers:
         metrics: Metrics,
         changed: Callable[[], None],
         failed: Callable[[str, str], None],
+        made_good: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._runner = runner
@@ -55,6 +62,9 @@ class Trainers:
         self._metrics = metrics
         self._changed = changed
         self._failed = failed
+        self._made_good = made_good
+        self._refusals = 0  # of a checkpoint or the model, in a row
+        self.keep_after = 0.0
         self._exits: dict[str, ChildExited] = {}  # can come before the answer to the start
         self._stopping = False
         self._one_gone = asyncio.Event()
@@ -82,6 +92,7 @@ class Trainers:
         settings, spec = self._settings, self._settings.job.spec
         directories = settings.directories
         self._stopping = False
+        self._refusals, self.keep_after = 0, 0.0
         for local_rank, rank in enumerate(settings.ranks):
             self._socket(rank).unlink(missing_ok=True)
             env = trainer_environment(
@@ -220,11 +231,17 @@ class Trainers:
 
     async def save(self, step: int) -> None:
         keep, started = self._settings.job.spec.checkpoint.keep, time.monotonic()
-        answers = await self._ask("save", lambda rank: self._clients[rank].save(step, keep=keep))
+        try:
+            answers = await self._ask("save", lambda rank: self._clients[rank].save(step, keep=keep), may_wait=True)
+        except NothingDone as error:
+            self._failed("CheckpointNotWritten", self._put_off(error))
+            return
         for rank, status in answers.items():
             if status.saved is None or status.saved < step:
                 self.broke(rank, f"save answered, and its newest checkpoint is {status.saved}, not {step}")
-                return
+        if any(view.broken is not None for view in self.views):
+            return
+        self._kept("CheckpointNotWritten")
         log(LOG, "checkpoint saved", step=step, took_s=round(time.monotonic() - started, 4))
 
     async def finish(self, version: WeightVersion) -> None:
@@ -235,6 +252,9 @@ class Trainers:
             status = await self._clients[0].finish(
                 version, export, directories.checkpoints / finished_model(version.step)
             )
+        except NothingDone as error:
+            self._failed("ModelNotWritten", self._put_off(error))
+            return
         except DriverError as error:
             self.broke(0, f"finish: {error}")
             return
@@ -242,6 +262,7 @@ class Trainers:
         if status.finished != version:
             self.broke(0, f"finish answered, and it has left {status.finished}, not {version}")
             return
+        self._kept("ModelNotWritten")
         log(LOG, "model left", version=str(version), took_s=round(time.monotonic() - started, 4))
 
     def export_torn(self, version: WeightVersion, reason: str) -> None:
@@ -262,15 +283,23 @@ class Trainers:
         request: Callable[[int], Awaitable[TrainerStatus]],
         *,
         verify: Callable[[], Awaitable[None]] | None = None,
+        may_wait: bool = False,
     ) -> dict[int, TrainerStatus]:
-        """Answers of all ranks, which become facts together. One that did not answer is broken."""
+        """Answers of all ranks, which become facts together. One that did not answer is broken.
+
+        may_wait: a refusal that changed nothing breaks nobody. Raises NothingDone then.
+        """
         answers: dict[int, TrainerStatus] = {}
+        refusals: list[NothingDone] = []
 
         async def ask(rank: int) -> None:
             try:
                 answers[rank] = await request(rank)
             except DriverError as error:
-                self.broke(rank, f"{what}: {error}")
+                if may_wait and isinstance(error, NothingDone):
+                    refusals.append(error)
+                else:
+                    self.broke(rank, f"{what}: {error}")
 
         async with asyncio.TaskGroup() as group:
             for rank in self._views:
@@ -284,7 +313,21 @@ class Trainers:
             return {}
         for rank, status in answers.items():
             self._report(rank, status)
+        if refusals:
+            raise refusals[0]
         return answers
+
+    def _put_off(self, error: NothingDone) -> str:
+        """What to say of it."""
+        # ranks of other pods wait in the next try for this one's, so long and no longer
+        most_s = min(KEEP_AGAIN_MOST_S, self._settings.job.spec.switch.trainer_progress_seconds / 2)
+        self.keep_after = time.monotonic() + min(KEEP_AGAIN_S * 2.0 ** min(self._refusals, 16), most_s)
+        self._refusals += 1
+        return f"{error}; it is tried again, and nothing is lost meanwhile"
+
+    def _kept(self, reason: str) -> None:
+        self._refusals, self.keep_after = 0, 0.0
+        self._made_good(reason)
 
     async def _look(self, view: RankView) -> None:
         try:

@@ -216,6 +216,7 @@ class PodView:
     crowded: bool = False  # another export is there besides the whole one
     shards: int | None = None  # step whose shards are there for every rank
     fetch_after: float = 0.0  # back-off after a failed fetch
+    keep_after: float = 0.0  # back-off after a checkpoint, or the model, could not be written
     agreed: tuple[WeightVersion, str] | None = None  # newest checksum that the group agreed on, and of what
     stopped: bool = False
 

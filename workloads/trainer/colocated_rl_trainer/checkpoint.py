@@ -95,8 +95,12 @@ class Checkpoints:
         Raises OSError and Superseded; then no checkpoint has come or gone.
         """
         draft = self.begin(step)
-        fill(draft)
-        return self.finish(draft, step, keep=keep)
+        try:
+            fill(draft)
+            return self.finish(draft, step, keep=keep)
+        except (OSError, Superseded):
+            self.abandon(draft)
+            raise
 
     def begin(self, step: int) -> Path:
         """An empty directory for the checkpoint of `step`. Raises OSError and Superseded."""
@@ -127,6 +131,10 @@ class Checkpoints:
             if saved.step not in kept:
                 shutil.rmtree(saved.directory)
         return Saved(step, target)
+
+    def abandon(self, draft: Path) -> None:
+        """It may have filled the volume, which others need too."""
+        shutil.rmtree(draft, ignore_errors=True)
 
     def _refuse_if_superseded(self) -> None:
         for saved in self._all():

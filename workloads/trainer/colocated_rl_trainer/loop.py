@@ -25,7 +25,7 @@ from colocated_rl_trainer.checkpoint import Checkpoints
 from colocated_rl_trainer.group import Group, join_group
 from colocated_rl_trainer.loss import importance_ratio, kl_penalty, policy_loss, token_logp
 from colocated_rl_trainer.manifest import Exported, hashes_of, sha256_of
-from colocated_rl_trainer.rank import Watch
+from colocated_rl_trainer.rank import Refused, Watch
 from colocated_rl_trainer.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.scores import find_scores, write_scores
 from colocated_rl_trainer.settings import RankSettings, SettingsError, TrainerConfig
@@ -230,11 +230,16 @@ class ReferenceTrainer:
     def save(self, step: int, keep: int) -> None:
         """Every rank writes its part of the state, and rank 0 what makes them one: then it is durable for everyone."""
         draft = self._group.led(lambda: self._checkpoints.begin(step))
-        with self._group.together("save"):
-            self._write_checkpoint(draft)
-        hashes = self._group.gather(hashes_of(sorted(draft.glob(f"__{self._group.rank}_*"))))
-        known = {name: digest for of_rank in hashes for name, digest in of_rank.items()}
-        self._group.led(lambda: self._checkpoints.finish(draft, step, keep=keep, sha256=known))
+        try:
+            with self._group.together("save"):
+                self._write_checkpoint(draft)
+            hashes = self._group.gather(hashes_of(sorted(draft.glob(f"__{self._group.rank}_*"))))
+            known = {name: digest for of_rank in hashes for name, digest in of_rank.items()}
+            self._group.led(lambda: self._checkpoints.finish(draft, step, keep=keep, sha256=known))
+        except (OSError, Refused):  # every rank has left the draft
+            if self._group.rank == 0:
+                self._checkpoints.abandon(draft)
+            raise
 
     def replay_from(self) -> int:
         return self._checkpoints.oldest()

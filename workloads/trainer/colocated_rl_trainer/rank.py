@@ -183,7 +183,7 @@ def conflict(status: TrainerStatus, request: Request, *, must_score: bool = Fals
 
 
 class NotDone(Exception):
-    """The effect that was asked for does not hold. `code` is of HTTP: 409 not from here, 500 it failed."""
+    """The effect that was asked for does not hold. `code` is of HTTP, as in `colocated_rl_api.trainer_wire`."""
 
     def __init__(self, code: HTTPStatus, body: TrainerError) -> None:
         super().__init__(body.message)
@@ -195,7 +195,7 @@ class NotDone(Exception):
 class _Operation:
     request: Request
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
-    failure: TrainerError | None = None
+    failure: NotDone | None = None
 
 
 class Rank:
@@ -245,7 +245,7 @@ class Rank:
                 self._changed.notify_all()
         operation.done.wait()
         if operation.failure is not None:
-            raise NotDone(HTTPStatus.INTERNAL_SERVER_ERROR, operation.failure)
+            raise operation.failure
         return self._status
 
     def _obstacle(self, request: Request) -> TrainerError | None:
@@ -280,11 +280,13 @@ class Rank:
                 self._do(loop, operation.request)
             except Exception as error:
                 if not isinstance(error, Refused) or self._status.dirty:
-                    operation.failure = trainer_error("Failed", f"{type(error).__name__}: {error}; this rank ends")
+                    body = trainer_error("Failed", f"{type(error).__name__}: {error}; this rank ends")
+                    operation.failure = NotDone(HTTPStatus.INTERNAL_SERVER_ERROR, body)
                     raise
                 if isinstance(operation.request, ScoreRequest | TrainRequest):
                     self._set(state=TrainerState.ONLOADED)
-                operation.failure = trainer_error(type(error).__name__, str(error))
+                body = trainer_error(type(error).__name__, str(error))
+                operation.failure = NotDone(HTTPStatus.SERVICE_UNAVAILABLE, body)
                 log(_LOG, "request refused", logging.WARNING, step=self._status.step, reason=str(error))
             finally:
                 with self._changed:

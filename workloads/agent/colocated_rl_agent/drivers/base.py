@@ -14,12 +14,17 @@ from pydantic import BaseModel, ValidationError
 class DriverError(Exception):
     """DriverError
     ├─ CallRefused      the neighbour answered no: it says why, the effect did not happen as asked
+    │  └─ NothingDone   and it is what it was: the same may be asked of it again
     ├─ OutcomeUnknown   no answer in time, or the connection broke: the effect may hold or not. Never send it again
     └─ Unsuitable       it answers, but is not what a switch needs: the message names the flag or package to change
     """
 
 
 class CallRefused(DriverError):
+    pass
+
+
+class NothingDone(CallRefused):
     pass
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Literal
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable, within
+from colocated_rl_agent.drivers.base import CallRefused, NothingDone, OutcomeUnknown, Unsuitable, within
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import JobFile, Rendezvous, TrainerState
 from colocated_rl_api.trainer_wire import (
@@ -124,7 +125,7 @@ class TrainerRank:
         return await self._work("/v1/finish", body)
 
     async def _work(self, path: str, body: BaseModel | Mapping[str, object]) -> TrainerStatus:
-        """Raises OutcomeUnknown past a deadline, and CallRefused, Unsuitable."""
+        """Raises OutcomeUnknown past a deadline, and CallRefused, NothingDone, Unsuitable."""
         request = asyncio.create_task(self._call("POST", path, body, None), name=path)
         clock = asyncio.get_running_loop().time
         alive = progressed = clock()
@@ -167,7 +168,8 @@ class TrainerRank:
         ):
             text = await answer.read()
         if answer.status != 200:
-            raise CallRefused(f"trainer {path}: {_reason(answer.status, text)}")
+            refusal = NothingDone if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else CallRefused
+            raise refusal(f"trainer {path}: {_reason(answer.status, text)}")
         try:
             status = TrainerStatus.model_validate_json(text)
         except ValidationError as error:
