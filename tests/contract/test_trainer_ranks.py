@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import sys
@@ -24,6 +25,7 @@ from fakes.tiny_model import VOCABULARY, write_tiny_model
 
 CONFIG: dict[str, object] = {"learningRate": 1e-2, "minibatches": 2, "microBatchTokens": 60, "threads": 1}
 FAIL_FAST_S = 20.0
+DEADLINE_S = 20.0
 SAMPLES = 24
 
 
@@ -179,6 +181,23 @@ def test_news_that_does_not_come_is_not_waited_for_beyond_the_deadline() -> None
     group.once("saved step 3", lambda: done.append("by 1"), within_s=0.05)
 
     assert ["by 0"] == done
+
+
+def test_failure_of_the_one_that_does_it_is_told_to_those_who_wait_and_is_not_the_last_word() -> None:
+    """They waited for the whole deadline, and so did whoever asked them all."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, other = (Group(rank=rank, size=2, store=store) for rank in range(2))
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        first.once("saved step 3", full, within_s=DEADLINE_S)
+    with pytest.raises(Refused, match=r"rank 0 has not saved step 3: \[Errno 28\] No space left on device"):
+        other.once("saved step 3", lambda: None, within_s=DEADLINE_S)
+
+    first.once("saved step 3", lambda: None, within_s=DEADLINE_S)
+    other.once("saved step 3", lambda: None, within_s=DEADLINE_S)
 
 
 def test_rank_without_memory_does_not_blame_its_peers() -> None:

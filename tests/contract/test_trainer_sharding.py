@@ -274,6 +274,35 @@ def test_checkpoint_that_one_rank_cannot_write_is_nobodys_until_there_is_room(tm
     assert ["step-00000001"] == [path.name for path in (tmp_path / "checkpoints").iterdir()]
 
 
+def save_what_one_rank_cannot_read_back(trainer: Watched) -> tuple[str, int]:
+    """What it was told, and the steps that are saved once it can."""
+    train(trainer)
+    write = trainer._write_checkpoint
+
+    def write_and_spoil(directory: Path) -> None:
+        write(directory)
+        if trainer.rank == 1:
+            (directory / "__1_spoilt").mkdir()
+
+    trainer._write_checkpoint = write_and_spoil  # type: ignore[method-assign]
+    try:
+        trainer.save(1, 2)
+    except (OSError, Refused) as error:
+        told = str(error)
+    trainer._write_checkpoint = write  # type: ignore[method-assign]
+    trainer.save(1, 2)
+    return told, len(list(trainer._settings.checkpoints.iterdir()))
+
+
+def test_checkpoint_that_one_rank_cannot_read_back_keeps_no_peer_waiting(tmp_path: Path) -> None:
+    """Its peers waited for its digests until their deadline, and then for a new lineage."""
+    told = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), save_what_one_rank_cannot_read_back)
+
+    assert [1, 1] == [saved for _, saved in told]
+    assert "rank 1: [Errno 21] Is a directory" in told[0][0]
+    assert "[Errno 21] Is a directory" in told[1][0]
+
+
 # ----------------------------------------------------------------------------------------------------------- lost peers
 def lose_a_peer_in_a_pass(trainer: Watched) -> None:
     if trainer.rank == 1:

@@ -25,6 +25,7 @@ from colocated_rl_trainer.settings import RankSettings
 
 Item = TypeVar("Item")
 
+_DONE = "done"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: primary IPv4 address of an interface
 _INTERFACE_NAME_BYTES = 16
 
@@ -62,23 +63,27 @@ class Group:
             with _waiting_for_peers("broadcast"):
                 dist.broadcast(tensor, src=0)
 
-    def led(self, do: Callable[[], Item]) -> Item:
-        """Rank 0 does it, and every rank has its result. Raises what `do` raises of OSError and Refused, there; Refused
-        everywhere else.
+    def each(self, do: Callable[[], Item]) -> list[Item]:
+        """Every rank does it, and has the results of all, by rank; the same list everywhere.
+
+        Raises what `do` raises of OSError and Refused, there; Refused everywhere else, when all have done theirs.
         """
-        done: tuple[Item | None, OSError | Refused | None] = (None, None)
-        if self.rank == 0:
-            try:
-                done = (do(), None)
-            except (OSError, Refused) as error:
-                done = (None, error)
-        result, fault = done
-        result, told = self.gather((result, str(fault) if fault else None))[0]
+        result: Item | None = None
+        fault: OSError | Refused | None = None
+        try:
+            result = do()
+        except (OSError, Refused) as error:  # its peers must hear of it, or they wait for its result
+            fault = error
+        heard = self.gather((result, str(fault) if fault else None))
         if fault is not None:
             raise fault
-        if told is not None:
-            raise Refused(f"rank 0: {told}")
-        return result  # type: ignore[return-value]  # rank 0's
+        if faults := [f"rank {rank}: {told}" for rank, (_, told) in enumerate(heard) if told is not None]:
+            raise Refused("; ".join(faults))
+        return [result for result, _ in heard]  # type: ignore[misc]  # none is missing: each has done it
+
+    def led(self, do: Callable[[], Item]) -> Item:
+        """Rank 0 does it, and every rank has its result. Raises as `each`."""
+        return self.each(do if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]  # rank 0's
 
     def together(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around what calls collectives by itself. Raises GroupLost."""
@@ -87,22 +92,35 @@ class Group:
     def once(self, what: str, do: Callable[[], object], *, within_s: float) -> None:
         """Rank 0 does it and returns, every other rank returns when it has: they need not come at the same time.
 
-        what: unlike anything else that is done once. Raises what `do` raises; elsewhere Refused after `within_s`, or
-        GroupLost if rank 0 is gone.
+        what: unlike anything else that is done once; what failed may be tried again. Raises what `do` raises; elsewhere
+        Refused for its OSError and Refused, or after `within_s`, and GroupLost if rank 0 is gone.
         """
-        if self.rank == 0:
-            do()
-            if self._store is not None:
-                self._store.set(what, "done")
+        if self.rank > 0:
+            self._hear(what, within_s)
             return
+        try:
+            do()
+        except (OSError, Refused) as error:
+            self._tell(what, str(error))
+            raise
+        self._tell(what, _DONE)
+
+    def _tell(self, what: str, outcome: str) -> None:
+        if self._store is not None:
+            self._store.set(what, outcome)
+
+    def _hear(self, what: str, within_s: float) -> None:
         assert self._store is not None
         try:
             with _waiting_for_peers(f"wait for {what}"):
                 self._store.wait([what], timedelta(seconds=within_s))
+                outcome = self._store.get(what).decode()
         except GroupLost as error:
             if isinstance(error.__cause__, dist.DistStoreError):
                 raise Refused(f"rank 0 has not {what}: ask again, and see why in the log of its pod") from error
             raise
+        if outcome != _DONE:
+            raise Refused(f"rank 0 has not {what}: {outcome}")
 
 
 def join_group(settings: RankSettings) -> Group:

@@ -126,7 +126,7 @@ class ReferenceTrainer:
     def score(self, step: int, path: Path, scores: Path, watch: Watch) -> None:
         with self._saying_what_takes_memory(step), self._passing("score"):
             shard, work = self._read_batch(step, path)
-            digest = sha256_of(path)
+            digest = self._group.each(lambda: sha256_of(path))[self._group.rank]
             logp = find_scores(scores, shard_sha256=digest, needed=_computed(shard, work))
             if not all(self._group.gather(logp is not None)):  # a pass is every rank's, or nobody's
                 logp = torch.full_like(shard.behaviour_logp, torch.nan)
@@ -233,7 +233,8 @@ class ReferenceTrainer:
         try:
             with self._group.together("save"):
                 self._write_checkpoint(draft)
-            hashes = self._group.gather(hashes_of(sorted(draft.glob(f"__{self._group.rank}_*"))))
+            mine = f"__{self._group.rank}_*"
+            hashes = self._group.each(lambda: hashes_of(sorted(draft.glob(mine))))
             known = {name: digest for of_rank in hashes for name, digest in of_rank.items()}
             self._group.led(lambda: self._checkpoints.finish(draft, step, keep=keep, sha256=known))
         except (OSError, Refused):  # every rank has left the draft

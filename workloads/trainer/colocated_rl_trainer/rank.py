@@ -344,8 +344,8 @@ class Rank:
             case SaveRequest():
                 with _refusing("checkpoint", "free space on it or make spec.checkpoint.volume larger"):
                     loop.save(request.step, request.keep)
-                    replay_from = loop.replay_from()
-                self._set(saved=request.step, replay_from=replay_from)
+                    self._set(saved=request.step)  # first: it is so on every rank, whatever comes next on this one
+                    self._set(replay_from=loop.replay_from())
                 log(_LOG, "checkpoint saved", step=request.step, took_s=_since(began))
             case FinishRequest():
                 with _refusing("model", "free space on it or make spec.checkpoint.volume larger"):
@@ -359,11 +359,11 @@ class Rank:
                 assert_never(request)
 
     def _export(self, loop: Loop, version: WeightVersion, directory: Path) -> None:
+        if self._writes_weights:  # or this rank ends: peers would wait in `loop.export` for one that refused before it
+            if directory.exists():  # torn: a whole one would have been the answer
+                shutil.rmtree(directory)
+            directory.mkdir(parents=True)
         with _refusing("export", "make spec.weightSync.sizeLimit at least twice the size of the weights"):
-            if self._writes_weights:
-                if directory.exists():  # torn: a whole one would have been the answer
-                    shutil.rmtree(directory)
-                directory.mkdir(parents=True)
             told = loop.export(directory)
             if self._writes_weights:
                 for file in directory.rglob("*"):  # safetensors makes files for their owner alone
