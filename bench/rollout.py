@@ -91,22 +91,28 @@ def resent(job: Job, say: Callable[[str], None]) -> None:
         say(f"  {groups:4}  {outcome.rollout_s / len(outcome.phases_s):7.1f} s  {share:6.3f}")
 
 
-def soak(job: Job, say: Callable[[str], None]) -> None:
-    """Memory of this process and the store's file, while many short samples go through."""
+def held(job: Job) -> list[tuple[int, int]]:
+    """Memory of this process and the store's files after each step, KiB."""
     seen: list[tuple[int, int]] = []
 
     def watch(store: Store) -> None:
         resident = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        seen.append((resident >> 20, sum(path.stat().st_size for path in store.path.parent.glob("store*")) >> 10))
+        seen.append((resident >> 10, sum(path.stat().st_size for path in store.path.parent.glob("store*")) >> 10))
 
-    began = time.process_time()
     colocated(job, watch=watch)
+    return seen
+
+
+def soak(job: Job, say: Callable[[str], None]) -> None:
+    """What is held while many short samples go through."""
+    began = time.process_time()
+    seen = held(job)
     cpu_s, fifth = time.process_time() - began, len(seen) // 5
     say(
         f"\n{job.steps * job.samples} samples of {job.tokens / job.steps / job.samples:.0f} tokens, maxStaleness "
         f"{job.max_staleness}: {1e3 * cpu_s / job.steps / job.samples:.2f} s of CPU for 1,000, simulation included;\n"
-        f"after a fifth {seen[fifth][0]} MiB and a store of {seen[fifth][1]} KiB, at the end {seen[-1][0]} MiB and "
-        f"{seen[-1][1]} KiB"
+        f"after a fifth {seen[fifth][0] >> 10} MiB and a store of {seen[fifth][1]} KiB, at the end "
+        f"{seen[-1][0] >> 10} MiB and {seen[-1][1]} KiB"
     )
 
 

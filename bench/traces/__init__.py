@@ -29,3 +29,8 @@ def near_uniform(prompt: int, number: int) -> int:
 
 def _drawn(prompt: int, number: int) -> int:
     return int.from_bytes(blake2b(f"{prompt}/{number}".encode(), digest_size=8).digest(), "big")
+
+
+def brief(prompt: int, number: int) -> int:
+    """Where only the number of samples matters."""
+    return 2 + 2 * (prompt % 2)
