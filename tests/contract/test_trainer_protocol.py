@@ -96,6 +96,7 @@ def conformance(
         ("WritesOnlyInItsFirstPod", "exports what is whole named and readable: Refusal: 500 Failed: NotAnExport"),
         ("DiffersByPod", "exports the same weights in every pod: weights of one version differ"),
         ("PromisesWhatItHasNotYet", "saves while offloaded: `replay_from` is"),
+        ("DiesOfAFullVolume", "saves that can't be written are answered [500, 500], not each 503"),
     ],
 )
 def test_defect_is_seen_and_named(tmp_path: Path, defect: str, broken: str) -> None:

@@ -186,7 +186,7 @@ def test_news_that_does_not_come_is_not_waited_for_beyond_the_deadline() -> None
 def test_failure_of_the_one_that_does_it_is_told_to_those_who_wait_and_is_not_the_last_word() -> None:
     """They waited for the whole deadline, and so did whoever asked them all."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, other = (Group(rank=rank, size=2, store=store) for rank in range(2))
+    first, other, late = (Group(rank=rank, size=3, store=store) for rank in range(3))
 
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -196,8 +196,11 @@ def test_failure_of_the_one_that_does_it_is_told_to_those_who_wait_and_is_not_th
     with pytest.raises(Refused, match=r"rank 0 has not saved step 3: \[Errno 28\] No space left on device"):
         other.once("saved step 3", lambda: None, within_s=DEADLINE_S)
 
+    with pytest.raises(Refused, match="ask again"):  # the next try has not ended, so the last one is not told again
+        other.once("saved step 3", lambda: None, within_s=0.05)
     first.once("saved step 3", lambda: None, within_s=DEADLINE_S)
-    other.once("saved step 3", lambda: None, within_s=DEADLINE_S)
+    for rank in (other, late):
+        rank.once("saved step 3", lambda: None, within_s=DEADLINE_S)
 
 
 def test_rank_without_memory_does_not_blame_its_peers() -> None:

@@ -62,11 +62,19 @@ class PromisesWhatItHasNotYet(ToyLoop):
         return super().replay_from() + 1
 
 
+class DiesOfAFullVolume(ToyLoop):
+    def save(self, step: int, keep: int) -> None:
+        try:
+            super().save(step, keep)
+        except OSError as error:
+            raise RuntimeError("no checkpoint") from error
+
+
 DEFECTS: Mapping[str, type[Loop]] = {
     defect.__name__: defect
     for defect in (
         ForgetsItsCheckpoints, LoadsOtherWeights, TakesATornShard, MakesNoProgress, WritesOnlyInItsFirstPod,
-        DiffersByPod, PromisesWhatItHasNotYet,
+        DiffersByPod, PromisesWhatItHasNotYet, DiesOfAFullVolume,
     )
 }  # fmt: skip
 

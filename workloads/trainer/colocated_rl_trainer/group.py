@@ -13,6 +13,7 @@ import fcntl
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
@@ -41,6 +42,7 @@ class Group:
         self.rank = rank
         self.size = size
         self._store = store
+        self._failures: Counter[str] = Counter()  # of what is done once
 
     def gather(self, item: Item) -> list[Item]:
         """Every rank's item, by rank; the same list everywhere."""
@@ -102,25 +104,36 @@ class Group:
             do()
         except (OSError, Refused) as error:
             self._tell(what, str(error))
+            self._next_try(what)
             raise
         self._tell(what, _DONE)
 
     def _tell(self, what: str, outcome: str) -> None:
         if self._store is not None:
-            self._store.set(what, outcome)
+            self._store.set(self._key(what), outcome)
 
     def _hear(self, what: str, within_s: float) -> None:
         assert self._store is not None
         try:
             with _waiting_for_peers(f"wait for {what}"):
-                self._store.wait([what], timedelta(seconds=within_s))
-                outcome = self._store.get(what).decode()
+                self._store.wait([self._key(what)], timedelta(seconds=within_s))
+                outcome = self._store.get(self._key(what)).decode()
+                while outcome != _DONE and self._store.check([self._next_try(what)]):  # rank 0 is further already
+                    outcome = self._store.get(self._key(what)).decode()
         except GroupLost as error:
             if isinstance(error.__cause__, dist.DistStoreError):
                 raise Refused(f"rank 0 has not {what}: ask again, and see why in the log of its pod") from error
             raise
         if outcome != _DONE:
             raise Refused(f"rank 0 has not {what}: {outcome}")
+
+    def _key(self, what: str) -> str:
+        """Of the outcome of this try: the next one is waited for anew."""
+        return f"{what}/{self._failures[what]}"
+
+    def _next_try(self, what: str) -> str:
+        self._failures[what] += 1
+        return self._key(what)
 
 
 def join_group(settings: RankSettings) -> Group:

@@ -221,6 +221,24 @@ def saves_while_offloaded(trainer: TrainerGroup) -> None:
     trainer.onload()
 
 
+def outlives_a_checkpoint_that_it_cannot_write(trainer: TrainerGroup) -> None:
+    """A file stands where the checkpoints' directory was: whoever is root can't write there either."""
+    step = train_next(trainer)
+    place, away = trainer.checkpoints, trainer.checkpoints.with_name("away")
+    place.rename(away)
+    place.touch()
+    try:
+        answers = trainer.all(lambda _, rank: _code(lambda: rank.save(step)))
+    finally:
+        place.unlink()
+        away.rename(place)
+    expect(set(answers) == {503}, f"saves that can't be written are answered {answers}, not each 503")
+    for status in (rank.status for rank in trainer.ranks):
+        expect(status.step == step and status.saved != step, f"after a save that was not written it is {status}")
+    told = {status.saved for status in trainer.save(step)}
+    expect(told == {step}, f"saved step {step} once it could be written, and `saved` is {told}")
+
+
 def leaves_an_export_as_the_model_if_it_says_so(trainer: TrainerGroup) -> None:
     first = trainer.ranks[0]
     if not first.status.can_finish:
@@ -294,6 +312,7 @@ CHECKS: Sequence[Check] = (
     replaces_a_torn_export,
     refuses_to_export_other_weights,
     saves_while_offloaded,
+    outlives_a_checkpoint_that_it_cannot_write,
     leaves_an_export_as_the_model_if_it_says_so,
     goes_on_from_its_checkpoint_when_it_is_killed,  # the last: it ends them
 )
@@ -341,6 +360,14 @@ def _step_of(trainer: TrainerGroup) -> int:
 
 def _steps(statuses: Sequence[TrainerStatus]) -> list[int | None]:
     return [status.step for status in statuses]
+
+
+def _code(ask: Callable[[], TrainerStatus]) -> int:
+    try:
+        ask()
+    except Refusal as refusal:
+        return refusal.code
+    return 200
 
 
 def _expect_conflict(trainer: TrainerGroup, what: str, ask: Callable[[], TrainerStatus]) -> None:
