@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
 from documents.openapi import trainer
+from jsonschema import Draft202012Validator
 from pydantic import create_model
 
 from colocated_rl_rollout.interface import interface
@@ -18,6 +21,15 @@ DOCUMENTS = {"rollout": interface(), "trainer": trainer()}
 
 def test_the_trainers_document_has_every_route_that_a_rank_answers_and_no_other() -> None:
     assert {("GET", "/v1/state")} | {("POST", path) for path in ROUTES} == Interface(trainer()).routes
+
+
+@pytest.mark.parametrize("said", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_each_schema_is_one_and_each_reference_leads_to_one(said: dict[str, Any]) -> None:
+    named = said["components"]["schemas"]
+    for schema in named.values():
+        Draft202012Validator.check_schema(schema)
+    referred = set(re.findall(r'"\$ref": "([^"]*)"', json.dumps(said)))
+    assert {f"#/components/schemas/{name}" for name in named} == referred, "and none is there that nobody refers to"
 
 
 @pytest.mark.parametrize("said", DOCUMENTS.values(), ids=DOCUMENTS)
