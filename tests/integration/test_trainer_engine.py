@@ -7,6 +7,7 @@ Also of a sample that goes on over several of these, each of its tokens with the
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import aiohttp
 import pytest
 import torch
 from contract.trainer_in_process import OneRank
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from colocated_rl_agent.drivers.sglang import SGLang
+from colocated_rl_agent.exports import verify_export
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.weights import Probe, finished_model
@@ -78,7 +81,8 @@ async def rollout(engine: SGLang, *, token_step: int) -> list[Sample]:
 
 
 async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: Path, tmp_path: Path) -> None:
-    """On fresh samples, on the probe, and on each token of a sample that spans all versions, by the one that it names.
+    """On fresh samples, on the probe, and on each token of a sample that spans all versions, by the one that it names;
+    and no longer once an export that is whole has two tensors under each other's names.
 
     The engine computed such a token behind a prefix that other weights had made; torch says the same of it.
     """
@@ -121,6 +125,15 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
     found = await engine.input_logprobs(told.input_ids)
     assert require_agreement(told.logp, found, dtype="float32") < 1e-4, "what a job leaves is what it served"
 
+    mixed_up = tmp_path / "mixed up" / str(version)
+    mix_up(left, mixed_up)
+    write_manifest(mixed_up, version, Exported(told))
+    verify_export(mixed_up.parent, version)  # every digest, name and shape is right
+    await engine.update(mixed_up, version)
+    found = await engine.input_logprobs(told.input_ids)
+    with pytest.raises(ProbeDisagrees):
+        require_agreement(told.logp, found, dtype="float32")
+
 
 def recomputed(weights: Path, prompt: list[int], sample: Tokens) -> torch.Tensor:
     ids = torch.tensor([[*prompt, *map(int, sample.ids)]])
@@ -129,6 +142,16 @@ def recomputed(weights: Path, prompt: list[int], sample: Tokens) -> torch.Tensor
         logits = model(ids).logits[0, len(prompt) - 1 : -1]
     logp, _ = token_logp(logits, ids[0, len(prompt) :], temperature=TEMPERATURE)
     return logp
+
+
+def mix_up(export: Path, copy: Path) -> None:
+    """With one weight of two layers under each other's names."""
+    shutil.copytree(export, copy)
+    (file,) = copy.glob("*.safetensors")
+    tensors = load_file(file)
+    one, other = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2))
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def exported(trainer: OneRank, directory: Path) -> Probe:
