@@ -22,8 +22,8 @@ from colocated_rl_api import names
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_rollout.engine_client import Generated
 from colocated_rl_rollout.gateway import MAX_REQUEST_BYTES, Reading
-from colocated_rl_rollout.openai_requests import ONLY
-from colocated_rl_rollout.turns import Turn
+from colocated_rl_rollout.openai_requests import ONLY, RequestRefused
+from colocated_rl_rollout.turns import RETRY_S, Turn
 from fakes.gate import Fault, logp_of
 from fakes.gateway import ANSWER, QUESTION, TOOLS, TOOLS_TEMPLATE, extra, gateway_running, text_of
 from fakes.gateway import GatewayScene as Scene
@@ -624,6 +624,19 @@ async def test_bodies_are_read_in_turn_and_never_more_than_so_many_bytes_at_a_ti
     await asyncio.wait(tasks)
     assert [number for number in range(200) if number not in gone] == order
     assert (0, 10) == (held, most)
+
+
+async def test_a_body_that_finds_no_room_is_refused_for_now() -> None:
+    reading = Reading(10, wait_s=0.01)
+    async with reading.of(6):
+        with pytest.raises(RequestRefused, match="later") as refused:
+            async with reading.of(5):
+                pass
+        assert (429, RETRY_S) == (refused.value.status, refused.value.retry_s)
+        async with reading.of(4):
+            pass
+    async with reading.of(10):
+        pass
 
 
 async def test_a_body_is_bounded_and_json(scene: Scene) -> None:

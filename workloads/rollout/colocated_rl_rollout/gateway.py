@@ -44,7 +44,7 @@ from colocated_rl_rollout.openai_requests import (
     text_prompt_of,
 )
 from colocated_rl_rollout.sessions import RecordedTurn, Session, Sessions, prompt_after, setting_of
-from colocated_rl_rollout.turns import Turn, Turns
+from colocated_rl_rollout.turns import RETRY_S, Turn, Turns
 
 ReadT = TypeVar("ReadT")
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
@@ -283,21 +283,27 @@ class Place:
 
 class Reading:
     """Bodies that are on their way in: so many bytes at a time, first come, first served. A client that is slow to send
-    takes no more than its own.
+    takes no more than its own, and nobody waits for room for longer than a client may take.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, wait_s: float = CLIENT_S) -> None:
         self._free_bytes = most_bytes
+        self._wait_s = wait_s
         self._freed = asyncio.Event()
         self._turn = asyncio.Lock()  # whose holder is the next one
 
     @asynccontextmanager
     async def of(self, size_bytes: int) -> AsyncIterator[None]:
-        async with self._turn:
-            while self._free_bytes < size_bytes:
-                self._freed.clear()
-                await self._freed.wait()
-            self._free_bytes -= size_bytes
+        """Raises RequestRefused."""
+        try:
+            async with asyncio.timeout(self._wait_s), self._turn:
+                while self._free_bytes < size_bytes:
+                    self._freed.clear()
+                    await self._freed.wait()
+                self._free_bytes -= size_bytes
+        except TimeoutError as error:
+            message = "too many large bodies are on their way: send it later"
+            raise RequestRefused(429, message, code="too_many_requests", retry_s=RETRY_S) from error
         try:
             yield
         finally:
