@@ -37,6 +37,7 @@ from colocated_rl_member.data import DataClient
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.engine_client import gate_connector
 from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.episodes import Episodes
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.samples import SampleState
 from colocated_rl_rollout.sessions import Sessions
@@ -149,6 +150,9 @@ async def measure(engines: int, port: int, directory: Path) -> Figures:
             Metrics(CollectorRegistry()),
             NoText(),
         )
+        sessions = Sessions(
+            store, metrics, group_size=GROUP_SIZE, max_staleness=64, changed=lambda: None, clock=time.monotonic
+        )
         changed = asyncio.Event()
         gates = Engines(
             DataClient(session, MemberTls.read(directory / "tls"), JOB_UID),
@@ -164,11 +168,12 @@ async def measure(engines: int, port: int, directory: Path) -> Figures:
             prompts=PromptsInOrder(),
             chat=chat,
             processes=Rewards(spec),
+            episodes=Episodes(
+                spec.rollout.prompts, sessions, count=0, socket=directory, model="job", gateway=lambda: ""
+            ),
             evaluation=None,
             turns=Turns(chat, metrics, keeps=True, changed=lambda: None, at_most=1, parked_at_most_s=1.0),
-            sessions=Sessions(
-                store, metrics, group_size=GROUP_SIZE, max_staleness=64, changed=lambda: None, clock=time.monotonic
-            ),
+            sessions=sessions,
             metrics=metrics,
             changed=changed.set,
         )

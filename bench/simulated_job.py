@@ -26,6 +26,7 @@ from colocated_rl_rollout.batches import BatchRecord
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.engine_client import EngineClient
 from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.episodes import Episodes
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.rewards import TaskProcesses
@@ -164,6 +165,14 @@ class Scene:
         self.store = store = PatientStore(directory, job_uid="simulated")
         processes = Rewards(spec)
         self.engines = SimulatedEngines(job, changed=self._wake)
+        sessions = Sessions(
+            store,
+            metrics,
+            group_size=job.group_size,
+            max_staleness=job.max_staleness,
+            changed=self._wake,
+            clock=virtual_time.loop().time,
+        )
         self.worker = Worker(
             spec,
             store=store,
@@ -171,16 +180,12 @@ class Scene:
             prompts=PromptsInOrder(store.cursor),
             chat=chat,
             processes=processes,
+            episodes=Episodes(
+                spec.rollout.prompts, sessions, count=0, socket=directory, model="job", gateway=lambda: ""
+            ),
             evaluation=None,
             turns=Turns(chat, metrics, keeps=True, changed=self._wake, at_most=1, parked_at_most_s=1.0),
-            sessions=Sessions(
-                store,
-                metrics,
-                group_size=job.group_size,
-                max_staleness=job.max_staleness,
-                changed=self._wake,
-                clock=virtual_time.loop().time,
-            ),
+            sessions=sessions,
             metrics=metrics,
             changed=self._changed.set,
         )

@@ -1,7 +1,7 @@
 """Where prompts come from and what their responses are worth: `spec.rollout.prompts` of the resource.
 
-Sources stand alone or in a mix. A source of rows (a file, a dataset of the hub) says how its responses are rewarded; an
-environment brings its own rewards with it.
+Sources stand alone or in a mix. A source of rows (a file, a dataset of the hub) says how its responses are rewarded;
+tasks and environments bring their own rewards with them.
 """
 
 from __future__ import annotations
@@ -226,20 +226,53 @@ class HuggingFace(RowSource):
         return f"huggingFace {self.name!r}"
 
 
-_SOURCES = ("reasoningGym", "file", "huggingFace")
+_is_environment, _environment_rule = should_match(
+    r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*", "should be an environment's name: my-environment"
+)
 
 
-Source = ReasoningGym | PromptFile | HuggingFace
+class Environment(_Source):
+    """An environment of verifiers: tasks, an agent with tools, and rewards. The job plays it, an episode a sample."""
+
+    name: Annotated[str, _is_environment] = Field(
+        max_length=200,
+        json_schema_extra=_environment_rule,
+        description="Of its taskset, as vf-eval takes it. Its package and verifiers are in the image of the prompts.",
+    )
+    config: Options = Field(
+        default_factory=dict,
+        description="What vf-eval takes as [env], handed through: the agent's program, limits, options of the taskset.",
+    )
+    size: int = Field(default=10_000, ge=1, le=1_000_000, description="At most so many tasks, the first of its set.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Of the order, another one in each pass.")
+    deadline_seconds: int = Field(
+        default=600,
+        ge=1,
+        le=86_400,
+        description="For what an episode does at a stretch without the model: tools, rewards. Past it the episode "
+        "fails, and another one is played in its place. Time in which a turn waits for an engine does not count.",
+    )
+
+    @property
+    def title(self) -> str:
+        return f"environment {self.name!r}"
+
+
+_SOURCES = ("reasoningGym", "file", "huggingFace", "environment")
+
+
+Source = ReasoningGym | PromptFile | HuggingFace | Environment
 
 
 class _OneSource(_Choice):
     reasoning_gym: ReasoningGym | None = Field(default=None, description="Tasks and verifier of reasoning-gym.")
     file: PromptFile | None = Field(default=None, description="Files of one's own.")
     hugging_face: HuggingFace | None = Field(default=None, description="A dataset of the hub.")
+    environment: Environment | None = Field(default=None, description="An environment of verifiers.")
 
     @property
     def source(self) -> Source | None:
-        return self.reasoning_gym or self.file or self.hugging_face
+        return self.reasoning_gym or self.file or self.hugging_face or self.environment
 
 
 class WeightedSource(_OneSource):
@@ -295,6 +328,11 @@ class Prompts(_OneSource):
     def seed(self) -> int:
         """Of the order."""
         return self.mix.seed if self.mix else self.sources[0][0].seed
+
+    @property
+    def environments(self) -> dict[int, Environment]:
+        """What is played, by the number of its source."""
+        return {number: source for number, (source, _) in enumerate(self.sources) if isinstance(source, Environment)}
 
     @property
     def claim_names(self) -> list[str]:

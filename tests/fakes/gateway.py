@@ -1,4 +1,7 @@
-"""A rollout controller without prompts of its own, one gate that a test steers, and clients of its gateway."""
+"""A rollout controller, one gate that a test steers, and clients of its gateway.
+
+It has no prompts of its own, unless a test starts the processes that make them.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,12 @@ from prometheus_client import CollectorRegistry
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_rollout.controller import Controller
+from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.settings import read_settings
 from fakes.gate import FakeGate
 from fakes.interface import Checked
 from fakes.rollout import DEADLINE_S, JobOnDisk, OperatorEnd, Scripted, SilentProcesses, make_spec, until
+from fakes.tasks import task_processes
 
 QUESTION: ChatCompletionMessageParam = {"role": "user", "content": "Where is it?"}
 ANSWER = "In the north, where «ünïcode» is."
@@ -43,7 +48,7 @@ def openai_client(port: int) -> openai.AsyncOpenAI:
 
 @dataclass
 class GatewayScene:
-    """A running controller without prompts of its own, one gate, and clients."""
+    """A running controller, one gate, and clients."""
 
     job: JobOnDisk
     gate: FakeGate
@@ -76,8 +81,10 @@ async def gateway_running(
     *,
     template: str | None = None,
     arguments: Sequence[str] = (),
+    tasks: Sequence[str] = (),
     **rollout: Any,
 ) -> AsyncIterator[GatewayScene]:
+    """tasks: the command of task processes; without it there are none."""
     job = JobOnDisk.write(directory, make_spec(**rollout))
     if template:
         (directory / "model" / "chat_template.jinja").write_text(template)
@@ -87,7 +94,13 @@ async def gateway_running(
         gate = FakeGate("job-gpu-0-0", job.tls, Scripted(directory / "model", answer))
         await stack.enter_async_context(gate.listening())
         settings = read_settings([*job.arguments, *arguments], job.environment)
-        controller = Controller(settings, session, SilentProcesses(job.spec, directory), registry)
+        processes: TaskProcesses = SilentProcesses(job.spec, directory)
+        if tasks:
+            prompts = job.spec.rollout.prompts
+            processes = await stack.enter_async_context(
+                task_processes(prompts, directory, command=tasks, path=job.tasks)
+            )
+        controller = Controller(settings, session, processes, registry)
         serving = asyncio.create_task(controller.run())
         try:
             await until(lambda: controller.member.ports.control or serving.done())

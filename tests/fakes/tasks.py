@@ -49,10 +49,13 @@ async def task_processes(
     container_bytes: int | None = None,
     reply_deadline_s: float = REPLY_DEADLINE_S,
     endpoints: Mapping[int, Endpoint] | None = None,
+    path: Path | None = None,
 ) -> AsyncIterator[TaskProcesses]:
     """Processes that are kept up until the end of the block."""
-    with task_server(directory, command=command, container_bytes=container_bytes) as path:
-        made = TaskProcesses(prompts, count=count, socket=path, endpoints=endpoints, reply_deadline_s=reply_deadline_s)
+    with task_server(directory, command=command, container_bytes=container_bytes, path=path) as socket_path:
+        made = TaskProcesses(
+            prompts, count=count, socket=socket_path, endpoints=endpoints, reply_deadline_s=reply_deadline_s
+        )
         running = asyncio.create_task(made.run())
         try:
             yield made

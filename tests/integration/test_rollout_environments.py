@@ -1,4 +1,5 @@
-"""An environment of verifiers, unchanged, against the gateway: its episodes are trained, and see no switch.
+"""An environment of verifiers, unchanged: its episodes are trained, and see no switch. A client plays it against the
+gateway, or the job does.
 
 The real package plays, with its own chat program and tool servers, each a process of its own.
 """
@@ -6,10 +7,11 @@ The real package plays, with its own chat program and tool servers, each a proce
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load
 
 from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import RolloutFacts
+from colocated_rl_rollout.samples import SampleState
+from colocated_rl_rollout.task_server import COMMAND
 from fakes.gate import logp_of
 from fakes.gateway import TOOLS_TEMPLATE, GatewayScene, gateway_running
 from fakes.rollout import until
@@ -29,6 +34,7 @@ from setup.toolchain import clean_environment
 
 EXAMPLE = CHECKOUT.root / "examples/environments"
 PLAYED_S = 240.0
+PACE = 20  # tokens, before the first attempt of a turn waits for the switch
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 JOB: dict[str, Any] = {"batchSize": 1, "groupSize": 2, "maxPromptTokens": 2000, "maxResponseTokens": 400}
 
@@ -44,20 +50,30 @@ def answer(question: str) -> str:
     return f"There are {sum(found)}."
 
 
+def surroundings(home: Path, *modules: str | Path) -> dict[str, str]:
+    """What a process of the frameworks' environment finds around it: the example, and these modules."""
+    return {
+        "HOME": str(home),
+        "PATH": f"{EXAMPLE}:{CHECKOUT.python(FRAMEWORKS).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": ":".join(map(str, [EXAMPLE, *modules])),
+    }
+
+
+def task_command(home: Path, *modules: Path) -> tuple[str, ...]:
+    """Of task processes in an image with verifiers, the example, and these modules."""
+    ours = (CHECKOUT.root / "operator", CHECKOUT.root / "workloads/rollout", *modules)
+    around = (f"{name}={value}" for name, value in surroundings(home, *ours).items())
+    return "/usr/bin/env", *around, str(CHECKOUT.python(FRAMEWORKS)), *COMMAND[1:]
+
+
 @asynccontextmanager
 async def running(home: Path, *words: str | Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """A program of the frameworks' environment, as a person starts it. Nothing is downloaded: `uv` is the example's."""
-    programs = CHECKOUT.python(FRAMEWORKS).parent
     with (home / "output").open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *words,
             cwd=home,
-            env={
-                **clean_environment(),
-                "HOME": str(home),
-                "PATH": f"{EXAMPLE}:{programs}:{os.environ['PATH']}",
-                "PYTHONPATH": str(EXAMPLE),
-            },
+            env={**clean_environment(), **surroundings(home)},
             stderr=asyncio.subprocess.STDOUT,
             stdout=output,
         )
@@ -86,7 +102,7 @@ async def batch(scene: GatewayScene, step: int) -> list[dict[str, NDArray[np.gen
 
 async def test_episodes_of_an_environment_with_tools_are_trained_over_a_switch(tmp_path: Path) -> None:
     async with gateway_running(tmp_path, answer, template=TOOLS_TEMPLATE, **JOB) as scene:
-        await scene.gate.open(V0, pace=20)
+        await scene.gate.open(V0, pace=PACE)
         config = tmp_path / "stockroom.toml"
         config.write_text((EXAMPLE / config.name).read_text() + "limit = 1\n")
         play = (CHECKOUT.python(FRAMEWORKS), EXAMPLE / "play.py", config, "--gateway", address(scene))
@@ -97,18 +113,75 @@ async def test_episodes_of_an_environment_with_tools_are_trained_over_a_switch(t
             facts = await scene.operator.until(lambda facts: facts.sealed is not None, PLAYED_S)
             async with asyncio.timeout(PLAYED_S):
                 assert 0 == await program.wait(), (tmp_path / "output").read_text()
-        assert facts.sealed is not None
-        assert (1, 2) == (facts.sealed.groups, facts.sealed.samples)
-        chat = scene.job.chat
+        assert_sealed(facts)
         for columns in await batch(scene, 1):
-            assert [1.0] == columns["reward"].tolist(), "as the environment says"
-            ids, mask, logp = (columns[name] for name in ("tokens", "loss_mask", "behaviour_logp"))
-            asked = re.findall(r"How many (\w+) and (\w+) are", chat.text(ids.tolist()))[0]
-            trained, context = chat.text(ids[mask == 1].tolist()), chat.text(ids[mask == 0].tolist())
-            assert list(asked) == re.findall(r'"thing": "(\w+)"', trained), "its calls are the policy's"
-            told = re.findall(r"tool\n(\d+)", context)
-            assert f"There are {int(told[0]) + int(told[1])}." in trained, "what the tools said is not"
-            cut = 20 + 1  # an engine makes one more when it is interrupted
-            versions = [V0] * cut + [V1] * (int(mask.sum()) - cut)
-            made = zip(versions, ids[mask == 1].tolist(), strict=True)
-            assert [logp_of(version, token) for version, token in made] == pytest.approx(logp[mask == 1].tolist())
+            assert_trained(scene, columns)
+
+
+def assert_sealed(facts: RolloutFacts) -> None:
+    assert facts.sealed is not None
+    assert (1, 2) == (facts.sealed.groups, facts.sealed.samples)
+
+
+def assert_trained(scene: GatewayScene, columns: dict[str, NDArray[np.generic]]) -> None:
+    """One episode of the example, whose first turn a switch cut off."""
+    chat = scene.job.chat
+    assert [1.0] == columns["reward"].tolist(), "as the environment says"
+    ids, mask, logp = (columns[name] for name in ("tokens", "loss_mask", "behaviour_logp"))
+    asked = re.findall(r"How many (\w+) and (\w+) are", chat.text(ids.tolist()))[0]
+    trained, context = chat.text(ids[mask == 1].tolist()), chat.text(ids[mask == 0].tolist())
+    assert list(asked) == re.findall(r'"thing": "(\w+)"', trained), "its calls are the policy's"
+    told = re.findall(r"tool\n(\d+)", context)
+    assert f"There are {int(told[0]) + int(told[1])}." in trained, "what the tools said is not"
+    cut = PACE + 1  # an engine makes one more when it is interrupted
+    versions = [V0] * cut + [V1] * (int(mask.sum()) - cut)
+    made = zip(versions, ids[mask == 1].tolist(), strict=True)
+    assert [logp_of(version, token) for version, token in made] == pytest.approx(logp[mask == 1].tolist())
+
+
+STOCKROOM: dict[str, Any] = {
+    "name": "stockroom",
+    "config": {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": 8}},
+    "size": 12,
+    "heldOutPercent": 40,
+}
+
+
+def playing(directory: Path, template: str | None = TOOLS_TEMPLATE) -> AbstractAsyncContextManager[GatewayScene]:
+    """A job whose prompts are the example's tasks."""
+    job = {**JOB, "prompts": {"environment": STOCKROOM}}
+    return gateway_running(directory, answer, template=template, tasks=task_command(directory), **job)
+
+
+async def test_a_job_plays_its_environment_by_itself_and_evaluates_it(tmp_path: Path) -> None:
+    async with playing(tmp_path) as scene:
+        await scene.gate.open(V0, pace=PACE)
+        await until(lambda: scene.gate.in_flight == 2, PLAYED_S)
+        await scene.switch(V1)  # in the middle of a turn of both episodes
+        assert_sealed(await scene.operator.until(lambda facts: facts.sealed is not None, PLAYED_S))
+        for columns in await batch(scene, 1):
+            assert_trained(scene, columns)
+        await scene.operator.send(1, (scene.gate.endpoint,), trained_step=1, evaluate=1)
+        facts = await scene.operator.until(lambda facts: facts.evaluated is not None, PLAYED_S)
+        assert facts.evaluated is not None
+        assert (1, 2, 1.0, 0.0) == (
+            facts.evaluated.step,
+            facts.evaluated.samples,
+            facts.evaluated.mean,
+            facts.evaluated.stderr,
+        )
+        assert 2 == scene.figure("sessions_ended_total", ending="evaluated")
+
+
+async def test_an_episode_that_the_model_can_not_play_fails_with_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "colocated_rl_rollout.worker")
+    async with playing(tmp_path, template=None) as scene:
+        await scene.gate.open(V0)
+        await until(lambda: scene.controller._store.reasons, PLAYED_S)
+        assert {(SampleState.FAILED, "EpisodeFailed")} == {*scene.controller._store.reasons}
+    said = next(record.args for record in caplog.records if record.message == "sample replaced")
+    assert isinstance(said, dict)
+    words = "ProviderError (HTTP 400); its newest turn was refused: the model's chat template takes no tools"
+    assert said["message"].startswith(words)

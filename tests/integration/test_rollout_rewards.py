@@ -14,7 +14,8 @@ import pytest
 
 from colocated_rl_api.prompts import Prompts, ReasoningGym
 from colocated_rl_rollout.gym import answer_in
-from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses
+from colocated_rl_rollout.task_connection import TaskUnusable
 from colocated_rl_rollout.tasks import is_held_out
 from fakes.rollout import until
 from fakes.tasks import task_processes, task_server

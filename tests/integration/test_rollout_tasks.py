@@ -27,6 +27,7 @@ import yaml
 
 from colocated_rl_api.member_wire import JobFile, Problem
 from colocated_rl_api.prompts import (
+    Environment,
     HttpReward,
     HuggingFace,
     MathReward,
@@ -40,14 +41,15 @@ from colocated_rl_api.prompts import (
 )
 from colocated_rl_rollout.hub import fetch
 from colocated_rl_rollout.reward_endpoint import RewardEndpoint
-from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.rows import RowsUnusable
+from colocated_rl_rollout.task_connection import ProcessLost, TaskConnection, TaskUnusable
 from colocated_rl_rollout.task_server import COMMAND
 from colocated_rl_rollout.task_wire import Greeting, Question
 from examples.own_prompts.judge import Judge
 from fakes.hub import FakeHub
 from fakes.rollout import make_spec, until
-from fakes.tasks import task_processes
+from fakes.tasks import task_processes, task_server
 from setup.layout import CHECKOUT
 
 EXAMPLE = CHECKOUT.root / "examples/own_prompts"
@@ -97,6 +99,8 @@ async def processes(
             prompts = Prompts(hugging_face=source)
         case ReasoningGym():
             prompts = Prompts(reasoning_gym=source)
+        case Environment():
+            prompts = Prompts(environment=source)
     async with (
         asyncio.timeout(DEADLINE_S),
         task_processes(prompts, directory, count=count, command=command, container_bytes=count * MEMORY_BYTES) as made,
@@ -129,6 +133,52 @@ async def test_a_process_says_nothing_that_nobody_needs(tmp_path: Path) -> None:
     async with asyncio.timeout(DEADLINE_S):
         out, said = await process.communicate(Greeting(prompts=prompts, processes=1).model_dump_json().encode())
     assert (10, b"") == (json.loads(out)["value"]["size"], said)
+
+
+async def test_an_image_without_verifiers_is_said_with_what_to_do(tmp_path: Path) -> None:
+    """As this environment has none: it is in one of its own."""
+    said = (
+        "spec.rollout.prompts.environment 'us/stockroom' can't be used: the image lacks verifiers: set "
+        "spec.rollout.prompts.image to one made from the rollout controller's with verifiers 0.4.0 and the "
+        "environment's package in it"
+    )
+    async with processes(Environment(name="us/stockroom"), tmp_path) as made:
+        with pytest.raises(TaskUnusable, match=f"^{re.escape(said)}$"):
+            await made.data()
+
+
+FAMILY = """
+import subprocess, sys
+sys.stdin.readline()
+sleeper = "subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=subprocess.DEVNULL).pid"
+orphan = subprocess.check_output([sys.executable, "-c", f"import subprocess; print({sleeper})"], text=True)
+print(f'{{"error": "{eval(sleeper)} {orphan.strip()}"}}', flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+async def test_what_a_process_started_in_other_sessions_ends_with_it(tmp_path: Path, ends_by_itself: bool) -> None:
+    """Environments start programs and servers of tools, which outlived the process that did."""
+    with task_server(tmp_path, command=[sys.executable, "-c", FAMILY]) as path:
+        async with asyncio.timeout(DEADLINE_S), TaskConnection.open(path) as connection:
+            with pytest.raises(TaskUnusable) as answer:
+                await connection.greet(Prompts(reasoning_gym=ReasoningGym(name="chain_sum")), count=1)
+            started = [Path("/proc", pid) for pid in str(answer.value).rpartition(".")[2].split()]
+            assert [True, True] == [each.exists() for each in started]
+            if ends_by_itself:
+                await connection.send(b"\n", deadline_s=DEADLINE_S)
+                with pytest.raises(ProcessLost):
+                    await connection.receive(deadline_s=DEADLINE_S)
+        await until(lambda: all(_is_gone(each) for each in started), DEADLINE_S)
+
+
+def _is_gone(process: Path) -> bool:
+    """Or waits for its parent, here no first process of a container, to take note."""
+    try:
+        return ") Z " in (process / "stat").read_text()
+    except OSError:
+        return True
 
 
 async def test_the_server_ends_at_once_when_it_is_asked_to_with_a_process_under_way(tmp_path: Path) -> None:

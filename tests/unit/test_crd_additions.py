@@ -28,6 +28,10 @@ DECIDED = {
     ".spec.evaluation: a rule more: evaluation needs engines, and a TrainOnly job has none: leave it out": (
         "asks for a field that no older manifest has"
     ),
+    ".spec.rollout.prompts.reasoningGym: a rule more: prompts come from exactly one of reasoningGym, file, "
+    "huggingFace, environment and mix": "the former one with a choice more",
+    ".spec.rollout.prompts.mix.sources[].reasoningGym: a rule more: a source of a mix is exactly one of reasoningGym, "
+    "file, huggingFace and environment": "the former one with a choice more",
 }
 """What a person has looked at, and why it may be: a rule that binds nobody who was there, a loss that is announced."""
 

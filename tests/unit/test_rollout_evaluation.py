@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_api.job import Evaluation as Rules
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.evaluation import Scoreboard
+from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost
+from colocated_rl_rollout.evaluation import Evaluation, Scoreboard
+from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.prompts import PromptSource
+from colocated_rl_rollout.rewards import TaskProcesses
+from colocated_rl_rollout.samples import Finish, Prompt, Span, Tokens, Trajectory
+from colocated_rl_rollout.sessions import Sessions
+from colocated_rl_rollout.store import Store
+from fakes.episodes import Told
+from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
 
 V = WeightVersion
 
@@ -64,3 +84,137 @@ def test_weights_that_were_made_again_start_the_count_again() -> None:
     result = board.result()
     assert result is not None
     assert 0.0 == result.mean
+
+
+# ------------------------------------------------------------------------------------------------ tasks that are played
+class Serving:
+    """An engine that serves one version."""
+
+    name = "a"
+    version = V(3, 1)
+
+
+class OneEngine(Engines):
+    def __init__(self) -> None:
+        self.takes = True
+
+    def pick(self, *, preferred: str | None = None, step: int | None = None, at_most: int) -> Any:
+        return Serving() if self.takes and step == Serving.version.step else None
+
+
+class HeldOut(PromptSource):
+    async def held_out(self, count: int) -> list[Prompt]:
+        return [Prompt(0, 5, ()), Prompt(1, 6, ())]
+
+
+@dataclass
+class Scene:
+    """An evaluation of two tasks of an environment, by the weights of step 3."""
+
+    evaluation: Evaluation
+    episodes: Told
+    store: Store
+    engines: OneEngine
+    group: asyncio.TaskGroup
+
+    def send(self, *, at_most: int = 9) -> None:
+        self.evaluation.send(self.engines, self.group, at_most=9, episodes_at_most=at_most)
+
+    async def ended(self, *ends: Trajectory | Exception) -> None:
+        for end in ends:
+            self.episodes.ends.put_nowait(end)
+        await until(lambda: not self.evaluation._under_way)
+
+
+@asynccontextmanager
+async def evaluating(directory: Path) -> AsyncIterator[Scene]:
+    job = JobOnDisk.write(directory, make_spec())
+    prompts = job.spec.rollout.prompts
+    store = Store(directory / "state", job_uid=JOB_UID)
+    metrics = Metrics(CollectorRegistry())
+    sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
+    processes = TaskProcesses(prompts, count=1, socket=directory)
+    episodes = Told(prompts, sessions, count=0, socket=directory, model="job", gateway=lambda: "")
+    evaluation = Evaluation(
+        Rules(samples=2),
+        limit=9,
+        temperature=1.0,
+        store=store,
+        prompts=HeldOut(processes, job.chat, max_prompt_tokens=9, position=0, changed=lambda: None),
+        chat=job.chat,
+        processes=processes,
+        episodes=episodes,
+        changed=lambda: None,
+    )
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        preparing = group.create_task(evaluation.prepare())
+        evaluation.ask(3)
+        await until(lambda: evaluation.demand)
+        yield Scene(evaluation, episodes, store, OneEngine(), group)
+        preparing.cancel()
+    store.close()
+
+
+def played(reward: float, *versions: WeightVersion) -> Trajectory:
+    spans = tuple(Span(version, place, place + 1) for place, version in enumerate(versions))
+    count = len(versions)
+    return Trajectory(Tokens(np.arange(count, dtype=np.int32), -np.ones(count, np.float32), spans), Finish.STOP, reward)
+
+
+async def test_episodes_of_one_version_are_the_evaluation(tmp_path: Path) -> None:
+    async with evaluating(tmp_path) as scene:
+        scene.send()
+        await until(lambda: [5, 6] == scene.episodes.begun)
+        await scene.ended(played(1.0, V(3, 1), V(3, 1)), played(0.0, V(3, 1)))
+        assert scene.store.evaluated is not None
+        assert (3, 2, 0.5) == (scene.store.evaluated.step, scene.store.evaluated.samples, scene.store.evaluated.mean)
+        await scene.store.flushed()
+        assert 1 == len(scene.store.rows("SELECT value FROM facts WHERE name = 'evaluated'")), "sessions are gone"
+
+
+async def test_an_episode_of_two_versions_and_one_that_is_lost_are_played_again(tmp_path: Path) -> None:
+    async with evaluating(tmp_path) as scene:
+        scene.send()
+        await scene.ended(played(1.0, V(3, 1), V(4, 1)), EpisodeLost("its process died"))
+        assert 2 == scene.evaluation.demand
+        scene.send()
+        await until(lambda: [5, 6, 5, 6] == scene.episodes.begun)
+        await scene.ended(played(1.0, V(3, 1)), played(1.0, V(3, 1)))
+        assert scene.store.evaluated is not None
+        assert 1.0 == scene.store.evaluated.mean
+
+
+async def test_an_episode_that_fails_is_worth_nothing(tmp_path: Path) -> None:
+    async with evaluating(tmp_path) as scene:
+        scene.send()
+        await scene.ended(played(1.0, V(3, 1)), EpisodeFailed("EpisodeHung", "it did not end"))
+        assert scene.store.evaluated is not None
+        assert 0.5 == scene.store.evaluated.mean
+
+
+async def test_so_many_episodes_at_a_time_are_played_and_none_while_engines_are_off(tmp_path: Path) -> None:
+    async with evaluating(tmp_path) as scene:
+        scene.engines.takes = False
+        scene.send()
+        assert not scene.evaluation._under_way
+        scene.engines.takes = True
+        scene.send(at_most=1)
+        scene.send(at_most=1)
+        await until(lambda: scene.episodes.begun)
+        assert [5] == scene.episodes.begun
+        await scene.ended(played(1.0, V(3, 1)))
+        scene.send(at_most=1)
+        await until(lambda: [5, 6] == scene.episodes.begun)
+        await scene.ended(played(1.0, V(3, 1)))
+
+
+async def test_an_end_is_no_verdict_on_episodes_that_are_under_way(tmp_path: Path) -> None:
+    """Their turns are refused then, and they would fail."""
+    async with evaluating(tmp_path) as scene:
+        scene.send()
+        await until(lambda: [5, 6] == scene.episodes.begun)
+        scene.evaluation.end_episodes()
+        for task in [*scene.evaluation._under_way.values()]:
+            await asyncio.wait([task])
+            assert task.cancelled()
+        assert scene.store.evaluated is None

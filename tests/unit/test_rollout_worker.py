@@ -20,6 +20,7 @@ from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.batches import shard_path
 from colocated_rl_rollout.engine_client import EngineClient
 from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST
@@ -29,6 +30,7 @@ from colocated_rl_rollout.sessions import Sessions
 from colocated_rl_rollout.store import SPARE_BYTES, Store
 from colocated_rl_rollout.turns import Turns
 from colocated_rl_rollout.worker import Worker
+from fakes.episodes import Told
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
 
 
@@ -36,10 +38,17 @@ from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
 class Scene:
     worker: Worker
     store: Store
+    episodes: Told
     free: list[int]  # bytes on the volume
 
     def admit(self) -> list[Sample]:
         return self.store.admit(Prompt(self.store.cursor, 0, (1, 2)), size=2).samples
+
+    def play(self) -> tuple[Group, asyncio.Task[None]]:
+        """A group of a task, and the episode of its first sample."""
+        group = self.store.admit(Prompt(self.store.cursor, 5, ()), size=2)
+        self.store.start(group.samples[0])
+        return group, asyncio.create_task(self.worker._play(group.samples[0]))
 
     def attempt(self, sample: Sample, tokens: Tokens) -> None:
         """One engine attempt, as it ends after an interruption."""
@@ -66,6 +75,8 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     store = Store(tmp_path / "state", job_uid=JOB_UID, free_bytes=lambda _: free[0])
     processes = TaskProcesses(job.spec.rollout.prompts, count=1, socket=tmp_path / "tasks.sock")
     metrics = Metrics(CollectorRegistry())
+    sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
+    episodes = Told(job.spec.rollout.prompts, sessions, count=0, socket=tmp_path, model="job", gateway=lambda: "")
     async with aiohttp.ClientSession() as session:
         yield Scene(
             Worker(
@@ -77,16 +88,16 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
                 prompts=PromptSource(processes, job.chat, max_prompt_tokens=200, position=0, changed=lambda: None),
                 chat=job.chat,
                 processes=processes,
+                episodes=episodes,
                 evaluation=None,
                 turns=Turns(job.chat, metrics, keeps=True, changed=lambda: None, at_most=9, parked_at_most_s=9),
-                sessions=Sessions(
-                    store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0
-                ),
+                sessions=sessions,
                 metrics=metrics,
                 changed=lambda: None,
                 full_retry_s=0.01,
             ),
             store,
+            episodes,
             free,
         )
     store.close()
@@ -246,6 +257,73 @@ async def test_the_most_urgent_goes_first_then_what_was_interrupted_then_the_old
     scene.attempt(old[1], one_token(step=2))
     scene.attempt(fresh[1], NO_TOKENS)
     assert [old[1], old[0], late[1], late[0], fresh[1], fresh[0]] == scene.worker._in_order()
+
+
+async def test_an_episode_becomes_its_sample_together_with_the_end_of_its_session(scene: Scene) -> None:
+    group, episode = scene.play()
+    scene.episodes.ends.put_nowait(Trajectory(one_token(step=3), Finish.LENGTH, 0.5))
+    await episode
+    sample = group.samples[0]
+    assert [5] == scene.episodes.begun
+    assert (SampleState.COMPLETED, 0.5, Finish.LENGTH, [7]) == (
+        sample.state,
+        sample.reward,
+        sample.finish,
+        sample.tokens.ids.tolist(),
+    )
+    await scene.store.flushed()
+    assert [(5,)] == [tuple(row) for row in scene.store.rows("SELECT value FROM facts WHERE name = 'trained'")]
+
+
+async def test_an_episode_that_fails_is_played_again_by_another_sample_and_counted(scene: Scene) -> None:
+    group, episode = scene.play()
+    scene.episodes.ends.put_nowait(EpisodeFailed("EpisodeHung", "it did not end"))
+    await episode
+    assert {(SampleState.FAILED, "EpisodeHung"): 1} == scene.store.reasons
+    assert [SampleState.ADMITTED] * 2 == [sample.state for sample in group.kept]
+
+
+async def test_an_episode_that_is_lost_is_played_again_and_not_for_ever(scene: Scene) -> None:
+    group, episode = scene.play()
+    sample = group.samples[0]
+    scene.episodes.ends.put_nowait(EpisodeLost("its process died"))
+    await episode
+    for _ in range(IDLE_ATTEMPTS_AT_MOST - 1):
+        assert SampleState.INTERRUPTED is sample.state
+        assert not scene.store.reasons
+        scene.store.start(sample)
+        scene.episodes.ends.put_nowait(EpisodeLost("its process died"))
+        await scene.worker._play(sample)
+    assert {(SampleState.FAILED, "NoProgress"): 1} == scene.store.reasons
+
+
+async def test_a_group_is_as_old_as_the_episode_that_is_under_way(scene: Scene) -> None:
+    """Else sealing would not wait for it, and it would be too old when it ends."""
+    group, episode = scene.play()
+    ages = [group.oldest_step]
+    await until(lambda: scene.episodes.begun)
+    ages.append(group.oldest_step)
+    scene.store.turned(group.samples[0], 4)
+    ages.append(group.oldest_step)
+    scene.episodes.ends.put_nowait(EpisodeLost("its process died"))
+    await episode
+    assert [None, 3, 3, None] == [*ages, group.oldest_step]
+
+
+async def test_an_end_waits_for_no_episode_and_a_restart_plays_it_again(scene: Scene, tmp_path: Path) -> None:
+    group, episode = scene.play()
+    scene.worker._own(group.samples[0], episode)
+    await until(lambda: scene.episodes.begun)
+    scene.worker.drain()
+    async with asyncio.timeout(5):
+        await scene.worker.run()
+    await scene.store.flushed()
+    shutil.copytree(tmp_path / "state", tmp_path / "copy")
+    again = Store(tmp_path / "copy", job_uid=JOB_UID)
+    (kept,) = again.groups.values()
+    assert (True, 5) == (kept.prompt.is_played, kept.prompt.index)
+    assert [SampleState.INTERRUPTED, SampleState.ADMITTED] == [sample.state for sample in kept.kept]
+    again.close()
 
 
 class FullEngines(Engines):

@@ -237,6 +237,26 @@ REMEDIES: dict[str, Remedy] = {
         "see rollout.prompts.resources and the function",
         heals=True,
     ),
+    "PlayerLost": Remedy(
+        "the process that plays episodes ended, or did not end one when told to; it is started again",
+        "if it goes on, see container rewards: its log, and whether rollout.prompts.resources leave it memory",
+        heals=True,
+    ),
+    "EpisodeFailed": Remedy(
+        "episodes of the environment failed until their group was given up",
+        "the message says where; play the environment alone with vf-eval over the job's gateway",
+        heals=True,
+    ),
+    "EpisodeHung": Remedy(
+        "episodes of the environment did nothing until their group was given up",
+        "see what their tools and rewards wait for, or raise deadlineSeconds of the environment",
+        heals=True,
+    ),
+    "EpisodeWithoutTurn": Remedy(
+        "episodes of the environment ended without asking the job's model, and their group was given up",
+        "leave client and model of its agent out of config: the job gives them",
+        heals=True,
+    ),
     "RewardUnavailable": Remedy(
         "the endpoint of reward.http gives no answer; it is asked again, and a sample fails after `attempts`",
         "see the endpoint, and whether the rollout pod may reach it",

@@ -26,6 +26,7 @@ from colocated_rl_member.server import MemberServer
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.episodes import Episodes
 from colocated_rl_rollout.evaluation import Evaluation
 from colocated_rl_rollout.gateway import Gateway
 from colocated_rl_rollout.interface import interface
@@ -89,16 +90,6 @@ class Controller:
             remember=store.remember_data,
             changed=self._wake,
         )
-        self._evaluation = Evaluation(
-            spec.evaluation,
-            limit=spec.rollout.max_response_tokens,
-            temperature=spec.rollout.sampling.temperature,
-            store=store,
-            prompts=self._prompts,
-            chat=chat,
-            processes=self._processes,
-            changed=self._wake,
-        )
         turns = Turns(
             chat,
             self._metrics,
@@ -114,6 +105,25 @@ class Controller:
             max_staleness=spec.max_staleness,
             changed=self._wake,
             clock=time.monotonic,
+        )
+        self._episodes = Episodes(
+            spec.rollout.prompts,
+            sessions,
+            count=settings.task_processes,
+            socket=settings.tasks,
+            model=job.name,
+            gateway=lambda: f"http://127.0.0.1:{self.member.ports.pages}/v1",
+        )
+        self._evaluation = Evaluation(
+            spec.evaluation,
+            limit=spec.rollout.max_response_tokens,
+            temperature=spec.rollout.sampling.temperature,
+            store=store,
+            prompts=self._prompts,
+            chat=chat,
+            processes=self._processes,
+            episodes=self._episodes,
+            changed=self._wake,
         )
         self._gateway = gateway = Gateway(
             model=job.name,
@@ -135,13 +145,18 @@ class Controller:
                 prompts=self._prompts,
                 chat=chat,
                 processes=self._processes,
+                episodes=self._episodes,
                 evaluation=self._evaluation,
                 turns=turns,
                 sessions=sessions,
                 metrics=self._metrics,
                 changed=self._dirty.set,
             )
-            self._beside = {"prompts": self._prompts.run, "evaluation": self._evaluation.prepare}
+            self._beside = {
+                "prompts": self._prompts.run,
+                "episodes": self._episodes.run,
+                "evaluation": self._evaluation.prepare,
+            }
             served = gateway.routes()
         else:  # no engine would answer
             self._sealer = Replay(spec, store=store, recording=settings.recording, changed=self._dirty.set)
@@ -281,7 +296,7 @@ class Controller:
 
     def _problem(self) -> Problem | None:
         """Why there is no progress; the first of those who know."""
-        parts = (self._store, self._prompts, self._sealer, self._processes, self._evaluation)
+        parts = (self._store, self._prompts, self._sealer, self._processes, self._episodes, self._evaluation)
         return next((part.problem for part in parts if part.problem), self._sealer.no_signal)
 
     def _counts(self) -> dict[str, int]:

@@ -27,11 +27,13 @@ from colocated_rl_rollout.engine_client import (
     RequestRejected,
 )
 from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost, Episodes
 from colocated_rl_rollout.prompts import NoPrompts, PromptSource
 from colocated_rl_rollout.resume import finish_of
-from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
 from colocated_rl_rollout.samples import Finish, Prompt, Tokens
 from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.task_connection import TaskUnusable
 
 LOG = logging.getLogger(__name__)
 
@@ -98,6 +100,7 @@ class Evaluation:
         prompts: PromptSource,
         chat: Chat,
         processes: TaskProcesses,
+        episodes: Episodes,
         changed: Callable[[], None],
     ) -> None:
         self.how = how
@@ -107,6 +110,7 @@ class Evaluation:
         self._prompts = prompts
         self._chat = chat
         self._processes = processes
+        self._episodes = episodes
         self._changed = changed
         self._held_out: list[Prompt] = []
         self._found_for: int | None = None  # so many were wanted of them
@@ -166,8 +170,11 @@ class Evaluation:
         """Answers that are under way or to be asked for."""
         return self._board.size - len(self._board.rewards) if self._board else 0
 
-    def send(self, engines: Engines, group: asyncio.TaskGroup, *, at_most: int) -> None:
-        """Ask for what is missing, from engines that serve the wanted weights and have at most so many requests."""
+    def send(self, engines: Engines, group: asyncio.TaskGroup, *, at_most: int, episodes_at_most: int) -> None:
+        """Ask for what is missing, from engines that serve the wanted weights and have at most so many requests.
+
+        An episode is played while they are open; of these there are so many at a time.
+        """
         if self._board is None or self.demand == len(self._under_way):
             return  # before looking at each place: at each answer, of tens of thousands
         for place in self._board.missing():
@@ -176,6 +183,11 @@ class Evaluation:
             engine = engines.pick(step=self._board.step, at_most=at_most)
             if engine is None:
                 return
+            if self._held_out[place // self._board.responses].is_played:
+                if len(self._under_way) < episodes_at_most:
+                    played = self._play(self._board, place, engine)
+                    self._under_way[place] = group.create_task(played, name=f"evaluation/{place}")
+                continue
             answer = self._answer(self._board, place, engine)
             self._under_way[place] = engines.send(group, engine, answer, name=f"evaluation/{place}")
 
@@ -210,6 +222,32 @@ class Evaluation:
             except TaskUnusable as error:
                 if board is self._board:
                     self._stop(error)
+        self._ended(board, place)
+
+    async def _play(self, board: Scoreboard, place: int, engine: EngineClient) -> None:
+        """One episode. One that fails is worth 0, as what no verifier takes; what is lost is played again."""
+        row = self._held_out[place // board.responses].index
+        try:
+            trajectory, removal = await self._episodes.play(row, ending="evaluated")
+        except EpisodeLost:
+            self._redone += 1
+        except EpisodeFailed as error:
+            log(LOG, "evaluation episode failed", logging.WARNING, reason=f"{error.reason}: {error}")
+            self._unscored += 1
+            board.take(place, [engine.version] if engine.version else [], 0.0)
+        else:
+            self._store.write(*removal)
+            versions = {span.version for span in trajectory.tokens.spans}
+            self._redone += not board.take(place, versions, trajectory.reward)
+        self._ended(board, place)
+
+    def end_episodes(self) -> None:
+        """Nothing more is generated: what they came to now would be no verdict on the policy."""
+        for place, task in self._under_way.items():
+            if self._board and self._held_out[place // self._board.responses].is_played:
+                task.cancel()
+
+    def _ended(self, board: Scoreboard, place: int) -> None:
         if self._under_way.get(place) is asyncio.current_task():
             del self._under_way[place]
         self._conclude(board)

@@ -127,6 +127,7 @@ class Gateway:
             return await serve(request)
         except RequestRefused as refused:
             self._metrics.refused_requests.labels(refused.status).inc()
+            self._sessions.refuse(_named(request), refused)
             return web.json_response(refused.body(), status=refused.status, headers=headers_of(refused))
 
     # ------------------------------------------------------------------------------------------------- routes
@@ -375,9 +376,14 @@ def _shown(session: Session) -> bytes:
     return json.dumps(shown(session)).encode()
 
 
+def _named(request: web.Request) -> str:
+    """What it calls its session, if it has one."""
+    return str(request.match_info.get("session") or request.headers.get(SESSION_HEADER, ""))
+
+
 def _session_name(request: web.Request) -> str:
     """Raises RequestRefused."""
-    name = str(request.match_info.get("session") or request.headers.get(SESSION_HEADER))
+    name = _named(request)
     if not SESSION_NAME.fullmatch(name):
         raise RequestRefused(400, "a session is named by up to 128 of A-Z, a-z, 0-9, '.', '_', ':', '@' and '-'")
     return name

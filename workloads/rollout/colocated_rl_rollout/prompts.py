@@ -2,7 +2,7 @@
 
 Order: that of the source, pass after pass; the store keeps the position, so a restart goes on where it was. A
 question is held out by its hash, wherever it stands and however often: it never trains. Prompts longer than
-`maxPromptTokens` are left out and counted.
+`maxPromptTokens` are left out and counted. A task of an environment has none: its episodes ask what they like.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections.abc import Callable
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_rollout.chat import Chat, ModelUnusable
-from colocated_rl_rollout.rewards import OTHER_DATA, RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.samples import Prompt
+from colocated_rl_rollout.task_connection import OTHER_DATA, TaskUnusable
+from colocated_rl_rollout.task_wire import Question
 
 LOG = logging.getLogger(__name__)
 
@@ -111,7 +113,7 @@ class PromptSource:
         size = (await self._processes.data()).size
         for position in range(0, size if self._processes.holds_out else 0, CHUNK):
             for prompt in await self._look(position, held_out=True):
-                found.setdefault(prompt.ids, prompt)
+                found.setdefault(prompt.ids or (prompt.index,), prompt)
             if len(found) >= count:
                 break
         if not found:
@@ -125,13 +127,16 @@ class PromptSource:
         of_kind = [(position, asked) for position, asked in enumerate(questions, start) if asked.held_out is held_out]
         self.held_out_seen += 0 if held_out else len(questions) - len(of_kind)
         # in a thread: of prompts of many thousand tokens a chunk takes seconds
-        tokens = await asyncio.to_thread(lambda: [self._chat.prompt_ids(asked.question) for _, asked in of_kind])
+        tokens = await asyncio.to_thread(lambda: [self._ids(asked.question) for _, asked in of_kind])
         for (position, asked), ids in zip(of_kind, tokens, strict=True):
             if len(ids) > self._max_prompt_tokens:
                 self.too_long += 1
                 continue
             found.append(Prompt(position, asked.row, ids))
         return found
+
+    def _ids(self, question: Question | None) -> tuple[int, ...]:
+        return () if question is None else self._chat.prompt_ids(question)
 
     def _left_out(self) -> str:
         return (

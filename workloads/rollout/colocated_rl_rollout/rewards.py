@@ -13,33 +13,25 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import pydantic
 
-from colocated_rl_api import names
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_api.prompts import Prompts
-from colocated_rl_rollout.task_wire import QUESTIONS, SCORE, Asked, Data, Greeting, Question, Reply, Row
+from colocated_rl_rollout.task_connection import OTHER_DATA, RESTART_S, ProcessLost, TaskConnection, TaskUnusable
+from colocated_rl_rollout.task_wire import QUESTIONS, SCORE, Asked, Data, Question, Reply, Row
 
 LOG = logging.getLogger(__name__)
 
-START_DEADLINE_S = 900.0  # data may have to be fetched, and all of it is looked at
 REPLY_DEADLINE_S = 30.0
-RESTART_S = 1.0  # before a process that died is replaced; with jitter
 AT_ONCE = 32  # requests on the way to one process
-MAX_LINE_BYTES = 64 * 1024 * 1024
 DEATHS_PER_REQUEST = 2
 REWARD_UNAVAILABLE = "RewardUnavailable"  # an endpoint's silence, which says nothing about a response
-OTHER_DATA = (
-    "the rows are not those that the job began with, and what was asked is not found again among them: put the former "
-    "files back, or make a new job"
-)
 
 
 class RewardFailed(Exception):
@@ -48,10 +40,6 @@ class RewardFailed(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-class TaskUnusable(Exception):
-    """The task can't be made as the job describes it. The user mends the job."""
 
 
 class Endpoint(Protocol):
@@ -63,64 +51,12 @@ class Endpoint(Protocol):
         """Raises RewardFailed."""
 
 
-class _ProcessLost(Exception):
-    """The process ended, or must: its connection is closed, and another one takes over."""
-
-
 @dataclass(eq=False)
 class _Request:
     line: bytes
     kind: pydantic.TypeAdapter[Any]  # of what answers it
     reply: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     deaths: int = 0
-
-
-@dataclass(frozen=True)
-class _Connection:
-    """To one process, and its life: the task server ends it when the connection is closed."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    @classmethod
-    @asynccontextmanager
-    async def open(cls, socket: Path) -> AsyncIterator[_Connection]:
-        """Raises _ProcessLost."""
-        try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                reader, writer = await asyncio.open_unix_connection(socket, limit=MAX_LINE_BYTES)
-        except (OSError, TimeoutError) as error:
-            what = f"no task process: {socket} does not answer: {error}"
-            raise _ProcessLost(f"{what}; look at the log of container {names.REWARDS_CONTAINER}") from error
-        try:
-            yield cls(reader, writer)
-        finally:
-            writer.transport.abort()
-
-    async def send(self, lines: bytes, *, deadline_s: float) -> None:
-        """Raises _ProcessLost, TimeoutError."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                self.writer.write(lines)
-                await self.writer.drain()
-        except ConnectionError as error:
-            raise _ProcessLost("task process closed its input") from error
-
-    async def receive(self, *, deadline_s: float) -> Reply:
-        """The next line. Raises _ProcessLost, TimeoutError."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                line = await self.reader.readline()
-        except ValueError as error:
-            raise _ProcessLost(f"task process wrote a line of more than {MAX_LINE_BYTES} bytes") from error
-        except ConnectionError as error:
-            raise _ProcessLost("task process ended") from error
-        if not line.endswith(b"\n"):
-            raise _ProcessLost("task process ended")
-        try:
-            return Reply.model_validate_json(line)
-        except pydantic.ValidationError as error:
-            raise _ProcessLost("task process wrote what is no reply") from error
 
 
 class TaskProcesses:
@@ -197,11 +133,11 @@ class TaskProcesses:
     async def _keep_up(self) -> None:
         while self._unusable is None:
             try:
-                async with _Connection.open(self._socket) as process:
+                async with TaskConnection.open(self._socket) as process:
                     await self._greet(process)
                     while True:
                         await self._work_off(process)
-            except _ProcessLost as error:
+            except ProcessLost as error:
                 log(LOG, "task process replaced", logging.WARNING, reason=str(error))
                 self._problem = Problem(reason="TaskProcessLost", message=f"{error}; it is started again"[:1024])
             except TaskUnusable as error:
@@ -213,27 +149,15 @@ class TaskProcesses:
                 self._fail_all(error)
             await asyncio.sleep(RESTART_S * (0.5 + random.random()))
 
-    async def _greet(self, process: _Connection) -> None:
-        greeting = Greeting(prompts=self._prompts, processes=self._count)
-        try:
-            line = greeting.model_dump_json(by_alias=True).encode() + b"\n"
-            await process.send(line, deadline_s=START_DEADLINE_S)
-            reply = await process.receive(deadline_s=START_DEADLINE_S)
-        except TimeoutError as error:
-            raise _ProcessLost(f"task process not ready within {START_DEADLINE_S:.0f} s") from error
-        if reply.error is not None:
-            raise TaskUnusable(f"spec.rollout.prompts.{reply.error}")
-        try:
-            data = Data.model_validate(reply.value)
-        except pydantic.ValidationError as error:
-            raise _ProcessLost("task process did not say how many rows it has") from error
+    async def _greet(self, process: TaskConnection) -> None:
+        data = await process.greet(self._prompts, count=self._count)
         if not self._data.done():
             self._data.set_result(data)
         elif self._data.result() != data:
             raise TaskUnusable(f"spec.rollout.prompts: {OTHER_DATA}")
         self._problem = None
 
-    async def _work_off(self, process: _Connection) -> None:
+    async def _work_off(self, process: TaskConnection) -> None:
         """Answer what is waiting, at most AT_ONCE requests."""
         batch = [await self._requests.get()]
         while len(batch) < AT_ONCE and not self._requests.empty():
@@ -246,8 +170,8 @@ class TaskProcesses:
         except TimeoutError as error:
             late = f"no reward within {self._reply_deadline_s:.0f} s"
             _fail(batch.pop(0), RewardFailed("RewardTimedOut", late))
-            raise _ProcessLost(late) from error
-        except _ProcessLost:
+            raise ProcessLost(late) from error
+        except ProcessLost:
             batch[0].deaths += 1
             if batch[0].deaths >= DEATHS_PER_REQUEST:
                 _fail(batch.pop(0), RewardFailed("RewardProcessDied", "the process that scores it died, twice"))

@@ -105,11 +105,17 @@ class Prompt:
     """One prompt of the source. `position` counts over all passes of the data, `index` within one.
 
     Of sessions that clients had both are OF_SESSIONS: no row of the data made it, and nothing can be generated for it.
+    A task of an environment has no ids: each of its episodes has a prompt of its own.
     """
 
     position: int
     index: int
     ids: tuple[int, ...]
+
+    @property
+    def is_played(self) -> bool:
+        """Whether its samples are episodes."""
+        return self.index >= 0 and not self.ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +141,13 @@ class Sample:
     finish: Finish | None = None
     reward: float | None = None
     engine: str | None = None  # that has its prefix; not kept over a restart
+    playing_since: int | None = None  # step of the oldest weights in the episode under way
+
+    @property
+    def oldest_step(self) -> int | None:
+        """Step of the oldest weights that made a token of it, or of its episode."""
+        steps = (self.tokens.oldest_step, self.playing_since)
+        return min((step for step in steps if step is not None), default=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -159,6 +172,11 @@ class Group:
         return self.prompt.index == OF_SESSIONS
 
     @property
+    def is_of_turns(self) -> bool:
+        """Whether tokens of its samples are of turns and what is between them, and not of one response alone."""
+        return self.is_of_sessions or self.prompt.is_played
+
+    @property
     def is_complete(self) -> bool:
         return self.unfinished == 0
 
@@ -166,7 +184,7 @@ class Group:
     def oldest_step(self) -> int | None:
         """Step of the oldest weights in the group; None while it has no token."""
         if not self.oldest_is_known:
-            steps = [step for sample in self.kept if (step := sample.tokens.oldest_step) is not None]
+            steps = [step for sample in self.kept if (step := sample.oldest_step) is not None]
             self.oldest = min(steps, default=None)
             self.oldest_is_known = True
         return self.oldest

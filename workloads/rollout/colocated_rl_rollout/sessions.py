@@ -9,11 +9,15 @@ A reward ends a session: the path of its newest turn is its trajectory, other pa
 one group wait until `groupSize` of them have theirs; then they become a group of samples, in one entry of the store.
 So a session is either here, open or rewarded, or samples, or dropped for a reason that is counted. It is durable before
 its client hears of it.
+
+Episodes of the job's own (`episodes`) are sessions too. They are opened and ended there, and not by a reward: one makes
+the tokens of one sample, and a restart drops those that were under way, because their samples begin anew.
 """
 
 from __future__ import annotations
 
 import json
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +43,7 @@ SESSIONS_AT_MOST = 16_384
 TOKENS_AT_MOST = 16 * 1024 * 1024  # of all sessions: some 200 MB with their messages
 TURNS_AT_MOST = 1024  # of one
 RETRY_S = 60
+EPISODE = "episode:"  # begins the names of those that the job plays itself
 MARK = "\u2063colocated-rl-reply\u2063"  # stands for a reply while the template is asked what follows it
 
 
@@ -83,7 +88,9 @@ class RecordedTurn:
 
 @dataclass(eq=False)
 class Session:
-    """Changed by `Sessions` alone."""
+    """Changed by `Sessions` alone. turned: of an episode of the job's own, is told the step of the oldest weights in
+    each turn. refused: why its newest turn was.
+    """
 
     id: str
     turns: list[RecordedTurn] = field(default_factory=list)
@@ -91,6 +98,13 @@ class Session:
     grouping: str | None = None
     used_at: float = 0.0
     under_way: int = 0  # turns
+    turned: Callable[[int | None], None] | None = None
+    refused: RequestRefused | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its path had no room for another turn."""
+        return bool(self.turns) and self.refused is not None and self.refused.code == "context_length_exceeded"
 
     @property
     def size(self) -> int:
@@ -162,13 +176,12 @@ class Sessions:
     def begin(self, name: str) -> Session:
         """The session of a turn that begins; `end` it. Raises RequestRefused."""
         self._drop_idle()
-        if not self._store.has_room():
-            raise RequestRefused(503, "the store's volume is full: see the job's status", code="full", retry_s=RETRY_S)
         session = self._sessions.get(name)
-        if self._held >= self._tokens_at_most or (session is None and len(self._sessions) >= SESSIONS_AT_MOST):
-            message = f"{len(self._sessions)} sessions hold {self._held} tokens: reward or delete some"
-            raise RequestRefused(429, message, code="too_many_sessions", retry_s=RETRY_S)
+        if session is None or session.turned is None:  # episodes are admitted already
+            self._refuse_beyond_bounds(session)
         if session is None:
+            if name.startswith(EPISODE):
+                raise RequestRefused(409, f"episode {name} has ended: it takes no more turns", code="session_ended")
             session = self._sessions[name] = Session(name)
         elif session.reward is not None:
             raise RequestRefused(409, f"session {name} has its reward: it takes no more turns", code="session_ended")
@@ -178,11 +191,19 @@ class Sessions:
         session.used_at = self._clock()
         return session
 
+    def _refuse_beyond_bounds(self, session: Session | None) -> None:
+        if not self._store.has_room():
+            raise RequestRefused(503, "the store's volume is full: see the job's status", code="full", retry_s=RETRY_S)
+        if self._held >= self._tokens_at_most or (session is None and len(self._sessions) >= SESSIONS_AT_MOST):
+            message = f"{len(self._sessions)} sessions hold {self._held} tokens: reward or delete some"
+            raise RequestRefused(429, message, code="too_many_sessions", retry_s=RETRY_S)
+
     def end(self, session: Session) -> None:
         """One without an answered turn is forgotten: its client was told of none, and begins it again by asking."""
         session.under_way -= 1
         session.used_at = self._clock()
-        if not session.under_way and not session.turns and self._sessions.get(session.id) is session:
+        is_empty = not session.under_way and not session.turns and session.turned is None
+        if is_empty and self._sessions.get(session.id) is session:
             self._drop(session, "Empty")
 
     async def record(
@@ -212,10 +233,37 @@ class Sessions:
             engine,
         )
         session.turns.append(turn)
+        session.refused = None
         self._held += turn.size
+        if session.turned is not None:
+            session.turned(tokens.oldest_step)
         begins = [(tables.SESSION, [(session.id,)])] if turn.number == 1 else []
         self._store.write(*begins, _row_of(session, turn))
         await self._store.flushed()
+
+    def refuse(self, name: str, refused: RequestRefused) -> None:
+        """A request of this session was refused, if it is one."""
+        if (session := self._sessions.get(name)) is not None:
+            session.refused = refused
+
+    # ------------------------------------------------------------------------------------------------- episodes
+    def open(self, turned: Callable[[int | None], None]) -> Session:
+        """The session of an episode that begins: `take` it or `give_up`."""
+        name = f"{EPISODE}{uuid.uuid4().hex}"
+        session = self._sessions[name] = Session(name, used_at=self._clock(), turned=turned)
+        return session
+
+    def quiet_s(self, session: Session) -> float:
+        """Time since the newest turn ended; 0 while one is under way."""
+        return 0.0 if session.under_way else self._clock() - session.used_at
+
+    def take(self, session: Session, reward: float, *, ending: str) -> tuple[Trajectory, list[Statement]]:
+        """What an episode came to, and what removes its session."""
+        self._forget(session, ending)
+        return self._trajectory(session, (), reward), _removal(session)
+
+    def give_up(self, session: Session, reason: str) -> None:
+        self._drop(session, reason)
 
     # ------------------------------------------------------------------------------------------------- rewards
     def find(self, name: str) -> Session:
@@ -227,6 +275,8 @@ class Sessions:
     async def reward(self, name: str, reward: float, grouping: str) -> None:
         """Returns when it is durable. The same reward again changes nothing. Raises RequestRefused."""
         session = self.find(name)
+        if session.turned is not None:
+            raise RequestRefused(409, f"{name} is an episode of the job's own, rewarded by its environment")
         if session.reward is not None:
             if (session.reward, session.grouping) != (reward, grouping):
                 raise RequestRefused(409, f"session {name} has another reward already", code="session_ended")
@@ -241,7 +291,10 @@ class Sessions:
 
     async def delete(self, name: str) -> None:
         """Give a session up. Raises RequestRefused."""
-        self._drop(self.find(name), "Deleted")
+        session = self.find(name)
+        if session.turned is not None:
+            raise RequestRefused(409, f"{name} is an episode of the job's own, and ends by itself")
+        self._drop(session, "Deleted")
         await self._store.flushed()
 
     def admit(self) -> Group | None:
@@ -278,21 +331,20 @@ class Sessions:
         paths = [session.turns[-1].path for session in sessions]
         places = zip(*(path[0].context.tolist() for path in paths), strict=False)
         prompt = tuple(place[0] for place in takewhile(lambda place: len({*place}) == 1, places))
-        trajectories = [
-            Trajectory(
-                tokens_of(path, after=len(prompt)),
-                Finish.STOP if path[-1].finish is Finish.STOP else Finish.LENGTH,
-                session.reward or 0.0,
-            )
-            for session, path in zip(sessions, paths, strict=True)
-        ]
-        for session, path in zip(sessions, paths, strict=True):
+        for session in sessions:
             self._forget(session, "trained")
-            kept = {turn.number for turn in path}
-            self._count_dropped([turn for turn in session.turns if turn.number not in kept], "OtherPath")
+        trajectories = [self._trajectory(session, prompt, session.reward or 0.0) for session in sessions]
         return self._store.admit_whole(
             prompt, trajectories, *(statement for session in sessions for statement in _removal(session))
         )
+
+    def _trajectory(self, session: Session, prompt: tuple[int, ...], reward: float) -> Trajectory:
+        """The path of the newest turn, after a prompt; other paths are dropped."""
+        path = session.turns[-1].path
+        kept = {turn.number for turn in path}
+        self._count_dropped([turn for turn in session.turns if turn.number not in kept], "OtherPath")
+        ended = path[-1].finish is Finish.STOP and not session.is_full
+        return Trajectory(tokens_of(path, after=len(prompt)), Finish.STOP if ended else Finish.LENGTH, reward)
 
     def _is_too_old(self, session: Session) -> bool:
         steps = [turn.tokens.oldest_step for turn in session.turns[-1].path]
@@ -306,7 +358,7 @@ class Sessions:
             return
         self._looks_at = now + LOOK_S
         for session in [each for each in self._sessions.values() if each.used_at < now - IDLE_S]:
-            if not session.under_way and session.reward is None:
+            if not session.under_way and session.reward is None and session.turned is None:
                 self._drop(session, "Idle")
 
     def _drop(self, session: Session, reason: str) -> None:
@@ -346,6 +398,8 @@ class Sessions:
             )
             session.turns.append(turn)
             self._held += turn.size
+        for session in [each for each in self._sessions.values() if each.id.startswith(EPISODE)]:
+            self._drop(session, "EpisodeLost")
 
 
 def prompt_after(turn: RecordedTurn, conversation: Conversation, chat: Chat) -> tuple[int, ...] | None:

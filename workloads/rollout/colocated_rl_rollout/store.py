@@ -226,6 +226,20 @@ class Store:
         sample.finish = finish
         self._writer.write(*self._end_attempt(sample, SampleState.SCORING, segment, brought=True))
 
+    def turned(self, sample: Sample, oldest_step: int | None) -> None:
+        """A turn of the sample's episode has ended, which is durable with its session."""
+        steps = (sample.playing_since, oldest_step)
+        sample.playing_since = min((step for step in steps if step is not None), default=None)
+        sample.group.oldest_is_known = False
+
+    def complete(self, sample: Sample, played: Trajectory, *also: Statement) -> None:
+        """The sample's episode has ended. also: what is to be durable together with it."""
+        sample.finish, sample.reward = played.finish, played.reward
+        ended = self._end_attempt(sample, SampleState.SCORING, played.tokens, brought=True)
+        self._check(sample, SampleState.COMPLETED)
+        self._writer.write(*ended, (tables.SCORE, [(SampleState.COMPLETED, played.reward, sample.id)]), *also)
+        self._count(sample, SampleState.COMPLETED)
+
     def score(self, sample: Sample, reward: float) -> None:
         """The reward is in."""
         self._check(sample, SampleState.COMPLETED)
@@ -398,6 +412,7 @@ class Store:
     def _end_attempt(self, sample: Sample, state: SampleState, segment: Tokens, *, brought: bool) -> list[Statement]:
         self._check(sample, state)
         attempted = sample.state is SampleState.RUNNING
+        sample.playing_since = None
         sample.attempts += attempted
         sample.idle_attempts = 0 if brought else sample.idle_attempts + 1
         statements: list[Statement] = []

@@ -3,22 +3,25 @@
     python -m colocated_rl_rollout.task_process CLAIMS CACHE [LIMIT]
 
 JSON lines: a `Greeting` comes first and is answered with `Data`; then each request is answered in order,
-`{"questions": [start, count]}` and `{"score": [index, text]}`, with a `Reply`. CLAIMS is where claims of prompts are
-mounted, CACHE a directory for copies and downloads, LIMIT the file that has the container's memory limit. Ends with its
-input. Verifiers are other people's code: they may take for ever, print, and take memory; they do it here.
+`{"questions": [start, count]}` and `{"score": [index, text]}`, with a `Reply`; or, where the greeting says so, episodes
+are played (`player`). CLAIMS is where claims of prompts are mounted, CACHE a directory for copies and downloads, LIMIT
+the file that has the container's memory limit. Ends with its input. Verifiers and environments are other people's code:
+they may take for ever, print, and take memory; they do it here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
-from colocated_rl_rollout.task_wire import Data, Greeting, Reply
+from colocated_rl_rollout.player import play
+from colocated_rl_rollout.task_wire import Greeting, Reply
 from colocated_rl_rollout.tasks import SourceUnusable, Tasks, described, make_tasks
 
 MIB = 1024 * 1024
@@ -29,26 +32,30 @@ LEAST_MEMORY_BYTES = 1024 * MIB  # libraries of the tasks take a third of it
 def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, container_bytes: int | None) -> None:
     """Answer until the input ends."""
 
-    def reply(**fields: Any) -> None:
-        replies.write(Reply(**fields).model_dump_json(exclude_defaults=True) + "\n")
+    def reply(said: Reply) -> None:
+        replies.write(said.model_dump_json(exclude_defaults=True) + "\n")
         replies.flush()
 
     try:
         greeting = Greeting.model_validate_json(requests.readline())
         limit_memory(memory_bytes(container_bytes, processes=greeting.processes))
         tasks = make_tasks(greeting.prompts, claims=claims, cache=cache)
+        if greeting.model is not None:
+            asyncio.run(play(requests, reply, tasks, model=greeting.model, told=_told))
+            return
     except SourceUnusable as error:
-        reply(error=str(error))
+        reply(Reply(error=str(error)))
         return
-    reply(value=Data(size=tasks.size, digest=tasks.digest))
+    reply(Reply(value=tasks.data))
     for line in requests:
         try:
             value = _answer(tasks, json.loads(line))
         except Exception as error:  # noqa: BLE001 - of another's code; one answer fails, the rest go on
+            reason: Literal["RewardTimedOut", "VerifierFailed"]
             reason = "RewardTimedOut" if isinstance(error, TimeoutError) else "VerifierFailed"
-            reply(error=_told(error), reason=reason)
+            reply(Reply(error=_told(error), reason=reason))
         else:
-            reply(value=value)
+            reply(Reply(value=value))
 
 
 def _answer(tasks: Tasks, request: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ claims that the job names for prompts. The controller decides when a process has
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import select
@@ -18,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +29,7 @@ LOG = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-W", "ignore", "-m", "colocated_rl_rollout.task_process")
 BACKLOG = 16
+FAMILY = "COLOCATED_RL_TASK_FAMILY"  # in the environment of a process and, by inheritance, of all that it starts
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # or a library starts one for each core of the node
 
 
@@ -59,11 +62,12 @@ def serve(listener: socket.socket, command: Sequence[str]) -> None:
 def _attend(connection: socket.socket, command: Sequence[str]) -> None:
     """One process, until it ends or the connection does."""
     with connection:
+        family = uuid.uuid4().hex
         process = subprocess.Popen(
             command,
             stdin=connection.fileno(),
             stdout=connection.fileno(),
-            env={**os.environ, **ONE_THREAD},
+            env={**os.environ, **ONE_THREAD, FAMILY: family},
             start_new_session=True,  # what it starts ends with it
         )
         ended = os.pidfd_open(process.pid)
@@ -75,9 +79,38 @@ def _attend(connection: socket.socket, command: Sequence[str]) -> None:
         finally:
             os.close(ended)
             os.killpg(process.pid, signal.SIGKILL)
+            _end_family(family)
             code = process.wait()
     if by_itself:
         logs.log(LOG, "task process ended", logging.WARNING, reason=f"code {code}")
+
+
+def _end_family(family: str) -> None:
+    """Kill what a process started in other sessions, programs and servers of tools: they bear its mark. Stopped first,
+    so that none gets away.
+    """
+    mark = f"{FAMILY}={family}\0".encode()
+    stopped: set[int] = set()
+    while found := _bearers(mark) - stopped:
+        for pid in found:
+            _signal(pid, signal.SIGSTOP)
+        stopped |= found
+    for pid in stopped:
+        _signal(pid, signal.SIGKILL)
+
+
+def _bearers(mark: bytes) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def main() -> None:

@@ -24,25 +24,48 @@ class _Line(BaseModel):
 
 
 class Greeting(_Line):
-    """The first line to a process. processes: how many share the container with it, itself too."""
+    """The first line to a process. processes: how many share the container with it, itself too.
+
+    model: asked by the episodes that it is to play; None: it answers questions instead.
+    """
 
     prompts: Prompts
     processes: int
+    model: str | None = None
+
+
+class Play(_Line):
+    """To a process that plays: an episode of the task of a row. address: of the gateway, for this episode's turns."""
+
+    episode: int
+    row: int
+    address: str
+
+
+class Stop(_Line):
+    """To a process that plays: end an episode."""
+
+    episode: int
 
 
 class Reply(_Line):
-    """The answer to each line, in their order: a value, or an error and its reason."""
+    """The answer to each line, in their order: a value, or an error and its reason.
+
+    episode: that has ended; these come in any order, and each with the reward or an error.
+    """
 
     value: Any = None
     error: str | None = None
-    reason: Literal["VerifierFailed", "RewardTimedOut"] = "VerifierFailed"
+    reason: Literal["VerifierFailed", "RewardTimedOut", "EpisodeFailed"] = "VerifierFailed"
+    episode: int | None = None
 
 
 class Data(_Line):
-    """The answer to a greeting: what there is. digest: another one for other rows."""
+    """The answer to a greeting: what there is. digest: another one for other rows. ends: of the rows of each source."""
 
     size: Annotated[int, Field(ge=1, lt=2**63)]
     digest: Annotated[str, Field(max_length=64)]
+    ends: tuple[int, ...] = ()
 
 
 class Row(_Line):
@@ -54,12 +77,13 @@ class Row(_Line):
 
 
 class Asked(NamedTuple):
-    """A question, the index of its row, and whether it is kept from training."""
+    """A question, the index of its row, and whether it is kept from training. None: it is played, not asked."""
 
     row: Annotated[int, Field(ge=0, lt=2**63)]
-    question: Question
+    question: Question | None
     held_out: bool
 
 
 QUESTIONS: TypeAdapter[list[Asked]] = TypeAdapter(list[Asked])
 SCORE: TypeAdapter[float | Row] = TypeAdapter(RewardValue | Row)
+REWARD: TypeAdapter[float] = TypeAdapter(RewardValue)

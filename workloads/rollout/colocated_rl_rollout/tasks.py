@@ -15,16 +15,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from colocated_rl_api.prompts import HuggingFace, PromptFile, Prompts, ReasoningGym, Source
+from colocated_rl_api.prompts import Environment, HuggingFace, PromptFile, Prompts, ReasoningGym, Source
+from colocated_rl_rollout.environments import EnvironmentTasks, EnvironmentUnusable, EpisodeGivenUp
 from colocated_rl_rollout.gym import GymTask
 from colocated_rl_rollout.passes import Passes
 from colocated_rl_rollout.rewarded_rows import RewardedRows
 from colocated_rl_rollout.rows import RowsUnusable
-from colocated_rl_rollout.task_wire import Asked, Question, Row
+from colocated_rl_rollout.task_wire import Asked, Data, Question, Row
 
 
 class Task(Protocol):
-    """One source. size: rows of it. digest: another one for other rows."""
+    """One source. size: rows of it. digest: another one for other rows.
+
+    Of one that is played a question says which it is, and is asked of nobody.
+    """
 
     size: int
     digest: str
@@ -45,14 +49,14 @@ class Part(NamedTuple):
 class Tasks:
     """Sources in turns: of as many positions in a row as all weights together, each source has its weight's.
 
-    size: positions after which every source has been through its data. digest: of all of it.
+    size: positions after which every source has been through its data. digest: of all of it. ends: of the rows of each.
     """
 
     def __init__(self, parts: Sequence[Part], *, seed: int) -> None:
         self._parts = parts
         turns = [number for number, part in enumerate(parts) for _ in range(part.weight)]
         self._turns = Passes(turns, seed=seed)
-        self._ends = list(itertools.accumulate(part.task.size for part in parts))
+        self.ends = list(itertools.accumulate(part.task.size for part in parts))
         told = [f"{part.task.size} {part.task.digest}" for part in parts]
         self.digest = hashlib.sha256("\n".join(told).encode()).hexdigest()
         self.size = max(-(-part.task.size // part.weight) for part in parts) * len(turns)
@@ -63,15 +67,33 @@ class Tasks:
         number = turns[place]
         part = self._parts[number]
         index, question = part.task.question(block * part.weight + turns[:place].count(number))
-        return Asked(self._start(number) + index, question, is_held_out(question, percent=part.held_out_percent))
+        held_out = is_held_out(question, percent=part.held_out_percent)
+        played = isinstance(part.task, EnvironmentTasks)
+        return Asked(self._start(number) + index, None if played else question, held_out)
 
     def score(self, index: int, response: str) -> float | Row:
-        number = bisect_right(self._ends, index)
+        number = bisect_right(self.ends, index)
         scored = self._parts[number].task.score(index - self._start(number), response)
         return Row(source=number, **scored) if isinstance(scored, dict) else scored
 
+    @property
+    def data(self) -> Data:
+        return Data(size=self.size, digest=self.digest, ends=tuple(self.ends))
+
+    @property
+    def environments(self) -> list[EnvironmentTasks]:
+        return [part.task for part in self._parts if isinstance(part.task, EnvironmentTasks)]
+
+    async def play(self, index: int, *, model: str, address: str) -> float:
+        """Reward of an episode of a row that is played. Raises what its environment does."""
+        number = bisect_right(self.ends, index)
+        task = self._parts[number].task
+        if not isinstance(task, EnvironmentTasks):
+            raise TypeError(f"row {index} is of source {number}, which is no environment")
+        return await task.play(index - self._start(number), model=model, address=address)
+
     def _start(self, number: int) -> int:
-        return self._ends[number] - self._parts[number].task.size
+        return self.ends[number] - self._parts[number].task.size
 
 
 class SourceUnusable(Exception):
@@ -93,7 +115,7 @@ def make_tasks(prompts: Prompts, *, claims: Path, cache: Path) -> Tasks:
 
 def described(error: Exception) -> str:
     """In words for a person, with its type where only that tells anything."""
-    kind = "" if isinstance(error, RowsUnusable) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, RowsUnusable | EnvironmentUnusable | EpisodeGivenUp) else f"{type(error).__name__}: "
     return f"{kind}{error}"[:1000].encode(errors="replace").decode()
 
 
@@ -101,6 +123,8 @@ def _make_task(source: Source, *, claims: Path, cache: Path) -> Task:
     match source:
         case ReasoningGym():
             return GymTask(source)
+        case Environment():
+            return EnvironmentTasks(source)
         case PromptFile() | HuggingFace():
             return RewardedRows(source, claims=claims, cache=cache)
 

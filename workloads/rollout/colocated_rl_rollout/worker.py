@@ -32,17 +32,19 @@ from colocated_rl_rollout.engine_client import (
     RequestRejected,
 )
 from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost, Episodes
 from colocated_rl_rollout.evaluation import Evaluation
 from colocated_rl_rollout.filters import judge
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.resume import exhausted, finish_of, join, remaining
-from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses, TaskUnusable
+from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.samples import NO_TOKENS, WAITING, Finish, Group, Sample, SampleState
 from colocated_rl_rollout.sealer import FULL_RETRY_S, Sealer, trainer_ranks
 from colocated_rl_rollout.sessions import Sessions
 from colocated_rl_rollout.staleness import Candidate, choose, deadline, room
 from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.task_connection import TaskUnusable
 from colocated_rl_rollout.turns import Turns
 
 LOG = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class Worker(Sealer):
         prompts: PromptSource,
         chat: Chat,
         processes: TaskProcesses,
+        episodes: Episodes,
         evaluation: Evaluation | None,
         turns: Turns,
         sessions: Sessions,
@@ -79,6 +82,7 @@ class Worker(Sealer):
         self._prompts = prompts
         self._chat = chat
         self._processes = processes
+        self._episodes = episodes
         self._evaluation = evaluation
         self._turns = turns
         self._sessions = sessions
@@ -116,6 +120,12 @@ class Worker(Sealer):
                 await self._wake.wait()
 
     def drain(self) -> None:
+        for group in [kept for kept in self._store.groups.values() if kept.prompt.is_played]:
+            for sample in group.kept:
+                if task := self._tasks.get(sample.id):
+                    task.cancel()  # an episode has no end to wait for: it is played again
+        if self._evaluation:
+            self._evaluation.end_episodes()
         self._turns.end()
         super().drain()
 
@@ -171,7 +181,8 @@ class Worker(Sealer):
         demand = self._store.counts[SampleState.RUNNING] + len(self._store.waiting) + self._turns.demand
         share = self._engines.share(demand + (self._evaluation.demand if self._evaluation else 0))
         if self._evaluation:
-            self._evaluation.send(self._engines, self._group, at_most=share)
+            episodes = self.concurrency * self._rollout.group_size  # as many as rollout has
+            self._evaluation.send(self._engines, self._group, at_most=share, episodes_at_most=episodes)
         if self._engines.pick(at_most=share) is None:
             return  # before putting in order what may be tens of thousands, at each answer
         self._turns.send(self._engines, self._group, at_most=share)
@@ -182,6 +193,9 @@ class Worker(Sealer):
             if engine is None:
                 return
             self._store.start(sample)
+            if sample.group.prompt.is_played:  # its turns are sent as clients' are
+                self._own(sample, self._group.create_task(self._play(sample), name=f"episode/{sample.id}"))
+                continue
             sample.engine = engine.name
             attempt = self._attempt(sample, engine)
             self._own(sample, self._engines.send(self._group, engine, attempt, name=f"sample/{sample.id}"))
@@ -242,6 +256,20 @@ class Worker(Sealer):
             self._metrics.attempts.labels(generated.ending).inc()
             self._metrics.resent_tokens.inc(len(sample.tokens))
             self._accept(sample, generated)
+
+    async def _play(self, sample: Sample) -> None:
+        """One episode, from its first turn to its reward."""
+        row, turned = sample.group.prompt.index, partial(self._store.turned, sample)
+        try:
+            trajectory, removal = await self._episodes.play(row, ending="trained", turned=turned)
+        except EpisodeFailed as error:
+            self._replace(sample, SampleState.FAILED, error.reason, str(error))
+        except EpisodeLost:
+            self._store.interrupt(sample, NO_TOKENS)
+            self._limit_attempts(sample)
+        else:
+            self._store.complete(sample, trajectory, *removal)
+            self._filter(sample.group)
 
     def _accept(self, sample: Sample, generated: Generated) -> None:
         """What an attempt brought goes to the store."""
@@ -386,7 +414,7 @@ class Worker(Sealer):
         )
         while (record := await self._written(step, write)) is None:  # noqa: ASYNC110 - a volume has no event
             await asyncio.sleep(self._full_retry_s)
-        for sample in [sample for group in groups if not group.is_of_sessions for sample in group.kept]:
+        for sample in [sample for group in groups if not group.is_of_turns for sample in group.kept]:
             self._metrics.sealed_tokens.observe(len(sample.tokens))
         self._store.seal(record, groups)
         self._metrics.discarded_tokens.labels("TooStale").inc(record.masked_tokens)

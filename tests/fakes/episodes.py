@@ -1,0 +1,31 @@
+"""Episodes without a process that plays: they end as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from colocated_rl_rollout import tables
+from colocated_rl_rollout.database import Statement
+from colocated_rl_rollout.episodes import Episodes
+from colocated_rl_rollout.samples import Trajectory
+
+
+class Told(Episodes):
+    """begun: rows of the episodes that are under way or have ended. ends: of those to come, in order."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.begun: list[int] = []
+        self.ends: asyncio.Queue[Trajectory | Exception] = asyncio.Queue()
+
+    async def play(
+        self, row: int, *, ending: str, turned: Callable[[int | None], None] = lambda _: None
+    ) -> tuple[Trajectory, list[Statement]]:
+        self.begun.append(row)
+        turned(3)
+        end = await self.ends.get()
+        if isinstance(end, Exception):
+            raise end
+        return end, [(tables.FACT, [(ending, row)])]

@@ -1,0 +1,231 @@
+"""Episodes of environments: which process plays one, when it has hung, and what it comes to.
+
+A task of an environment is played where other people's code runs (`player`); its turns come to the gateway as any
+client's, in a session that is opened here and takes no turn before or after. So turns are sent, wait and go on over a
+switch as all do (`turns`), and what was generated is the session's, never what the environment says: of that only the
+reward is taken.
+
+An episode fails when its environment says so, or when nothing of it has been heard for the deadline of its source while
+none of its turns was under way. What is played by a process that dies, or does not end an episode when told to, is
+lost, which says nothing about it: it is played again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Problem
+from colocated_rl_api.prompts import Prompts
+from colocated_rl_rollout.database import Statement
+from colocated_rl_rollout.samples import Trajectory
+from colocated_rl_rollout.sessions import Session, Sessions
+from colocated_rl_rollout.task_connection import RESTART_S, ProcessLost, TaskConnection, TaskUnusable
+from colocated_rl_rollout.task_wire import REWARD, Play, Reply, Stop
+
+LOG = logging.getLogger(__name__)
+
+SEND_S = 30.0  # for a process to take a line
+FAULT_AT_MOST = 1000  # characters of what a process says
+STOP_S = 30.0  # for an episode to end when told to: its tools and sandboxes are given back
+
+
+class EpisodeFailed(Exception):
+    """An episode came to no reward: `reason` is CamelCase and stable. Another one is played in its place."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class EpisodeLost(Exception):
+    """The process that played it ended. It is played again."""
+
+
+@dataclass(eq=False)
+class _Player:
+    """A process that plays. playing: None comes for what is lost with it. lost: why it must be replaced."""
+
+    connection: TaskConnection
+    ends: Sequence[int]  # of the rows of each source
+    playing: dict[int, asyncio.Future[Reply | None]] = field(default_factory=dict)
+    lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    async def tell(self, kind: str, line: Play | Stop) -> None:
+        """It is lost if it does not take it."""
+        try:
+            await self.connection.send(f'{{"{kind}": {line.model_dump_json()}}}\n'.encode(), deadline_s=SEND_S)
+        except (ProcessLost, TimeoutError) as error:
+            self.lose(f"it takes no lines: {error}")
+
+    def lose(self, why: str) -> None:
+        if not self.lost.done():
+            self.lost.set_result(why)
+
+
+class Episodes:
+    """`count` processes that play; `run` keeps them up.
+
+    model: that episodes ask. gateway: its address on the pod's loopback, for what runs beside the controller.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        sessions: Sessions,
+        *,
+        count: int,
+        socket: Path,
+        model: str,
+        gateway: Callable[[], str],
+        stop_s: float = STOP_S,
+    ) -> None:
+        self._prompts = prompts
+        self._sessions = sessions
+        self._count = count if prompts.environments else 0
+        self._socket = socket
+        self._model = model
+        self._gateway = gateway
+        self._stop_s = stop_s
+        self._players: list[_Player] = []
+        self._some_are_up = asyncio.Event()
+        self._numbers = itertools.count()
+        self._group: asyncio.TaskGroup  # while `run` is up
+        self.problem: Problem | None = None
+
+    async def run(self) -> None:
+        """Keep the processes up until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            for number in range(self._count):
+                group.create_task(self._keep_up(), name=f"player-{number}")
+
+    async def play(
+        self, row: int, *, ending: str, turned: Callable[[int | None], None] = lambda _: None
+    ) -> tuple[Trajectory, list[Statement]]:
+        """What one episode of the task of a row comes to, and what removes its session: write it with what follows.
+
+        ending: what its session is counted as. turned: told the step of the oldest weights in each turn.
+        Raises EpisodeFailed, EpisodeLost.
+        """
+        await self._some_are_up.wait()
+        player = min(self._players, key=lambda player: len(player.playing))
+        session = self._sessions.open(turned)
+        try:
+            reply = await self._reply(player, row, session)
+            return self._sessions.take(session, _reward_of(reply, session), ending=ending)
+        except BaseException as error:
+            self._sessions.give_up(session, error.reason if isinstance(error, EpisodeFailed) else "EpisodeLost")
+            raise
+
+    # ------------------------------------------------------------------------------------------------- one episode
+    async def _reply(self, player: _Player, row: int, session: Session) -> Reply:
+        """Raises EpisodeFailed, EpisodeLost."""
+        source = self._prompts.environments.get(bisect_right(player.ends, row))
+        if source is None:
+            player.lose(f"row {row} is of no environment there")
+            raise EpisodeLost("the process that was to play it has other rows")
+        number = next(self._numbers)
+        player.playing[number] = ended = asyncio.get_running_loop().create_future()
+        try:
+            address = f"{self._gateway()}/sessions/{session.id}"
+            await player.tell("play", Play(episode=number, row=row, address=address))
+            await self._end_of(ended, session, deadline_s=source.deadline_seconds)
+        finally:
+            if ended.done():
+                del player.playing[number]
+            elif player in self._players:
+                self._group.create_task(self._stop(player, number), name=f"stop/{number}")
+        reply: Reply | None = ended.result()
+        if reply is None:
+            raise EpisodeLost("the process that played it ended")
+        return reply
+
+    async def _end_of(self, ended: asyncio.Future[Reply | None], session: Session, *, deadline_s: float) -> None:
+        """Raises EpisodeFailed."""
+        while (left_s := deadline_s - self._sessions.quiet_s(session)) > 0:
+            await asyncio.wait([ended], timeout=left_s)
+            if ended.done():
+                return
+        raise EpisodeFailed("EpisodeHung", f"it asked for no turn and did not end for {deadline_s:.0f} s")
+
+    async def _stop(self, player: _Player, number: int) -> None:
+        """End an episode, or else the process that plays it."""
+        await player.tell("stop", Stop(episode=number))
+        await asyncio.wait([player.playing[number]], timeout=self._stop_s)
+        if not player.playing.pop(number).done():
+            player.lose(f"an episode did not end within {self._stop_s:.0f} s of being told to")
+
+    # ------------------------------------------------------------------------------------------------- one process
+    async def _keep_up(self) -> None:
+        while True:
+            try:
+                async with TaskConnection.open(self._socket) as connection:
+                    data = await connection.greet(self._prompts, count=self._count, model=self._model)
+                    await self._attend(_Player(connection, data.ends))
+            except ProcessLost as error:
+                log(LOG, "player replaced", logging.WARNING, reason=str(error))
+                self.problem = Problem(reason="PlayerLost", message=f"{error}; it is started again"[:1024])
+            except TaskUnusable as error:
+                self.problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
+                return
+            await asyncio.sleep(RESTART_S * (0.5 + random.random()))
+
+    async def _attend(self, player: _Player) -> None:
+        """Hand out what it says, until it is lost. Raises ProcessLost."""
+        self._players.append(player)
+        self._some_are_up.set()
+        self.problem = None
+        reading = asyncio.ensure_future(_read(player))
+        either: list[asyncio.Future[Any]] = [reading, player.lost]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if player.lost.done():
+                raise ProcessLost(player.lost.result())
+            await reading
+        finally:
+            self._players.remove(player)
+            if not self._players:
+                self._some_are_up.clear()
+            for ended in player.playing.values():
+                if not ended.done():
+                    ended.set_result(None)
+            reading.cancel()
+            await asyncio.wait([reading])
+            if not reading.cancelled():
+                reading.exception()  # another one was first
+
+
+async def _read(player: _Player) -> None:
+    """Raises ProcessLost."""
+    while True:
+        reply = await player.connection.receive(deadline_s=None)
+        ended = player.playing.get(reply.episode if reply.episode is not None else -1)
+        if ended is not None and not ended.done():
+            ended.set_result(reply)
+
+
+def _reward_of(reply: Reply, session: Session) -> float:
+    """What the environment says; 0 where its model's room was at its end. Raises EpisodeFailed."""
+    if reply.error is not None:
+        if session.is_full:
+            return 0.0
+        why = f"; its newest turn was refused: {session.refused}" if session.refused else ""
+        raise EpisodeFailed(reply.reason, f"{reply.error[:FAULT_AT_MOST]}{why}")
+    if not session.turns:
+        raise EpisodeFailed("EpisodeWithoutTurn", "it ended without a turn of the job's model")
+    try:
+        return REWARD.validate_python(reply.value)
+    except pydantic.ValidationError as error:
+        fault = error.errors(include_url=False)[0]["msg"]
+        raise EpisodeFailed("ReplyGarbled", f"its reward is none: {fault}") from error
