@@ -470,7 +470,7 @@ def test_checkpoint_without_room_is_refused_and_can_be_asked_for_again() -> None
     running.loop.script.clear()
 
     assert (503, "Refused") == (refused.code, refused.body.error)
-    assert "checkpoint not written: [Errno 28] No space left on device: free space" in refused.body.message
+    assert "checkpoint not written: [Errno 28] No space left on device: expand the claim" in refused.body.message
     assert (5, 4, TrainerState.ONLOADED) == (after.step, after.saved, after.state)
     assert 5 == running.ask(SaveRequest(step=5, keep=1)).saved
 

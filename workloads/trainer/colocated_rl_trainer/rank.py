@@ -40,6 +40,7 @@ from colocated_rl_api.weights import MANIFEST, Probe
 from colocated_rl_trainer.finished import leave
 from colocated_rl_trainer.manifest import Exported, NotAnExport, write_manifest
 
+CLAIM_FULL = "expand the claim of the checkpoints, or remove from it what no job needs"
 LAST_ANSWERS_S = 2.0  # before the process ends, answers under way may still be written
 
 _LOG = logging.getLogger(__name__)
@@ -342,13 +343,13 @@ class Rank:
                     took_s=_since(began),
                 )
             case SaveRequest():
-                with _refusing("checkpoint", "free space on it or make spec.checkpoint.volume larger"):
+                with _refusing("checkpoint", CLAIM_FULL):
                     loop.save(request.step, request.keep)
                     self._set(saved=request.step)  # first: it is so on every rank, whatever comes next on this one
                     self._set(replay_from=loop.replay_from())
                 log(_LOG, "checkpoint saved", step=request.step, took_s=_since(began))
             case FinishRequest():
-                with _refusing("model", "free space on it or make spec.checkpoint.volume larger"):
+                with _refusing("model", CLAIM_FULL):
                     try:
                         leave(Path(request.export), Path(request.directory), progress=self.progress)
                     except NotAnExport as error:
