@@ -457,6 +457,18 @@ def test_full_volume_is_named_with_what_to_change_and_the_rank_goes_on(tmp_path:
     assert WeightVersion(4, 2) == running.ask(export(tmp_path / "e")).exported
 
 
+def test_export_without_a_place_ends_the_rank_because_peers_wait_for_it_in_the_loop(tmp_path: Path) -> None:
+    """It was refused before the loop was asked, whose other ranks then waited for this one's part of the weights."""
+    running = onloaded()
+    (tmp_path / "file").touch()
+
+    refused = running.refusal(export(tmp_path / "file" / "e"))
+
+    assert (500, "Failed") == (refused.code, refused.body.error)
+    assert isinstance(running.ended.get(timeout=DEADLINE_S), OSError)
+    assert "export" not in running.loop.calls
+
+
 def test_checkpoint_without_room_is_refused_and_can_be_asked_for_again() -> None:
     running = onloaded()
     running.ask(train())
