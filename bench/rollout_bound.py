@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import lil_matrix
 
 from bench.simulated_engines import PROMPT_TOKENS
 from bench.simulated_job import Job
@@ -51,6 +49,9 @@ def least_s(job: Job) -> float:
 
 def least_rollout_s(job: Job) -> float:
     """Of it, seconds with gates open. Variables: how long each phase is, and what each class gets in each of its."""
+    from scipy.optimize import linprog  # takes a second
+    from scipy.sparse import lil_matrix
+
     steps, rates = job.steps, job.rates
     prefill_s = steps * job.samples * PROMPT_TOKENS / (rates.prefill * job.engines)
     classes = list(classes_of(job))

@@ -45,7 +45,7 @@ class Job:
     def gpu_seats(self) -> tuple[str, ...]:
         return tuple(gpu_seat(replica) for replica in range(self.spec.replicas))
 
-    @property
+    @cached_property
     def ladder(self) -> Ladder:
         return self.spec.ladder
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,6 +37,12 @@ DEATHS_AT = 0.02  # of the moves of a walk
 def job(replicas: int, placement: Placement = Placement.TIME_SLICED, *, reference: bool = False, **more: Any) -> Job:
     spec: dict[str, Any] = {"checkpoint": {"everySteps": 1}, "reference": {} if reference else None}
     return make_job(replicas=replicas, steps=1, **spec, **PLACED[placement], **more)
+
+
+@cache
+def walked(replicas: int, placement: Placement, *, deaths: int, reference: bool) -> Model:
+    """One for all walks over the same states: it knows what it has planned."""
+    return Model(job(replicas, placement, reference=reference), deaths=deaths)
 
 
 def assert_all_is_well(explored: Explored) -> None:
@@ -95,7 +102,7 @@ def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
 @pytest.mark.parametrize("seed", range(12))
 def test_walks_at_random_are_safe_and_end(replicas: int, deaths: int, seed: int, placement: Placement) -> None:
     rng = random.Random(seed)
-    model = Model(job(replicas, placement, reference=seed % 2 == 1), deaths=deaths)
+    model = walked(replicas, placement, deaths=deaths, reference=seed % 2 == 1)
     state = model.start()
     for _ in range(MOST_MOVES):
         following = model.successors(state)

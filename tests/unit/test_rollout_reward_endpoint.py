@@ -128,16 +128,16 @@ async def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [
-        (says("busy", 503), r"/score: it answers 503: 'busy', 3 times"),
-        (hangs, r"/score: no answer within 1 s, 3 times"),
-        (hangs_up, r"/score: ServerDisconnectedError: .*, 3 times"),
+        (says("busy", 503), r"/score: it answers 503: 'busy', 2 times"),
+        (hangs, r"/score: no answer within 1 s, 2 times"),
+        (hangs_up, r"/score: ServerDisconnectedError: .*, 2 times"),
     ],
 )
 async def test_it_is_given_up_after_so_many_attempts_and_is_a_problem_until_it_answers(
     trouble: Answer, said: str
 ) -> None:
-    judge = Judge([trouble, trouble, trouble, GOOD])
-    async with endpoint(judge, timeoutSeconds=1) as made:
+    judge = Judge([trouble, trouble, GOOD])
+    async with endpoint(judge, timeoutSeconds=1, attempts=2) as made:
         with pytest.raises(RewardFailed, match=said) as failed:
             await made.score("", {}, "")
         assert "RewardUnavailable" == failed.value.reason
