@@ -19,6 +19,8 @@ from colocated_rl_rollout.passes import Passes
 
 NO_KEY = "COLOCATED_RL_KEY"  # that the gateway wants none; the one variable that no one sets
 PLACES_TOLD = 3
+CAUSE = re.compile(r"Traceback \(most recent call last\):\n(?P<frames>(?:[ \t].*\n)+)(?P<kind>[\w.]+)")
+"""Of an exception with its causes: Python tells the first of them first."""
 
 
 class EnvironmentUnusable(Exception):
@@ -70,7 +72,7 @@ class EnvironmentTasks:
         (slot,) = self._environment.slots(self._tasks[index])
         episode = await self._environment.run_slot(slot, context)
         if not episode.ok:
-            raise EpisodeGivenUp(_fault(episode))
+            raise EpisodeGivenUp(fault(episode))
         ours = [trace for trace in episode.traces if _asks(trace, address)]
         if len(ours) != 1 or not ours[0].agent.trainable:
             names = ", ".join(trace.agent.name for trace in ours)
@@ -105,15 +107,15 @@ def _asks(trace: Any, address: str) -> bool:
     return client is None or client.base_url == address
 
 
-def _fault(episode: Any) -> str:
-    """What failed, and where in somebody's code."""
+def fault(episode: Any) -> str:
+    """What failed first, and where in somebody's code; no message, which may quote what was generated."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not errors:
         return "it failed without an error"
     error = errors[-1]
-    status = "" if error.status_code is None else f" (HTTP {error.status_code})"
-    places = re.findall(r'^  File "([^"\n]+)", line (\d+)', error.traceback or "", re.MULTILINE)[
-        : -PLACES_TOLD - 1 : -1
-    ]
-    where = ", called at ".join(f"{file}:{line}" for file, line in places)
-    return f"{error.type}{status}{f' at {where}' if where else ''}"[:1000]
+    said = error.type if error.status_code is None else f"{error.type} (HTTP {error.status_code})"
+    if cause := CAUSE.match(error.traceback or ""):
+        places = re.findall(r'^  File "([^"\n]+)", line (\d+)', cause["frames"], re.MULTILINE)[: -PLACES_TOLD - 1 : -1]
+        kind = "" if cause["kind"].rpartition(".")[2] == error.type else f": {cause['kind']}"
+        said += kind + " at " + ", called at ".join(f"{file}:{line}" for file, line in places)
+    return said[:1000]

@@ -31,6 +31,7 @@ COMMAND = (sys.executable, "-P", "-W", "ignore", "-m", "colocated_rl_rollout.tas
 BACKLOG = 16
 FAMILY = "COLOCATED_RL_TASK_FAMILY"  # in the environment of a process and, by inheritance, of all that it starts
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # or a library starts one for each core of the node
+FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # of 64 MiB of address space each, which is what the limit of a process counts
 
 
 def listen(path: Path) -> socket.socket:
@@ -67,7 +68,7 @@ def _attend(connection: socket.socket, command: Sequence[str]) -> None:
             command,
             stdin=connection.fileno(),
             stdout=connection.fileno(),
-            env={**os.environ, **ONE_THREAD, FAMILY: family},
+            env={**os.environ, **ONE_THREAD, **FEW_ARENAS, FAMILY: family},
             start_new_session=True,  # what it starts ends with it
         )
         ended = os.pidfd_open(process.pid)
