@@ -2,7 +2,7 @@
 
 Each figure is a ratio to something that was measured in turn with it, so that both see the same machine:
 
-* an export into shared memory, to a plain write of the same bytes there; with the manifest, whose hashes an engine's
+* an export into shared memory, to a plain write of the same bytes there; with the manifest, whose digests an engine's
   agent checks; and reading it back;
 * offload and onload of parameters and moments, to a copy of the same bytes;
 * an optimization step, to that of trl on the same completions, with as many of them in a forward pass.
@@ -99,8 +99,8 @@ def beside_a_plain_write(model: Qwen3ForCausalLM, shared: Path, origin: Path) ->
     def write_export() -> None:
         """As the trainer does, to the manifest, without which no agent takes it."""
         export.mkdir()
-        hashes = write_model(model, export, origin=origin, dtype=torch.float32)
-        write_manifest(export, WeightVersion(1, 1), Exported(sha256=hashes))
+        digests = write_model(model, export, origin=origin, dtype=torch.float32)
+        write_manifest(export, WeightVersion(1, 1), Exported(digests=digests))
 
     def clear() -> None:
         plain.unlink(missing_ok=True)

@@ -4,10 +4,17 @@ An export is a directory in Hugging Face format (config.json, tokenizer files, *
 `WeightVersion`, plus `MANIFEST`, which is written last: a directory without it is torn and never loaded. Engines
 accept missing tensors silently (H52), so the manifest names them all.
 
+Digests tell torn and damaged files from whole ones. They are no defence against whoever can write an export: that one
+writes its manifest too. So they need not be cryptographic, and must keep up with memory, because GPUs wait for whoever
+writes and for whoever compares.
+
 The export of a job's last step is also what the job leaves: a copy stands beside its checkpoints.
 """
 
 from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field
 
@@ -19,6 +26,21 @@ MANIFEST = "manifest.json"
 def finished_model(step: int) -> str:
     """Name of the directory in the checkpoints' volume that holds the model of a job that ended with `step`."""
     return f"model-{step:08d}"
+
+
+class Algorithm(StrEnum):
+    """What a digest was made with. Readers know all of them."""
+
+    XXH3_128 = "xxh3-128"  # the helper's: as fast as memory
+    SHA256 = "sha256"  # for writers that have nothing else
+
+
+# the algorithm, a colon, and the digest in hexadecimal, most significant byte first
+Digest = Annotated[str, Field(pattern="^(xxh3-128:[0-9a-f]{32}|sha256:[0-9a-f]{64})$")]
+
+
+def algorithm_of(digest: Digest) -> Algorithm:
+    return Algorithm(digest.partition(":")[0])
 
 
 class TensorEntry(Wire):
@@ -39,5 +61,5 @@ class Probe(Wire):
 class Manifest(Wire):
     version: Version
     tensors: dict[str, TensorEntry]
-    sha256: dict[str, str] = Field(description="of each *.safetensors file, by file name")
+    digests: dict[str, Digest] = Field(description="of each *.safetensors file, by file name")
     probe: Probe | None = None

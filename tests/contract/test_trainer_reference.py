@@ -109,7 +109,7 @@ def damage(file: Path) -> None:
 
 
 def of_another_shard(file: Path) -> None:
-    save_file(load_file(file), file, metadata={"shard_sha256": "0" * 64})
+    save_file(load_file(file), file, metadata={"shard": "xxh3-128:" + "0" * 32})
 
 
 def too_few(file: Path) -> None:

@@ -40,7 +40,7 @@ def write_export(directory: Path, *, version: str, weight: float, probe_error: f
     manifest = {
         "version": version,
         "tensors": {TENSOR: {"dtype": "F32", "shape": [1]}},
-        "sha256": {"model.safetensors": hashlib.sha256(data).hexdigest()},
+        "digests": {"model.safetensors": f"sha256:{hashlib.sha256(data).hexdigest()}"},
         "probe": {"inputIds": PROBE, "logp": logp},
     }
     (directory / "manifest.json").write_text(json.dumps(manifest))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import xxhash
 from aiohttp import web
 
 from colocated_rl_agent.__main__ import install_runner
@@ -49,6 +51,14 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+def sha256(path: Path) -> str:
+    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def xxh3(path: Path) -> str:
+    return f"xxh3-128:{xxhash.xxh3_128_hexdigest(path.read_bytes())}"
+
+
 def replace_by_directory(path: Path) -> None:
     """A file that nobody can read, not even root."""
     path.unlink()
@@ -61,12 +71,28 @@ def test_whole_export_is_read_with_its_probe(export: Path) -> None:
     assert manifest.probe is not None
 
 
+@pytest.mark.parametrize("digest", [xxh3, sha256])
+def test_export_may_be_hashed_with_either_algorithm(export: Path, digest: Callable[[Path], str]) -> None:
+    file = export / "model.safetensors"
+    edit_manifest(export, lambda it: it.update(digests={file.name: digest(file)}))
+    verify_export(export.parent, VERSION)
+
+    flip_last_bit(file)
+
+    with pytest.raises(ExportTorn, match=re.escape(f"has digest {digest(file)}")):
+        verify_export(export.parent, VERSION)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (lambda export: (export / "manifest.json").unlink(), "manifest.json can't be read"),
         (lambda export: (export / "manifest.json").write_text("{"), "manifest.json can't be read"),
         (lambda export: edit_manifest(export, lambda it: it.update(version="2-1")), "holds version 2-1"),
+        (
+            lambda export: edit_manifest(export, lambda it: it.update(digests={"model.safetensors": "md5:00"})),
+            "(?s)manifest.json can't be read.*digests.*match pattern",
+        ),
         (lambda export: flip_last_bit(export / "model.safetensors"), "digest"),
         (lambda export: (export / "model.safetensors").unlink(), "its manifest names"),
         (lambda export: (export / "more.safetensors").touch(), "its manifest names"),
@@ -85,8 +111,7 @@ def test_h51_h52_damaged_export_is_refused_with_what_is_wrong(
 def test_manifest_can_not_point_outside_of_its_directory(export: Path) -> None:
     outside = export.parent / "outside.safetensors"
     outside.write_bytes((export / "model.safetensors").read_bytes())
-    digest = hashlib.sha256(outside.read_bytes()).hexdigest()
-    edit_manifest(export, lambda it: it.update(sha256={"../outside.safetensors": digest}))
+    edit_manifest(export, lambda it: it.update(digests={"../outside.safetensors": xxh3(outside)}))
     with pytest.raises(ExportTorn):
         verify_export(export.parent, VERSION)
 
@@ -194,6 +219,6 @@ def test_runner_is_installed_by_the_command_of_the_init_container(tmp_path: Path
 def test_header_of_a_file_that_is_no_safetensors_is_not_believed(export: Path) -> None:
     path = export / "model.safetensors"
     path.write_bytes(struct.pack("<Q", 2**60) + b"x")
-    edit_manifest(export, lambda it: it.update(sha256={path.name: hashlib.sha256(path.read_bytes()).hexdigest()}))
+    edit_manifest(export, lambda it: it.update(digests={path.name: xxh3(path)}))
     with pytest.raises(ExportTorn, match="not a safetensors file"):
         verify_export(export.parent, VERSION)

@@ -94,9 +94,9 @@ def test_contract_asks_for_pydantic_alone() -> None:
     assert ["pydantic"] == [requirement.partition(">")[0] for requirement in project["dependencies"]]
 
 
-def test_trainer_helper_asks_for_the_contract_alone() -> None:
+def test_trainer_helper_asks_for_the_contract_and_a_fast_hash_alone() -> None:
     project = tomllib.loads((ROOT / "workloads/trainer/pyproject.toml").read_text())["project"]
-    assert ["colocated-rl"] == project["dependencies"]
+    assert ["colocated-rl", "xxhash"] == [requirement.partition(">")[0] for requirement in project["dependencies"]]
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy", "transformers", "safetensors"])

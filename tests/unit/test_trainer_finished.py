@@ -12,22 +12,25 @@ import pytest
 from full_disk import no_file_above
 
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.weights import MANIFEST, finished_model
+from colocated_rl_api.weights import MANIFEST, Algorithm, finished_model
 from colocated_rl_trainer.checkpoint import Checkpoints
 from colocated_rl_trainer.finished import leave
-from colocated_rl_trainer.manifest import Exported, NotAnExport, write_manifest
+from colocated_rl_trainer.manifest import Exported, NotAnExport, digest_of, write_manifest
 
 TENSOR = 4096  # bytes
 
 
-def make_export(directory: Path, *, lineage: int = 1, fill: bytes = b"a") -> Path:
+def make_export(
+    directory: Path, *, lineage: int = 1, fill: bytes = b"a", algorithm: Algorithm = Algorithm.XXH3_128
+) -> Path:
     (directory / "parts").mkdir(parents=True)
     (directory / "config.json").write_text("{}")
     (directory / "parts" / "template.jinja").write_text("{{ messages }}")
     for name in ("model-1.safetensors", "model-2.safetensors"):
         head = json.dumps({name: {"dtype": "U8", "shape": [TENSOR], "data_offsets": [0, TENSOR]}}).encode()
         (directory / name).write_bytes(struct.pack("<Q", len(head)) + head + fill * TENSOR)
-    write_manifest(directory, WeightVersion(3, lineage), Exported())
+    digests = {file.name: digest_of(file, algorithm) for file in directory.glob("*.safetensors")}
+    write_manifest(directory, WeightVersion(3, lineage), Exported(digests=digests))
     return directory
 
 
@@ -61,6 +64,13 @@ def test_model_is_the_export_and_no_checkpoint(export: Path, model: Path) -> Non
     assert checkpoints.newest() is None
     checkpoints.write(4, keep=1, fill=lambda draft: (draft / "state").touch())
     assert contents(export) == contents(model), "clean-up of checkpoints does not touch it"
+
+
+def test_digests_of_a_loop_may_be_of_either_algorithm(model: Path, tmp_path: Path) -> None:
+    export = make_export(tmp_path / "weights" / "3-1", algorithm=Algorithm.SHA256)
+
+    assert put(export, model) > 0
+    assert 0 == put(export, model), "recognized"
 
 
 def test_model_that_is_there_is_not_written_again(export: Path, model: Path, tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Manifest, Probe, TensorEntry
@@ -27,8 +27,8 @@ def test_manifest_names_tensors_and_hashes_of_all_files(tmp_path: Path) -> None:
     assert VERSION == read.version
     assert {"a": TensorEntry(dtype="F32", shape=(2, 3)), "b": TensorEntry(dtype="F32", shape=())} == read.tensors
     assert {
-        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in tmp_path.glob("*.safetensors")
-    } == read.sha256
+        file.name: f"xxh3-128:{xxhash.xxh3_128_hexdigest(file.read_bytes())}" for file in tmp_path.glob("*.safetensors")
+    } == read.digests
     assert Probe(input_ids=(1, 2), logp=(-0.5,)) == read.probe
 
 

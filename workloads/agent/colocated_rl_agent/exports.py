@@ -12,17 +12,21 @@ import json
 import os
 import shutil
 import struct
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import xxhash
 from pydantic import ValidationError
 
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.weights import MANIFEST, Manifest, Probe, TensorEntry
+from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, Probe, TensorEntry, algorithm_of
 
 MAX_THREADS = 8  # that hash
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
+_HASHES: Mapping[Algorithm, Callable[[], Any]] = {Algorithm.XXH3_128: xxhash.xxh3_128, Algorithm.SHA256: hashlib.sha256}
 
 
 class ExportTorn(Exception):
@@ -90,14 +94,15 @@ def verify_export(root: Path, version: WeightVersion) -> Manifest:
 def _read_files(directory: Path, manifest: Manifest) -> dict[str, TensorEntry]:
     """What they hold, once their digests agree. Raises ExportTorn, OSError."""
     files = {path.name for path in directory.glob("*.safetensors")}
-    if files != set(manifest.sha256):
-        raise ExportTorn(f"{directory} holds {sorted(files)}, its manifest names {sorted(manifest.sha256)}")
+    if files != set(manifest.digests):
+        raise ExportTorn(f"{directory} holds {sorted(files)}, its manifest names {sorted(manifest.digests)}")
     tensors: dict[str, TensorEntry] = {}
-    paths = [directory / name for name in manifest.sha256]
+    paths = [directory / name for name in manifest.digests]
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS)) as pool:  # the engine waits, and one core is slow
-        for path, found in zip(paths, pool.map(_digest, paths), strict=True):
-            if found != (digest := manifest.sha256[path.name]):
-                raise ExportTorn(f"{path} has digest {found[:16]}, its manifest says {digest[:16]}")
+        found = pool.map(_digest, paths, map(algorithm_of, manifest.digests.values()))
+        for path, digest, named in zip(paths, found, manifest.digests.values(), strict=True):
+            if digest != named:
+                raise ExportTorn(f"{path} has digest {digest}, its manifest says {named}")
             tensors |= _tensors(path)
     return tensors
 
@@ -128,9 +133,9 @@ def _manifest(directory: Path) -> Manifest:
         raise ExportTorn(f"{directory / MANIFEST} can't be read: {error}") from error
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, algorithm: Algorithm) -> Digest:
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return f"{algorithm}:{hashlib.file_digest(stream, _HASHES[algorithm]).hexdigest()}"
 
 
 def _tensors(path: Path) -> dict[str, TensorEntry]:

@@ -22,11 +22,12 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from colocated_rl_api.logs import log
+from colocated_rl_api.weights import Digest
 from colocated_rl_trainer.durable import flush, take_place
-from colocated_rl_trainer.manifest import hashes_of
+from colocated_rl_trainer.manifest import digests_of
 from colocated_rl_trainer.rank import Refused
 
-FORMAT = 1
+FORMAT = 2
 CONTENTS = "checkpoint.json"
 OPTIMIZER = (
     "optimizer.state"  # its state, where a checkpoint has some; no *.safetensors, which loaders take for weights
@@ -43,7 +44,7 @@ class Contents(BaseModel):
     format: int
     step: int
     lineage: int = 0  # of the trainers that wrote it
-    sha256: dict[str, str]  # by file name, of every other file
+    digests: dict[str, Digest]  # by file name, of every other file
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,15 @@ class Checkpoints:
         draft.mkdir()
         return draft
 
-    def finish(self, draft: Path, step: int, *, keep: int, sha256: Mapping[str, str] | None = None) -> Saved:
+    def finish(self, draft: Path, step: int, *, keep: int, digests: Mapping[str, Digest] | None = None) -> Saved:
         """Make what stands in the directory that `begin` gave the checkpoint of `step`. As `write` otherwise.
 
-        sha256: of the files whose hashes are known already.
+        digests: of the files that are hashed already.
         """
         self._keep = keep
-        known = dict(sha256 or {})
-        known |= hashes_of(sorted(path for path in draft.iterdir() if path.name not in known))
-        contents = Contents(format=FORMAT, step=step, lineage=self._lineage, sha256=known)
+        known = dict(digests or {})
+        known |= digests_of(sorted(path for path in draft.iterdir() if path.name not in known))
+        contents = Contents(format=FORMAT, step=step, lineage=self._lineage, digests=known)
         (draft / CONTENTS).write_text(contents.model_dump_json(indent=2))
         flush(draft)
         self._refuse_if_superseded()  # it may have taken minutes
@@ -160,8 +161,8 @@ class Checkpoints:
 def _fault(saved: Saved) -> str | None:
     try:
         contents = _contents(saved)
-        found = hashes_of([saved.directory / name for name in contents.sha256])
-        for name, digest in contents.sha256.items():
+        found = digests_of([saved.directory / name for name in contents.digests], like=contents.digests)
+        for name, digest in contents.digests.items():
             if found[name] != digest:
                 return f"{saved.directory / name} has changed since it was written"
     except (OSError, ValidationError) as error:

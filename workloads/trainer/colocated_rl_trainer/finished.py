@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from colocated_rl_api.weights import MANIFEST, Manifest
 from colocated_rl_trainer.durable import flush, take_place
-from colocated_rl_trainer.manifest import NotAnExport, hashes_of
+from colocated_rl_trainer.manifest import NotAnExport, digests_of
 
 
 def leave(export: Path, directory: Path, *, progress: Callable[[], None]) -> None:
@@ -62,9 +62,9 @@ def _holds(directory: Path, manifest: Manifest) -> bool:
 def _differing(directory: Path, manifest: Manifest) -> str | None:
     """A file of tensors that is not as in the manifest."""
     files = {file.name: file for file in directory.glob("*.safetensors")}
-    found = hashes_of([*files.values()])
-    names = sorted(found.keys() | manifest.sha256)
-    return next((name for name in names if found.get(name) != manifest.sha256.get(name)), None)
+    found = digests_of([*files.values()], like=manifest.digests)
+    names = sorted(found.keys() | manifest.digests)
+    return next((name for name in names if found.get(name) != manifest.digests.get(name)), None)
 
 
 def _manifest(directory: Path) -> Manifest:

@@ -24,7 +24,7 @@ from colocated_rl_trainer.batch import MicroBatch, Shard, Use, deal_minibatches,
 from colocated_rl_trainer.checkpoint import Checkpoints
 from colocated_rl_trainer.group import Group, join_group
 from colocated_rl_trainer.loss import importance_ratio, kl_penalty, policy_loss, token_logp
-from colocated_rl_trainer.manifest import Exported, hashes_of, sha256_of
+from colocated_rl_trainer.manifest import Exported, digest_of, digests_of
 from colocated_rl_trainer.rank import Refused, Watch
 from colocated_rl_trainer.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.scores import find_scores, write_scores
@@ -126,13 +126,13 @@ class ReferenceTrainer:
     def score(self, step: int, path: Path, scores: Path, watch: Watch) -> None:
         with self._saying_what_takes_memory(step), self._passing("score"):
             shard, work = self._read_batch(step, path)
-            digest = self._group.each(lambda: sha256_of(path))[self._group.rank]
-            logp = find_scores(scores, shard_sha256=digest, needed=_computed(shard, work))
+            digest = self._group.each(lambda: digest_of(path))[self._group.rank]
+            logp = find_scores(scores, shard=digest, needed=_computed(shard, work))
             if not all(self._group.gather(logp is not None)):  # a pass is every rank's, or nobody's
                 logp = torch.full_like(shard.behaviour_logp, torch.nan)
                 with self._state.as_reference():
                     self._compute(shard, work, into=logp, watch=watch)
-                write_scores(scores, logp, shard_sha256=digest)
+                write_scores(scores, logp, shard=digest)
             assert logp is not None
             self._scored = step, logp
 
@@ -222,10 +222,10 @@ class ReferenceTrainer:
             return None
         with self._passing("export"):
             told = probe(self.model, self._dtype)  # first: it needs every rank, also one that has no room for files
-            hashes = write_model(
+            digests = write_model(
                 self.model, directory if writes else None, origin=self._settings.model, dtype=self._dtype
             )
-            return Exported(told, hashes)
+            return Exported(told, digests)
 
     def save(self, step: int, keep: int) -> None:
         """Every rank writes its part of the state, and rank 0 what makes them one: then it is durable for everyone."""
@@ -234,9 +234,9 @@ class ReferenceTrainer:
             with self._group.together("save"):
                 self._write_checkpoint(draft)
             mine = f"__{self._group.rank}_*"
-            hashes = self._group.each(lambda: hashes_of(sorted(draft.glob(mine))))
-            known = {name: digest for of_rank in hashes for name, digest in of_rank.items()}
-            self._group.led(lambda: self._checkpoints.finish(draft, step, keep=keep, sha256=known))
+            digests = self._group.each(lambda: digests_of(sorted(draft.glob(mine))))
+            known = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+            self._group.led(lambda: self._checkpoints.finish(draft, step, keep=keep, digests=known))
         except (OSError, Refused):  # every rank has left the draft
             if self._group.rank == 0:
                 self._checkpoints.abandon(draft)

@@ -1,6 +1,6 @@
-"""The manifest that makes a directory of safetensors files an export: names, dtypes, shapes and hashes, written last.
+"""The manifest that makes a directory of safetensors files an export: names, dtypes, shapes and digests, written last.
 
-Standard library only, so that a trainer of any kind gets it for free. The other side is `colocated_rl_api.weights`.
+Without torch, so that a trainer of any kind gets it for free. The other side is `colocated_rl_api.weights`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import xxhash
 
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.weights import MANIFEST, Manifest, Probe, TensorEntry
+from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, Probe, TensorEntry, algorithm_of
 
 MAX_THREADS = 8  # that hash
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
+_HASHES: Mapping[Algorithm, Callable[[], Any]] = {Algorithm.XXH3_128: xxhash.xxh3_128, Algorithm.SHA256: hashlib.sha256}
 
 
 class NotAnExport(ValueError):
@@ -31,7 +34,7 @@ class Exported:
     """What a loop says of what it has written."""
 
     probe: Probe | None = None
-    sha256: Mapping[str, str] = field(default_factory=dict)  # of files that it has hashed, by name
+    digests: Mapping[str, Digest] = field(default_factory=dict)  # of files that it has hashed, by name
 
 
 def write_manifest(directory: Path, version: WeightVersion, exported: Exported) -> Manifest:
@@ -45,9 +48,9 @@ def write_manifest(directory: Path, version: WeightVersion, exported: Exported) 
         tensors |= entries
     if not tensors:
         raise NotAnExport(f"{directory} holds no tensors: write at least one *.safetensors file")
-    known = {file.name: exported.sha256[file.name] for file in files if file.name in exported.sha256}
-    sha256 = known | hashes_of([file for file in files if file.name not in known])
-    manifest = Manifest(version=version, tensors=tensors, sha256=sha256, probe=exported.probe)
+    known = {file.name: exported.digests[file.name] for file in files if file.name in exported.digests}
+    digests = known | digests_of([file for file in files if file.name not in known])
+    manifest = Manifest(version=version, tensors=tensors, digests=digests, probe=exported.probe)
     draft = directory / f".{MANIFEST}.draft"
     draft.write_text(manifest.model_dump_json(by_alias=True))
     draft.replace(directory / MANIFEST)
@@ -73,11 +76,11 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
 
 
 class Hashing:
-    """Hashes files beside whatever comes next, several at once: a core hashes slower than memory is written."""
+    """Hashes files beside whatever comes next, several at once."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS))
-        self._under_way: dict[str, Future[str]] = {}
+        self._under_way: dict[str, Future[Digest]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -85,24 +88,24 @@ class Hashing:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def begin(self, file: Path) -> None:
+    def begin(self, file: Path, algorithm: Algorithm = Algorithm.XXH3_128) -> None:
         """It is complete, and stays as it is."""
-        self._under_way[file.name] = self._pool.submit(sha256_of, file)
+        self._under_way[file.name] = self._pool.submit(digest_of, file, algorithm)
 
-    def wait(self) -> dict[str, str]:
+    def wait(self) -> dict[str, Digest]:
         """Digest by file name."""
         return {name: digest.result() for name, digest in self._under_way.items()}
 
 
-def hashes_of(files: Sequence[Path]) -> dict[str, str]:
-    """Digest by file name."""
+def digests_of(files: Sequence[Path], *, like: Mapping[str, Digest] | None = None) -> dict[str, Digest]:
+    """Digest by file name. like: what they will be compared with, by file name."""
     with Hashing() as hashing:
         for file in files:
-            hashing.begin(file)
+            known = (like or {}).get(file.name)
+            hashing.begin(file, algorithm_of(known) if known else Algorithm.XXH3_128)
         return hashing.wait()
 
 
-def sha256_of(file: Path) -> str:
-    """Hexadecimal digest of a file's bytes."""
+def digest_of(file: Path, algorithm: Algorithm = Algorithm.XXH3_128) -> Digest:
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return f"{algorithm}:{hashlib.file_digest(stream, _HASHES[algorithm]).hexdigest()}"

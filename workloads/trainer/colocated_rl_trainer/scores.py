@@ -12,24 +12,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from colocated_rl_api.weights import Digest
 from colocated_rl_trainer.weights import write_tensors
 
 _LOGP = "reference_logp"
-_SHARD = "shard_sha256"
+_SHARD = "shard"
 
 
-def write_scores(file: Path, logp: Tensor, *, shard_sha256: str) -> None:
-    """logp: [T] float32, as long as the shard's columns; NaN where nobody needs it. Raises OSError."""
+def write_scores(file: Path, logp: Tensor, *, shard: Digest) -> None:
+    """logp: [T] float32, as long as the columns of the shard with this digest; NaN where nobody needs it.
+
+    Raises OSError.
+    """
     draft = file.with_name(f"{file.name}.draft")
-    write_tensors(draft, {_LOGP: logp}, {_SHARD: shard_sha256})
+    write_tensors(draft, {_LOGP: logp}, {_SHARD: shard})
     draft.replace(file)
 
 
-def find_scores(file: Path, *, shard_sha256: str, needed: Tensor) -> Tensor | None:
+def find_scores(file: Path, *, shard: Digest, needed: Tensor) -> Tensor | None:
     """[T] float32, or None if they have to be computed. needed: bool [T]."""
     try:
         with safe_open(file, framework="pt") as content:
-            if (content.metadata() or {}).get(_SHARD) != shard_sha256:
+            if (content.metadata() or {}).get(_SHARD) != shard:
                 return None
             logp: Tensor = content.get_tensor(_LOGP).clone()  # no view of the file
     except (OSError, SafetensorError):

@@ -98,8 +98,8 @@ class TorchLoop:
     def export(self, directory: Path) -> Exported | None:
         if not self.settings.writes_weights:
             return None
-        hashes = write_model(self.model, directory, origin=self.settings.model, dtype=torch.float32)
-        return Exported(probe(self.model, torch.float32), hashes)
+        digests = write_model(self.model, directory, origin=self.settings.model, dtype=torch.float32)
+        return Exported(probe(self.model, torch.float32), digests)
 
     def save(self, step: int, keep: int) -> None:
         self.group.once(

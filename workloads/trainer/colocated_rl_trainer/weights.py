@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from colocated_rl_api.weights import MANIFEST, Probe
+from colocated_rl_api.weights import MANIFEST, Digest, Probe
 from colocated_rl_trainer.checkpoint import CONTENTS, OPTIMIZER
 from colocated_rl_trainer.manifest import Hashing
 from colocated_rl_trainer.packing import PACKED_ATTENTION, check_packing
@@ -76,7 +76,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 def write_model(
     model: PreTrainedModel, directory: Path | None, *, origin: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
-) -> dict[str, str]:
+) -> dict[str, Digest]:
     """Write the model's weights in `dtype`, and what of `origin` is not weights, into the empty `directory`.
 
     Returns the digests of its weights by file name: each file is hashed while the next one is written.
@@ -92,7 +92,7 @@ def write_model(
             pass  # whatever became of this rank's files, its peers wait for its part of theirs
 
 
-def _write_files(parts: Iterator[_Part], directory: Path, *, origin: Path, dtype: torch.dtype) -> dict[str, str]:
+def _write_files(parts: Iterator[_Part], directory: Path, *, origin: Path, dtype: torch.dtype) -> dict[str, Digest]:
     for file in sorted(origin.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and file.name not in _OURS:
             shutil.copyfile(file, directory / file.name)

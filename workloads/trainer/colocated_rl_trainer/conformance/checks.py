@@ -16,10 +16,10 @@ from pathlib import Path
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import TrainerState
 from colocated_rl_api.trainer_wire import PROTOCOL, TrainerStatus
-from colocated_rl_api.weights import MANIFEST, Manifest, finished_model
+from colocated_rl_api.weights import MANIFEST, Digest, Manifest, finished_model
 from colocated_rl_trainer.conformance.ranks import Refusal, TrainerGroup, TrainerKind, running
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.manifest import sha256_of, tensor_entries
+from colocated_rl_trainer.manifest import digests_of, tensor_entries
 
 PROMPT_END_S = 5.0
 GROUPS, GROUP_SIZE = 4, 4
@@ -166,7 +166,7 @@ def exports_what_is_whole_named_and_readable(trainer: TrainerGroup) -> None:
         tensors = {name: entry for file in files for name, entry in tensor_entries(file).items()}
         wanted = WeightVersion(step, trainer.lineage)
         expect(manifest.version == wanted, f"the manifest names {manifest.version}, not {wanted}")
-        expect(manifest.sha256 == {file.name: sha256_of(file) for file in files}, "hashes are not those of the files")
+        expect(manifest.digests == digests_of(files, like=manifest.digests), "digests are not those of the files")
         expect(manifest.tensors == tensors, "tensors of the manifest are not those of the files")
         hidden = [file.name for file in folder.iterdir() if file.stat().st_mode & 0o060 != 0o060]
         expect(not hidden, f"the group can't read and write {hidden}")
@@ -178,8 +178,8 @@ def exports_what_is_whole_named_and_readable(trainer: TrainerGroup) -> None:
 
 
 def exports_the_same_weights_in_every_pod(trainer: TrainerGroup) -> None:
-    hashes = {json.dumps(_hashes(folder)) for folder in trainer.export(train_next(trainer))}
-    expect(len(hashes) == 1, "weights of one version differ between pods")
+    digests = {json.dumps(_digests(folder)) for folder in trainer.export(train_next(trainer))}
+    expect(len(digests) == 1, "weights of one version differ between pods")
 
 
 def writes_an_export_once(trainer: TrainerGroup) -> None:
@@ -263,7 +263,7 @@ def leaves_an_export_as_the_model_if_it_says_so(trainer: TrainerGroup) -> None:
 def goes_on_from_its_checkpoint_when_it_is_killed(trainer: TrainerGroup) -> None:
     """Ends the ranks, and has the next lineage start where they saved."""
     saved = train_next(trainer)
-    exported = _hashes(trainer.export(saved)[0])
+    exported = _digests(trainer.export(saved)[0])
     trainer.save(saved)
     lost = train_next(trainer)
     trainer.end()
@@ -273,7 +273,7 @@ def goes_on_from_its_checkpoint_when_it_is_killed(trainer: TrainerGroup) -> None
         told = {(status.step, status.saved) for status in again.wait_loaded()}
         expect(told == {(saved, saved)}, f"saved at step {saved}; after a restart (step, saved) are {told}")
         again.onload()
-        expect(exported == _hashes(again.export(saved)[0]), f"weights of step {saved} are others after a restart")
+        expect(exported == _digests(again.export(saved)[0]), f"weights of step {saved} are others after a restart")
         again.train(lost, batch(again, lost))
         refuses_a_shard_that_is_torn(again)
         _end_by_signal(again)
@@ -379,8 +379,8 @@ def _expect_conflict(trainer: TrainerGroup, what: str, ask: Callable[[], Trainer
     raise Broken(f"{what} is not refused")
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    return Manifest.model_validate_json((folder / MANIFEST).read_bytes()).sha256
+def _digests(folder: Path) -> dict[str, Digest]:
+    return Manifest.model_validate_json((folder / MANIFEST).read_bytes()).digests
 
 
 def _end_by_signal(trainer: TrainerGroup) -> None:
