@@ -155,13 +155,14 @@ def playing(directory: Path, template: str | None = TOOLS_TEMPLATE) -> AbstractA
 
 async def test_a_job_plays_its_environment_by_itself_and_evaluates_it(tmp_path: Path) -> None:
     async with playing(tmp_path) as scene:
+        await scene.operator.send(1, (scene.gate.endpoint,), last_step=1)  # nothing is played for another
         await scene.gate.open(V0, pace=PACE)
         await until(lambda: scene.gate.in_flight == 2, PLAYED_S)
         await scene.switch(V1)  # in the middle of a turn of both episodes
         assert_sealed(await scene.operator.until(lambda facts: facts.sealed is not None, PLAYED_S))
         for columns in await batch(scene, 1):
             assert_trained(scene, columns)
-        await scene.operator.send(1, (scene.gate.endpoint,), trained_step=1, evaluate=1)
+        await scene.operator.send(1, (scene.gate.endpoint,), trained_step=1, evaluate=1, last_step=1)
         facts = await scene.operator.until(lambda facts: facts.evaluated is not None, PLAYED_S)
         assert facts.evaluated is not None
         assert (1, 2, 1.0, 0.0) == (

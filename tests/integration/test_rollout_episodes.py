@@ -299,3 +299,15 @@ async def test_episodes_under_way_are_dropped_by_a_restart(tmp_path: Path) -> No
         await scene.store.flushed()
         assert [] == scene.store.rows("SELECT * FROM turns")
         episode.cancel()
+
+
+async def test_a_process_without_the_row_that_is_to_be_played_is_replaced(tmp_path: Path) -> None:
+    """What it says of its rows is a stranger's word."""
+    async with playing(tmp_path) as scene:
+        with pytest.raises(EpisodeLost):
+            await scene.play(50)
+        await until(lambda: scene.episodes.problem)
+        problem = scene.episodes.problem
+        assert problem is not None
+        assert "row 50 is of no environment there; it is started again" == problem.message
+        await until(lambda: scene.episodes.problem is None)
