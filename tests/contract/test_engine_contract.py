@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import fakes
 from colocated_rl_agent.data_port import DataPort
+from colocated_rl_agent.dialects import Reply
 from colocated_rl_agent.drivers.base import CallRefused
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.exports import verify_export
@@ -344,15 +345,31 @@ async def test_bad_request_in_a_stream_is_an_error_with_its_code(engine: Engine)
     assert 400 == answer["error"]["code"]
 
 
+class Hearing(Gate):
+    """Says of how many requests it has something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: set[int] = set()
+
+    def _hold(self, reply: Reply, before: int) -> None:
+        super()._hold(reply, before)
+        self.begun.add(id(reply))
+
+
 @pytest.fixture
-async def gate(engine: Engine) -> AsyncIterator[str]:
+def hearing() -> Hearing:
+    return Hearing()
+
+
+@pytest.fixture
+async def gate(engine: Engine, hearing: Hearing) -> AsyncIterator[str]:
     """The URL of an open gate in front of the engine."""
-    it = Gate()
-    async with DataPort(it.serve).listening("127.0.0.1", 0) as port:
-        it.open(Backend(engine.url, "incarnation", OLD, engine.abort))
+    async with DataPort(hearing.serve).listening("127.0.0.1", 0) as port:
+        hearing.open(Backend(engine.url, "incarnation", OLD, engine.abort))
         yield f"http://127.0.0.1:{port}"
-        it.close()
-        assert 0 == it.in_flight
+        hearing.close()
+        assert 0 == hearing.in_flight
 
 
 async def ask(engine: Engine, url: str, **body: Any) -> tuple[int, dict[str, Any]]:
@@ -478,12 +495,15 @@ async def test_h56_failed_health_probe_leaves_the_engine_unready_until_it_is_rep
 
 
 async def test_h2_release_while_busy_kills_the_engine_and_the_stream_keeps_what_it_has(
-    engine: Engine, gate: str, server: Server
+    engine: Engine, gate: str, hearing: Hearing, server: Server
 ) -> None:
     """Last: the engine is gone afterwards."""
     running = asyncio.create_task(ask(engine, f"{gate}/generate", input_ids=PROMPT, sampling_params=LONG))
     openai = [asyncio.create_task(ask(engine, gate + path, **ENDLESS, **body)) for path, body in OPENAI.items()]
-    beside = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG), tokens=30)
+    tokens = engine.stream(input_ids=PROMPT, sampling_params=LONG)
+    while len(hearing.begun) < 1 + len(openai):
+        await anext(tokens)
+    beside = await engine.until_running(tokens)
     release = asyncio.create_task(engine.post("/release_memory_occupation", {}))
     try:
         async with asyncio.timeout(30):
