@@ -31,7 +31,6 @@ from colocated_rl_operator.observation import (
     Memory,
     Observation,
     PodPhase,
-    gpu_seat,
     remember,
 )
 from colocated_rl_operator.reasons import Cause
@@ -43,12 +42,15 @@ CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 # ------------------------------------------------------------------------------------------------------------- the job
 ROLLOUT: dict[str, Any] = {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 2}
 RESIDENT_ROLLOUT = ROLLOUT | {"offload": []}
+OWN_ROLLOUT = ROLLOUT | {"colocateWith": "", "replicas": 1}
 PLACED: dict[Placement, dict[str, Any]] = {  # parts of a spec that lead to each placement
     Placement.TIME_SLICED: {"rollout": ROLLOUT},
     Placement.RESIDENT: {"rollout": RESIDENT_ROLLOUT},
+    Placement.DISAGGREGATED: {"rollout": OWN_ROLLOUT},
     Placement.ROLLOUT_ONLY: {"rollout": ROLLOUT, "mode": "RolloutOnly"},
     Placement.TRAIN_ONLY: {"rollout": ROLLOUT, "mode": "TrainOnly", "recorded": {"claimName": "recording"}},
 }
+IN_ONE_POD = tuple(each for each in Placement if each is not Placement.DISAGGREGATED)
 TOGETHER = (Placement.TIME_SLICED, Placement.RESIDENT)  # those with engines and trainers
 
 
@@ -118,9 +120,12 @@ def pod_facts(
     return PodFacts(epoch=epoch, gate=gate, engines=(engine_facts,), trainers=(trainer_facts,))
 
 
+CLOSED = GateFacts(open=False, settled=True)
+
+
 def facts_at(rung: Rung, at: WeightVersion, *, epoch: int = 1, ladder: Ladder = TIME_SLICED) -> PodFacts:
     """Facts of a pod that stands at `rung` on its way to `at`, having served the step before."""
-    if ladder.is_resident:
+    if ladder.serves_on:
         return _resident_facts_at(rung, at, epoch=epoch)
     before = WeightVersion(max(0, at.step - 1), at.lineage)
     old, done = trainer(before.step, at.lineage, exported=before), trainer(at.step, at.lineage, exported=at)
@@ -169,6 +174,18 @@ def _resident_facts_at(rung: Rung, at: WeightVersion, *, epoch: int) -> PodFacts
     return pod_facts(*parts[rung], epoch=epoch, is_open=is_open, settled=rung is not Rung.CLOSED)
 
 
+def trainers_at(rung: Rung, at: WeightVersion, *, epoch: int = 1) -> PodFacts:
+    """Facts of a pod of trainers, on devices of their own, on the way to `at`."""
+    return _resident_facts_at(rung, at, epoch=epoch).model_copy(update={"engines": (), "gate": CLOSED})
+
+
+def engine_at(rung: Rung, at: WeightVersion, *, epoch: int = 1, export: WeightVersion | None = None) -> PodFacts:
+    """Facts of a pod with an engine alone, on the way to `at`. export: what it has compared."""
+    facts = _resident_facts_at(rung, at, epoch=epoch)
+    known = export or (WeightVersion(at.step - 1, at.lineage) if rung is Rung.TRAINED else at)
+    return facts.model_copy(update={"trainers": (), "export": known})
+
+
 def rollout_facts(*, sealed: int = 0, trained: int = 0, epoch: int = 1, **changes: Any) -> RolloutFacts:
     batch = SealedBatch(step=sealed, groups=4, samples=8, loss_tokens=100) if sealed else None
     return RolloutFacts(epoch=epoch, sealed=batch, trained_step=trained).model_copy(update=changes)
@@ -199,7 +216,7 @@ def make_observation(
     **changes: Any,
 ) -> Observation:
     """All pods run; `pods` has the facts of each GPU pod. The climb's group is the present one."""
-    members = [make_member(gpu_seat(replica), facts=facts) for replica, facts in enumerate(pods)]
+    members = [make_member(seat, facts=facts) for seat, facts in zip(job.gpu_seats, pods, strict=False)]
     members.append(make_member(ROLLOUT_SEAT, facts=rollout))
     epoch = climb.epoch if climb else 0
     memory = Memory(epoch=epoch, raised=raised, epoch_at=now, progress_at=now)

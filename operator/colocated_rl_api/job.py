@@ -21,6 +21,7 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import Ladder, Placement, ladder_for
 from colocated_rl_api.names import OPERATOR
 from colocated_rl_api.parts import (
+    Claimed,
     Options,
     Part,
     Quantity,
@@ -36,7 +37,7 @@ from colocated_rl_api.pod_template import PodTemplates
 from colocated_rl_api.prompts import Prompts
 
 MANY_STEPS = 1_000_000
-JOB_NAME_MAX = 40  # longest derived name: NAME-gpu-REPLICA-ATTEMPT, at most 63 characters
+JOB_NAME_MAX = 40  # longest derived name: NAME-trainer-REPLICA-ATTEMPT, at most 63 characters
 
 _is_inside, _inside_rule = should_match(
     r"\.|[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*",
@@ -69,7 +70,7 @@ _CLAIM = Rule(
 
 
 class Gpus(Part):
-    """The devices of each replica, shared by its engine and its trainer."""
+    """The devices of a pod."""
 
     model_config = ConfigDict(json_schema_extra=rules(_CLAIM))
 
@@ -161,6 +162,20 @@ _OFFLOADED_WORDS = (
     "offload needs KVCache, because the KV cache is never on the devices together with gradients and optimizer state "
     "of a trainer that takes turns; [] lets engines and trainer both stay"
 )
+_OWN_WORDS = (
+    'replicas is the number of engine pods with devices of their own: give it with colocateWith "", and only there'
+)
+_OWN = Rule(
+    field="replicas",
+    rule="has(self.replicas) == (has(self.colocateWith) && self.colocateWith == '')",
+    message=_OWN_WORDS,
+)
+_OWN_GPUS_WORDS = 'gpus are the devices of engine pods of their own: give them with colocateWith "", and only there'
+_OWN_GPUS = Rule(
+    field="gpus",
+    rule="!has(self.gpus) || has(self.colocateWith) && self.colocateWith == ''",
+    message=_OWN_GPUS_WORDS,
+)
 _OFFLOAD = Rule(
     field="offload",
     rule=f"!has(self.offload) || size(self.offload) == 0 || '{EngineMemory.KV_CACHE}' in self.offload",
@@ -187,8 +202,19 @@ class Rollout(Part):
             _OWNED_FLAGS,
             _CONCURRENCY,
             _OFFLOAD,
+            _OWN,
+            _OWN_GPUS,
             *fixed(
-                *("colocateWith", "offload", "engineArgs", "prompts", "maxPromptTokens", "maxResponseTokens"),
+                *(
+                    "colocateWith",
+                    "replicas",
+                    "gpus",
+                    "offload",
+                    "engineArgs",
+                    "prompts",
+                    "maxPromptTokens",
+                    "maxResponseTokens",
+                ),
                 *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
                 *("maxFilteredPerBatch", "minRolloutSeconds", "resources"),
             ),
@@ -198,7 +224,16 @@ class Rollout(Part):
     colocate_with: str = Field(
         default=TRAINER,
         max_length=ROLE_MAX,
-        description="Role whose devices the engines share, the trainer; offload says how.",
+        description='Role whose devices the engines share, the trainer; offload says how. "" gives engines pods and '
+        "devices of their own: nothing is offloaded, rollout goes on beside training, and weights travel over a volume "
+        "that all of these pods share.",
+    )
+    replicas: int | None = Field(
+        default=None, ge=1, le=1024, description="Engine pods, where engines have devices of their own."
+    )
+    gpus: Gpus | None = Field(
+        default=None,
+        description="Devices of each of them; as spec.gpus says when absent.",
     )
     offload: list[Annotated[EngineMemory, Field(strict=False)]] = Field(
         default=list(EngineMemory),
@@ -271,7 +306,14 @@ class Rollout(Part):
     @property
     def placement(self) -> Placement:
         """Who computes when follows from it; nobody picks that by hand."""
+        if self.is_apart:
+            return Placement.DISAGGREGATED
         return Placement.TIME_SLICED if self.offload else Placement.RESIDENT
+
+    @property
+    def is_apart(self) -> bool:
+        """Engines have pods and devices of their own."""
+        return self.colocate_with == ""
 
     @property
     def concurrency(self) -> int:
@@ -295,6 +337,10 @@ class Rollout(Part):
             raise ValueError(f"offload is a set: {', '.join(self.offload)} has one of them twice")
         if self.offload and EngineMemory.KV_CACHE not in self.offload:
             raise ValueError(_OFFLOADED_WORDS)
+        if (self.replicas is not None) != self.is_apart:
+            raise ValueError(_OWN_WORDS)
+        if self.gpus is not None and not self.is_apart:
+            raise ValueError(_OWN_GPUS_WORDS)
         admitted = (self.max_staleness + 1) * self.batch_size
         if self.concurrency > admitted:
             raise ValueError(
@@ -428,10 +474,17 @@ class Verify(StrEnum):
 
 
 class WeightSync(Part):
-    """How new weights reach the engines: safetensors in a memory-backed volume of the pod."""
+    """How new weights reach the engines: safetensors, in memory that engine and trainer share or on a volume."""
 
     size_limit: Quantity = Field(
-        default="8Gi", description="Of the memory-backed volume; twice the size of the weights. Counts as pod memory."
+        default="8Gi",
+        description="Of the memory-backed volume that an engine shares with trainers in its pod; twice the size of the "
+        "weights. Counts as pod memory.",
+    )
+    volume: Claimed = Field(
+        default_factory=Claimed,
+        description="Claimed ReadWriteMany for engines that have devices of their own: trainers write weights there, "
+        "once for all, and engines read them. Three times the size of the weights. Goes with the job.",
     )
     verify: Verify = Field(
         default=Verify.PROBE,
@@ -501,6 +554,7 @@ _ROOM_WORDS = (
 _ROOM = Rule(
     field="rollout.engineArgs",
     rule="!has(self.gpus) || self.gpus.count == 0 || !has(self.rollout.offload) || size(self.rollout.offload) > 0 || "
+    "has(self.rollout.colocateWith) && self.rollout.colocateWith == '' || "
     "has(self.rollout.engineArgs) && self.rollout.engineArgs.exists(a, "
     + " || ".join(f"a.startsWith('{flag}')" for flag in _ROOM_FLAGS)
     + ")",
@@ -542,10 +596,16 @@ class ColocatedRLJobSpec(Part):
         "again, and the job goes on where it stood. A job that is made with true has no pods at first. May change.",
     )
     replicas: int = Field(
-        default=1, ge=1, le=1024, description="GPU pods, each with engine and trainer on its devices."
+        default=1,
+        ge=1,
+        le=1024,
+        description="GPU pods, each with engine and trainer on its devices; with trainers alone, where engines have "
+        "devices of their own.",
     )
     model: Model = Field(description="Starting weights.")
-    gpus: Gpus = Field(default_factory=Gpus, description="Devices of each replica.")
+    gpus: Gpus = Field(
+        default_factory=Gpus, description="Devices of each replica, shared by its engine and its trainer."
+    )
     rollout: Rollout = Field(description="Generating samples.")
     evaluation: Evaluation | None = Field(
         default=None, description="No evaluation when absent. May change, for the next one."
@@ -616,6 +676,11 @@ class ColocatedRLJobSpec(Part):
                 return Placement.TRAIN_ONLY
 
     @property
+    def engine_gpus(self) -> Gpus:
+        """Devices of each pod with an engine."""
+        return self.rollout.gpus or self.gpus
+
+    @property
     def max_staleness(self) -> int:
         """In steps; where weights never change no token is ever too old."""
         return MANY_STEPS if self.mode is Mode.ROLLOUT_ONLY else self.rollout.max_staleness
@@ -649,7 +714,7 @@ class ColocatedRLJobSpec(Part):
         rollout = self.rollout
         if (
             self.gpus.count
-            and not rollout.offload
+            and not (rollout.offload or rollout.is_apart)
             and not any(arg.startswith(_ROOM_FLAGS) for arg in rollout.engine_args)
         ):
             raise ValueError(_ROOM_WORDS)

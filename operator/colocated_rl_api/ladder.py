@@ -72,6 +72,7 @@ class Placement(StrEnum):
 
     TIME_SLICED = "TimeSliced"  # they take turns
     RESIDENT = "Resident"  # both stay; engines take new weights under a pause
+    DISAGGREGATED = "Disaggregated"  # each has its own, in pods of its own; engines take new weights under a pause
     ROLLOUT_ONLY = "RolloutOnly"  # no trainers: engines serve the model as it is
     TRAIN_ONLY = "TrainOnly"  # no engines: trainers train recorded batches
 
@@ -88,9 +89,9 @@ class Ladder:
     stands: Callable[[PodFacts, WeightVersion], Rung]  # of a pod whose facts are known
 
     @property
-    def is_resident(self) -> bool:
-        """Engines and trainers stay on the devices together; on any other ladder they take turns."""
-        return self.placement is Placement.RESIDENT
+    def serves_on(self) -> bool:
+        """Engines serve older weights while trainers work, up to the update."""
+        return self.placement in (Placement.RESIDENT, Placement.DISAGGREGATED)
 
     @property
     def takes_turns(self) -> bool:
@@ -143,7 +144,10 @@ class Ladder:
         A pod stands at its lowest engine's rung. An engine whose process is gone satisfies everything below Updated: it
         maps no memory and has nothing in flight (the gate is closed whenever an engine is missing).
         """
-        return self.stands(pod, at) if pod is not None and pod.engines and pod.trainers else Rung.UNKNOWN
+        if pod is None or not (pod.engines or pod.trainers):
+            return Rung.UNKNOWN
+        shares = self.placement in (Placement.TIME_SLICED, Placement.RESIDENT)
+        return Rung.UNKNOWN if shares and not (pod.engines and pod.trainers) else self.stands(pod, at)
 
     @cached_property
     def _places(self) -> Mapping[Rung, int]:
@@ -189,7 +193,12 @@ def _stands_resident(pod: PodFacts, at: WeightVersion) -> Rung:
         return Rung.SERVING if _serves(pod) else Rung.UPDATED
     if not _is_trained(pod, at):
         return Rung.SEALED
-    if not _is_exported(pod, at) or any(_is_starting(engine) and engine.starts_on != at for engine in pod.engines):
+    return _stands_aside(pod, at) if _is_exported(pod, at) else Rung.TRAINED
+
+
+def _stands_aside(pod: PodFacts, at: WeightVersion) -> Rung:
+    """Exported to Drained: the new weights are there, and the engine does not hold them yet."""
+    if any(_is_starting(engine) and engine.starts_on != at for engine in pod.engines):
         return Rung.TRAINED  # no other gate closes while an engine is on its way up: all would wait for it
     if pod.gate.open:
         return Rung.EXPORTED
@@ -200,6 +209,17 @@ def _stands_resident(pod: PodFacts, at: WeightVersion) -> Rung:
     if not all(engine.is_absent or engine.is_drained or _is_starting(engine) for engine in pod.engines):
         return Rung.PAUSED
     return Rung.DRAINED
+
+
+# ------------------------------------------------------------------------------------------------------ disaggregated
+def _stands_disaggregated(pod: PodFacts, at: WeightVersion) -> Rung:
+    """A pod of trainers has done its part when the weights are written; one of an engine begins where it has them."""
+    if pod.trainers:
+        rung = _stands_train_only(pod, at)
+        return Rung.SERVING if rung is Rung.EXPORTED else rung
+    if all(_is_updated(engine, at) for engine in pod.engines):
+        return Rung.SERVING if _serves(pod) else Rung.UPDATED
+    return _stands_aside(pod, at) if pod.export == at else Rung.TRAINED
 
 
 # ----------------------------------------------------------------------------------------------------- one side alone
@@ -290,6 +310,7 @@ RESIDENT = Ladder(
 )
 
 
+DISAGGREGATED = replace(RESIDENT, placement=Placement.DISAGGREGATED, stands=_stands_disaggregated)
 ROLLOUT_ONLY = Ladder(
     Placement.ROLLOUT_ONLY,
     rungs=(Rung.RELEASED, Rung.SERVING),
@@ -332,10 +353,11 @@ def _with_scores(ladder: Ladder) -> Ladder:
 
 SCORED_TIME_SLICED = _with_scores(TIME_SLICED)
 SCORED_RESIDENT = _with_scores(RESIDENT)
+SCORED_DISAGGREGATED = _with_scores(DISAGGREGATED)
 SCORED_TRAIN_ONLY = _with_scores(TRAIN_ONLY)
 LADDERS = (
-    TIME_SLICED, RESIDENT, ROLLOUT_ONLY, TRAIN_ONLY,
-    SCORED_TIME_SLICED, SCORED_RESIDENT, SCORED_TRAIN_ONLY,
+    TIME_SLICED, RESIDENT, DISAGGREGATED, ROLLOUT_ONLY, TRAIN_ONLY,
+    SCORED_TIME_SLICED, SCORED_RESIDENT, SCORED_DISAGGREGATED, SCORED_TRAIN_ONLY,
 )  # fmt: skip
 _LADDERS = {(ladder.placement, ladder.scores): ladder for ladder in LADDERS}
 

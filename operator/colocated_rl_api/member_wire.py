@@ -176,13 +176,14 @@ class Problem(Wire):
 
 
 class PodFacts(Wire):
-    """Everything a plan may depend on in a GPU pod."""
+    """Everything a plan may depend on in a GPU pod. Without engines or trainers: they are in other pods."""
 
     type: Literal["podFacts"] = "podFacts"
     epoch: int = 0  # of the target it holds; 0: none yet
     gate: GateFacts
     engines: tuple[EngineFacts, ...]
     trainers: tuple[TrainerFacts, ...]
+    export: Version | None = None  # newest weights that this agent has compared with their manifest
     devices: tuple[DeviceFacts, ...] = ()
     problem: Problem | None = None
     took_s: dict[Rung, float] = Field(default_factory=dict)  # seconds from the previous rung, in this epoch
@@ -260,6 +261,7 @@ class PodTarget(Wire):
     rendezvous: Rendezvous | None = None  # None only with goal STOP
     batches: Endpoint | None = None  # of the rollout controller; None only with goal STOP
     is_last: bool = False  # the job ends with this step: it is saved in any case, and its model is left
+    weights: Version | None = None  # newest ones that are whole: what engines in pods of their own may take
     checksum: str | None = None  # of the engines' weights, on which the group agreed: another one does not serve
 
     @property
@@ -292,7 +294,7 @@ class Hello(Wire):
     pod: str
     pod_uid: str
     job_uid: str
-    role: str  # names.ROLE_GPU or names.ROLE_ROLLOUT
+    role: str  # names.ROLE_ROLLOUT or one of names.GPU_ROLES
     replica: int | None = None
     incarnation: str  # of the member process itself
     highest_epoch: int = 0  # the newest epoch it ever accepted

@@ -20,9 +20,12 @@ MANAGED_BY = "colocated-rl"
 JOB_NAME_LABEL = f"{GROUP}/job-name"
 JOB_UID_LABEL = f"{GROUP}/job-uid"
 ROLE_LABEL = f"{GROUP}/role"
-REPLICA_LABEL = f"{GROUP}/replica"  # "0".."replicas-1", GPU pods only
+REPLICA_LABEL = f"{GROUP}/replica"  # of its role, from "0"; GPU pods only
 ATTEMPT_LABEL = f"{GROUP}/attempt"  # how often this replica's pod was made anew, from 0
-ROLE_GPU = "gpu"
+ROLE_GPU = "gpu"  # engine and trainers
+ROLE_ENGINE = "engine"  # an engine with devices of its own
+ROLE_TRAINER = "trainer"  # trainers beside such engines
+GPU_ROLES = (ROLE_GPU, ROLE_TRAINER, ROLE_ENGINE)
 ROLE_ROLLOUT = "rollout"
 
 # --- containers of a GPU pod
@@ -54,7 +57,7 @@ STATE_DIR = "/var/lib/colocate"  # journal of the agent; store of the rollout co
 BIN_DIR = "/run/colocate/bin"  # the runner, copied by the init container; read-only in the GPU container
 SOCKET_DIR = "/run/colocate/sock"  # runner.sock, trainer-<rank>.sock; shared by agent and GPU container
 BATCH_DIR = "/run/colocate/batches"  # shards: the agent writes, trainers read; and a reference's scores beside them
-WEIGHTS_DIR = "/weights"  # memory-backed volume of the exports
+WEIGHTS_DIR = "/weights"  # volume of the exports: in memory, or shared where engines have pods of their own
 EXPORTS_DIR = (
     "/weights/exports"  # trainers write, engine reads, the agent makes it and removes what is old: in a directory
 )
@@ -74,11 +77,12 @@ ENV_POD_NAME = "POD_NAME"
 ENV_POD_UID = "POD_UID"
 ENV_POD_IP = "POD_IP"
 ENV_POD_NAMESPACE = "POD_NAMESPACE"
+ENV_ROLE = "COLOCATE_ROLE"  # one of GPU_ROLES
 ENV_REPLICA = "COLOCATE_REPLICA"
 
 
 def claim_name(job: str, job_uid: str, volume: str) -> str:
-    """Of the claim that is made for a volume of a job: `store` or `checkpoints`."""
+    """Of the claim that is made for a volume of a job: `store`, `checkpoints` or `weights`."""
     return f"{job}-{volume}-{job_uid[:8]}"
 
 

@@ -154,11 +154,16 @@ class Resources(Part):
     limits: ResourceMap = Field(default_factory=dict, description="What the container may use, by resource name.")
 
 
-class Volume(Part):
-    """A volume that the operator claims for the job."""
+class Claimed(Part):
+    """What the operator asks of a claim for the job."""
 
     size: Quantity = Field(default="10Gi", description="Requested capacity of the claim.")
     storage_class_name: str | None = Field(
         default=None, max_length=253, description="Storage class; the cluster's default when absent."
     )
+
+
+class Volume(Claimed):
+    """A volume that the operator claims for the job."""
+
     retain: bool = Field(default=True, description="Keep the claim when the job is deleted.")

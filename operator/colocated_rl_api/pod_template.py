@@ -23,7 +23,7 @@ OWNED_PREFIXES = (f"{names.GROUP}/", "app.kubernetes.io/", "kueue.x-k8s.io/pod-g
 
 OWNED_VARIABLES = (
     *(names.ENV_POD_NAME, names.ENV_POD_UID, names.ENV_POD_IP, names.ENV_POD_NAMESPACE),
-    names.ENV_REPLICA,
+    *(names.ENV_ROLE, names.ENV_REPLICA),
 )
 
 OWNED_VOLUMES = (

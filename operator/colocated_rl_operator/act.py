@@ -28,7 +28,7 @@ from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.members import Members
 from colocated_rl_operator.metrics import Metrics
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Job, Observation, gpu_seat
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Job, Observation, role_of
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, Reason
 from colocated_rl_operator.record import News
@@ -215,7 +215,9 @@ async def _try_pods(job: Job, doors: Doors) -> None:
     """Ask the server what it thinks of pods as the job wants them, of one of each role: before any of them is made,
     and while the job is still suspended. Raises Refused.
     """
-    for seat, template in ((gpu_seat(0), job.spec.pod_templates.gpu), (ROLLOUT_SEAT, job.spec.pod_templates.rollout)):
+    of_each_role = {role_of(seat): seat for seat in job.gpu_seats}.values()
+    gpu, rollout = job.spec.pod_templates.gpu, job.spec.pod_templates.rollout
+    for seat, template in (*((seat, gpu) for seat in of_each_role), (ROLLOUT_SEAT, rollout)):
         if template == PodTemplate():
             continue  # all of it is the operator's own
         body = resources.pod(job, seat, 0, doors.images)
@@ -326,7 +328,7 @@ async def bury(about: About, doors: Doors) -> None:
     try:
         for pod in await doors.kube.list_pods(about.namespace, about.uid):
             name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
-            if pod["metadata"]["labels"][names.ROLE_LABEL] == names.ROLE_GPU:
+            if pod["metadata"]["labels"][names.ROLE_LABEL] != names.ROLE_ROLLOUT:
                 await doors.kube.delete_pod(about.namespace, name, uid=uid, grace_s=0)
                 log(LOG, "pod forgotten", logging.WARNING, pod=name, reason="its job is deleted and it did not end")
     except ApiError as error:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 
 from colocated_rl_api import names
+from colocated_rl_api.ladder import Placement
 from colocated_rl_api.member_wire import JobFile
-from colocated_rl_api.parts import Volume
+from colocated_rl_api.parts import Claimed, Volume
 from colocated_rl_operator.observation import Job
 from colocated_rl_operator.resources import Object, config_name, metadata_of, tls_secret_name
 
@@ -32,14 +33,21 @@ def config(job: Job) -> Object:
 
 
 def claims(job: Job) -> list[Object]:
-    """Volumes of the store and of checkpoints. A retained one has no owner, so that deleting the job leaves it."""
-    return [
-        _claim(job, "store", job.spec.storage.volume, many_pods=False),
-        _claim(job, "checkpoints", job.spec.checkpoint.volume, many_pods=job.spec.replicas > 1),
+    """Volumes of the store, of checkpoints and of weights for engines in other pods than trainers.
+
+    A retained one has no owner, so that deleting the job leaves it.
+    """
+    spec = job.spec
+    found = [
+        _claim(job, "store", spec.storage.volume, many_pods=False),
+        _claim(job, "checkpoints", spec.checkpoint.volume, many_pods=spec.replicas > 1),
     ]
+    if spec.placement is Placement.DISAGGREGATED:
+        found.append(_claim(job, "weights", spec.weight_sync.volume, many_pods=True))
+    return found
 
 
-def _claim(job: Job, name: str, volume: Volume, *, many_pods: bool) -> Object:
+def _claim(job: Job, name: str, volume: Claimed, *, many_pods: bool) -> Object:
     spec: Object = {
         "accessModes": ["ReadWriteMany" if many_pods else "ReadWriteOnce"],
         "resources": {"requests": {"storage": volume.size}},
@@ -49,7 +57,7 @@ def _claim(job: Job, name: str, volume: Volume, *, many_pods: bool) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": metadata_of(job, job.claim_name(name), owned=not volume.retain),
+        "metadata": metadata_of(job, job.claim_name(name), owned=not (isinstance(volume, Volume) and volume.retain)),
         "spec": spec,
     }
 
@@ -58,7 +66,7 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
     """Who may reach the job's pods: the operator control ports, pods of the job data ports, anybody metrics.
 
     The trainers' process group asks nobody for a password: its ports, of which the kernel picks some, are open among
-    the job's GPU pods alone. The rollout pod, where rewards run, is none of them.
+    the job's pods with trainers alone. The rollout pod, where rewards run, is none of them.
     """
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}},
@@ -75,7 +83,7 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
             "ingress": [
                 {"from": [operator], "ports": [_tcp(names.CONTROL_PORT)]},
                 {"from": [_pods(own)], "ports": [_tcp(names.DATA_PORT)]},
-                {"from": [_pods(own | {names.ROLE_LABEL: names.ROLE_GPU})], "ports": [_tcp(1024, 65535)]},
+                {"from": [_pods(own | {names.ROLE_LABEL: job.trainer_role})], "ports": [_tcp(1024, 65535)]},
                 {"ports": [_tcp(names.METRICS_PORT)]},
             ],
         },

@@ -276,7 +276,7 @@ class Members:
 
     def _take(self, member: _Member, message: Hello | PodFacts | RolloutFacts | Refusal) -> None:
         job, pod, before = member.job, member.address.pod, member.answer.facts
-        expected = PodFacts if member.address.role == names.ROLE_GPU else RolloutFacts
+        expected = RolloutFacts if member.address.role == names.ROLE_ROLLOUT else PodFacts
         match message:
             case PodFacts() | RolloutFacts() if isinstance(message, expected):
                 if before is None:

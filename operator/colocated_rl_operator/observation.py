@@ -25,9 +25,13 @@ ROLLOUT_SEAT = names.ROLE_ROLLOUT
 MANY = 8192  # pods of one process whose endpoints are made once
 
 
-def gpu_seat(replica: int) -> str:
-    """A seat is a place that one pod of the job fills: `gpu-REPLICA` or `rollout`."""
-    return f"{names.ROLE_GPU}-{replica}"
+def gpu_seat(replica: int, role: str = names.ROLE_GPU) -> str:
+    """A seat is a place that one pod of the job fills: `ROLE-REPLICA`, or `rollout`."""
+    return f"{role}-{replica}"
+
+
+def role_of(seat: str) -> str:
+    return seat if seat == ROLLOUT_SEAT else seat.rpartition("-")[0]
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,32 @@ class Job:
 
     @cached_property
     def gpu_seats(self) -> tuple[str, ...]:
-        return tuple(gpu_seat(replica) for replica in range(self.spec.replicas))
+        """Of all pods with devices."""
+        return tuple(dict.fromkeys((*self.trainer_seats, *self.engine_seats)))
+
+    @cached_property
+    def trainer_seats(self) -> tuple[str, ...]:
+        """Of pods in which trainers have a place."""
+        if self.spec.rollout.is_apart and not self.ladder.trains:
+            return ()
+        return tuple(gpu_seat(replica, self.trainer_role) for replica in range(self.spec.replicas))
+
+    @cached_property
+    def engine_seats(self) -> tuple[str, ...]:
+        """Of pods in which an engine has a place."""
+        if not self.spec.rollout.is_apart:
+            return self.trainer_seats
+        engines = self.spec.rollout.replicas or 0
+        return tuple(gpu_seat(replica, names.ROLE_ENGINE) for replica in range(engines)) if self.ladder.serves else ()
+
+    @cached_property
+    def lineage_seats(self) -> tuple[str, ...]:
+        """Whose pods form a lineage: trainers that start together, or, where there are none, the engines."""
+        return self.trainer_seats or self.engine_seats
+
+    @property
+    def trainer_role(self) -> str:
+        return names.ROLE_TRAINER if self.spec.rollout.is_apart else names.ROLE_GPU
 
     @cached_property
     def ladder(self) -> Ladder:
@@ -55,7 +84,7 @@ class Job:
         return max(1, self.spec.gpus.count)
 
     def claim_name(self, volume: str) -> str:
-        """volume: `store` or `checkpoints`."""
+        """volume: `store`, `checkpoints` or `weights`."""
         return names.claim_name(self.name, self.uid, volume)
 
 
@@ -145,7 +174,8 @@ class Member:
     @property
     def answers(self) -> bool:
         """Connected, and an agent has found its GPU container: without it nothing is known of engine and trainers."""
-        return self.facts is not None and (not isinstance(self.facts, PodFacts) or bool(self.facts.engines))
+        facts = self.facts
+        return facts is not None and (not isinstance(facts, PodFacts) or bool(facts.engines or facts.trainers))
 
     @property
     def pod_facts(self) -> PodFacts | None:
@@ -226,8 +256,19 @@ class Observation:
 
     @cached_property
     def gpu_members(self) -> tuple[Member, ...]:
-        """Of the filled GPU seats, by replica."""
-        return tuple(self.current[seat] for seat in self.job.gpu_seats if seat in self.current)
+        """Of the filled GPU seats, by role and replica."""
+        return self._in(self.job.gpu_seats)
+
+    @cached_property
+    def trainer_members(self) -> tuple[Member, ...]:
+        return self._in(self.job.trainer_seats)
+
+    @cached_property
+    def engine_members(self) -> tuple[Member, ...]:
+        return self._in(self.job.engine_seats)
+
+    def _in(self, seats: tuple[str, ...]) -> tuple[Member, ...]:
+        return tuple(self.current[seat] for seat in seats if seat in self.current)
 
     @property
     def rollout_member(self) -> Member | None:
@@ -240,7 +281,7 @@ class Observation:
     @cached_property
     def all_answer(self) -> bool:
         """Every seat is filled by a member that answers."""
-        return len(self.gpu_members) == self.job.spec.replicas and (
+        return len(self.gpu_members) == len(self.job.gpu_seats) and (
             self.rollout_facts is not None and all(member.answers for member in self.gpu_members)
         )
 
@@ -250,10 +291,11 @@ class Observation:
 
     @cached_property
     def group(self) -> str | None:
-        """Hash of the GPU pods' UIDs in the order of their seats; None while a seat is empty."""
-        if len(self.gpu_members) != self.job.spec.replicas:
+        """Hash of the UIDs of a lineage's pods in the order of their seats; None while a seat is empty."""
+        members = self._in(self.job.lineage_seats)
+        if len(members) != len(self.job.lineage_seats):
             return None
-        return hashlib.sha256(" ".join(member.uid for member in self.gpu_members).encode()).hexdigest()[:16]
+        return hashlib.sha256(" ".join(member.uid for member in members).encode()).hexdigest()[:16]
 
     @cached_property
     def standings(self) -> dict[str, Rung]:
@@ -266,7 +308,7 @@ class Observation:
     @cached_property
     def slowest(self) -> Rung:
         """Of the whole group: an empty seat is unknown."""
-        if len(self.gpu_members) != self.job.spec.replicas:
+        if len(self.gpu_members) != len(self.job.gpu_seats):
             return Rung.UNKNOWN
         return self.job.ladder.slowest(self.standings.values())
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pydantic
 
-from colocated_rl_api import names
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus, FailuresStatus
@@ -23,7 +22,6 @@ from colocated_rl_operator.errors import JobInvalid
 from colocated_rl_operator.kube import Body
 from colocated_rl_operator.members import Address, Answer, Members
 from colocated_rl_operator.observation import (
-    ROLLOUT_SEAT,
     Climb,
     Job,
     Member,
@@ -32,6 +30,7 @@ from colocated_rl_operator.observation import (
     PodPhase,
     Tally,
     remember,
+    role_of,
 )
 from colocated_rl_operator.reasons import Cause
 
@@ -228,8 +227,7 @@ def _address(pod: Body, seat: str) -> Address | None:
     metadata, status = pod["metadata"], pod.get("status", {})
     if status.get("phase") != PodPhase.RUNNING or not status.get("podIP") or metadata.get("deletionTimestamp"):
         return None
-    role = names.ROLE_ROLLOUT if seat == ROLLOUT_SEAT else names.ROLE_GPU
-    return Address(metadata["name"], metadata["uid"], role, status["podIP"])
+    return Address(metadata["name"], metadata["uid"], role_of(seat), status["podIP"])
 
 
 def _trouble(status: Body, *, is_restarting: bool) -> str | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from colocated_rl_api import names
 from colocated_rl_api.job import Switch, Verify
-from colocated_rl_api.ladder import Ladder, Rung
+from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import Goal, PodTarget, Rendezvous, RolloutTarget
 from colocated_rl_operator.actions import DeletePod, PodAction, Wait
 from colocated_rl_operator.answers import (
@@ -184,7 +184,7 @@ def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | Hold | 
         held = listed([f"{name} {str(checksum)[:12]}" for name, checksum in _checksums(seen, now).items()])
         return after_difference(seen, now, f"engines hold different weights {now.version} ({held})")
     evaluated = _evaluating(seen) is None
-    may_train = evaluated or seen.job.ladder.is_resident  # there only the update waits
+    may_train = evaluated or seen.job.ladder.serves_on  # there only the update waits
     if up and now.step < spec.steps and _has_next_batch(seen, now) and may_train:
         following = replace(now, step=now.step + 1)
         if seen.trainer_died:
@@ -248,7 +248,7 @@ def _evaluating(seen: Observation) -> Evaluating | None:
     version, since = seen.served, seen.memory.epoch_at
     if seen.is_up or version == climb.version:
         version, since = climb.version, seen.memory.reached.get(Rung.SERVING, seen.now)
-    elif version is None or not ladder.is_resident or not ladder.reaches(Rung.EXPORTED, seen.slowest):
+    elif version is None or not ladder.serves_on or not ladder.reaches(Rung.EXPORTED, seen.slowest):
         return None
     if version.step < seen.job.spec.steps and version.step % evaluation.every_steps != 0:
         return None
@@ -259,7 +259,7 @@ def _evaluating(seen: Observation) -> Evaluating | None:
 
 def _keeps_gates_open(seen: Observation) -> Evaluating | None:
     """What a group that has new weights for its engines waits for, and nothing else."""
-    return _evaluating(seen) if seen.slowest is Rung.EXPORTED and seen.job.ladder.is_resident else None
+    return _evaluating(seen) if seen.slowest is Rung.EXPORTED and seen.job.ladder.serves_on else None
 
 
 # ----------------------------------------------------------------------------------------------------------- deadlines
@@ -275,7 +275,7 @@ def patience_s(ladder: Ladder, barrier: Rung, switch: Switch) -> float:
             return 3 * call + MARGIN_S
         case Rung.SCORED | Rung.TRAINED:
             return switch.trainer_start_seconds + step + MARGIN_S
-        case Rung.EXPORTED if ladder.is_resident:
+        case Rung.EXPORTED if ladder.serves_on:
             return max(2 * step, switch.engine_start_seconds) + MARGIN_S  # of one that was lost meanwhile
         case Rung.EXPORTED:
             return 2 * step + MARGIN_S
@@ -320,7 +320,7 @@ def _climb(seen: Observation) -> Plan:
 
 def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
     targets: dict[str, PodTarget | RolloutTarget] = {}
-    climb, rollout, first = seen.climb, seen.rollout_member, seen.current.get(seen.job.gpu_seats[0])
+    climb, rollout, first = seen.climb, seen.rollout_member, seen.current.get(seen.job.lineage_seats[0])
     ladder = seen.job.ladder
     if climb is None or not climb.group:
         return targets  # first there is a group
@@ -341,6 +341,7 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
         ),
         batches=rollout.data_port,
         is_last=climb.step >= seen.job.spec.steps,
+        weights=_weights(seen, climb),
     )
     granted = common.model_copy(update={"rung": _granted(seen), "checksum": _agreed(seen, climb)})
     for member in seen.gpu_members:
@@ -353,6 +354,17 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
     return targets
 
 
+def _weights(seen: Observation, climb: Climb) -> WeightVersion | None:
+    """What engines in pods of their own may take: the climb's once they are written, until then what all served."""
+    ladder, trainers = seen.job.ladder, seen.trainer_members
+    if ladder.placement is not Placement.DISAGGREGATED:
+        return None
+    is_written = len(trainers) == len(seen.job.trainer_seats) and all(
+        ladder.reaches(seen.standings[member.name], Rung.EXPORTED) for member in trainers
+    )
+    return climb.version if is_written else seen.served
+
+
 def _compares(seen: Observation) -> bool:
     ladder = seen.job.ladder
     return seen.job.spec.weight_sync.verify is Verify.CHECKSUM and ladder.serves and ladder.trains
@@ -363,7 +375,7 @@ def _agreed(seen: Observation, climb: Climb) -> str | None:
     if not (_compares(seen) and seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)):
         return None
     (checksum, engines), *_ = Counter(_checksums(seen, climb).values()).most_common()
-    return checksum if 2 * engines > seen.job.spec.replicas else None
+    return checksum if 2 * engines > len(seen.job.engine_seats) else None
 
 
 def _checksums(seen: Observation, climb: Climb) -> dict[str, str | None]:
@@ -385,13 +397,13 @@ def _granted(seen: Observation) -> Rung:
 def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
     spec = seen.job.spec
     finished = climb.step if seen.is_finished else climb.step - 1
-    gpu_members = seen.gpu_members if seen.job.ladder.serves else ()
+    engines = seen.engine_members if seen.job.ladder.serves else ()
     return RolloutTarget(
         epoch=climb.epoch,
         goal=Goal.CLIMB,
         trained_step=max(finished, seen.trained_step, 0),
         saved_step=seen.replay_step,
-        engines=tuple(member.data_port for member in gpu_members if member.data_port is not None),
+        engines=tuple(member.data_port for member in engines if member.data_port is not None),
         evaluate=evaluating.step if (evaluating := _evaluating(seen)) else None,
         last_step=spec.steps,
         concurrency=spec.rollout.concurrency,

@@ -162,6 +162,7 @@ class Reason(Told):
     JOB_ENDED = "JobEnded", "The job is complete or has failed: its members have stopped."
     TIME_SLICED = "TimeSliced", "Engines and trainer take turns on the GPUs."
     RESIDENT = "Resident", "Engines and trainer both stay on the GPUs."
+    DISAGGREGATED = "Disaggregated", "Engines and trainers have GPUs of their own."
     ROLLOUT_ONLY = "RolloutOnly", "Engines have the GPUs: batches are recorded and not trained."
     TRAIN_ONLY = "TrainOnly", "The trainer has the GPUs: it trains recorded batches."
     SUSPENDING = "Suspending", "Members stop, then their pods go."

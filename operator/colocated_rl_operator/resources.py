@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from colocated_rl_api import names
+from colocated_rl_api.job import Gpus
+from colocated_rl_api.ladder import Placement
 from colocated_rl_api.parts import Resources
 from colocated_rl_operator import overlay
 from colocated_rl_operator.observation import ROLLOUT_SEAT, Job
@@ -58,8 +60,8 @@ def pod_name(job: Job, seat: str, attempt: int) -> str:
 
 def seat_and_attempt(job: Job, name: str) -> tuple[str, int] | None:
     """Inverse of `pod_name`, because labels may change and names never do; None for a name that we did not make."""
-    match = re.fullmatch(rf"{job.name}-({ROLLOUT_SEAT}|{names.ROLE_GPU}-\d{{1,4}})-(\d{{1,9}})", name)
-    return (match[1], int(match[2])) if match else None
+    match = re.fullmatch(rf"{job.name}-({ROLLOUT_SEAT}|({'|'.join(names.GPU_ROLES)})-\d{{1,4}})-(\d{{1,9}})", name)
+    return (match[1], int(match[3])) if match else None
 
 
 def tls_secret_name(job: Job) -> str:
@@ -100,10 +102,11 @@ def pod(job: Job, seat: str, attempt: int, images: PodImages, *, avoids: Sequenc
         template, group = templates.rollout, overlay.NO_GROUP
         labels, spec = {names.ROLE_LABEL: names.ROLE_ROLLOUT}, _rollout_spec(job, images)
     else:
-        replica = seat.removeprefix(f"{names.ROLE_GPU}-")
+        role, _, replica = seat.rpartition("-")
         template = templates.gpu
-        group = overlay.queue_group(template, name=f"{job.name}-gpu-{job.uid[:8]}", size=job.spec.replicas)
-        labels, spec = {names.ROLE_LABEL: names.ROLE_GPU, names.REPLICA_LABEL: replica}, _gpu_spec(job, replica, images)
+        group = overlay.queue_group(template, name=f"{job.name}-gpu-{job.uid[:8]}", size=len(job.gpu_seats))
+        labels = {names.ROLE_LABEL: role, names.REPLICA_LABEL: replica}
+        spec = _gpu_spec(job, role, replica, images)
     labels |= group.labels | {names.ATTEMPT_LABEL: str(attempt)}
     metadata = metadata_of(job, pod_name(job, seat, attempt), labels) | {"annotations": group.annotations}
     body = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
@@ -128,9 +131,11 @@ def _pod_spec(*, grace_s: int, claims: Sequence[Object] = ()) -> Object:
     }
 
 
-def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
-    spec = job.spec
-    return _pod_spec(grace_s=GPU_GRACE_S, claims=_claims(job)) | {
+def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
+    """Of a pod with engine and trainers, or with either where they are apart. Only trainers write what they share."""
+    spec, trains = job.spec, role != names.ROLE_ENGINE
+    gpus = spec.gpus if trains else spec.engine_gpus
+    return _pod_spec(grace_s=GPU_GRACE_S, claims=_claims(gpus)) | {
         "initContainers": [
             {
                 "name": "runner",
@@ -151,7 +156,7 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
                 "restartPolicy": "Always",  # a sidecar: it starts before the GPU container and ends after it
                 "securityContext": RESTRICTED | {"runAsUser": AGENT_USER},
                 "resources": _fixed(cpu="200m", memory="512Mi"),
-                "env": [*_env(HOME="/tmp"), *_identity(), {"name": names.ENV_REPLICA, "value": replica}],
+                "env": [*_env(HOME="/tmp"), *_identity(), *_env(**{names.ENV_ROLE: role, names.ENV_REPLICA: replica})],
                 "ports": _ports(),
                 "startupProbe": _probe(period_s=1, failures=120),
                 "readinessProbe": _probe(period_s=5, failures=3),
@@ -160,7 +165,7 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
                     _mount("state", names.STATE_DIR),
                     _mount("sock", names.SOCKET_DIR),
                     _mount("batches", names.BATCH_DIR),
-                    _mount("weights", names.WEIGHTS_DIR),
+                    _mount("weights", names.WEIGHTS_DIR, read_only=not trains),
                     _mount("tls", names.TLS_DIR, read_only=True),
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
                     _mount("agent-tmp", "/tmp"),
@@ -170,21 +175,21 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
         "containers": [
             {
                 "name": names.GPU_CONTAINER,
-                "image": spec.gpus.image or images.gpu,
+                "image": gpus.image or spec.gpus.image or images.gpu,
                 "imagePullPolicy": images.pull_policy,
                 "terminationMessagePolicy": LAST_WORDS,
                 "command": [f"{names.BIN_DIR}/runner"],
                 "securityContext": RESTRICTED,
-                "resources": _gpu_resources(job),
+                "resources": _gpu_resources(gpus),
                 "env": _env(**_homeless(names.SCRATCH_DIR)),
                 "volumeMounts": [
                     _mount("bin", names.BIN_DIR, read_only=True),
                     _mount("sock", names.SOCKET_DIR),
                     _mount("batches", names.BATCH_DIR, read_only=spec.reference is None),
-                    _mount("weights", names.WEIGHTS_DIR),
+                    _mount("weights", names.WEIGHTS_DIR, read_only=not trains),
                     _mount("shm", "/dev/shm"),
                     _mount("model", names.MODEL_DIR, read_only=True),
-                    _mount("checkpoints", names.CHECKPOINT_DIR),
+                    *([_mount("checkpoints", names.CHECKPOINT_DIR)] if trains else []),
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
                     _mount("scratch", names.SCRATCH_DIR),
                     _mount("gpu-tmp", "/tmp"),
@@ -193,10 +198,10 @@ def _gpu_spec(job: Job, replica: str, images: PodImages) -> Object:
         ],
         "volumes": [
             *(_empty(name) for name in ("state", "bin", "sock", "batches", "scratch", "agent-tmp", "gpu-tmp")),
-            _empty("weights", medium="Memory", sizeLimit=spec.weight_sync.size_limit),
+            _weights(job, trains=trains),
             _empty("shm", medium="Memory"),
             _claimed("model", spec.model.claim_name, read_only=True),
-            _claimed("checkpoints", job.claim_name("checkpoints")),
+            *([_claimed("checkpoints", job.claim_name("checkpoints"))] if trains else []),
             *_job_volumes(job),
         ],
     }
@@ -327,8 +332,7 @@ def _resources(resources: Resources) -> Object:
     return {"requests": dict(resources.requests), "limits": dict(resources.limits)}
 
 
-def _gpu_resources(job: Job) -> Object:
-    gpus = job.spec.gpus
+def _gpu_resources(gpus: Gpus) -> Object:
     resources = _resources(gpus.resources)
     if gpus.resource_claim_template_name is not None:
         resources["claims"] = [{"name": DEVICES}]
@@ -338,8 +342,8 @@ def _gpu_resources(job: Job) -> Object:
     return resources
 
 
-def _claims(job: Job) -> Sequence[Object]:
-    template = job.spec.gpus.resource_claim_template_name
+def _claims(gpus: Gpus) -> Sequence[Object]:
+    template = gpus.resource_claim_template_name
     return [] if template is None else [{"name": DEVICES, "resourceClaimTemplateName": template}]
 
 
@@ -357,6 +361,13 @@ def _claimed(name: str, claim: str, *, read_only: bool = False) -> Object:
     if read_only:
         source["readOnly"] = True
     return {"name": name, "persistentVolumeClaim": source}
+
+
+def _weights(job: Job, *, trains: bool) -> Object:
+    """Where exports are: in memory that a pod's engine and trainers share, or on a volume of all GPU pods."""
+    if job.spec.placement is Placement.DISAGGREGATED:
+        return _claimed("weights", job.claim_name("weights"), read_only=not trains)
+    return _empty("weights", medium="Memory", sizeLimit=job.spec.weight_sync.size_limit)
 
 
 def _reward_token(name: str, secret: str) -> Object:

@@ -29,7 +29,7 @@ from colocated_rl_api.job_status import (
 from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_api.weights import finished_model
-from colocated_rl_operator.observation import Job, Observation, Tally, rests
+from colocated_rl_operator.observation import Job, Observation, Tally, rests, role_of
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, ConditionType, Reason, Told, Waiting
 
@@ -46,6 +46,10 @@ SHARING: dict[Placement, tuple[Reason, str]] = {
     Placement.RESIDENT: (
         Reason.RESIDENT,
         "engines and trainers stay on the GPUs: gates close only while engines take new weights",
+    ),
+    Placement.DISAGGREGATED: (
+        Reason.DISAGGREGATED,
+        "engines and trainers have GPUs of their own: gates close only while engines take new weights",
     ),
     Placement.ROLLOUT_ONLY: (
         Reason.ROLLOUT_ONLY,
@@ -210,7 +214,7 @@ def _phase(
 
 def _holder(phase: Phase, ladder: Ladder) -> Holder:
     match phase:
-        case Phase.TRAINING if ladder.is_resident:
+        case Phase.TRAINING if ladder.serves_on:
             return Holder.BOTH
         case Phase.ROLLOUT:
             return Holder.ROLLOUT
@@ -343,14 +347,14 @@ def _model(seen: Observation) -> str | None:
 
 
 def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
-    """Pods that report a problem, and GPU pods that don't stand where most do."""
-    usual = Counter(plan.standings.values()).most_common(1)[0][0] if plan.standings else None
+    """Pods that report a problem, and GPU pods that don't stand where most of their role do."""
+    usual = {role: _most_common(seen, plan, role) for role in {role_of(seat) for seat in seen.job.gpu_seats}}
     found: list[tuple[bool, str, Rung | None, Problem | None]] = []
     for member in seen.current.values():
         rung, problem = plan.standings.get(member.name), member.facts.problem if member.facts else None
         if problem is None and member.trouble is not None:
             problem = Problem(reason=Reason.POD_NOT_RUNNING, message=member.trouble[:1024])
-        if problem is not None or (rung is not usual and rung is not None):
+        if problem is not None or (rung is not None and rung is not usual[role_of(member.seat)]):
             found.append((problem is None, member.name, rung, problem))
     return [
         PodOutOfLine(name=name, rung=rung, reason=problem.reason, message=problem.message)
@@ -358,6 +362,12 @@ def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
         else PodOutOfLine(name=name, rung=rung)
         for _, name, rung, problem in heapq.nsmallest(MAX_OUT_OF_LINE, found, key=lambda pod: pod[:2])
     ]
+
+
+def _most_common(seen: Observation, plan: Plan, role: str) -> Rung | None:
+    of_role = (plan.standings.get(member.name) for member in seen.gpu_members if role_of(member.seat) == role)
+    rungs = Counter(rung for rung in of_role if rung is not None)
+    return rungs.most_common(1)[0][0] if rungs else None
 
 
 def _failures(tally: Tally) -> FailuresStatus | None:
@@ -376,7 +386,7 @@ def _failures(tally: Tally) -> FailuresStatus | None:
 
 
 def _ready(seen: Observation) -> str:
-    wanted = seen.job.spec.replicas
+    wanted = len(seen.job.gpu_seats)
     return f"{wanted if seen.all_answer else sum(member.answers for member in seen.gpu_members)}/{wanted}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from builders import RESIDENT_ROLLOUT, ROLLOUT, make_job
+from builders import OWN_ROLLOUT, RESIDENT_ROLLOUT, ROLLOUT, make_job
 from colocated_rl_operator.reasons import Cause
 from fakes.explore import explore
 from fakes.model import MORTAL, Model
@@ -64,10 +64,29 @@ def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
     check(Model(job, deaths=1, of=("trainer",)), capsys)
 
 
+@pytest.mark.parametrize(
+    ("trainers", "engines", "deaths", "spec"),
+    [
+        (1, 1, 1, {}),
+        (1, 1, 1, {"reference": {}}),
+        (1, 1, 1, {"failurePolicy": {"rules": [{"onCauses": ["TrainerDied"], "action": "RollBack"}]}}),
+        (2, 1, 0, {}),
+        (1, 2, 0, {"reference": {}}),
+    ],
+    ids=["a-death", "a-death-with-a-reference", "a-roll-back", "two-of-trainers", "two-of-engines"],
+)
+def test_every_state_of_a_job_with_engines_in_pods_of_their_own_is_safe_and_leads_to_an_end(
+    trainers: int, engines: int, deaths: int, spec: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollout = OWN_ROLLOUT | {"replicas": engines}
+    job = make_job(replicas=trainers, steps=1, checkpoint={"everySteps": 1}, rollout=rollout, **spec)
+    check(Model(job, deaths=deaths), capsys)
+
+
 def check(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     job, explored = model.job, explore(model, limit=MOST_STATES)
     who = ", ".join(model.mortal) or "nobody"
-    bounds = f"pods: {job.spec.replicas}, deaths: {model.deaths} of {who}, suspensions: {model.suspensions}"
+    bounds = f"pods: {len(job.gpu_seats)}, deaths: {model.deaths} of {who}, suspensions: {model.suspensions}"
     with capsys.disabled():
         reference = "with a reference, " if job.ladder.scores else ""
         sys.stdout.write(f"\n{job.ladder.placement}, {reference}{bounds}, {explored.words()}\n")

@@ -84,7 +84,7 @@ class RunningJob:
 
     @property
     def gpu_pods(self) -> list[str]:
-        return [pod["metadata"]["name"] for pod in self.pods(names.ROLE_GPU)]
+        return [pod["metadata"]["name"] for role in names.GPU_ROLES for pod in self.pods(role)]
 
     @property
     def rollout_pod(self) -> str:

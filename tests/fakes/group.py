@@ -194,7 +194,7 @@ class Group:
             return True
         if not self.ladder.trains:
             return self._serve_alone(pod, target)
-        if self.ladder.is_resident and self._serve_on(pod, target):
+        if self.ladder.serves_on and self._serve_on(pod, target):
             return True
         if self.ladder.reaches(rung, target.rung):
             return rung is self.ladder.top and self._save(pod, target.step)

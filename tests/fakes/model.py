@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 from colocated_rl_agent import actions as do
 from colocated_rl_agent.settings import kept_tags
-from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
+from colocated_rl_api import names
+from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineState,
     Goal,
@@ -46,8 +47,8 @@ from colocated_rl_operator.observation import (
     Memory,
     Observation,
     PodPhase,
-    gpu_seat,
     rests,
+    role_of,
 )
 from colocated_rl_operator.plan import Plan, plan
 from colocated_rl_operator.reasons import Cause
@@ -81,6 +82,7 @@ class Seen(NamedTuple):
     it is the rung that matters, towards the target that the pod holds.
     """
 
+    role: str
     epoch: int
     durable: int
     rung: Rung
@@ -170,8 +172,8 @@ class Model:
 
     def start(self) -> State:
         """Every pod runs, and nobody knows anybody."""
-        nobody = (None,) * self.job.spec.replicas
-        pods = tuple(self._new_pod() for _ in self.job.gpu_seats)
+        nobody = (None,) * len(self.job.gpu_seats)
+        pods = tuple(self._new_pod(seat) for seat in self.job.gpu_seats)
         return State(
             pods,
             Rollout(),
@@ -181,8 +183,10 @@ class Model:
             suspensions=self.suspensions,
         )
 
-    def _new_pod(self) -> Pod:
-        return Pod(ladder=self.job.ladder, keeps=self._keeps)
+    def _new_pod(self, seat: str) -> Pod:
+        writes = self.job.spec.placement is Placement.DISAGGREGATED and seat == self.job.trainer_seats[0]
+        exports = frozenset[WeightVersion]() if writes else None
+        return Pod(ladder=self.job.ladder, keeps=self._keeps, role=role_of(seat), exports=exports)
 
     def successors(self, state: State) -> list[tuple[str, State]]:
         """What may happen, and what then is so. Raises Broken."""
@@ -242,10 +246,10 @@ class Model:
         operator = state.operator
         members = [
             Member(
-                seat=gpu_seat(index),
+                seat=seat,
                 attempt=pod.attempt,
-                name=f"gpu-{index}-{pod.attempt}",
-                uid=f"gpu-{index}-{pod.attempt}",
+                name=f"{seat}-{pod.attempt}",
+                uid=f"{seat}-{pod.attempt}",
                 phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
                 created_at=-1000.0,
                 address=f"10.0.0.{index}",
@@ -253,7 +257,7 @@ class Model:
                 highest_epoch=known.durable if known else 0,
                 facts=self._reports[known] if known else None,
             )
-            for index, (pod, known) in enumerate(zip(state.pods, operator.known, strict=True))
+            for index, (seat, pod, known) in enumerate(zip(self.job.gpu_seats, state.pods, operator.known, strict=True))
             if pod.there
         ]
         rollout = state.rollout
@@ -271,7 +275,7 @@ class Model:
             reached={job.ladder.top: 0.0},  # when it is reached, its time has been
             unready_since=0.0 if is_awaited else None,
             awaited_since=0.0 if is_awaited else None,
-            attempts={gpu_seat(index): pod.attempt for index, pod in enumerate(state.pods)}
+            attempts={seat: pod.attempt for seat, pod in zip(self.job.gpu_seats, state.pods, strict=True)}
             | {ROLLOUT_SEAT: rollout.attempt},
         )
         recorded = (operator.climb, operator.trained_step, operator.served, operator.is_over)
@@ -303,7 +307,9 @@ class Model:
             index = self.job.gpu_seats.index(seat)
             if isinstance(action, CreatePod):
                 must(not pods[index].alive, f"two pods in {action.seat}")
-                pods[index] = self._new_pod()._replace(attempt=action.attempt, stood=pods[index].stood)
+                pods[index] = self._new_pod(seat)._replace(
+                    attempt=action.attempt, stood=pods[index].stood, exports=pods[index].exports
+                )
             else:
                 pods[index] = pods[index]._replace(alive=False, there=False)
             operator = operator.lost(index)
@@ -338,7 +344,7 @@ class Model:
             if target.goal is Goal.CLIMB:
                 before = [each for each in barriers_to(self.job.ladder, target.rung) if each is not target.rung]
                 must_have_stood(state.pods, target.epoch, before, f"a target asks for {target.rung}")
-            sent[replica_of(name)] = Target.of(target)
+            sent[self._place_of(name)] = Target.of(target)
         state = state._replace(rollout=rollout, operator=operator._replace(sent=tuple(sent)))
         return decided_on(state, operator.climb)
 
@@ -378,7 +384,7 @@ class Model:
             broken=None,
         )
         version = pod.target.version if pod.target else None
-        seen = Seen(pod.epoch, pod.durable.epoch, standing_of(pod), version, rank, pod.stopped)
+        seen = Seen(pod.role, pod.epoch, pod.durable.epoch, standing_of(pod), version, rank, pod.stopped)
         if seen not in self._reports:
             self._reports[seen] = facts_of(pod)
         return seen
@@ -389,7 +395,7 @@ class Model:
             if not pod.alive or pod.stopped:
                 continue
             for action in self._choices(pod):
-                check(pod, action)
+                check(pod, action, exports_of(state))
                 self._check_closing(state, pod, action)
                 name = f"{type(action).__name__} {index}"
                 if (after := self._effect(state, index, action)) is not None:
@@ -402,7 +408,7 @@ class Model:
         """A resident engine that is well closes its gate when every pod has the new weights, or for good."""
         is_healthy = pod.engine is not None and pod.belief.state is EngineState.READY and pod.belief.broken is None
         is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB
-        if isinstance(action, do.CloseGate) and pod.ladder.is_resident and is_healthy and is_climb:
+        if isinstance(action, do.CloseGate) and pod.ladder.serves_on and is_healthy and is_climb:
             must_have_stood(state.pods, pod.epoch, [Rung.EXPORTED], "a gate closes")
 
     def _choices(self, pod: Pod) -> tuple[do.Action, ...]:
@@ -444,7 +450,7 @@ class Model:
             case _:
                 pod = act(before, action)
         must(
-            not pod.rank.is_on_device or pod.engine is None or pod.engine.has_given_up or pod.ladder.is_resident,
+            not pod.rank.is_on_device or pod.engine is None or pod.engine.has_given_up or pod.ladder.serves_on,
             "engine and trainer share the device",
         )
         after = state._replace(saved=saved).with_pod(index, pod := pod.noted())
@@ -464,9 +470,14 @@ class Model:
             and pod.rank.is_alive
             and pod.rank.lineage == mine.lineage
             and (-1 if pod.rank.step is None else pod.rank.step) >= step
-            for other, pod in enumerate(state.pods)
-            if other != index
+            for pod in self._peers(state, index)
         )
+
+    def _peers(self, state: State, index: int) -> Iterator[Pod]:
+        """Other pods with trainers."""
+        for other, (seat, pod) in enumerate(zip(self.job.gpu_seats, state.pods, strict=True)):
+            if other != index and seat in self.job.trainer_seats:
+                yield pod
 
     def _is_alone(self, state: State, index: int) -> bool:
         """A rank of its group has gone: the collective ends by an error. One that has not come yet is waited for."""
@@ -475,8 +486,7 @@ class Model:
             not pod.alive
             or (pod.rank.lineage == mine.lineage and not pod.rank.is_alive)
             or (pod.rank.lineage or 0) > (mine.lineage or 0)
-            for other, pod in enumerate(state.pods)
-            if other != index
+            for pod in self._peers(state, index)
         )
 
     # --------------------------------------------------------------------------------------------------------- the rest
@@ -519,21 +529,24 @@ class Model:
         stale = list(operator.sent)
         for name, target in decided.targets.items():
             if isinstance(target, PodTarget) and not decided.raises:
-                stale[replica_of(name)] = Target.of(target)
+                stale[self._place_of(name)] = Target.of(target)
         return state._replace(
             operator=operator._replace(raised=False, known=nobody, sent=nobody),
             stale=tuple(stale),
             sleeper=decided.climb if decided.raises and not self.has_precondition else None,
         )
 
+    def _place_of(self, pod_name: str) -> int:
+        return self.job.gpu_seats.index(pod_name.rpartition("-")[0])
+
 
 # ------------------------------------------------------------------------------------------------------------- plumbing
 def alike(state: State) -> State:
-    """One of the states that differ only in which pod is which: all were made at once, and none is special."""
+    """One of the states that differ only in which pod of a role is which: all were made at once."""
     if len({pod.attempt for pod in state.pods}) > 1:
         return state
     operator = state.operator
-    rows = sorted(zip(state.pods, operator.known, operator.sent, state.stale, strict=True), key=hash)
+    rows = sorted(zip(state.pods, operator.known, operator.sent, state.stale, strict=True), key=_rank_of)
     pods, known, sent, stale = zip(*rows, strict=True)
     if pods == state.pods and known == operator.known and sent == operator.sent:
         return state
@@ -568,8 +581,13 @@ def with_pod_or_without(rollout: Rollout, action: PodAction) -> Rollout:
     return rollout._replace(stopped=True, there=False)
 
 
-def replica_of(pod_name: str) -> int:
-    return int(pod_name.split("-")[1])
+def _rank_of(row: tuple[Pod, object, object, object]) -> tuple[int, int]:
+    return names.GPU_ROLES.index(row[0].role), hash(row)
+
+
+def exports_of(state: State) -> frozenset[WeightVersion] | None:
+    """On the volume that pods share; None where they share none."""
+    return next((pod.exports for pod in state.pods if pod.exports is not None), None)
 
 
 def put(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:

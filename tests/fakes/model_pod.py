@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from colocated_rl_agent import actions as do
 from colocated_rl_agent.facts import Rules, next_actions
 from colocated_rl_agent.journal import EngineStarted, EpochAccepted, Intent, Outcome, Record
 from colocated_rl_agent.journal import Memory as Journal
 from colocated_rl_agent.views import KV_CACHE, TAGS, WEIGHTS, EngineView, PodView, RankView
+from colocated_rl_api import names
 from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import LADDERS, TIME_SLICED, Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
@@ -143,10 +144,13 @@ class Target(NamedTuple):
     lineage: int
     rung: Rung
     is_last: bool
+    weights: WeightVersion | None = None
 
     @classmethod
     def of(cls, target: PodTarget) -> Target:
-        return cls(target.epoch, target.goal, target.step, target.lineage, target.rung, target.is_last)
+        return cls(
+            *(target.epoch, target.goal, target.step, target.lineage, target.rung, target.is_last, target.weights)
+        )
 
     @property
     def version(self) -> WeightVersion:
@@ -158,7 +162,10 @@ NO_RANK = Rank.of(RankView(0))
 
 
 class Pod(NamedTuple):
-    """stood: by epoch, the highest rung at which its seat has stood under a target of it."""
+    """stood: by epoch, the highest rung at which its seat has stood under a target of it.
+
+    exports: on the volume that pods share, in the pod with rank 0, which alone writes and removes; None in all others.
+    """
 
     attempt: int = 0
     alive: bool = True
@@ -176,6 +183,8 @@ class Pod(NamedTuple):
     ladder: Ladder = TIME_SLICED
     there: bool = True  # False: the object is deleted
     keeps: tuple[str, ...] = ()  # tags that a switch leaves mapped
+    role: str = names.ROLE_GPU
+    exports: frozenset[WeightVersion] | None = None
 
     @property
     def epoch(self) -> int:
@@ -264,7 +273,9 @@ def rank_view(rank: Rank) -> RankView:
 
 
 def view_of(pod: Pod) -> PodView:
-    return _view(pod.gate_open, pod.in_flight, pod.belief, pod.rank, pod.whole, pod.shards, pod.stopped)
+    target = pod.target
+    kept = None if target is None else (target.version, target.weights)
+    return _view(*view_key(pod), kept)
 
 
 @cache
@@ -276,11 +287,21 @@ def _view(
     whole: WeightVersion | None,
     shards: int | None,
     stopped: bool,
+    role: str,
+    exports: frozenset[WeightVersion] | None,
+    kept: tuple[WeightVersion, WeightVersion | None] | None = None,
 ) -> PodView:
+    """kept: the target's version, and what engines serve."""
+    ranks = () if role == names.ROLE_ENGINE else (rank_view(rank),)
+    trusts = role == names.ROLE_TRAINER and exports is None
+    at, served = kept or (None, None)
     return PodView(
-        *(0.0, True, False, gate_open, in_flight, 0.0, engine_view(belief), (rank_view(rank),), whole),
+        *(0.0, True, False, gate_open, in_flight, 0.0, engine_view(belief), ranks, rank.exported if trusts else whole),
+        stale_exports=exports is not None and at is not None and bool(exports - {at}),
+        crowded=exports is not None and served is not None and bool(exports - {served}),
         shards=shards,
         stopped=stopped,
+        has_engine=role != names.ROLE_TRAINER,
     )
 
 
@@ -289,8 +310,8 @@ def standing_of(pod: Pod) -> Rung:
     return Rung.UNKNOWN if pod.target is None else _standing(pod.ladder, view_key(pod), pod.target.version)
 
 
-def view_key(pod: Pod) -> tuple[object, ...]:
-    return pod[4:6] + pod[7:12]
+def view_key(pod: Pod) -> tuple[Any, ...]:
+    return (*pod[4:6], *pod[7:12], pod.role, pod.exports)
 
 
 @cache
@@ -328,9 +349,10 @@ def admit(pod: Pod, target: Target, *, has_fence: bool) -> Pod:
     return pod.wrote(*(EpochAccepted(epoch=epoch) for epoch in epochs)).noted()
 
 
-def check(pod: Pod, action: do.Action) -> None:
-    """What must be so, whatever the agent believes."""
+def check(pod: Pod, action: do.Action, exports: frozenset[WeightVersion] | None = None) -> None:
+    """What must be so, whatever the agent believes. exports: on the volume, where pods share one."""
     engine, name = pod.engine, type(action).__name__
+    _check_side(pod, action, exports)
     takes_turns = RULES[pod.ladder].releases
     match action:
         case do.StartEngine() if not pod.ladder.serves:
@@ -365,6 +387,21 @@ def check(pod: Pod, action: do.Action) -> None:
             pass
 
 
+def _check_side(pod: Pod, action: do.Action, exports: frozenset[WeightVersion] | None) -> None:
+    name = type(action).__name__
+    if isinstance(action, do.StartEngine | do.Update | do.VerifyExport) and exports is not None:
+        must(action.version in exports, f"{name} on an export that is not there")
+    match action:
+        case do.StartEngine() if pod.role == names.ROLE_TRAINER:
+            must(False, "an engine starts in a pod of trainers")
+        case do.StartTrainers() | do.Export() | do.RemoveExports() if pod.role == names.ROLE_ENGINE:
+            must(False, f"{name} in the pod of an engine")
+        case do.RemoveExports() | do.VerifyExport() if pod.role == names.ROLE_TRAINER:
+            must(pod.exports is not None, f"{name} in a pod of trainers without rank 0")
+        case _:
+            pass
+
+
 def act(pod: Pod, action: do.Action) -> Pod:  # noqa: C901 - a table
     """The action ends well, and the agent knows. Not of those for which other pods are needed."""
     match action:
@@ -390,7 +427,11 @@ def act(pod: Pod, action: do.Action) -> Pod:  # noqa: C901 - a table
         case do.Offload():
             return pod._replace(rank=pod.rank._replace(state=TrainerState.OFFLOADED))
         case do.Export(version=version):
-            return pod._replace(rank=pod.rank._replace(exported=version))
+            there = None if pod.exports is None else pod.exports | {version}
+            return pod._replace(rank=pod.rank._replace(exported=version), exports=there)
+        case do.RemoveExports(keep=keep):
+            assert pod.exports is not None
+            return pod._replace(exports=pod.exports & {keep})
         case do.VerifyExport(version=version):
             return pod._replace(whole=version)
         case do.FetchShards(step=step):

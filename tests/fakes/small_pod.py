@@ -16,6 +16,7 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.settings import Directories, Settings
+from colocated_rl_api import names
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import Endpoint, Goal, JobFile, PodFacts, PodTarget, Refusal, Rendezvous, TrainerState
 from colocated_rl_member.data import DataClient
@@ -230,10 +232,17 @@ class SmallRunner:
 
 
 class SmallPod:
-    """The pod, and the operator that moves it. called: with each route at the engine, before it takes effect."""
+    """The pod, and the operator that moves it. called: with each route at the engine, before it takes effect.
 
-    def __init__(self, root: Path, net: Network, job: JobFile) -> None:
+    weights: a volume of them that it shares with other pods.
+    """
+
+    def __init__(
+        self, root: Path, net: Network, job: JobFile, *, role: str = names.ROLE_GPU, weights: Path | None = None
+    ) -> None:
         self.directories = Directories.below(root)
+        if weights is not None:
+            self.directories = replace(self.directories, weights=weights)
         self.runner = SmallRunner(self)
         self.engine: SmallEngine | None = None
         self.trainer: SmallTrainer | None = None
@@ -248,15 +257,26 @@ class SmallPod:
         self._running: asyncio.Task[None] | None = None
         (port,) = free_ports(1)
         self._settings = Settings(
-            pod="job-gpu-0-0",
+            pod=f"job-{role}-0-0",
             pod_uid="uid",
             replica=0,
             job=job,
             directories=self.directories,
             ports=Ports(control=0, data=0, metrics=0, pages=0, host="127.0.0.1"),
             engine_port=port,
+            role=role,
         )
         self.agent: Agent
+
+    def make_directories(self) -> None:
+        places = self.directories
+        for directory in (
+            places.state, places.sockets, places.batches, places.model, places.checkpoints, places.job_file.parent,
+        ):  # fmt: skip
+            directory.mkdir(parents=True)
+        if self._settings.tends_exports:
+            places.weights.mkdir(parents=True)
+        self._net.authority.member_directory(places.tls, job_uid=JOB_UID, token=TOKEN)
 
     # ------------------------------------------------------------------------------------------------- its processes
     async def start_agent(self) -> None:
@@ -330,8 +350,15 @@ class SmallPod:
         task.add_done_callback(self._ending.discard)
 
     def check(self) -> None:
-        """I1: engine memory and a trainer on the device are never there together, unless they are resident."""
-        if self.ladder.is_resident:
+        """I1: engine memory and a trainer on the device are never there together, unless they are resident.
+
+        Nothing starts in a pod where it does not belong.
+        """
+        if self.engine is not None and not self._settings.has_engine:
+            self.broken.append("an engine in a pod of trainers")
+        if self.trainer is not None and not self._settings.ranks:
+            self.broken.append("a trainer in the pod of an engine")
+        if self.ladder.serves_on:
             if (self.engine is not None and self.engine.released) or (self.trainer and self.trainer.has_left):
                 self.broken.append("something of a resident pod left the device")
             return
@@ -365,7 +392,13 @@ class SmallPod:
         return None
 
     def target(
-        self, version: WeightVersion, rung: Rung, *, epoch: int | None = None, goal: Goal = Goal.CLIMB
+        self,
+        version: WeightVersion,
+        rung: Rung,
+        *,
+        epoch: int | None = None,
+        goal: Goal = Goal.CLIMB,
+        weights: WeightVersion | None = None,
     ) -> PodTarget:
         return PodTarget(
             epoch=self.epoch if epoch is None else epoch,
@@ -375,6 +408,7 @@ class SmallPod:
             rung=rung,
             rendezvous=Rendezvous(address="127.0.0.1", port=29500, world_size=1),
             batches=self._net.batches,
+            weights=weights,
             checksum=self._agreed(version, rung),
         )
 
@@ -387,7 +421,7 @@ class SmallPod:
         self.epoch += 1
         async with asyncio.timeout(DEADLINE_S):
             while not self.ladder.reaches(low := self.ladder.standing(self.facts, version), to):
-                if self._lost_trainer(version):
+                if self.lost_trainer(version):
                     version = WeightVersion(version.step, version.lineage + 1)
                     self.epoch += 1
                     continue
@@ -396,9 +430,9 @@ class SmallPod:
         return version
 
     def _moved(self, at: WeightVersion, before: Rung) -> bool:
-        return self.ladder.standing(self.facts, at) != before or self._lost_trainer(at)
+        return self.ladder.standing(self.facts, at) != before or self.lost_trainer(at)
 
-    def _lost_trainer(self, at: WeightVersion) -> bool:
+    def lost_trainer(self, at: WeightVersion) -> bool:
         return any(rank.state is TrainerState.ABSENT and rank.lineage == at.lineage for rank in self.facts.trainers)
 
     async def news(self, is_so: Callable[[], bool]) -> None:
@@ -448,26 +482,103 @@ class SmallPod:
 @asynccontextmanager
 async def small_pod(**changes: Any) -> AsyncIterator[SmallPod]:
     """A pod whose agent has attached to its runner. changes: of the job's spec."""
-    root = Path(tempfile.mkdtemp(prefix="p"))
-    job = make_job(**changes)
-    switch = job.spec.switch.model_copy(update={"engine_call_seconds": CALL_S, "trainer_progress_seconds": TRAINER_S})
-    job = job.model_copy(update={"spec": job.spec.model_copy(update={"switch": switch})})
+    root, job = Path(tempfile.mkdtemp(prefix="p")), _quick_job(**changes)
     try:
-        async with network(root) as net:
-            pod = SmallPod(root, net, job)
-            places = pod.directories
-            for directory in (
-                places.state, places.sockets, places.batches, places.weights, places.model, places.checkpoints,
-                places.job_file.parent,
-            ):  # fmt: skip
-                directory.mkdir(parents=True)
-            net.authority.member_directory(places.tls, job_uid=JOB_UID, token=TOKEN)
-            await pod.runner.start()
-            await pod.start_agent()
-            try:
-                yield pod
-            finally:
-                await pod.stop_agent(orderly=False)
-                await pod.runner.stop()
+        async with network(root) as net, _living(SmallPod(root, net, job)) as pod:
+            yield pod
     finally:
         shutil.rmtree(root)
+
+
+class SmallGroup:
+    """A pod of trainers, one of an engine, the volume that they share, and the operator that moves them."""
+
+    def __init__(self, trainers: SmallPod, engine: SmallPod) -> None:
+        self.trainers, self.engine = trainers, engine
+        self.epoch = 0
+        self.served: WeightVersion | None = None  # newest that every engine has
+
+    @property
+    def broken(self) -> list[str]:
+        return self.trainers.broken + self.engine.broken
+
+    def weights(self, at: WeightVersion) -> WeightVersion | None:
+        """What the operator names to engines."""
+        ranks = self.trainers.facts.trainers
+        return at if ranks and all(rank.exported == at for rank in ranks) else self.served
+
+    def send(self, version: WeightVersion, rung: Rung) -> None:
+        for pod in (self.trainers, self.engine):
+            pod.send(pod.target(version, rung, epoch=self.epoch, weights=self.weights(version)))
+
+    async def climb(self, version: WeightVersion, to: Rung = Rung.SERVING) -> WeightVersion:
+        """As `SmallPod.climb`, both of them."""
+        self.epoch += 1
+        ladder = self.engine.ladder
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                stood = self._stand(version)
+                low = ladder.slowest(stood)
+                if ladder.reaches(low, Rung.UPDATED):
+                    self.served = version
+                if self.trainers.lost_trainer(version):
+                    version = WeightVersion(version.step, version.lineage + 1)
+                    self.epoch += 1
+                    continue
+                self.send(version, min(ladder.next_barrier(low), to, key=ladder.place))
+                if ladder.reaches(low, to):
+                    return version
+                told = self.weights(version)
+                await self.news(partial(self._differs, version, stood, told))
+
+    async def news(self, is_so: Callable[[], bool]) -> None:
+        """Until it is so; looked at whenever one of the agents has facts to tell."""
+        while not is_so():
+            changed = [pod.agent.server._changed for pod in (self.trainers, self.engine)]
+            for each in changed:
+                each.clear()
+            waits = [asyncio.ensure_future(each.wait()) for each in changed]
+            await asyncio.wait(waits, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+
+    def _stand(self, at: WeightVersion) -> list[Rung]:
+        return [pod.ladder.standing(pod.facts, at) for pod in (self.trainers, self.engine)]
+
+    def _differs(self, at: WeightVersion, stood: list[Rung], told: WeightVersion | None) -> bool:
+        return self._stand(at) != stood or self.weights(at) != told or self.trainers.lost_trainer(at)
+
+
+@asynccontextmanager
+async def small_group(**changes: Any) -> AsyncIterator[SmallGroup]:
+    """Agents that have attached to their runners. changes: of the job's spec."""
+    root = Path(tempfile.mkdtemp(prefix="g"))
+    rollout = {"colocateWith": "", "replicas": 1} | changes.pop("rollout", {})
+    job, weights = _quick_job(rollout=rollout, **changes), root / "weights" / "exports"
+    try:
+        async with (
+            network(root) as net,
+            _living(SmallPod(root / "t", net, job, role=names.ROLE_TRAINER, weights=weights)) as trainers,
+            _living(SmallPod(root / "e", net, job, role=names.ROLE_ENGINE, weights=weights)) as engine,
+        ):
+            yield SmallGroup(trainers, engine)
+    finally:
+        shutil.rmtree(root)
+
+
+def _quick_job(**changes: Any) -> JobFile:
+    job = make_job(**changes)
+    switch = job.spec.switch.model_copy(update={"engine_call_seconds": CALL_S, "trainer_progress_seconds": TRAINER_S})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"switch": switch})})
+
+
+@asynccontextmanager
+async def _living(pod: SmallPod) -> AsyncIterator[SmallPod]:
+    pod.make_directories()
+    await pod.runner.start()
+    await pod.start_agent()
+    try:
+        yield pod
+    finally:
+        await pod.stop_agent(orderly=False)
+        await pod.runner.stop()

@@ -649,7 +649,7 @@ class World:
     def check(self, action: do.Action) -> None:
         """What must be true of the pod, not of what the agent believes, when an action is taken."""
         engine = self.engine
-        if self.ladder.is_resident:
+        if self.ladder.serves_on:
             assert not isinstance(action, do.Release | do.Resume | do.Offload), "nothing leaves the device"
             is_well = self.view.engine.state is EngineState.READY and self.view.engine.broken is None
             if isinstance(action, do.CloseGate) and is_well:
@@ -664,7 +664,7 @@ class World:
             assert (engine.number, self.closings) not in self.releases, "once per incarnation and closing"
             self.releases.add((engine.number, self.closings))
         if isinstance(action, do.StartEngine | do.Resume):
-            assert self.ladder.is_resident or not self.on_device, "no engine memory while a trainer is on the device"
+            assert self.ladder.serves_on or not self.on_device, "no engine memory while a trainer is on the device"
         if isinstance(action, do.StartEngine | do.Update):
             assert self.view.whole == action.version
         if isinstance(action, do.Update):
@@ -672,21 +672,21 @@ class World:
             assert not self.view.gate_open
             assert self.view.in_flight == 0
             assert engine.paused
-            assert not self.ladder.is_resident or engine.flushed_in == self.closings, "drained since the gate closed"
+            assert not self.ladder.serves_on or engine.flushed_in == self.closings, "drained since the gate closed"
         if isinstance(action, do.Resume):
             assert engine is not None
             assert set(action.tags) <= engine.released
         if isinstance(action, do.Onload | do.Score | do.Train | do.Export):
             is_off = engine is None or engine.released == set(TAGS) - set(self.keeps)
-            assert self.ladder.is_resident or is_off, "no trainer while engine memory is mapped that it does not keep"
-            assert self.ladder.is_resident or engine is None or KV_CACHE in engine.released
+            assert self.ladder.serves_on or is_off, "no trainer while engine memory is mapped that it does not keep"
+            assert self.ladder.serves_on or engine is None or KV_CACHE in engine.released
         if isinstance(action, do.Update):
             assert engine is not None
             assert WEIGHTS not in engine.released
         if isinstance(action, do.Continue | do.OpenGate):
             assert engine is not None
             assert not engine.released
-            assert self.ladder.is_resident or engine.version == self.epoch_version
+            assert self.ladder.serves_on or engine.version == self.epoch_version
         if isinstance(action, do.OpenGate):
             assert action.version == self.view.engine.version
             assert engine is not None

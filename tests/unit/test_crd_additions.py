@@ -28,6 +28,12 @@ DECIDED = {
     ".spec.evaluation: a rule more: evaluation needs engines, and a TrainOnly job has none: leave it out": (
         "asks for a field that no older manifest has"
     ),
+    ".spec.rollout.colocateWith: a rule more: rollout.colocateWith is trainer or empty: no other devices are supported "
+    "yet": "the former one with a choice more",
+    ".spec.rollout.engineArgs: a rule more: with offload [] engine and trainer are on the GPUs together: add "
+    "--mem-fraction-static and its value to engineArgs, so that the engine leaves the trainer its memory": (
+        "the former one, but for engines with devices of their own"
+    ),
     ".spec.rollout.prompts.reasoningGym: a rule more: prompts come from exactly one of reasoningGym, file, "
     "huggingFace, environment and mix": "the former one with a choice more",
     ".spec.rollout.prompts.mix.sources[].reasoningGym: a rule more: a source of a mix is exactly one of reasoningGym, "

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from builders import UID, make_job
+from builders import OWN_ROLLOUT, UID, make_job
 from colocated_rl_api import names
 from colocated_rl_api.job import JOB_NAME_MAX
 from colocated_rl_api.member_wire import JobFile
@@ -35,7 +35,7 @@ def mounts(body: dict[str, Any], name: str) -> dict[str, bool]:
     return {each["name"]: each.get("readOnly", False) for each in container(body, name)["volumeMounts"]}
 
 
-@pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])
+@pytest.mark.parametrize("seat", [gpu_seat(0), "engine-0", "trainer-0", ROLLOUT_SEAT])
 def test_every_container_passes_the_restricted_profile(seat: str) -> None:
     body = pod(seat)
     context = body["spec"]["securityContext"]
@@ -231,3 +231,56 @@ def test_a_pods_name_says_its_seat_and_attempt(seat: str) -> None:
 @pytest.mark.parametrize("name", ["sums-gpu-0", "sums-rollout-x", "other-gpu-0-0", "sums-gpu-0-0-0", "sums-gpu--1-0"])
 def test_a_name_that_the_operator_did_not_make_is_no_seat(name: str) -> None:
     assert resources.seat_and_attempt(make_job(), name) is None
+
+
+# ----------------------------------------------------------------------------- engines in pods and devices of their own
+def test_engine_pods_have_their_own_devices_and_read_what_trainers_write() -> None:
+    rollout = OWN_ROLLOUT | {"gpus": {"count": 2, "image": "engine:1"}}
+    spec: dict[str, Any] = {"gpus": {"count": 8, "image": "trainer:1"}, "rollout": rollout}
+    trainer, engine = pod("trainer-0", **spec), pod("engine-0", **spec)
+    for body, role, count, image in ((trainer, "trainer", "8", "trainer:1"), (engine, "engine", "2", "engine:1")):
+        gpu = container(body, names.GPU_CONTAINER)
+        assert (image, count) == (gpu["image"], gpu["resources"]["limits"]["nvidia.com/gpu"])
+        assert (role, "0") == tuple(body["metadata"]["labels"][key] for key in (names.ROLE_LABEL, names.REPLICA_LABEL))
+        assert {"name": names.ENV_ROLE, "value": role} in container(body, names.AGENT_CONTAINER)["env"]
+        for name in (names.GPU_CONTAINER, names.AGENT_CONTAINER):
+            assert (role == "engine") == mounts(body, name)["weights"]
+    claim = {"claimName": make_job(**spec).claim_name("weights")}
+    (of_trainer,), (of_engine,) = (
+        [each["persistentVolumeClaim"] for each in body["spec"]["volumes"] if each["name"] == "weights"]
+        for body in (trainer, engine)
+    )
+    assert (claim, claim | {"readOnly": True}) == (of_trainer, of_engine)
+    assert "checkpoints" not in mounts(engine, names.GPU_CONTAINER)
+
+
+def test_engine_pods_without_words_of_their_own_are_as_all_gpu_pods() -> None:
+    gpus = {"count": 4, "image": "both:1"}
+    gpu = container(pod("engine-0", gpus=gpus, rollout=OWN_ROLLOUT), names.GPU_CONTAINER)
+    assert ("both:1", "4") == (gpu["image"], gpu["resources"]["limits"]["nvidia.com/gpu"])
+
+
+def test_weights_that_travel_have_a_volume_of_the_job_that_goes_with_it() -> None:
+    apart = {claim["metadata"]["name"]: claim for claim in belongings.claims(make_job(rollout=OWN_ROLLOUT))}
+    weights = apart[make_job().claim_name("weights")]
+    assert ["ReadWriteMany"] == weights["spec"]["accessModes"]
+    assert UID == weights["metadata"]["ownerReferences"][0]["uid"]
+    assert 3 == len(apart)
+    assert 2 == len(belongings.claims(make_job()))
+
+
+def test_the_trainers_process_group_is_closed_to_engine_pods() -> None:
+    policy = belongings.network_policy(make_job(rollout=OWN_ROLLOUT), operator_namespace="system")
+    roles = [
+        each["podSelector"]["matchLabels"].get(names.ROLE_LABEL)
+        for rule in policy["spec"]["ingress"]
+        for each in rule.get("from", ())
+    ]
+    assert ["trainer"] == [role for role in roles if role]
+
+
+def test_a_queue_counts_pods_of_both_kinds() -> None:
+    queued = {"gpu": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}}}
+    for seat in ("trainer-1", "engine-0"):
+        body = pod(seat, rollout=OWN_ROLLOUT | {"replicas": 3}, podTemplates=queued)
+        assert "5" == body["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"]

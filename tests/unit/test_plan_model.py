@@ -19,7 +19,7 @@ import pytest
 import fakes.model
 from builders import PLACED, ROLLOUT, make_job
 from colocated_rl_agent import facts
-from colocated_rl_agent.actions import Offload
+from colocated_rl_agent.actions import Offload, Wait
 from colocated_rl_agent.views import KV_CACHE, EngineView
 from colocated_rl_api.ladder import Ladder, Placement, Rung
 from colocated_rl_operator import plan
@@ -51,10 +51,17 @@ def assert_all_is_well(explored: Explored) -> None:
     assert {Cause.ALL_STEPS_DONE} == explored.ends.keys()
 
 
-@pytest.mark.parametrize("placement", Placement)
+SMALL = [(1, 1, 0, False), (2, 0, 0, False), (1, 0, 1, False), (1, 1, 0, True), (2, 0, 0, True)]
+SMALL_APART = [(1, 0, 1, False), (1, 0, 0, True)]  # of one replica each: two pods, with deaths in the contract layer
+
+
 @pytest.mark.parametrize(
-    ("replicas", "deaths", "suspensions", "reference"),
-    [(1, 1, 0, False), (2, 0, 0, False), (1, 0, 1, False), (1, 1, 0, True), (2, 0, 0, True)],
+    ("placement", "replicas", "deaths", "suspensions", "reference"),
+    [
+        (placement, *bounds)
+        for placement in Placement
+        for bounds in (SMALL_APART if placement is Placement.DISAGGREGATED else SMALL)
+    ],
 )
 def test_every_state_is_safe_and_leads_to_an_end(
     replicas: int,
@@ -81,7 +88,7 @@ def test_every_state_of_a_job_whose_engines_keep_memory_is_safe_too(
     assert_all_is_well(explore(Model(keeping, deaths=deaths), limit=MOST_STATES))
 
 
-@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize("placement", [each for each in Placement if each is not Placement.DISAGGREGATED])
 @pytest.mark.parametrize("action", ["RollBack", "RestartPod"])
 def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
     action: str, placement: Placement, capsys: pytest.CaptureFixture[str]
@@ -227,3 +234,27 @@ def test_a_trainer_that_leaves_the_device_is_noticed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(facts, "_rest", lambda pod, target, rules: Offload())
     with pytest.raises(Broken, match="Offload on the Resident ladder"):
         explore(Model(job(1, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
+
+
+# -------------------------------------------------------------------------------------------- and of the disaggregated
+def test_old_weights_that_are_removed_while_an_engine_may_need_them_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By trainers that rest as soon as their own part is done."""
+    monkeypatch.setattr(
+        facts,
+        "_train_alone",
+        lambda pod, target, rules: (
+            facts._rest(pod, target, rules)
+            if rules.ladder.reaches(rules.standing(pod, target), target.rung)
+            else facts._train(pod, target, rules) or Wait()
+        ),
+    )
+    with pytest.raises(Broken, match="an export that is not there"):
+        explore(Model(job(1, Placement.DISAGGREGATED), deaths=1, of=("engine",)), limit=MOST_STATES)
+
+
+def test_engines_that_are_told_of_weights_before_they_are_written_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_weights", lambda seen, climb: climb.version)
+    with pytest.raises(Broken, match="VerifyExport on an export that is not there"):
+        explore(Model(job(1, Placement.DISAGGREGATED), deaths=0), limit=MOST_STATES)

@@ -1,7 +1,8 @@
 """The plan drives a simulated group from start to end, whatever happens in between.
 
 `fakes.group` checks its invariants on every move; the walks here only choose the moves. Each walk has a bounded number
-of faults, anywhere; after the last one the group must reach Complete, or a failure with a name, within a bound.
+of faults, anywhere; after the last one the group must reach Complete, or a failure with a name, within a bound. Engines
+in pods of their own are explored by the model check (`test_plan_model`), with the agents' real table.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
-from builders import PLACED, TOGETHER, make_job
+from builders import IN_ONE_POD, PLACED, TOGETHER, make_job
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung
 from colocated_rl_operator import observation
@@ -159,7 +160,7 @@ def walk(
     seed=st.integers(0, 2**32),
     replicas=st.integers(1, 3),
     faults=st.integers(0, 6),
-    placement=st.sampled_from(Placement),
+    placement=st.sampled_from(IN_ONE_POD),
     reference=st.booleans(),
 )
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -191,7 +192,7 @@ def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_othe
     seed=st.integers(0, 2**32),
     replicas=st.integers(1, 3),
     faults=st.integers(1, 6),
-    placement=st.sampled_from(Placement),
+    placement=st.sampled_from(IN_ONE_POD),
     policy=policies(),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -216,7 +217,7 @@ def test_an_undisturbed_recording_raises_one_epoch_and_another_for_the_end(repli
 
 
 @pytest.mark.parametrize("reference", [False, True])
-@pytest.mark.parametrize("placement", [each for each in Placement if each is not Placement.ROLLOUT_ONLY])
+@pytest.mark.parametrize("placement", [each for each in IN_ONE_POD if each is not Placement.ROLLOUT_ONLY])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_an_undisturbed_job_raises_one_epoch_for_each_step_and_sends_each_barrier_once(
     replicas: int, placement: Placement, reference: bool
@@ -232,7 +233,7 @@ def test_an_undisturbed_job_raises_one_epoch_for_each_step_and_sends_each_barrie
 
 @pytest.mark.parametrize("kind", ["engine_dies", "trainer_dies", "agent_restarts", "pod_is_lost", "connection_breaks"])
 @pytest.mark.parametrize("round_of_fault", range(0, 60, 3))
-@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize("placement", IN_ONE_POD)
 def test_one_fault_at_any_time_is_healed(kind: str, round_of_fault: int, placement: Placement) -> None:
     group = make_group(placement=placement)
     for _ in range(round_of_fault):

@@ -21,6 +21,7 @@ from builders import (
 )
 from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
 from colocated_rl_api.ladder import (
+    DISAGGREGATED,
     LADDERS,
     RESIDENT,
     ROLLOUT_ONLY,
@@ -46,7 +47,7 @@ on_both_ladders = pytest.mark.parametrize("ladder", BELOW, ids=lambda ladder: la
 
 
 def make_scored_job(ladder: Ladder, replicas: int = 2, **spec: Any) -> Job:
-    rollout = RESIDENT_ROLLOUT if ladder.is_resident else ROLLOUT
+    rollout = RESIDENT_ROLLOUT if ladder.serves_on else ROLLOUT
     return make_job(replicas=replicas, rollout=rollout, reference={}, **spec)
 
 
@@ -91,7 +92,7 @@ def test_a_reference_adds_a_barrier_below_trained_and_nothing_else(ladder: Ladde
 
 
 def test_nothing_is_scored_in_a_job_without_a_reference() -> None:
-    plain = (TIME_SLICED, RESIDENT, ROLLOUT_ONLY, TRAIN_ONLY)
+    plain = (TIME_SLICED, RESIDENT, DISAGGREGATED, ROLLOUT_ONLY, TRAIN_ONLY)
     assert plain == tuple(ladder_for(placement, scores=False) for placement in Placement)
     assert ROLLOUT_ONLY is ladder_for(Placement.ROLLOUT_ONLY, scores=True), "nothing is trained, so nothing is scored"
     for ladder in plain:
@@ -184,7 +185,7 @@ def test_status_counts_pods_at_scored_and_calls_it_training(ladder: Ladder) -> N
     status = report(seen, plan(seen), before=ColocatedRLJobStatus(), at=CREATED)
     assert {"Scored": 1, BELOW[ladder]: 1} == status.pods_by_rung
     assert BELOW[ladder] == status.rung
-    assert (Phase.TRAINING, Holder.BOTH if ladder.is_resident else Holder.TRAINER) == (status.phase, status.gpu_holder)
+    assert (Phase.TRAINING, Holder.BOTH if ladder.serves_on else Holder.TRAINER) == (status.phase, status.gpu_holder)
 
 
 @on_both_ladders
@@ -195,6 +196,6 @@ def test_a_switch_is_measured_without_the_time_of_the_reference(ladder: Ladder) 
         members = tuple(replace(member, facts=facts) if member.pod_facts else member for member in seen.members)
         seconds = 50.0 if rung in (Rung.SCORED, Rung.TRAINED) else 1.0
         seen = later(replace(seen, members=members), seconds)
-    trainers = {Rung.SCORED, Rung.TRAINED} | ({Rung.SEALED, Rung.EXPORTED} if ladder.is_resident else set())
+    trainers = {Rung.SCORED, Rung.TRAINED} | ({Rung.SEALED, Rung.EXPORTED} if ladder.serves_on else set())
     expected = len([rung for rung in ladder.rungs if rung not in trainers])
     assert expected == seen.memory.last_switch_s

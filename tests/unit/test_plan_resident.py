@@ -222,7 +222,7 @@ def test_status_says_what_follows_from_the_placement(job: Job) -> None:
         seen = make_observation(job, list(pods), climb=make_climb(1), rollout=rollout_facts(), served=served)
         (sharing,) = [item for item in status_of(seen).conditions if item.type == ConditionType.GPU_SHARING_READY]
         assert (is_ready, job.ladder.placement) == (sharing.status, sharing.reason)
-        assert ("take turns" in sharing.message) == (not job.ladder.is_resident)
+        assert ("take turns" in sharing.message) == (not job.ladder.serves_on)
 
 
 def test_the_time_of_a_switch_is_that_of_closed_gates() -> None:

@@ -154,7 +154,7 @@ async def _since(api: Api, pods: list[dict[str, Any]]) -> dict[str, float]:
             return ""  # then it is not told
 
     texts = await asyncio.gather(
-        *(read(pod) for pod in pods if pod["metadata"]["labels"][names.ROLE_LABEL] == names.ROLE_GPU)
+        *(read(pod) for pod in pods if pod["metadata"]["labels"][names.ROLE_LABEL] in names.GPU_ROLES)
     )
     lines = [
         json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{") and line.endswith("}")

@@ -37,8 +37,8 @@ def seats_of(pods: Sequence[Object]) -> dict[str, Object]:
     found: dict[str, Object] = {}
     for pod in sorted(pods, key=lambda pod: int(pod["metadata"]["labels"].get(names.ATTEMPT_LABEL, 0))):
         labels, phase = pod["metadata"]["labels"], pod.get("status", {}).get("phase")
-        replica = labels.get(names.REPLICA_LABEL)
-        seat = names.ROLE_ROLLOUT if labels[names.ROLE_LABEL] == names.ROLE_ROLLOUT else f"{names.ROLE_GPU}-{replica}"
+        role = labels[names.ROLE_LABEL]
+        seat = role if role == names.ROLE_ROLLOUT else f"{role}-{labels.get(names.REPLICA_LABEL)}"
         if seat not in found or phase not in ("Succeeded", "Failed"):
             found[seat] = pod
     return found

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import pydantic
 
 from colocated_rl_api import names
+from colocated_rl_api.job import Mode
 from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, FailuresStatus, Phase
 from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import PodFacts, Problem, RolloutFacts
@@ -144,13 +145,24 @@ def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Cause]:
     if _observed(status) is None:
         return
     current = seats_of(seen.pods)
-    replicas = seen.job["spec"].get("replicas", 1)
-    for seat in (*(f"{names.ROLE_GPU}-{replica}" for replica in range(replicas)), names.ROLE_ROLLOUT):
+    for seat in _seats(seen.job["spec"]):
         if seat not in current:
             yield Cause("NoPod", f"seat {seat}")
     for pod in current.values():
         if trouble := _trouble(pod, seen.events):
             yield Cause(*trouble, pod=pod["metadata"]["name"])
+
+
+def _seats(spec: Object) -> Iterator[str]:
+    """Also of a spec in words of another version."""
+    rollout, mode = spec.get("rollout", {}), spec.get("mode")
+    engines = rollout.get("replicas", 0) if mode != Mode.TRAIN_ONLY else 0
+    is_apart = rollout.get("colocateWith") == ""
+    if not (is_apart and mode == Mode.ROLLOUT_ONLY):
+        role = names.ROLE_TRAINER if is_apart else names.ROLE_GPU
+        yield from (f"{role}-{replica}" for replica in range(spec.get("replicas", 1)))
+    yield from (f"{names.ROLE_ENGINE}-{replica}" for replica in range(engines))
+    yield names.ROLE_ROLLOUT
 
 
 def _trouble(pod: Object, events: Sequence[Object]) -> tuple[str, str] | None:

@@ -32,6 +32,7 @@ class Holder(StrEnum):
     SWITCH = "switch"
     TRAINER = "training"
     BOTH = "rollout and training"
+    IDLE = "idle"  # of trainers alone, between steps
 
 
 @dataclass(frozen=True)
@@ -173,11 +174,13 @@ def standings(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> dict[str, 
     now: dict[str, Standing] = {}
     served: set[str] = set()
     for line in lines:
-        if line.get("event") == "rung reached" and line.get("role") == names.ROLE_GPU:
+        if line.get("event") == "rung reached" and line.get("role") in names.GPU_ROLES:
             rung, pod = Rung(line["rung"]), line["pod"]
             if rung is ladder.top:
                 served.add(pod)
-            now[pod] = Standing(rung, _holder(rung, None, ladder) if pod in served else Holder.START, line["ts"])
+            now[pod] = Standing(
+                rung, _holder(rung, None, ladder, line["role"]) if pod in served else Holder.START, line["ts"]
+            )
     return dict(sorted(now.items()))
 
 
@@ -221,7 +224,7 @@ def switch_seconds(figures: Figures) -> list[float]:
         training = [span for span in spans if span.holder is Holder.TRAINER]
         if all(span.towards is not Rung.SERVING for span in spans):
             continue  # under way when the records end
-        if not training and not figures.ladder.is_resident:
+        if not training and not figures.ladder.serves_on:
             continue  # no step: an engine came back
         whole = max(span.end for span in spans) - min(span.start for span in spans)
         held = max(span.end for span in training) - min(span.start for span in training) if training else 0.0
@@ -269,7 +272,7 @@ def _evaluated(line: Line) -> Evaluated:
 def _spans(lines: Sequence[Line], ladder: Ladder) -> list[Span]:
     rises: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
-        if line.get("role") != names.ROLE_GPU:  # the operator's lines are of the whole group
+        if line.get("role") not in names.GPU_ROLES:  # the operator's lines are of the whole group
             continue
         if line.get("event") == "agent up" and line["pod"] not in rises:
             rises[line["pod"]].append({**line, "rung": Rung.UNKNOWN})
@@ -284,13 +287,14 @@ def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[Span]:
     for line, following in pairwise(rises):
         rung, towards = Rung(line["rung"]), Rung(following["rung"])
         has_served |= rung is ladder.top
-        holder = _holder(rung, towards, ladder) if has_served else Holder.START
+        role = following["role"]
+        holder = _holder(rung, towards, ladder, role) if has_served else Holder.START
         start, end = line["ts"], following["ts"]
         first = _first_of_climb(ladder)
         if rung is ladder.top and ladder.reaches(towards, first) and towards is not first:  # passed on the way
             began = max(start, end - following["took_s"])
             spans.append(Span(pod, start, began, holder, first, following["step"], following.get("epoch")))
-            start, holder = began, _holder(first, towards, ladder)
+            start, holder = began, _holder(first, towards, ladder, role)
         spans.append(Span(pod, start, end, holder, towards, following["step"], following.get("epoch")))
     return spans
 
@@ -300,12 +304,15 @@ def _first_of_climb(ladder: Ladder) -> Rung:
     return Rung.CLOSED if ladder.takes_turns else ladder.rungs[0]
 
 
-def _holder(rung: Rung, towards: Rung | None, ladder: Ladder) -> Holder:
-    """Of the time from a rung to another; None: not there yet."""
+def _holder(rung: Rung, towards: Rung | None, ladder: Ladder, role: str) -> Holder:
+    """Of the time from a rung to another; None: not there yet. role: of the pod."""
     if not (ladder.serves and ladder.trains):
         return Holder.ROLLOUT if ladder.serves else Holder.TRAINER
-    if ladder.is_resident:
-        return _RESIDENT.get(rung, Holder.ROLLOUT)
+    if role == names.ROLE_TRAINER:
+        return Holder.IDLE if rung is ladder.top else Holder.TRAINER
+    if ladder.serves_on:
+        beside = _RESIDENT.get(rung, Holder.ROLLOUT)
+        return Holder.ROLLOUT if beside is Holder.BOTH and role == names.ROLE_ENGINE else beside
     if towards in UP_TO_CLOSED or rung in (Rung.SEALED, Rung.SERVING, Rung.UNKNOWN):
         return Holder.ROLLOUT
     return Holder.TRAINER if rung in _TRAINING else Holder.SWITCH

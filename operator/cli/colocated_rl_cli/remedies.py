@@ -181,6 +181,12 @@ REMEDIES: dict[str, Remedy] = {
         "see the rollout pod, and that nothing blocks port 8444 within the job",
         heals=True,
     ),
+    "ExportTorn": Remedy(
+        "weights on the volume that GPU pods share are not what their manifest says, or are not seen there",
+        "see that the storage class gives one volume to pods on several nodes (ReadWriteMany), and shows each what "
+        "others wrote",
+        heals=True,
+    ),
     "ExportsNotRemoved": Remedy(
         "weights of older steps can't be removed, and there is no room for the next",
         "what the trainer writes has to be writable for the pod's group: see the umask of its code",

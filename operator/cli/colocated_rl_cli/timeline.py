@@ -30,9 +30,11 @@ from colocated_rl_cli.records import Records
 
 COLOURS = {
     Holder.START: "start", Holder.ROLLOUT: "rollout", Holder.SWITCH: "switch", Holder.TRAINER: "trainer",
-    Holder.BOTH: "both",
+    Holder.BOTH: "both", Holder.IDLE: "idle",
 }  # fmt: skip
-LETTERS = {Holder.START: ".", Holder.ROLLOUT: "r", Holder.SWITCH: "s", Holder.TRAINER: "T", Holder.BOTH: "b"}
+LETTERS = {
+    Holder.START: ".", Holder.ROLLOUT: "r", Holder.SWITCH: "s", Holder.TRAINER: "T", Holder.BOTH: "b", Holder.IDLE: "-",
+}  # fmt: skip
 STYLE = Path(__file__).with_name("style.css")
 SPANS_AT_MOST = 20_000  # drawn; a browser has to read them all
 

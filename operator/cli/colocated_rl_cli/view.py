@@ -21,7 +21,7 @@ from colocated_rl_cli.records import ladder_of
 
 COLOURS = {
     Holder.START: "bright_black", Holder.ROLLOUT: "blue", Holder.SWITCH: "magenta", Holder.TRAINER: "yellow",
-    Holder.BOTH: "cyan",
+    Holder.BOTH: "cyan", Holder.IDLE: "white",
 }  # fmt: skip
 BLOCKS = " ▁▂▃▄▅▆▇█"
 SPARKS = 40

@@ -42,6 +42,11 @@ RESIDENT_MOVERS = MOVERS | {
     Rung.DRAINED: Mover("the engine loads the new weights, or starts on them", "engine_start_seconds"),
     Rung.UPDATED: Mover("the probe agrees and the gate opens", "engine_call_seconds"),
 }
+APART_MOVERS = RESIDENT_MOVERS | {
+    Rung.TRAINED: Mover(
+        "trainers write the new weights, and agents of engines compare them", "trainer_progress_seconds"
+    ),
+}
 ALONE_MOVERS = MOVERS | {
     Rung.SEALED: Mover("the trainer makes the step (after a start: loads its checkpoint)", None),
     Rung.RELEASED: Mover("the engine starts on the model, and its gate opens", "engine_start_seconds"),
@@ -81,6 +86,8 @@ def _mover(seen: Evidence, at: Rung) -> Mover:
             return MOVERS[at]
         case Placement.RESIDENT:
             return RESIDENT_MOVERS[at]
+        case Placement.DISAGGREGATED:
+            return APART_MOVERS[at]
         case Placement.ROLLOUT_ONLY | Placement.TRAIN_ONLY:
             return ALONE_MOVERS[at]
 
@@ -115,7 +122,7 @@ def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts |
     samples = (rollout.samples if rollout else status.rollout.samples if status.rollout else {}) or {}
     if spec.ladder.trains and rollout and rollout.sealed and rollout.sealed.step > step:
         evaluated = rollout.evaluated.step if rollout.evaluated else None
-        if spec.evaluation and evaluated != step and not spec.ladder.is_resident:
+        if spec.evaluation and evaluated != step and not spec.ladder.serves_on:
             return (
                 f"batch {rollout.sealed.step} is sealed; the evaluation of step {step} has to end first (at most "
                 f"{spec.evaluation.deadline_seconds} s: evaluation.deadlineSeconds)"
@@ -130,7 +137,7 @@ def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts |
 
 
 def _begins(spec: ColocatedRLJobSpec) -> str:
-    return "step" if spec.ladder.is_resident else "switch"
+    return "step" if spec.ladder.serves_on else "switch"
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -30,7 +30,8 @@ UMASK = 0o007  # files are shared with the GPU container through the pod's group
 
 async def serve(settings: Settings) -> None:
     """One agent until it ends. Raises what its parts raise, in a group or alone."""
-    settings.directories.weights.mkdir(exist_ok=True)
+    if settings.tends_exports:
+        settings.directories.weights.mkdir(exist_ok=True)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False
@@ -60,7 +61,7 @@ def main() -> int:
                 return 0
             case arguments:
                 settings = read_settings(arguments, os.environ)
-        logs.configure(role=names.ROLE_GPU, job=settings.job.name, job_uid=settings.job.uid, pod=settings.pod)
+        logs.configure(role=settings.role, job=settings.job.name, job_uid=settings.job.uid, pod=settings.pod)
         uvloop.run(serve(settings))
     except (SettingsError, ValueError, OSError) as error:
         logs.log(LOG, "agent failed", logging.ERROR, reason=str(error))

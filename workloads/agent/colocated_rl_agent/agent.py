@@ -41,7 +41,6 @@ from colocated_rl_agent.runner_link import (
 from colocated_rl_agent.settings import Settings
 from colocated_rl_agent.trainers import Trainers
 from colocated_rl_agent.views import ENGINE_NAME, PodView
-from colocated_rl_api import names
 from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.logs import log
@@ -99,7 +98,7 @@ class Agent:
                 pod=settings.pod,
                 pod_uid=settings.pod_uid,
                 job_uid=settings.job.uid,
-                role=names.ROLE_GPU,
+                role=settings.role,
                 replica=settings.replica,
                 incarnation=uuid.uuid4().hex[:16],
                 highest_epoch=self._journal.memory.epoch,
@@ -159,8 +158,7 @@ class Agent:
     def _view(self) -> PodView:
         target = self.server.target
         gate_open = self._gate.is_open
-        keep = target.version if target else None
-        whole = self._exports.whole.version if self._exports.whole else None
+        whole, stale, crowded = self._look_at_exports(target)
         return PodView(
             now=time.monotonic(),
             runner_known=self._runner_known,
@@ -171,14 +169,29 @@ class Agent:
             engine=self._engine.view,
             ranks=self._trainers.views,
             whole=whole,
-            stale_exports=gate_open and self._exports.has_others_than(keep),
-            crowded=whole is not None and self._exports.has_others_than(whole),
+            stale_exports=stale,
+            crowded=crowded,
+            verify_after=self._exports.verify_after,
             shards=self._shards.step,
             fetch_after=self._shards.fetch_after,
             keep_after=self._trainers.keep_after,
             agreed=self._agreed,
             stopped=self._stopped,
+            has_engine=self._settings.has_engine,
         )
+
+    def _look_at_exports(self, target: PodTarget | None) -> tuple[WeightVersion | None, bool, bool]:
+        """Which one is whole; whether others than the target's are there; whether there is no room for a next one."""
+        settings, exports = self._settings, self._exports
+        if not settings.reads_exports:
+            return self._trainers.exported, False, False
+        whole = exports.whole.version if exports.whole else None
+        if not settings.tends_exports:
+            return whole, False, False
+        may_be_stale = self._gate.is_open or not settings.has_engine
+        stale = may_be_stale and exports.has_others_than(target.version if target else None)
+        kept = target.weights if target and settings.shares_weights else whole
+        return whole, stale, kept is not None and exports.has_others_than(kept)
 
     def _facts(self) -> PodFacts:
         target = self.server.target
@@ -343,6 +356,10 @@ class Agent:
             await self._exports.verify(version)
         except ExportTorn as error:
             self._trainers.export_torn(version, str(error))
+            if not self._trainers.views:  # they are in other pods, and only a look at the files again can tell
+                self._fail("ExportTorn", f"{error}; they are read again, and the engine serves what it has meanwhile")
+        else:
+            self._problems.made_good("ExportTorn")
 
     async def _remove_exports(self, keep: WeightVersion) -> None:
         try:

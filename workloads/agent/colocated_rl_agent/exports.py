@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,29 +25,41 @@ from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, Probe, TensorEntry, algorithm_of
 
 MAX_THREADS = 8  # that hash
+VERIFY_AGAIN_S = 1.0  # after the first failure, and twice as long after each further one: all files are read
+VERIFY_AGAIN_MOST_S = 30.0
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
 _HASHES: Mapping[Algorithm, Callable[[], Any]] = {Algorithm.XXH3_128: xxhash.xxh3_128, Algorithm.SHA256: hashlib.sha256}
 
 
 class ExportTorn(Exception):
-    """The files of an export are not what its manifest says, or there is none. Only a new export helps."""
+    """The files of an export are not what its manifest says, or there is none. Only a new export helps; or a volume
+    that other pods share may not show them yet.
+    """
 
 
 class Exports:
-    """The exports of a pod. probe: each must have one.
+    """The exports that a pod sees. probe: each must have one.
 
-    whole: the newest one that was compared with its manifest.
+    whole: the newest one that was compared with its manifest. verify_after: back-off, on the clock of `time.monotonic`.
     """
 
     def __init__(self, root: Path, *, probe: bool) -> None:
         self._root = root
         self._probe = probe
+        self._failures = 0  # in a row
+        self.verify_after = 0.0
         self.whole: Manifest | None = None
 
     async def verify(self, version: WeightVersion) -> Manifest:
         """Raises ExportTorn."""
-        self.whole = await self._compare(version)
+        try:
+            self.whole = await self._compare(version)
+        except ExportTorn:
+            wait_s = min(VERIFY_AGAIN_S * 2.0 ** min(self._failures, 16), VERIFY_AGAIN_MOST_S)
+            self._failures, self.verify_after = self._failures + 1, time.monotonic() + wait_s
+            raise
+        self._failures, self.verify_after = 0, 0.0
         return self.whole
 
     async def probe(self, version: WeightVersion) -> Probe:

@@ -2,8 +2,8 @@
 
 Level-triggered: called after every change, it stores nothing, so an agent that was restarted in the middle of a switch
 goes on where the facts stand. Read top to bottom it is the ladder: first the time-sliced one, on which engine and
-trainers take turns, then the resident one, on which each goes on by itself until there are new weights; last, where
-there is one side alone, either of them by itself.
+trainers take turns, then the resident one, on which each goes on by itself until there are new weights, then the
+disaggregated one, on which they do so in pods of their own; last, where there is one side alone, either by itself.
 
 It never goes beyond the target's rung, and never back because a target of the same version is lower. Whatever it
 chooses:
@@ -23,6 +23,13 @@ Resident:
 
 * nothing is released, resumed or offloaded;
 * no gate closes for a switch before the new weights are there, and an engine takes them settled, paused and drained.
+
+Disaggregated, besides:
+
+* what other pods may still start on is removed only when every engine has newer weights, and for want of room never
+  what they serve;
+* an engine that comes back starts on what the operator says that all can take, never on less than the target's version
+  once that is here.
 """
 
 from __future__ import annotations
@@ -122,6 +129,8 @@ def next_actions(pod: PodView, target: PodTarget | None, rules: Rules) -> tuple[
             return (_take_turns(pod, target, rules),)
         case Placement.RESIDENT:
             return _train_beside(pod, target, rules), _serve_on(pod, target, rules)
+        case Placement.DISAGGREGATED:
+            return (_serve_apart(pod, target, rules) if pod.has_engine else _train_alone(pod, target, rules),)
         case Placement.ROLLOUT_ONLY:
             return (_serve_alone(pod, target, rules),)
         case Placement.TRAIN_ONLY:
@@ -198,8 +207,9 @@ def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
     if not rules.asks_for(target, Rung.EXPORTED):
         return Wait()
     if any(rank.exported != at for rank in ranks):
-        if pod.crowded and pod.whole is not None:  # of a switch that was given up: there is room for two
-            return RemoveExports(keep=pod.whole)
+        kept = target.weights if rules.ladder.placement is Placement.DISAGGREGATED else pod.whole  # what engines serve
+        if pod.crowded and kept is not None:  # of a switch that was given up: there is no room for all
+            return RemoveExports(keep=kept)
         return Onload() if _any_offloaded(pod) else Export(at)
     return VerifyExport(at) if pod.whole != at else None
 
@@ -304,6 +314,11 @@ def _start_again(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait
         exported = {rank.exported for rank in pod.ranks}
         newest = exported.pop() if len(exported) == 1 else None
         return VerifyExport(newest) if newest not in (None, target.version) else Wait()
+    return _start_on_whole(pod, target, rules)
+
+
+def _start_on_whole(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    assert pod.whole is not None, "an engine starts on an export that was verified"
     if pod.whole == target.version and not rules.asks_for(target, Rung.UPDATED):
         return Wait()
     start_after = pod.engine.start_after
@@ -333,6 +348,26 @@ def _train_beside(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wai
     return _train(pod, target, rules) or Wait()
 
 
+# ------------------------------------------------------------------------------------------------------ disaggregated
+def _serve_apart(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """The engine serves on; new weights are read when there is nothing else to do, and others only to start on."""
+    wanted = target.weights
+    if pod.engine.is_absent:
+        if wanted is not None and pod.whole not in (wanted, target.version):  # never back once it has the target's
+            return _verify(pod, wanted)
+        return _start_on_whole(pod, target, rules) if pod.whole is not None else Wait()
+    choice = _serve_on(pod, target, rules)
+    is_idle = isinstance(choice, Wait)
+    if wanted == target.version != pod.whole and (is_idle or pod.engine.paused):
+        look = _verify(pod, target.version)
+        return look if is_idle or isinstance(look, VerifyExport) else choice
+    return choice
+
+
+def _verify(pod: PodView, version: WeightVersion) -> Action | Wait:
+    return VerifyExport(version) if pod.now >= pod.verify_after else Wait(until=pod.verify_after)
+
+
 # ----------------------------------------------------------------------------------------------------- one side alone
 def _serve_alone(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     """The engine serves the model as it is."""
@@ -345,9 +380,9 @@ def _serve_alone(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait
 
 
 def _train_alone(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
-    """The trainers' state stays on the device, and nobody takes the weights."""
+    """The trainers' state stays on the device; who takes the weights, if anybody, is in another pod."""
     if rules.ladder.reaches(rules.standing(pod, target), target.rung):
-        return _rest(pod, target, rules)
+        return _rest(pod, target, rules) if target.rung is rules.ladder.top else Wait()
     return _train(pod, target, rules) or Wait()
 
 

@@ -18,7 +18,7 @@ from colocated_rl_agent.facts import Rules
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from colocated_rl_api import names
 from colocated_rl_api.job import EngineMemory, Interruption, Verify
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.ladder import Placement, WeightVersion
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_member.server import Ports
 
@@ -73,10 +73,31 @@ class Settings:
     directories: Directories
     ports: Ports
     engine_port: int
+    role: str = names.ROLE_GPU
 
     @property
     def gpus(self) -> int:
-        return self.job.spec.gpus.count
+        spec = self.job.spec
+        return (spec.engine_gpus if self.role == names.ROLE_ENGINE else spec.gpus).count
+
+    @property
+    def has_engine(self) -> bool:
+        return self.role != names.ROLE_TRAINER
+
+    @property
+    def shares_weights(self) -> bool:
+        """With other pods, on one volume: rank 0 of the job writes for all."""
+        return self.job.spec.placement is Placement.DISAGGREGATED
+
+    @property
+    def tends_exports(self) -> bool:
+        """Whether this agent makes room for exports: one of its ranks writes them."""
+        return bool(self.ranks) and (0 in self.ranks or not self.shares_weights)
+
+    @property
+    def reads_exports(self) -> bool:
+        """Whether it compares them with their manifest; where not, one beside rank 0 does."""
+        return self.tends_exports or self.has_engine
 
     def weights_of(self, version: WeightVersion) -> Path:
         """Directory that an engine starts on."""
@@ -96,7 +117,7 @@ class Settings:
     @property
     def ranks(self) -> range:
         """Trainer ranks of this pod, as the whole group counts them: one for each device, one without."""
-        each = max(1, self.gpus)
+        each = 0 if self.role == names.ROLE_ENGINE else max(1, self.gpus)
         return range(self.replica * each, (self.replica + 1) * each)
 
     @property
@@ -136,6 +157,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         directories=directories,
         ports=Ports.given(given),
         engine_port=given.engine_port,
+        role=_role(environment),
     )
 
 
@@ -144,6 +166,13 @@ def _required(environment: Mapping[str, str], name: str) -> str:
     if not value:
         raise SettingsError(f"environment variable {name} is not set: the operator's pod template sets it")
     return value
+
+
+def _role(environment: Mapping[str, str]) -> str:
+    role = environment.get(names.ENV_ROLE) or names.ROLE_GPU
+    if role not in names.GPU_ROLES:
+        raise SettingsError(f"environment variable {names.ENV_ROLE} is {role!r}: one of {', '.join(names.GPU_ROLES)}")
+    return role
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -83,6 +83,12 @@ class Trainers:
     def views(self) -> tuple[RankView, ...]:
         return tuple(self._views.values())
 
+    @property
+    def exported(self) -> WeightVersion | None:
+        """What every rank of the pod says."""
+        said = {view.exported for view in self.views}
+        return said.pop() if len(said) == 1 else None
+
     async def close(self) -> None:
         for client in self._clients.values():
             await client.close()

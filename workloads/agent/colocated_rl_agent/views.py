@@ -213,12 +213,14 @@ class PodView:
     ranks: tuple[RankView, ...]
     whole: WeightVersion | None = None  # newest export whose files agree with their manifest
     stale_exports: bool = False  # older ones are still there
-    crowded: bool = False  # another export is there besides the whole one
+    crowded: bool = False  # another export is there besides the one that engines serve
+    verify_after: float = 0.0  # back-off after an export was not what its manifest says
     shards: int | None = None  # step whose shards are there for every rank
     fetch_after: float = 0.0  # back-off after a failed fetch
     keep_after: float = 0.0  # back-off after a checkpoint, or the model, could not be written
     agreed: tuple[WeightVersion, str] | None = None  # newest checksum that the group agreed on, and of what
     stopped: bool = False
+    has_engine: bool = True  # False: engines have pods of their own
 
     def facts(
         self,
@@ -233,8 +235,9 @@ class PodView:
         return PodFacts(
             epoch=epoch,
             gate=GateFacts(open=self.gate_open, settled=not self.gate_open and self.in_flight == 0),
-            engines=(self.engine.facts(failures=engine_failures),) if known else (),
+            engines=(self.engine.facts(failures=engine_failures),) if known and self.has_engine else (),
             trainers=tuple(rank.facts(self.whole) for rank in self.ranks) if known else (),
+            export=self.whole,
             devices=devices,
             problem=problem,
             took_s=dict(took_s or {}),

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
+from colocated_rl_api.ladder import Placement
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.trainer_wire import TrainerEnvironment as Variable
 
@@ -71,10 +73,12 @@ class RankSettings:
         except (OSError, ValidationError) as error:
             raise SettingsError(f"{Variable.JOB}={self.job} is not a readable job file: {error}") from error
 
-    @property
+    @cached_property
     def writes_weights(self) -> bool:
-        """Whether this rank is the one of its pod that writes exports."""
-        return self.local_rank == 0
+        """Whether this rank writes exports: one of each pod, or of all where pods share a volume of them."""
+        if self.rank == 0 or self.local_rank != 0:
+            return self.rank == 0
+        return self.read_job().spec.placement is not Placement.DISAGGREGATED
 
 
 KL = Literal["K1", "K2", "K3"]  # estimators: `loss.kl_penalty`

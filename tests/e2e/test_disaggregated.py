@@ -1,0 +1,61 @@
+"""A job whose engine has a pod of its own beside two pods of trainers, all real. The engine's pod is lost once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from e2e.conftest import apply
+from e2e.running_job import Kubectl, RunningJob
+
+from colocated_rl_api import names
+from colocated_rl_api.ladder import DISAGGREGATED, Rung
+
+START_S = 300  # an engine and two trainers start on two cores
+STEPS_S = 240
+
+
+@pytest.fixture(scope="module")
+def job(kubectl: Kubectl) -> Iterator[RunningJob]:
+    running = apply(kubectl, "disaggregated.yaml")
+    yield running
+    running.kubectl("delete", names.PLURAL, running.name, "--timeout=60s")
+
+
+def test_a_job_with_engines_in_pods_of_their_own_completes_though_one_is_lost(job: RunningJob) -> None:
+    job.wait_for_step(1, deadline_s=START_S)
+    job.kubectl("delete", "pod", f"{job.name}-engine-0-0", "--wait=false")
+    job.wait_for_condition("Complete", deadline_s=STEPS_S)
+    status = job.status
+    assert ("Disaggregated", "3-1", 0) == (status["placement"], status["weightVersion"], status["restarts"])
+    assert [f"{job.name}-engine-0-1"] == [pod["metadata"]["name"] for pod in job.pods(names.ROLE_ENGINE)]
+    assert 2 == len(job.pods(names.ROLE_TRAINER))
+
+
+def test_trainers_never_touched_an_engine_nor_engines_a_trainer(job: RunningJob) -> None:
+    of_engine = {"StartEngine", "Pause", "Flush", "Update", "Continue"}
+    of_trainers = {"StartTrainers", "Train", "Export", "Save"}
+    for line in job.agent_lines("action ended"):
+        assert line.fields["action"] not in (of_trainers if "-engine-" in line.pod else of_engine), line
+    assert not {"Release", "Resume", "Offload"} & {line.fields["action"] for line in job.agent_lines("action ended")}
+
+
+def test_gates_closed_only_for_weights_that_were_written(job: RunningJob) -> None:
+    for step in (2, 3):
+        lines = list(job.rungs(step))
+        written = [line.ts for line in lines if "-trainer-" in line.pod and line.fields["rung"] == Rung.SERVING]
+        closed = [
+            line.ts for line in lines if "-engine-" in line.pod and line.fields["rung"] in (Rung.CLOSED, Rung.PAUSED)
+        ]
+        assert max(written) < min(closed), f"step {step}"
+        rungs = [Rung(line.fields["rung"]) for line in lines if "-engine-" in line.pod]
+        assert sorted(rungs, key=DISAGGREGATED.place) == rungs, f"step {step}"
+
+
+def test_weights_were_written_once_for_all(job: RunningJob) -> None:
+    removed = {line.pod for line in job.agent_lines("action ended") if line.fields["action"] == "RemoveExports"}
+    assert {f"{job.name}-trainer-0-0"} == removed
+
+
+def test_it_leaves_its_model_beside_its_checkpoints(job: RunningJob) -> None:
+    assert f"{job.name}-checkpoints-{job.uid[:8]}/model-00000003" == job.status["model"]
