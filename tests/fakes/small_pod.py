@@ -14,8 +14,8 @@ import json
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from fakes.weights import next_token
 CALL_S = 0.4  # deadline of an engine's call
 TRAINER_S = 1.0
 DEADLINE_S = 60.0
+NEWS_S = 20.0  # most that a group needs for one thing
 TOKEN_S = 0.001
 PROMPT = [5, 6, 7]
 
@@ -117,9 +118,15 @@ class SmallTrainer(Rank):
     """One rank. faults: route to hang, error, crash, or act_then_hang, once; to full, until there is room."""
 
     def __init__(
-        self, environment: Mapping[str, str], *, check: Callable[[], None], dies: Callable[[int], None]
+        self,
+        environment: Mapping[str, str],
+        *,
+        check: Callable[[], None],
+        dies: Callable[[int], None],
+        writes_weights: bool,
     ) -> None:
         super().__init__(environment)
+        self._writes_weights = writes_weights
         self._check, self._dies = check, dies
         self.faults: dict[str, str] = {}
         self.has_left = False  # the device, after it was there
@@ -129,6 +136,11 @@ class SmallTrainer(Rank):
         app = web.Application()
         app.add_routes([web.get("/v1/state", self.serve_state), web.post("/v1/{route}", self.serve)])
         return app
+
+    def export(self, body: dict[str, Any], fault: str) -> None:
+        if self._writes_weights:
+            super().export(body, fault)
+        self.exported = body["version"]
 
     async def serve_state(self, request: web.Request) -> web.Response:
         return web.json_response(self.status())
@@ -238,7 +250,14 @@ class SmallPod:
     """
 
     def __init__(
-        self, root: Path, net: Network, job: JobFile, *, role: str = names.ROLE_GPU, weights: Path | None = None
+        self,
+        root: Path,
+        net: Network,
+        job: JobFile,
+        *,
+        role: str = names.ROLE_GPU,
+        replica: int = 0,
+        weights: Path | None = None,
     ) -> None:
         self.directories = Directories.below(root)
         if weights is not None:
@@ -257,9 +276,9 @@ class SmallPod:
         self._running: asyncio.Task[None] | None = None
         (port,) = free_ports(1)
         self._settings = Settings(
-            pod=f"job-{role}-0-0",
+            pod=f"job-{role}-{replica}-0",
             pod_uid="uid",
-            replica=0,
+            replica=replica,
             job=job,
             directories=self.directories,
             ports=Ports(control=0, data=0, metrics=0, pages=0, host="127.0.0.1"),
@@ -313,7 +332,12 @@ class SmallPod:
 
     async def spawn(self, name: str, argv: list[str], env: Mapping[str, str]) -> Child:
         if name.startswith("trainer"):
-            self.trainer = SmallTrainer(env, check=self.check, dies=lambda code: self._ends(name, code))
+            self.trainer = SmallTrainer(
+                env,
+                check=self.check,
+                dies=lambda code: self._ends(name, code),
+                writes_weights=self._settings.tends_exports,
+            )
             child = Child(name, self.trainer.app())
             await child.listen(self.trainer.socket)
         else:
@@ -491,24 +515,28 @@ async def small_pod(**changes: Any) -> AsyncIterator[SmallPod]:
 
 
 class SmallGroup:
-    """A pod of trainers, one of an engine, the volume that they share, and the operator that moves them."""
+    """Pods of trainers, one of an engine, the volume that they share, and the operator that moves them.
 
-    def __init__(self, trainers: SmallPod, engine: SmallPod) -> None:
-        self.trainers, self.engine = trainers, engine
+    trainers: the pod with rank 0. others: with other ranks, which have nothing at the volume's place.
+    """
+
+    def __init__(self, trainers: SmallPod, others: Sequence[SmallPod], engine: SmallPod) -> None:
+        self.trainers, self.others, self.engine = trainers, others, engine
+        self._pods = (trainers, *others, engine)
         self.epoch = 0
         self.served: WeightVersion | None = None  # newest that every engine has
 
     @property
     def broken(self) -> list[str]:
-        return self.trainers.broken + self.engine.broken
+        return [what for pod in self._pods for what in pod.broken]
 
     def weights(self, at: WeightVersion) -> WeightVersion | None:
         """What the operator names to engines."""
-        ranks = self.trainers.facts.trainers
+        ranks = [rank for pod in self._pods for rank in pod.facts.trainers]
         return at if ranks and all(rank.exported == at for rank in ranks) else self.served
 
     def send(self, version: WeightVersion, rung: Rung) -> None:
-        for pod in (self.trainers, self.engine):
+        for pod in self._pods:
             pod.send(pod.target(version, rung, epoch=self.epoch, weights=self.weights(version)))
 
     async def climb(self, version: WeightVersion, to: Rung = Rung.SERVING) -> WeightVersion:
@@ -521,7 +549,7 @@ class SmallGroup:
                 low = ladder.slowest(stood)
                 if ladder.reaches(low, Rung.UPDATED):
                     self.served = version
-                if self.trainers.lost_trainer(version):
+                if any(pod.lost_trainer(version) for pod in self._pods):
                     version = WeightVersion(version.step, version.lineage + 1)
                     self.epoch += 1
                     continue
@@ -532,36 +560,46 @@ class SmallGroup:
                 await self.news(partial(self._differs, version, stood, told))
 
     async def news(self, is_so: Callable[[], bool]) -> None:
-        """Until it is so; looked at whenever one of the agents has facts to tell."""
+        """Until it is so; looked at whenever one of the agents has facts to tell. Raises TimeoutError."""
+        late = asyncio.get_running_loop().time() + NEWS_S
         while not is_so():
-            changed = [pod.agent.server._changed for pod in (self.trainers, self.engine)]
+            if asyncio.get_running_loop().time() > late:
+                raise TimeoutError(f"it is not so after {NEWS_S:.0f} s: {[pod.facts for pod in self._pods]}")
+            changed = [pod.agent.server._changed for pod in self._pods]
             for each in changed:
                 each.clear()
-            waits = [asyncio.ensure_future(each.wait()) for each in changed]
+            waits = [asyncio.create_task(each.wait()) for each in changed]
             await asyncio.wait(waits, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
                 wait.cancel()
 
     def _stand(self, at: WeightVersion) -> list[Rung]:
-        return [pod.ladder.standing(pod.facts, at) for pod in (self.trainers, self.engine)]
+        return [pod.ladder.standing(pod.facts, at) for pod in self._pods]
 
     def _differs(self, at: WeightVersion, stood: list[Rung], told: WeightVersion | None) -> bool:
-        return self._stand(at) != stood or self.weights(at) != told or self.trainers.lost_trainer(at)
+        lost = any(pod.lost_trainer(at) for pod in self._pods)
+        return lost or self._stand(at) != stood or self.weights(at) != told
 
 
 @asynccontextmanager
-async def small_group(**changes: Any) -> AsyncIterator[SmallGroup]:
-    """Agents that have attached to their runners. changes: of the job's spec."""
+async def small_group(*, replicas: int = 1, **changes: Any) -> AsyncIterator[SmallGroup]:
+    """Agents that have attached to their runners. replicas: pods of trainers. changes: of the job's spec."""
     root = Path(tempfile.mkdtemp(prefix="g"))
     rollout = {"colocateWith": "", "replicas": 1} | changes.pop("rollout", {})
-    job, weights = _quick_job(rollout=rollout, **changes), root / "weights" / "exports"
+    job, weights = _quick_job(rollout=rollout, replicas=replicas, **changes), root / "weights" / "exports"
     try:
-        async with (
-            network(root) as net,
-            _living(SmallPod(root / "t", net, job, role=names.ROLE_TRAINER, weights=weights)) as trainers,
-            _living(SmallPod(root / "e", net, job, role=names.ROLE_ENGINE, weights=weights)) as engine,
-        ):
-            yield SmallGroup(trainers, engine)
+        async with AsyncExitStack() as stack:
+            net = await stack.enter_async_context(network(root))
+            pods = [
+                SmallPod(root / "t0", net, job, role=names.ROLE_TRAINER, weights=weights),
+                *(
+                    SmallPod(root / f"t{each}", net, job, role=names.ROLE_TRAINER, replica=each)
+                    for each in range(1, replicas)
+                ),
+                SmallPod(root / "e", net, job, role=names.ROLE_ENGINE, weights=weights),
+            ]
+            trainers, *others, engine = [await stack.enter_async_context(_living(pod)) for pod in pods]
+            yield SmallGroup(trainers, others, engine)
     finally:
         shutil.rmtree(root)
 

@@ -123,6 +123,32 @@ async def test_engine_takes_no_torn_export_says_so_and_serves_on_until_it_is_who
         assert [] == group.broken
 
 
+async def test_torn_export_is_seen_beside_the_trainers_first_and_no_engine_is_asked_to_read_it() -> None:
+    async with small_group() as group:
+        await group.climb(V0)
+        engine = group.engine.engine
+        assert group.trainers.trainer is not None
+        group.trainers.trainer.faults["export"] = "torn"
+        again = await group.climb(V1)
+        assert WeightVersion(1, 2) == again == engine_version(group)
+        assert engine is group.engine.engine
+        assert [] == group.broken
+
+
+async def test_one_pod_of_trainers_writes_for_all_and_the_others_look_at_no_file() -> None:
+    async with small_group(replicas=2) as group:
+        (other,) = group.others
+        for version in (V0, V1):
+            await group.climb(version)
+            assert version == other.facts.trainers[0].exported == engine_version(group)
+            await settled_volume(group, version)
+        assert not other.directories.weights.exists()
+        await other.restart_agent(orderly=False)
+        await group.climb(V2)
+        assert V2 == engine_version(group)
+        assert [] == group.broken
+
+
 async def test_volume_that_is_gone_for_a_while_costs_no_engine() -> None:
     async with small_group() as group:
         await group.climb(V0)

@@ -383,6 +383,43 @@ def test_pod_without_devices_has_one_rank(tmp_path: Path) -> None:
     assert [1] == list(read_settings(["--root", str(tmp_path)], ENVIRONMENT).ranks)
 
 
+@pytest.mark.parametrize(
+    ("role", "replica", "gpus", "ranks", "tends", "reads"),
+    [
+        (names.ROLE_TRAINER, 0, 2, [0, 1], True, True),
+        (names.ROLE_TRAINER, 1, 2, [2, 3], False, False),
+        (names.ROLE_ENGINE, 0, 4, [], False, True),
+        (names.ROLE_ENGINE, 1, 4, [], False, True),
+    ],
+)
+def test_pods_with_one_side_have_its_devices_and_rank_0_alone_tends_the_exports(
+    tmp_path: Path, role: str, replica: int, gpus: int, ranks: list[int], tends: bool, reads: bool
+) -> None:
+    write_job(tmp_path, gpus={"count": 2}, rollout={"colocateWith": "", "replicas": 2, "gpus": {"count": 4}})
+    here = {names.ENV_ROLE: role, names.ENV_REPLICA: str(replica)}
+    settings = read_settings(["--root", str(tmp_path)], ENVIRONMENT | here)
+    assert (gpus, ranks) == (settings.gpus, list(settings.ranks))
+    assert (tends, reads) == (settings.tends_exports, settings.reads_exports)
+    assert settings.has_engine == (role == names.ROLE_ENGINE)
+
+
+def test_trainers_that_nobody_reads_from_tend_the_exports_of_their_own_pod(tmp_path: Path) -> None:
+    write_job(
+        tmp_path,
+        mode="TrainOnly",
+        recorded={"claimName": "recording"},
+        rollout={"colocateWith": "", "replicas": 1},
+    )
+    settings = read_settings(["--root", str(tmp_path)], ENVIRONMENT | {names.ENV_ROLE: names.ROLE_TRAINER})
+    assert (True, False) == (settings.tends_exports, settings.has_engine)
+
+
+def test_unknown_role_is_named(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    with pytest.raises(SettingsError, match="COLOCATE_ROLE is 'judge': one of gpu, trainer, engine"):
+        read_settings(["--root", str(tmp_path)], ENVIRONMENT | {names.ENV_ROLE: "judge"})
+
+
 @pytest.mark.parametrize("missing", list(ENVIRONMENT))
 def test_missing_variable_is_named(tmp_path: Path, missing: str) -> None:
     write_job(tmp_path)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from colocated_rl_api.trainer_wire import TrainerEnvironment
+from colocated_rl_trainer.conformance.ranks import job_file
 from colocated_rl_trainer.settings import RankSettings, SettingsError, TrainerConfig
 
 ENVIRONMENT: dict[str, str] = {
@@ -147,3 +149,29 @@ def _file(folder: Path, config: object) -> Path:
     file = folder / "trainer.json"
     file.write_text(json.dumps(config))
     return file
+
+
+@pytest.mark.parametrize(
+    ("mode", "colocate_with", "writers"),
+    [("Full", "trainer", [0, 2]), ("Full", "", [0]), ("TrainOnly", "", [0, 2])],
+)
+def test_one_rank_of_each_pod_writes_weights_and_rank_0_alone_where_pods_share_a_volume(
+    tmp_path: Path, mode: str, colocate_with: str, writers: list[int]
+) -> None:
+    job: Any = job_file()
+    job["spec"]["mode"] = mode
+    job["spec"]["rollout"]["colocateWith"] = colocate_with
+    if colocate_with == "":
+        job["spec"]["rollout"]["replicas"] = 1
+    if mode == "TrainOnly":
+        job["spec"]["recorded"] = {"claimName": "recording"}
+    place = {TrainerEnvironment.JOB: str(_file(tmp_path, job))}
+
+    ranks = [
+        RankSettings.from_environment(
+            ENVIRONMENT | place | {TrainerEnvironment.RANK: str(rank), TrainerEnvironment.LOCAL_RANK: str(rank % 2)}
+        )
+        for rank in range(4)
+    ]
+
+    assert writers == [settings.rank for settings in ranks if settings.writes_weights]
