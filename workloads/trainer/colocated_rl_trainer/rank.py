@@ -40,6 +40,10 @@ from colocated_rl_api.weights import MANIFEST, Probe
 from colocated_rl_trainer.finished import leave
 from colocated_rl_trainer.manifest import Exported, NotAnExport, write_manifest
 
+ROOM_FOR_EXPORTS = (
+    "make spec.weightSync.sizeLimit at least twice the size of the weights, or spec.weightSync.volume.size three times "
+    "that, where engines have pods of their own"
+)
 CLAIM_FULL = "expand the claim of the checkpoints, or remove from it what no job needs"
 LAST_ANSWERS_S = 2.0  # before the process ends, answers under way may still be written
 
@@ -364,7 +368,7 @@ class Rank:
             if directory.exists():  # torn: a whole one would have been the answer
                 shutil.rmtree(directory)
             directory.mkdir(parents=True)
-        with _refusing("export", "make spec.weightSync.sizeLimit at least twice the size of the weights"):
+        with _refusing("export", ROOM_FOR_EXPORTS):
             told = loop.export(directory)
             if self._writes_weights:
                 for file in directory.rglob("*"):  # safetensors makes files for their owner alone
