@@ -484,7 +484,7 @@ class WeightSync(Part):
     volume: Claimed = Field(
         default_factory=Claimed,
         description="Claimed ReadWriteMany for engines that have devices of their own: trainers write weights there, "
-        "once for all, and engines read them. Three times the size of the weights. Goes with the job.",
+        "once for all, and engines read them. Twice the size of the weights. Goes with the job.",
     )
     verify: Verify = Field(
         default=Verify.PROBE,

@@ -41,8 +41,8 @@ from colocated_rl_trainer.finished import leave
 from colocated_rl_trainer.manifest import Exported, NotAnExport, write_manifest
 
 ROOM_FOR_EXPORTS = (
-    "make spec.weightSync.sizeLimit at least twice the size of the weights, or spec.weightSync.volume.size three times "
-    "that, where engines have pods of their own"
+    "make spec.weightSync.sizeLimit, or where engines have pods of their own spec.weightSync.volume.size, at least "
+    "twice the size of the weights"
 )
 CLAIM_FULL = "expand the claim of the checkpoints, or remove from it what no job needs"
 LAST_ANSWERS_S = 2.0  # before the process ends, answers under way may still be written
