@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from colocated_rl_api.ladder import RESIDENT, SCORED_TIME_SLICED, Rung
+from colocated_rl_api.ladder import DISAGGREGATED, RESIDENT, SCORED_TIME_SLICED, Rung
 from colocated_rl_cli.figures import (
     Holder,
     holder_shares,
@@ -101,6 +101,27 @@ def test_in_a_resident_job_rollout_goes_on_beside_training_and_the_switch_is_the
     ] == held  # fmt: skip
     assert [pytest.approx(0.5)] == switch_seconds(figures)
     assert Holder.SWITCH is standings([*start, *climb[:3]], RESIDENT)["a"].holder
+
+
+def test_trainers_in_pods_of_their_own_are_idle_between_steps_and_engines_serve_up_to_the_closed_gate() -> None:
+    start = [("Trained", 0.0), ("Serving", 1.0)]
+    lines = [*rises("t", start, step=0, role="trainer"), *rises("e", start, step=0, role="engine")]
+    lines += rises("t", [("Sealed", 0.0), ("Trained", 2.0), ("Serving", 2.5)], step=1, after=30, role="trainer")
+    switch = [("Trained", 0.0), ("Exported", 2.7), ("Closed", 2.8), ("Updated", 3.0), ("Serving", 3.1)]
+    lines += [{**line, "took_s": 0.0} for line in rises("e", switch, step=1, after=30, role="engine")]
+    figures = read_figures(sorted(lines, key=lambda line: line["ts"]), DISAGGREGATED)
+    held = {
+        pod: [(span.holder, span.start, span.end) for span in figures.spans if span.pod == pod and span.start >= 1]
+        for pod in ("t", "e")
+    }
+    assert [
+        (Holder.IDLE, 1.0, 30.0), (Holder.TRAINER, 30.0, 32.0), (Holder.TRAINER, 32.0, 32.5),
+    ] == held["t"]  # fmt: skip
+    assert [
+        (Holder.ROLLOUT, 1.0, 30.0), (Holder.ROLLOUT, 30.0, 30.0), (Holder.ROLLOUT, 30.0, 32.7),
+        (Holder.ROLLOUT, 32.7, 32.8), (Holder.SWITCH, 32.8, 33.0), (Holder.SWITCH, 33.0, 33.1),
+    ] == held["e"]  # fmt: skip
+    assert [pytest.approx(0.6)] == switch_seconds(figures), "from the weights written to the gate open"
 
 
 def test_nothing_before_the_first_serving_counts_as_a_switch() -> None:
