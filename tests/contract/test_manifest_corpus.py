@@ -194,8 +194,12 @@ MAY_NOT_CHANGE = {
     "storage.volume.size": "7Gi",
     "managedBy": None,
 }
-ONLY_ONE_VALUE = {"rollout.colocateWith"}
-ONLY_ELSEWHERE = {"recorded"}  # in another mode
+ONLY_ELSEWHERE = {
+    "recorded",
+    "rollout.colocateWith",
+    "rollout.replicas",
+    "rollout.gpus",
+}  # in another mode or placement
 
 
 def full(name: str) -> Document:
@@ -231,7 +235,7 @@ def changed(job: Document, path: str, value: object) -> Document:
 
 def test_every_field_of_the_spec_either_may_change_or_may_not() -> None:
     changing = (*MAY_CHANGE, *MAY_CHANGE_WHILE_SUSPENDED, *MAY_NOT_CHANGE)
-    named = {field_of(path) for path in (*changing, *ONLY_ONE_VALUE, *ONLY_ELSEWHERE)}
+    named = {field_of(path) for path in (*changing, *ONLY_ELSEWHERE)}
     spec = {str(field.alias) for field in ColocatedRLJobSpec.model_fields.values()} - {"rollout"}
     assert named == spec | {f"rollout.{field.alias}" for field in Rollout.model_fields.values()}
 
@@ -255,6 +259,19 @@ def test_a_job_keeps_its_recording(api: ApiServer) -> None:
     with stored(api, yaml.safe_load((CORPUS / "good/train-only.yaml").read_text())) as job:
         answer = api.request("PUT", f"{JOBS}/job?{DRY_RUN}", changed(job, "recorded.claimName", "another"))
     assert ["spec.recorded"] == answer.fields
+
+
+@pytest.mark.parametrize("path", ["rollout.replicas", "rollout.gpus.count"])
+def test_a_job_keeps_its_engine_pods(api: ApiServer, path: str) -> None:
+    with stored(api, yaml.safe_load((CORPUS / "good/own-devices.yaml").read_text())) as job:
+        answer = api.request("PUT", f"{JOBS}/job?{DRY_RUN}", changed(job, path, 7))
+    assert [f"spec.{field_of(path)}"] == answer.fields
+
+
+def test_a_job_keeps_its_placement(api: ApiServer, stored_job: Document) -> None:
+    apart = changed(changed(stored_job, "rollout.colocateWith", ""), "rollout.replicas", 2)
+    answer = api.request("PUT", f"{JOBS}/stored?{DRY_RUN}", apart)
+    assert {"spec.rollout.colocateWith", "spec.rollout.replicas"} == {*answer.fields}
 
 
 @pytest.mark.parametrize("path", MAY_CHANGE)
