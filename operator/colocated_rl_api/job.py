@@ -205,16 +205,8 @@ class Rollout(Part):
             _OWN,
             _OWN_GPUS,
             *fixed(
-                *(
-                    "colocateWith",
-                    "replicas",
-                    "gpus",
-                    "offload",
-                    "engineArgs",
-                    "prompts",
-                    "maxPromptTokens",
-                    "maxResponseTokens",
-                ),
+                *("colocateWith", "replicas", "gpus", "offload", "engineArgs", "prompts"),
+                *("maxPromptTokens", "maxResponseTokens"),
                 *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
                 *("maxFilteredPerBatch", "minRolloutSeconds", "resources"),
             ),
