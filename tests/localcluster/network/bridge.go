@@ -2,12 +2,17 @@ package network
 
 import (
 	"fmt"
+	"net"
 	"os"
 
 	"github.com/vishvananda/netlink"
 )
 
 const bridge = "pods0"
+
+// bridgeAddress is locally administered. A bridge without an address of its own takes the lowest of its interfaces', and so
+// another one when that pod ends: pods that know it by the old one reach nothing, the API server included, for a minute.
+var bridgeAddress = net.HardwareAddr{0x02, 0, 10, 244, 0, 1}
 
 // MakeBridge gives the calling process's network namespace a loopback and a bridge with one address per node.
 func MakeBridge(nodes int) error {
@@ -22,7 +27,7 @@ func MakeBridge(nodes int) error {
 		return err
 	}
 	attrs := netlink.NewLinkAttrs()
-	attrs.Name = bridge
+	attrs.Name, attrs.HardwareAddr = bridge, bridgeAddress
 	br := &netlink.Bridge{LinkAttrs: attrs}
 	if err := netlink.LinkAdd(br); err != nil {
 		return fmt.Errorf("bridge (is the kernel's bridge module there?): %w", err)
