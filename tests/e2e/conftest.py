@@ -10,12 +10,12 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from cluster import Cluster
+from cluster import Cluster, CommandFailed
 from e2e.running_job import Kubectl, RunningJob
 
 from setup.layout import CHECKOUT
@@ -26,6 +26,23 @@ MODEL = CHECKOUT.build / "models/arithmetic"
 SCENARIOS = Path(__file__).parent
 
 CommandLine = Callable[..., str]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Beside a failure: what the operator said, of this run of it and of the one before."""
+    report = yield
+    kubectl = getattr(item, "funcargs", {}).get("kubectl")
+    if report.failed and kubectl is not None:
+        for which in ("--previous=false", "--previous"):
+            try:
+                said = kubectl("-n", OPERATOR_NAMESPACE, "logs", "deploy/colocated-rl", "--tail=200", which)
+            except (CommandFailed, subprocess.SubprocessError) as error:
+                said = str(error)
+            report.sections.append((f"operator, {which}", said))
+    return report
 
 
 @pytest.fixture(scope="session")
