@@ -36,7 +36,11 @@ class FailureAction(StrEnum):
         "The trainers start together again and go back to the last finished step, engines serve it, and rollout goes "
         "on until the step is tried again after the back-off.",
     )
-    RESTART_POD = "RestartPod", "The pod is deleted and made again; then the trainers start together again."
+    RESTART_POD = (
+        "RestartPod",
+        "The pod is deleted and made again; then the trainers start together again. Those of a job whose engines have "
+        "pods of their own go on while one of these is made again.",
+    )
     REPLACE_POD_ELSEWHERE = (
         "ReplacePodElsewhere",
         "As RestartPod, and no GPU pod of the job is put on the node where it stood any more: of such nodes the newest "

@@ -28,7 +28,7 @@ from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.members import Members
 from colocated_rl_operator.metrics import Metrics
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Job, Observation, role_of
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Job, Observation, in_epoch, role_of
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, Reason
 from colocated_rl_operator.record import News
@@ -132,8 +132,7 @@ async def _record_epoch(case: Case, seen: Observation, decided: Plan, doors: Doo
         await doors.confirm()  # somebody went beyond our epoch: are we still the one who leads?
     await case.record.commit(report(seen, decided, before=case.status, at=doors.wall(), stall=case.stall))
     now = case.reported_at = doors.clock()
-    case.memory = replace(case.memory, epoch=climb.epoch, raised=True, epoch_at=now, reached={}, progress_at=now)
-    case.memory = replace(case.memory, memory_kills=seen.memory_kills)
+    case.memory = replace(in_epoch(climb.epoch, seen, case.memory, now=now), raised=True)
     doors.metrics.raised.labels(climb.cause).inc()
     log(LOG, "epoch raised", epoch=climb.epoch, step=climb.step, version=str(climb.version), reason=climb.cause)
     if climb.cause is not Cause.TAKEOVER:

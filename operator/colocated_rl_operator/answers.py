@@ -118,7 +118,8 @@ def after_loss(seen: Observation, now: Climb) -> Decision | Hold | None:
             None,
             *now.tally.avoids,
         )
-        if now.group or avoids_more or said.action is FailureAction.FAIL_JOB:
+        is_first = bool(now.group) or said.action is FailureAction.FAIL_JOB
+        if avoids_more or (is_first and not _has_had_its_answer(seen, now, failure)):
             return _answer(seen, now, Cause.POD_REPLACED, failure)
     return None
 
@@ -142,7 +143,8 @@ def _answer(seen: Observation, now: Climb, cause: Cause, failure: Failure) -> De
     message = f"{failure.message}: {then}"
     if replaces:
         pods = () if failure.cause is FailureCause.MEMBER_SILENT else _deletions(seen, failure, message)
-        return replace(raise_epoch(seen, replace(climb, group=""), Cause.POD_REPLACED, message), pods=pods)
+        climb = replace(climb, group="") if _has_trainers(seen, failure) else climb
+        return replace(raise_epoch(seen, climb, Cause.POD_REPLACED, message), pods=pods)
     if said.action is FailureAction.ROLL_BACK:
         climb = replace(climb, step=_finished(seen, now))
     return raise_epoch(seen, replace(climb, lineage=now.lineage + 1, group=seen.group or now.group), cause, message)
@@ -192,6 +194,17 @@ def after_replacement(seen: Observation, now: Climb) -> Decision:
     )
     climb = replace(now, lineage=now.lineage + 1, group=seen.group or now.group, restarts=now.restarts + 1, tally=tally)
     return raise_epoch(seen, climb, Cause.POD_REPLACED, f"{message}: {starts(seen)} together again")
+
+
+def _has_had_its_answer(seen: Observation, now: Climb, failure: Failure) -> bool:
+    """A pod whose seat is still empty, and the epoch was raised for it. With trainers: only while there is no group."""
+    is_known = failure.tries > 0 and all(pod.uid in seen.memory.gone for pod in failure.pods)
+    return is_known and not (now.group and _has_trainers(seen, failure))
+
+
+def _has_trainers(seen: Observation, failure: Failure) -> bool:
+    """A pod of the lineage is at fault. To lose one of engines alone costs the trainers nothing."""
+    return any(pod.seat in seen.job.lineage_seats for pod in failure.pods)
 
 
 def _fail(seen: Observation, now: Climb, failure: Failure, said: Answer) -> Decision:

@@ -232,6 +232,7 @@ class Memory:
     died: frozenset[str] = frozenset()  # UIDs of pods whose trainers were the first to die
     died_at: float | None = None
     memory_kills: dict[str, int] = field(default_factory=dict)  # of each pod, by UID, when the epoch was raised
+    gone: frozenset[str] = frozenset()  # UIDs of pods that were lost by then
 
 
 @dataclass(frozen=True)
@@ -412,8 +413,7 @@ def remember(seen: Observation) -> Observation:
     memory, now, ladder = seen.memory, seen.now, seen.job.ladder
     epoch = seen.climb.epoch if seen.climb else 0
     if epoch != memory.epoch:
-        memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, highest={}, progress_at=now)
-        memory = replace(memory, memory_kills=seen.memory_kills)
+        memory = in_epoch(epoch, seen, memory, now=now)
     if seen.job.spec.failure_policy is not None:
         memory = _remember_deaths(seen, memory)
     highest, standings, place = dict[str, Rung](), seen.standings, ladder.place
@@ -446,6 +446,13 @@ def remember(seen: Observation) -> Observation:
     found = replace(seen, memory=memory)
     vars(found).update({name: value for name, value in vars(seen).items() if name not in vars(found)})
     return found  # with what was derived of the members, which no memory changes
+
+
+def in_epoch(epoch: int, seen: Observation, memory: Memory, *, now: float) -> Memory:
+    """As an epoch begins: nobody has stood anywhere in it, and what has failed by then has had its answer."""
+    gone = frozenset(member.uid for member in seen.members if not member.is_usable)
+    memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, highest={}, progress_at=now)
+    return replace(memory, memory_kills=seen.memory_kills, gone=gone)
 
 
 def _remember_deaths(seen: Observation, memory: Memory) -> Memory:

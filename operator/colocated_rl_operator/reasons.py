@@ -36,7 +36,8 @@ class Cause(Told):
     TAKEOVER = "OperatorRestarted", "Another operator process has the job, or had it meanwhile: the goal is the same."
     POD_REPLACED = (
         "PodReplaced",
-        "A GPU pod was lost and made again: the trainers start together again from the newest checkpoint.",
+        "A GPU pod was lost and is made again: the trainers start together again from the newest checkpoint, unless it "
+        "had engines alone.",
         "see PodDeleted, or why its node let it go; " + _MORE_RESTARTS,
     )
     TRAINER_DIED = (

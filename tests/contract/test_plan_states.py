@@ -13,6 +13,7 @@ from fakes.explore import explore
 from fakes.model import MORTAL, Model
 
 MOST_STATES = 2_000_000
+ELSEWHERE = [{"onCauses": ["PodFailed", "MemberSilent"], "action": "ReplacePodElsewhere"}]
 
 
 @pytest.mark.parametrize("rollout", [ROLLOUT, RESIDENT_ROLLOUT], ids=["time-sliced", "resident"])
@@ -70,10 +71,11 @@ def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
         (1, 1, 1, {}),
         (1, 1, 1, {"reference": {}}),
         (1, 1, 1, {"failurePolicy": {"rules": [{"onCauses": ["TrainerDied"], "action": "RollBack"}]}}),
+        (1, 1, 1, {"failurePolicy": {"rules": ELSEWHERE}}),
         (2, 1, 0, {}),
         (1, 2, 0, {"reference": {}}),
     ],
-    ids=["a-death", "a-death-with-a-reference", "a-roll-back", "two-of-trainers", "two-of-engines"],
+    ids=["a-death", "a-death-with-a-reference", "a-roll-back", "a-pod-elsewhere", "two-of-trainers", "two-of-engines"],
 )
 def test_every_state_of_a_job_with_engines_in_pods_of_their_own_is_safe_and_leads_to_an_end(
     trainers: int, engines: int, deaths: int, spec: dict[str, Any], capsys: pytest.CaptureFixture[str]

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from colocated_rl_agent import actions as do
 from colocated_rl_agent.settings import kept_tags
 from colocated_rl_api import names
+from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineState,
@@ -253,6 +254,8 @@ class Model:
                 phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
                 created_at=-1000.0,
                 address=f"10.0.0.{index}",
+                node=f"node-{index}",
+                fate=None if pod.alive else FailureCause.POD_FAILED,
                 silent_since=None if known else 0.0,
                 highest_epoch=known.durable if known else 0,
                 facts=self._reports[known] if known else None,
@@ -457,7 +460,8 @@ class Model:
         was, now = standing_of(before), standing_of(pod)
         is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB
         is_rise = not pod.ladder.reaches(was, now) and not isinstance(action, do.KillEngine)  # a loss is no going on
-        if is_climb and is_rise:
+        joins = pod.role == names.ROLE_ENGINE and pod.target is not None and pod.target.version == state.operator.served
+        if is_climb and is_rise and not joins:  # what all have served already: they passed its barriers long ago
             passed = barriers_to(pod.ladder, was)
             must_have_stood(state.pods, pod.epoch, passed, f"{type(action).__name__} led to {now}")
         return after

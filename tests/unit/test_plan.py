@@ -31,7 +31,7 @@ from colocated_rl_api.member_wire import (
     RolloutTarget,
 )
 from colocated_rl_operator.actions import CreatePod, DeletePod
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Memory, Observation, PodPhase, remember
+from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Memory, Observation, PodPhase, in_epoch, remember
 from colocated_rl_operator.plan import STOP_DEADLINE_S, Plan, patience_s, plan
 from colocated_rl_operator.reasons import Cause
 from colocated_rl_operator.roster import FORCE_AFTER_S, MAX_DELAY_S, RESTARTS_S, SILENCE_S
@@ -340,6 +340,19 @@ def test_progress_starts_the_deadline_again() -> None:
     facts = facts_at(Rung.TRAINED, V1)
     moved = remember(replace(late, members=(replace(late.members[0], facts=facts), *late.members[1:])))
     assert not plan(moved).raises
+
+
+def test_to_climb_again_to_where_a_pod_stood_before_is_progress_in_every_epoch() -> None:
+    """A new epoch kept where pods had stood, and no rung of an ordinary switch moved the deadline."""
+    seen = climbing(Rung.SERVING, Rung.SERVING)
+    assert seen.climb is not None
+    climb, memory = replace(seen.climb, epoch=2), in_epoch(2, seen, seen.memory, now=seen.now)
+    for rung in (Rung.CLOSED, Rung.PAUSED):
+        pods = [replace(pod, facts=facts_at(rung, V1, epoch=2)) for pod in seen.members[:2]]
+        moved = replace(seen, climb=climb, members=(*pods, seen.members[2]), memory=memory)
+        seen = remember(replace(moved, now=seen.now + 10))
+        memory = seen.memory
+        assert seen.now == memory.progress_at
 
 
 def test_members_that_never_answer_fail_the_job() -> None:

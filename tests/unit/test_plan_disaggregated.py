@@ -22,13 +22,15 @@ from builders import (
     trainers_at,
 )
 from colocated_rl_api import names
+from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
 from colocated_rl_api.ladder import DISAGGREGATED, SCORED_DISAGGREGATED, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import PodFacts, PodTarget, RolloutTarget
-from colocated_rl_operator.actions import CreatePod
-from colocated_rl_operator.observation import Job, Observation
-from colocated_rl_operator.plan import plan
+from colocated_rl_operator.actions import CreatePod, DeletePod
+from colocated_rl_operator.observation import Job, Memory, Observation, PodPhase, Tally, remember
+from colocated_rl_operator.plan import Plan, plan
 from colocated_rl_operator.reasons import Cause
+from colocated_rl_operator.roster import SILENCE_S
 from colocated_rl_operator.status import report
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
@@ -146,6 +148,101 @@ def test_a_lost_engine_pod_is_made_again_and_no_trainer_starts_again_for_it() ->
     again = replace(next(member for member in whole.members if member.seat == "engine-1"), attempt=1, uid="another")
     back = replace(whole, members=tuple(again if member.seat == "engine-1" else member for member in whole.members))
     assert not plan(back).raises
+
+
+PODS: list[tuple[str, dict[str, Any]]] = [
+    ("PodEvicted", {"fate": FailureCause.POD_EVICTED, "ends_at": 160.0, "facts": None}),
+    ("PodFailed", {"fate": FailureCause.POD_FAILED, "phase": PodPhase.FAILED, "facts": None}),
+    ("MemberSilent", {"silent_since": 100.0 - SILENCE_S, "facts": None}),
+]
+
+
+def training(action: str, cause: str, **more: Any) -> Observation:
+    """Trainers at work, under a policy of one rule. Pods stand on node-0 to node-3."""
+    policy = {"rules": [{"onCauses": [cause], "action": action, **more}]}
+    job = make_apart(failurePolicy=policy, backoffLimit=1)
+    seen = climbing([Rung.SEALED, Rung.SEALED], [Rung.TRAINED, Rung.TRAINED], job=job)
+    return remember(
+        replace(seen, members=tuple(replace(pod, node=f"node-{place}") for place, pod in enumerate(seen.members)))
+    )
+
+
+def changed(seen: Observation, seat: str, **changes: Any) -> Observation:
+    members = (replace(pod, **changes) if pod.seat == seat else pod for pod in seen.members)
+    return remember(replace(seen, members=tuple(members)))
+
+
+def recorded(seen: Observation, decided: Plan) -> Observation:
+    return remember(replace(seen, climb=decided.climb))
+
+
+@pytest.mark.parametrize(("cause", "signs"), PODS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("action", "avoids"), [("RestartPod", ()), ("ReplacePodElsewhere", ("node-3",))])
+def test_no_rule_for_lost_pods_starts_the_trainers_again_for_one_of_engines_alone(
+    cause: str, signs: dict[str, Any], action: str, avoids: tuple[str, ...]
+) -> None:
+    whole = training(action, cause)
+    assert whole.climb is not None
+    decided = plan(changed(whole, "engine-1", **signs))
+    assert decided.raises, "what is counted and avoided is on record before the pod is made again"
+    assert decided.climb is not None
+    tally = Tally(
+        pod_restarts=1, step=1, tries=1, cause=cause, action=decided.climb.tally.action, rule=0, avoids=avoids
+    )
+    assert replace(whole.climb, epoch=2, cause=Cause.POD_REPLACED, restarts=1, tally=tally) == decided.climb
+    assert action == decided.climb.tally.action
+    assert set(TRAINERS) < decided.targets.keys()
+    assert {(1, 1)} == {
+        (target.step, target.lineage) for target in decided.targets.values() if isinstance(target, PodTarget)
+    }
+    of_trainers = plan(changed(whole, "trainer-1", **signs)).climb
+    assert of_trainers is not None
+    assert "" == of_trainers.group, "the trainers wait for theirs"
+
+
+@pytest.mark.parametrize("action", ["RestartPod", "ReplacePodElsewhere"])
+def test_a_lost_pod_of_engines_is_answered_once(action: str) -> None:
+    """Until its seat may be filled again; another one that is lost with it is made again at the same time."""
+    evicted = dict(PODS)["PodEvicted"]
+    lost = changed(training(action, "PodEvicted"), "engine-1", created_at=99.5, **evicted)
+    after = recorded(lost, plan(lost))
+    assert not plan(after).raises
+    later = changed(after, "engine-0", **evicted)
+    again = plan(later)
+    assert again.climb is not None
+    assert (Cause.BACKOFF_LIMIT, 1) == (again.climb.cause, again.climb.restarts), "each loss counts"
+    assert not plan(remember(replace(after, memory=Memory(epoch=1, raised=True)))).raises, (
+        "another leader counts none twice"
+    )
+
+
+def test_a_rule_that_counts_tries_ends_a_job_that_loses_engine_pods_again_and_again() -> None:
+    rules = [
+        {"onCauses": ["PodEvicted"], "action": "RestartPod", "maxTries": 1, "counts": False},
+        {"onCauses": ["PodEvicted"], "action": "FailJob"},
+    ]
+    whole = training("RestartPod", "PodEvicted")
+    whole = replace(whole, job=make_apart(failurePolicy={"rules": rules}))
+    lost = changed(whole, "engine-1", **dict(PODS)["PodEvicted"])
+    first = plan(lost)
+    assert first.climb is not None
+    assert (Cause.POD_REPLACED, 0) == (first.climb.cause, first.climb.restarts)
+    assert not plan(recorded(lost, first)).raises
+    second = plan(changed(recorded(lost, first), "engine-0", **dict(PODS)["PodEvicted"])).climb
+    assert second is not None
+    assert Cause.FAILURE_POLICY is second.cause
+
+
+def test_a_pod_whose_engine_is_lost_too_often_is_made_again_beside_the_trainers() -> None:
+    whole = training("ReplacePodElsewhere", "EngineLost")
+    facts = whole.current["engine-0"].pod_facts
+    assert facts is not None
+    failing = facts.engines[0].model_copy(update={"failures": 1})
+    decided = plan(changed(whole, "engine-0", facts=facts.model_copy(update={"engines": (failing,)})))
+    assert whole.climb is not None
+    assert decided.climb is not None
+    assert [ENGINES[0]] == [action.name for action in decided.pods if isinstance(action, DeletePod)]
+    assert (whole.group, 1, ("node-2",)) == (decided.climb.group, decided.climb.lineage, decided.climb.tally.avoids)
 
 
 def test_a_lost_pod_of_trainers_begins_a_new_lineage_while_engines_serve_on() -> None:

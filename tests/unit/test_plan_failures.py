@@ -419,6 +419,26 @@ def test_a_second_loss_while_the_first_is_made_good_costs_no_second_restart() ->
     assert (1, 1, ("node-0", "node-1")) == (climb.restarts, climb.tally.pod_restarts, climb.tally.avoids)
 
 
+def test_a_loss_is_asked_of_the_rules_once_however_long_its_seat_is_empty() -> None:
+    """The second look at one loss was its second try, and the next rule's."""
+    rules = policy(rule("PodEvicted", action="RestartPod", maxTries=1), rule("PodEvicted", action="FailJob"))
+    seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules)
+    evicted = {"fate": FailureCause.POD_EVICTED, "ends_at": 160.0, "facts": None, "created_at": 99.5}
+    seen = changed(seen, 0, **evicted)
+    first = plan(seen)
+    assert Cause.POD_REPLACED is climb_of(first).cause
+    seen = following(seen, first)
+    assert "gpu-0" not in seen.current
+    assert not plan(seen).raises
+    assert Cause.FAILURE_POLICY is climb_of(plan(changed(seen, 1, **evicted))).cause
+
+
+def test_a_new_leader_asks_the_rules_of_what_was_lost_while_nobody_led() -> None:
+    seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=policy(rule("PodEvicted", action="FailJob")))
+    lost = changed(replace(seen, memory=Memory()), 0, fate=FailureCause.POD_EVICTED, ends_at=160.0, facts=None)
+    assert Cause.FAILURE_POLICY is climb_of(plan(lost)).cause
+
+
 def test_a_pod_lost_without_a_rule_is_counted_when_the_group_is_whole_again() -> None:
     seen = climbing(Rung.SERVING, Rung.SERVING)
     fresh = make_member("gpu-1", 1, facts=facts_at(Rung.RELEASED, V2, epoch=0))

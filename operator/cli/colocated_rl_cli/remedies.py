@@ -78,7 +78,7 @@ REMEDIES: dict[str, Remedy] = {
     "Suspended": Remedy("spec.suspend is true: the job has no pods, its volumes are kept", "kubectl crlj resume JOB"),
     # --- the operator, of a climb that begins again
     "PodReplaced": Remedy(
-        "a GPU pod was replaced, so the trainers start together again",
+        "a GPU pod was replaced, so the trainers start together again, unless it had engines alone",
         "nothing, unless it goes on happening",
         heals=True,
     ),
