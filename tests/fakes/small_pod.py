@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.settings import Directories, Settings
+from colocated_rl_agent.volume import SILENT_S
 from colocated_rl_api import names
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import Endpoint, Goal, JobFile, PodFacts, PodTarget, Refusal, Rendezvous, TrainerState
@@ -246,7 +247,7 @@ class SmallRunner:
 class SmallPod:
     """The pod, and the operator that moves it. called: with each route at the engine, before it takes effect.
 
-    weights: a volume of them that it shares with other pods.
+    weights: a volume of them that it shares with other pods. silent_s: when the agent gives up a call of it.
     """
 
     def __init__(
@@ -258,6 +259,7 @@ class SmallPod:
         role: str = names.ROLE_GPU,
         replica: int = 0,
         weights: Path | None = None,
+        silent_s: float = SILENT_S,
     ) -> None:
         self.directories = Directories.below(root)
         if weights is not None:
@@ -271,6 +273,7 @@ class SmallPod:
         self.ladder = job.spec.ladder
         self.engine_fails_at_start = 0  # so many times
         self.others_hold: str | None = None  # checksum of most engines of the group; None: that of this one
+        self._silent_s = silent_s
         self._net = net
         self._ending: set[asyncio.Task[None]] = set()
         self._running: asyncio.Task[None] | None = None
@@ -294,13 +297,14 @@ class SmallPod:
         ):  # fmt: skip
             directory.mkdir(parents=True)
         if self._settings.tends_exports:
-            places.weights.mkdir(parents=True)
+            places.weights.parent.mkdir(parents=True, exist_ok=True)
         self._net.authority.member_directory(places.tls, job_uid=JOB_UID, token=TOKEN)
 
     # ------------------------------------------------------------------------------------------------- its processes
     async def start_agent(self) -> None:
         self.registry = CollectorRegistry()
-        self.agent = Agent(self._settings, self._net.session, self.registry)
+        session, silent_s = self._net.session, self._silent_s
+        self.agent = Agent(self._settings, session, self.registry, volume_silent_s=silent_s)
         self._running = asyncio.create_task(self.agent.run())
         await self.news(lambda: self.agent.server.ports.data > 0)
 
@@ -582,21 +586,26 @@ class SmallGroup:
 
 
 @asynccontextmanager
-async def small_group(*, replicas: int = 1, **changes: Any) -> AsyncIterator[SmallGroup]:
-    """Agents that have attached to their runners. replicas: pods of trainers. changes: of the job's spec."""
+async def small_group(
+    *, replicas: int = 1, volume: type[Path] = Path, silent_s: float = SILENT_S, **changes: Any
+) -> AsyncIterator[SmallGroup]:
+    """Agents that have attached to their runners. replicas: pods of trainers. changes: of the job's spec.
+
+    volume: how its files are reached.
+    """
     root = Path(tempfile.mkdtemp(prefix="g"))
     rollout = {"colocateWith": "", "replicas": 1} | changes.pop("rollout", {})
-    job, weights = _quick_job(rollout=rollout, replicas=replicas, **changes), root / "weights" / "exports"
+    job, shared = _quick_job(rollout=rollout, replicas=replicas, **changes), volume(root / "weights" / "exports")
     try:
         async with AsyncExitStack() as stack:
             net = await stack.enter_async_context(network(root))
             pods = [
-                SmallPod(root / "t0", net, job, role=names.ROLE_TRAINER, weights=weights),
+                SmallPod(root / "t0", net, job, role=names.ROLE_TRAINER, weights=shared, silent_s=silent_s),
                 *(
                     SmallPod(root / f"t{each}", net, job, role=names.ROLE_TRAINER, replica=each)
                     for each in range(1, replicas)
                 ),
-                SmallPod(root / "e", net, job, role=names.ROLE_ENGINE, weights=weights),
+                SmallPod(root / "e", net, job, role=names.ROLE_ENGINE, weights=shared, silent_s=silent_s),
             ]
             trainers, *others, engine = [await stack.enter_async_context(_living(pod)) for pod in pods]
             yield SmallGroup(trainers, others, engine)

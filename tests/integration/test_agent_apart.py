@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from pathlib import Path
+import threading
+from collections.abc import Generator
+from pathlib import Path, PosixPath
+from typing import ClassVar
 
+import aiohttp
 import pytest
 
 from colocated_rl_agent.exports import export_directory
 from colocated_rl_api import names
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import EngineState, TrainerState
-from fakes.small_pod import SmallGroup, small_group
+from fakes.small_pod import SmallGroup, SmallPod, small_group
 
 V0, V1, V2 = (WeightVersion(step, 1) for step in range(3))
 
 
 def volume(group: SmallGroup) -> list[str]:
-    return sorted(path.name for path in group.trainers.directories.weights.iterdir())
+    return sorted(path.name for path in Path(group.trainers.directories.weights).iterdir())
 
 
 def export_of(group: SmallGroup, version: WeightVersion) -> Path:
@@ -132,6 +137,75 @@ async def test_torn_export_is_seen_beside_the_trainers_first_and_no_engine_is_as
         again = await group.climb(V1)
         assert WeightVersion(1, 2) == again == engine_version(group)
         assert engine is group.engine.engine
+        assert [] == group.broken
+
+
+class Away(PosixPath):
+    """A directory whose listing does not come back as long as its server is away."""
+
+    is_reachable: ClassVar[threading.Event] = threading.Event()
+
+    def iterdir(self) -> Generator[Away, None, None]:
+        assert self.is_reachable.wait(60)
+        yield from super().iterdir()
+
+
+async def state_page(pod: SmallPod) -> str:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{pod.agent.server.ports.pages}/v1/state") as answer,
+    ):
+        return await answer.text()
+
+
+async def test_agent_whose_volume_does_not_answer_says_so_and_goes_on_when_it_does() -> None:
+    """It listed the volume in its loop: all that the agent does stood still."""
+    Away.is_reachable.clear()
+    async with small_group(volume=Away, silent_s=0.05) as group:
+        try:
+            group.epoch += 1
+            group.send(V0, Rung.EXPORTED)
+            await group.news(lambda: group.trainers.facts.problem is not None)
+            problem = group.trainers.facts.problem
+            assert problem is not None
+            assert "VolumeSilent" == problem.reason
+            assert f"{group.trainers.directories.weights} does not answer: to list exports took" in problem.message
+            assert problem.message in await state_page(group.trainers)
+            await group.news(lambda: group.trainers.facts.trainers[0].step == 0)
+            assert None is group.trainers.facts.trainers[0].exported, "nobody knows whether there is room"
+        finally:
+            Away.is_reachable.set()
+        await group.climb(V0)
+        assert None is group.trainers.facts.problem
+        assert "length" == await group.engine.ask(tokens=4)
+        assert [] == group.broken
+
+
+async def test_engine_serves_on_while_the_files_of_an_export_can_not_be_read() -> None:
+    """The manifest is a pipe here, whose opening waits in the kernel for a writer."""
+    async with small_group(silent_s=0.05) as group:
+        await group.climb(V0)
+        await group.climb(V1, to=Rung.TRAINED)
+        group.trainers.send(group.trainers.target(V1, Rung.EXPORTED, epoch=group.epoch, weights=V0))
+        await group.news(lambda: group.trainers.facts.trainers[0].exported == V1)
+        manifest = export_of(group, V1) / "manifest.json"
+        whole = manifest.rename(manifest.with_name("whole"))
+        os.mkfifo(manifest)
+        try:
+            group.send(V1, Rung.EXPORTED)
+            await group.news(lambda: group.engine.facts.problem is not None)
+            problem = group.engine.facts.problem
+            assert problem is not None
+            assert "VolumeSilent" == problem.reason
+            assert problem.message in await state_page(group.engine)
+            assert "length" == await group.engine.ask(tokens=4), "it serves what it has"
+        finally:
+            writer = os.open(manifest, os.O_WRONLY | os.O_NONBLOCK)  # fails if nobody waits for it
+            whole.replace(manifest)
+            os.close(writer)
+        await group.climb(V1)
+        assert V1 == engine_version(group)
+        assert None is group.engine.facts.problem
         assert [] == group.broken
 
 

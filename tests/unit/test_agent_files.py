@@ -19,7 +19,7 @@ from aiohttp import web
 
 from colocated_rl_agent.__main__ import install_runner
 from colocated_rl_agent.batches import ShardUnavailable, fetch_shard, remove_shards, shard_path
-from colocated_rl_agent.exports import ExportTorn, remove_exports, stale_exports, verify_export
+from colocated_rl_agent.exports import ExportTorn, exports_in, remove_exports, verify_export
 from colocated_rl_api.batch import DIGEST_HEADER
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
@@ -120,7 +120,7 @@ def test_only_exports_of_other_versions_are_removed(export: Path) -> None:
     root = export.parent
     for name in ("2-1", "2-2", "lost+found"):
         (root / name).mkdir()
-    assert {"2-1", "2-2"} == {path.name for path in stale_exports(root, VERSION)}
+    assert {"2-1", "2-2", "3-1"} == {path.name for path in exports_in(root).values()}
     remove_exports(root, VERSION)
     assert {"3-1", "lost+found"} == {path.name for path in root.iterdir()}
 

@@ -191,6 +191,16 @@ REMEDIES: dict[str, Remedy] = {
         "weights of older steps can't be removed, and there is no room for the next",
         "what the trainer writes has to be writable for the pod's group: see the umask of its code",
     ),
+    "ExportsNotListed": Remedy(
+        "the agent can't see which weights are on the volume, and the trainer waits for that with its next ones",
+        "see the message: the volume has to be there, and readable for the pod's group",
+        heals=True,
+    ),
+    "VolumeSilent": Remedy(
+        "the volume with the weights does not answer; gates stay as they are, and nobody takes new weights",
+        "see the storage's server and the node's way to it; a pod that stays so is better deleted",
+        heals=True,
+    ),
     # --- the rollout controller
     "PromptsUnusable": Remedy(
         "no prompt of the source can be used",

@@ -30,8 +30,6 @@ UMASK = 0o007  # files are shared with the GPU container through the pod's group
 
 async def serve(settings: Settings) -> None:
     """One agent until it ends. Raises what its parts raise, in a group or alone."""
-    if settings.tends_exports:
-        settings.directories.weights.mkdir(exist_ok=True)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False

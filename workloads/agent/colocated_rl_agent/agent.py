@@ -41,6 +41,7 @@ from colocated_rl_agent.runner_link import (
 from colocated_rl_agent.settings import Settings
 from colocated_rl_agent.trainers import Trainers
 from colocated_rl_agent.views import ENGINE_NAME, PodView
+from colocated_rl_agent.volume import SILENT_S, Volume, VolumeSilent
 from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.logs import log
@@ -52,14 +53,21 @@ from colocated_rl_member.tls import MemberTls
 LOG = logging.getLogger(__name__)
 
 RUNNER_AGAIN_S = 0.5
-REMOVE_AGAIN_S = 2.0
+VOLUME_AGAIN_S = 2.0
 END_S = 5.0  # for an engine call under way when the agent ends: an interrupted one costs the engine
 
 
 class Agent:
     """One agent process, from `run` to its end."""
 
-    def __init__(self, settings: Settings, session: aiohttp.ClientSession, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        session: aiohttp.ClientSession,
+        registry: CollectorRegistry,
+        *,
+        volume_silent_s: float = SILENT_S,
+    ) -> None:
         self._settings = settings
         self._journal = Journal(settings.directories.state)
         self._metrics = Metrics(registry)
@@ -91,7 +99,9 @@ class Agent:
         places, progress_s = settings.directories, settings.job.spec.switch.trainer_progress_seconds
         client = DataClient(session, tls, settings.job.uid)
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
-        self._exports = Exports(places.weights, probe=settings.rules.verify is Verify.PROBE)
+        volume = Volume(places.weights, silent_s=volume_silent_s)
+        self._exports = Exports(volume, probe=settings.rules.verify is Verify.PROBE)
+        self._look_again = asyncio.Event()
         self._ladder = settings.rules.ladder
         self.server = MemberServer(
             hello=Hello(
@@ -137,7 +147,9 @@ class Agent:
 
     async def _live(self) -> None:
         log(LOG, "agent up", ports=str(self.server.ports))
-        link = self._tasks.create_task(self._runner.run(), name="runner link")
+        beside = [self._tasks.create_task(self._runner.run(), name="runner link")]
+        if self._settings.tends_exports:
+            beside.append(self._tasks.create_task(self._look_at_volume(), name="look at volume"))
         while not self._ending:
             self._wake.clear()
             until = self._advance()
@@ -145,7 +157,7 @@ class Agent:
             await self._sleep(until)
         await self._finish_engine_call()
         await self._hand_back()
-        for task in (link, self._attaching, *(task for _, task in self._lanes.values())):
+        for task in (*beside, self._attaching, *(task for _, task in self._lanes.values())):
             if task is not None:
                 task.cancel()
 
@@ -180,8 +192,11 @@ class Agent:
             has_engine=self._settings.has_engine,
         )
 
-    def _look_at_exports(self, target: PodTarget | None) -> tuple[WeightVersion | None, bool, bool]:
-        """Which one is whole; whether others than the target's are there; whether there is no room for a next one."""
+    def _look_at_exports(self, target: PodTarget | None) -> tuple[WeightVersion | None, bool, bool | None]:
+        """Which one is whole; whether others than the target's are there; whether there is no room for a next one.
+
+        Of what is known of the volume: nothing here may wait for it.
+        """
         settings, exports = self._settings, self._exports
         if not settings.reads_exports:
             return self._trainers.exported, False, False
@@ -191,7 +206,7 @@ class Agent:
         may_be_stale = self._gate.is_open or not settings.has_engine
         stale = may_be_stale and exports.has_others_than(target.version if target else None)
         kept = target.weights if target and settings.shares_weights else whole
-        return whole, stale, kept is not None and exports.has_others_than(kept)
+        return whole, bool(stale), exports.has_others_than(kept)
 
     def _facts(self) -> PodFacts:
         target = self.server.target
@@ -245,7 +260,15 @@ class Agent:
         except RunnerError as error:
             self._fail("RunnerUnreachable", str(error))
             await asyncio.sleep(RUNNER_AGAIN_S)
+        except VolumeSilent as error:
+            self._fail("VolumeSilent", str(error))
+            await asyncio.sleep(VOLUME_AGAIN_S)
         finally:
+            if isinstance(
+                action, do.Export | do.StopTrainers | do.RemoveExports
+            ):  # one that is stopped may have written
+                self._exports.may_have_changed()
+                self._look_again.set()
             log(
                 LOG,
                 "action ended",
@@ -360,6 +383,7 @@ class Agent:
                 self._fail("ExportTorn", f"{error}; they are read again, and the engine serves what it has meanwhile")
         else:
             self._problems.made_good("ExportTorn")
+            self._problems.made_good("VolumeSilent")
 
     async def _remove_exports(self, keep: WeightVersion) -> None:
         try:
@@ -368,7 +392,25 @@ class Agent:
             self._fail(
                 "ExportsNotRemoved", f"older weights stay: {error}; the agent removes them through the pod's group"
             )
-            await asyncio.sleep(REMOVE_AGAIN_S)
+            await asyncio.sleep(VOLUME_AGAIN_S)
+
+    async def _look_at_volume(self) -> None:
+        """At its start, and after all that may have changed what exports there are."""
+        while True:
+            self._look_again.clear()
+            try:
+                await self._exports.look()
+            except VolumeSilent as error:
+                self._fail("VolumeSilent", str(error))
+            except OSError as error:
+                self._fail("ExportsNotListed", f"nobody knows which weights there are: {error}")
+            else:
+                self._problems.made_good("VolumeSilent")
+                self._problems.made_good("ExportsNotListed")
+                self._wake_up()
+                await self._look_again.wait()
+                continue
+            await asyncio.sleep(VOLUME_AGAIN_S)
 
     async def _check_probe(self, version: WeightVersion) -> None:
         try:

@@ -42,7 +42,7 @@ class Shards:
 
     async def fetch(self, endpoint: Endpoint, step: int) -> None:
         """Raises ShardUnavailable."""
-        remove_shards(self._directory, below=step)
+        await asyncio.to_thread(remove_shards, self._directory, below=step)
         try:
             for rank in self._ranks:
                 await fetch_shard(
@@ -88,7 +88,7 @@ async def fetch_shard(
                     if size > MAX_SHARD_BYTES:
                         raise ShardUnavailable(f"{what}: larger than {MAX_SHARD_BYTES} bytes")
                     digest.update(piece)
-                    stream.write(piece)
+                    await asyncio.to_thread(stream.write, piece)  # gigabytes: a disk that lags behind holds its writer
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise ShardUnavailable(f"{what}: {error!r}") from error
     if digest.hexdigest() != expected:

@@ -2,11 +2,13 @@
 
 The trainer writes them, the agent trusts nothing it has not read: an engine takes missing tensors, wrong names and torn
 files in silence and reports success (H51, H52), so every file is compared with the manifest before an engine sees it.
+
+The volume may be one of the network, shared with other pods. What it says is remembered: the agent's loop looks there,
+and only what changes exports makes the agent look at the volume again.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -14,17 +16,19 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from pydantic import ValidationError
 
+from colocated_rl_agent.volume import Beat, Volume, VolumeSilent, in_threads
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, Probe, TensorEntry, algorithm_of
 
 MAX_THREADS = 8  # that hash
+PIECE_BYTES = 256 * 1024
 VERIFY_AGAIN_S = 1.0  # after the first failure, and twice as long after each further one: all files are read
 VERIFY_AGAIN_MOST_S = 30.0
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
@@ -41,21 +45,24 @@ class ExportTorn(Exception):
 class Exports:
     """The exports that a pod sees. probe: each must have one.
 
-    whole: the newest one that was compared with its manifest. verify_after: back-off, on the clock of `time.monotonic`.
+    whole: the newest one that was compared with its manifest. there: all that the volume has; None: not known since
+    something may have changed. verify_after: back-off, on the clock of `time.monotonic`.
     """
 
-    def __init__(self, root: Path, *, probe: bool) -> None:
-        self._root = root
+    def __init__(self, volume: Volume, *, probe: bool) -> None:
+        self._volume = volume
         self._probe = probe
         self._failures = 0  # in a row
         self.verify_after = 0.0
         self.whole: Manifest | None = None
+        self.there: frozenset[WeightVersion] | None = None
+        self._changes = 0
 
     async def verify(self, version: WeightVersion) -> Manifest:
-        """Raises ExportTorn."""
+        """Raises ExportTorn, VolumeSilent."""
         try:
             self.whole = await self._compare(version)
-        except ExportTorn:
+        except (ExportTorn, VolumeSilent):
             wait_s = min(VERIFY_AGAIN_S * 2.0 ** min(self._failures, 16), VERIFY_AGAIN_MOST_S)
             self._failures, self.verify_after = self._failures + 1, time.monotonic() + wait_s
             raise
@@ -63,37 +70,52 @@ class Exports:
         return self.whole
 
     async def probe(self, version: WeightVersion) -> Probe:
-        """Also of an older one, which an engine still serves. Raises ExportTorn."""
+        """Also of an older one, which an engine still serves. Raises ExportTorn, VolumeSilent."""
         known = self.whole if self.whole is not None and self.whole.version == version else None
         manifest = known or await self._compare(version)
         assert manifest.probe is not None, "asked for where exports must have one"
         return manifest.probe
 
     async def _compare(self, version: WeightVersion) -> Manifest:
-        manifest = await asyncio.to_thread(verify_export, self._root, version)
+        root = self._volume.place
+        manifest = await self._volume.call(f"read export {version}", lambda beat: verify_export(root, version, beat))
         if self._probe and manifest.probe is None:
             raise ExportTorn(f"export {version} has no probe: write one, or set spec.weightSync.verify to Version")
         return manifest
 
-    def has_others_than(self, keep: WeightVersion | None) -> bool:
-        return bool(stale_exports(self._root, keep))
+    async def look(self) -> None:
+        """Which ones there are. Raises VolumeSilent, OSError."""
+        root, changes = self._volume.place, self._changes
+        found = await self._volume.call("list exports", lambda _: exports_in(root))
+        if changes == self._changes:
+            self.there = frozenset(found)
+
+    def may_have_changed(self) -> None:
+        self.there = None
+        self._changes += 1
+
+    def has_others_than(self, keep: WeightVersion | None) -> bool | None:
+        """None: not known."""
+        return None if self.there is None else bool(self.there - {keep})
 
     async def remove_others_than(self, keep: WeightVersion) -> None:
-        await asyncio.to_thread(remove_exports, self._root, keep)
+        """Raises VolumeSilent, OSError."""
+        root = self._volume.place
+        await self._volume.call("remove exports", lambda beat: remove_exports(root, keep, beat))
 
 
 def export_directory(root: Path, version: WeightVersion) -> Path:
     return root / str(version)
 
 
-def verify_export(root: Path, version: WeightVersion) -> Manifest:
+def verify_export(root: Path, version: WeightVersion, beat: Beat = lambda: None) -> Manifest:
     """Compare every file with the manifest; reads all of them, so call it in a thread. Raises ExportTorn."""
     directory = export_directory(root, version)
     manifest = _manifest(directory)
     if manifest.version != version:
         raise ExportTorn(f"{directory} holds version {manifest.version}")
     try:
-        tensors = _read_files(directory, manifest)
+        tensors = _read_files(directory, manifest, beat)
     except OSError as error:  # a trainer's files may be its own alone, or gone again
         raise ExportTorn(f"{directory} can't be read: {error}; the agent reads it through the pod's group") from error
     if tensors != manifest.tensors:
@@ -104,38 +126,43 @@ def verify_export(root: Path, version: WeightVersion) -> Manifest:
     return manifest
 
 
-def _read_files(directory: Path, manifest: Manifest) -> dict[str, TensorEntry]:
+def _read_files(directory: Path, manifest: Manifest, beat: Beat) -> dict[str, TensorEntry]:
     """What they hold, once their digests agree. Raises ExportTorn, OSError."""
     files = {path.name for path in directory.glob("*.safetensors")}
     if files != set(manifest.digests):
         raise ExportTorn(f"{directory} holds {sorted(files)}, its manifest names {sorted(manifest.digests)}")
+    named = [(directory / name, digest) for name, digest in manifest.digests.items()]
+    found = in_threads(
+        "hash an export", partial(_digest, beat=beat), named, at_once=min(os.cpu_count() or 1, MAX_THREADS)
+    )
     tensors: dict[str, TensorEntry] = {}
-    paths = [directory / name for name in manifest.digests]
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS)) as pool:  # the engine waits, and one core is slow
-        found = pool.map(_digest, paths, map(algorithm_of, manifest.digests.values()))
-        for path, digest, named in zip(paths, found, manifest.digests.values(), strict=True):
-            if digest != named:
-                raise ExportTorn(f"{path} has digest {digest}, its manifest says {named}")
-            tensors |= _tensors(path)
+    for (path, digest), read in zip(named, found, strict=True):
+        if read != digest:
+            raise ExportTorn(f"{path} has digest {read}, its manifest says {digest}")
+        tensors |= _tensors(path)
+        beat()
     return tensors
 
 
-def stale_exports(root: Path, keep: WeightVersion | None) -> list[Path]:
-    """Directories of other versions."""
-    return [path for path in root.iterdir() if path.is_dir() and _is_version(path.name) and path.name != str(keep)]
+def exports_in(root: Path) -> dict[WeightVersion, Path]:
+    """By version. The volume may be new: then the first look makes the place for them."""
+    root.mkdir(exist_ok=True)
+    found = ((_version_in(path.name), path) for path in root.iterdir() if path.is_dir())
+    return {version: path for version, path in found if version is not None}
 
 
-def remove_exports(root: Path, keep: WeightVersion) -> None:
-    for path in stale_exports(root, keep):
-        shutil.rmtree(path)
+def remove_exports(root: Path, keep: WeightVersion, beat: Beat = lambda: None) -> None:
+    for version, directory in exports_in(root).items():
+        if version != keep:
+            shutil.rmtree(directory)
+            beat()
 
 
-def _is_version(name: str) -> bool:
+def _version_in(name: str) -> WeightVersion | None:
     try:
-        WeightVersion.parse(name)
+        return WeightVersion.parse(name)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _manifest(directory: Path) -> Manifest:
@@ -146,9 +173,16 @@ def _manifest(directory: Path) -> Manifest:
         raise ExportTorn(f"{directory / MANIFEST} can't be read: {error}") from error
 
 
-def _digest(path: Path, algorithm: Algorithm) -> Digest:
-    with path.open("rb") as stream:
-        return f"{algorithm}:{hashlib.file_digest(stream, _HASHES[algorithm]).hexdigest()}"
+def _digest(named: tuple[Path, Digest], *, beat: Beat) -> Digest:
+    """Of a file, by the algorithm of the other one."""
+    path, other = named
+    algorithm = algorithm_of(other)
+    digest, piece = _HASHES[algorithm](), memoryview(bytearray(PIECE_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while size := stream.readinto(piece):
+            digest.update(piece[:size])
+            beat()
+    return f"{algorithm}:{digest.hexdigest()}"
 
 
 def _tensors(path: Path) -> dict[str, TensorEntry]:

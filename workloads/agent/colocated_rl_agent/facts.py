@@ -208,6 +208,8 @@ def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
         return Wait()
     if any(rank.exported != at for rank in ranks):
         kept = target.weights if rules.ladder.placement is Placement.DISAGGREGATED else pod.whole  # what engines serve
+        if pod.crowded is None:
+            return Wait()  # the volume is being looked at
         if pod.crowded and kept is not None:  # of a switch that was given up: there is no room for all
             return RemoveExports(keep=kept)
         return Onload() if _any_offloaded(pod) else Export(at)

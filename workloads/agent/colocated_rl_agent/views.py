@@ -213,7 +213,7 @@ class PodView:
     ranks: tuple[RankView, ...]
     whole: WeightVersion | None = None  # newest export whose files agree with their manifest
     stale_exports: bool = False  # older ones are still there
-    crowded: bool = False  # another export is there besides the one that engines serve
+    crowded: bool | None = False  # another export is there besides the one that engines serve; None: not known
     verify_after: float = 0.0  # back-off after an export was not what its manifest says
     shards: int | None = None  # step whose shards are there for every rank
     fetch_after: float = 0.0  # back-off after a failed fetch

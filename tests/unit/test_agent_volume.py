@@ -1,0 +1,92 @@
+"""Calls of a file system that may never answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from colocated_rl_agent.volume import Beat, Volume, VolumeSilent, in_threads
+
+PLACE = Path("/weights")
+SOON_S = 0.02
+LATER_S = 30.0  # more than any of these tests takes
+
+
+class Server:
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def call(self, beat: Beat) -> str:
+        assert self.answers.wait(LATER_S)
+        return "answer"
+
+
+def beats_until(enough: threading.Event, beat: Beat) -> str:
+    while not enough.wait(0.001):
+        beat()
+    return "all of it"
+
+
+async def test_call_returns_or_raises_what_the_file_system_said() -> None:
+    volume = Volume(PLACE)
+
+    def refuse(beat: Beat) -> None:
+        raise PermissionError("not for you")
+
+    assert "here" == await volume.call("look", lambda _: "here")
+    with pytest.raises(PermissionError, match="not for you"):
+        await volume.call("look", refuse)
+
+
+async def test_silent_call_is_given_up_and_no_other_begins_before_it_has_ended() -> None:
+    volume, server = Volume(PLACE, silent_s=SOON_S), Server()
+    with pytest.raises(VolumeSilent, match=re.escape("/weights does not answer: to list exports took over")):
+        await volume.call("list exports", server.call)
+    begun = threading.active_count()
+    for _ in range(3):
+        with pytest.raises(VolumeSilent, match="to list exports took over"):
+            await volume.call("remove exports", server.call)
+    assert begun == threading.active_count()
+
+    server.answers.set()
+    async with asyncio.timeout(LATER_S):
+        while True:
+            try:
+                assert "answer" == await volume.call("remove exports", server.call)
+                break
+            except VolumeSilent:
+                await asyncio.sleep(0)
+
+
+async def test_call_that_gets_on_may_take_as_long_as_it_needs() -> None:
+    volume, enough = Volume(PLACE, silent_s=SOON_S), threading.Event()
+    reading = asyncio.create_task(volume.call("read", lambda beat: beats_until(enough, beat)))
+    done, _ = await asyncio.wait({reading}, timeout=5 * SOON_S)
+    assert not done
+    enough.set()
+    assert "all of it" == await reading
+
+
+def test_process_ends_although_a_call_of_it_does_not() -> None:
+    program = (
+        "import asyncio, threading; from pathlib import Path; from colocated_rl_agent.volume import *\n"
+        "def hang(beat): in_threads('hash', lambda _: threading.Event().wait(), [1, 2], at_once=2)\n"
+        "try: asyncio.run(Volume(Path('/weights'), silent_s=0.01).call('read', hang))\n"
+        "except VolumeSilent: print('given up')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LATER_S, check=True)
+    assert ("given up\n", "") == (ended.stdout, ended.stderr)
+
+
+def test_threads_give_results_in_order_or_what_the_first_failed_one_raised() -> None:
+    assert [1, 4, 9] == in_threads("square", lambda number: number**2, [1, 2, 3], at_once=2)
+    with pytest.raises(ZeroDivisionError):
+        in_threads("invert", lambda number: 1 / number, [1, 0, 2], at_once=2)
