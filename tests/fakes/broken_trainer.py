@@ -57,6 +57,14 @@ class DiffersByPod(ToyLoop):
         return probe
 
 
+class WritesInEveryPod(ToyLoop):
+    def export(self, directory: Path) -> Probe | None:
+        if self._settings.local_rank == 0:  # and whatever the job says of the weights
+            directory.mkdir(exist_ok=True)
+            (directory / "model.safetensors").touch()
+        return super().export(directory)
+
+
 class PromisesWhatItHasNotYet(ToyLoop):
     def replay_from(self) -> int:
         return super().replay_from() + 1
@@ -74,7 +82,7 @@ DEFECTS: Mapping[str, type[Loop]] = {
     defect.__name__: defect
     for defect in (
         ForgetsItsCheckpoints, LoadsOtherWeights, TakesATornShard, MakesNoProgress, WritesOnlyInItsFirstPod,
-        DiffersByPod, PromisesWhatItHasNotYet, DiesOfAFullVolume,
+        DiffersByPod, WritesInEveryPod, PromisesWhatItHasNotYet, DiesOfAFullVolume,
     )
 }  # fmt: skip
 

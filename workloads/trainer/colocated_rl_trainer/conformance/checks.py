@@ -1,6 +1,7 @@
 """What every trainer has to do, one function each, in the order in which they are run on one group of ranks.
 
-Each takes the ranks ONLOADED and leaves them so, at the step that they stand at; the last one ends them. Batches are of
+Each takes the ranks ONLOADED and leaves them so, at the step that they stand at; the last but one ends them, and the
+last starts others. Batches are of
 random tokens: nothing is said about how well a trainer learns. A check that fails raises Broken.
 """
 
@@ -11,6 +12,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from colocated_rl_api.ladder import WeightVersion
@@ -295,6 +297,20 @@ def refuses_a_shard_that_is_torn(trainer: TrainerGroup) -> None:
     raise Broken("a shard that is cut off after 100 bytes was trained on")
 
 
+def has_rank_0_write_alone_where_pods_share_the_weights(trainer: TrainerGroup) -> None:
+    """In a job whose engines have pods of their own. Each pod is given another place, so that what a second writer would
+    leave in the same one, or remove there, is seen.
+    """
+    kind = replace(trainer.kind, is_apart=True)
+    with running(kind, trainer.folder, size=trainer.size, lineage=trainer.lineage + 2, device=trainer.device) as apart:
+        apart.wait_loaded()
+        apart.onload()
+        first, *others = apart.export(_step_of(apart))
+        expect((first / MANIFEST).is_file(), f"rank 0 wrote no {MANIFEST}")
+        written = [rank for rank, folder in enumerate(others, 1) if folder.exists()]
+        expect(not written, f"ranks {written} wrote weights too, where all pods share one volume of them")
+
+
 CHECKS: Sequence[Check] = (
     says_who_it_is_and_where_it_stands,
     lets_its_group_use_the_socket,
@@ -314,15 +330,16 @@ CHECKS: Sequence[Check] = (
     saves_while_offloaded,
     outlives_a_checkpoint_that_it_cannot_write,
     leaves_an_export_as_the_model_if_it_says_so,
-    goes_on_from_its_checkpoint_when_it_is_killed,  # the last: it ends them
+    goes_on_from_its_checkpoint_when_it_is_killed,  # it ends them
+    has_rank_0_write_alone_where_pods_share_the_weights,
 )
 
 SCORING: Sequence[Check] = (scores_a_batch_before_it_trains_it, refuses_to_score_what_is_not_next_or_while_offloaded)
 
 
 def checks_of(kind: TrainerKind) -> Sequence[Check]:
-    """Those of scoring too, where there is a reference; the one that ends the ranks last."""
-    return (*CHECKS[:-1], *SCORING, CHECKS[-1]) if kind.has_reference else CHECKS
+    """Those of scoring too, where there is a reference; the one that ends the ranks, and what needs others, last."""
+    return (*CHECKS[:-2], *SCORING, *CHECKS[-2:]) if kind.has_reference else CHECKS
 
 
 # ------------------------------------------------------------------------------------------------------------- batches

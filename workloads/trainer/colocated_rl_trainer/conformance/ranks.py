@@ -137,13 +137,16 @@ class TrainerProcess:
 
 @dataclass(frozen=True)
 class TrainerKind:
-    """Whose trainer: its command, and the model and config it takes; in a job with a reference or without."""
+    """Whose trainer: its command, and the model and config it takes; in a job with a reference or without, whose engines
+    share the trainers' pods, or are apart from them and read a volume that all pods share.
+    """
 
     name: str
     command: Sequence[str]
     model: Path
     config: Mapping[str, object]
     has_reference: bool = False
+    is_apart: bool = False
 
 
 class TrainerGroup:
@@ -169,7 +172,8 @@ class TrainerGroup:
         self.checkpoints = folder / "checkpoints"
         self.checkpoints.mkdir(exist_ok=True)
         (folder / "trainer.json").write_text(json.dumps(kind.config))
-        (folder / "job.json").write_text(json.dumps(job_file(keep=keep, has_reference=kind.has_reference)))
+        job = job_file(keep=keep, has_reference=kind.has_reference, is_apart=kind.is_apart)
+        (folder / "job.json").write_text(json.dumps(job))
         self._sockets = tempfile.TemporaryDirectory(prefix="ranks-")  # short: a socket's path holds 107 bytes
         port = free_port()
         self.ranks = [self._start(rank, port) for rank in range(size)]
@@ -271,7 +275,8 @@ def free_port() -> int:
             return port
 
 
-def job_file(*, keep: int = 2, has_reference: bool = False) -> dict[str, object]:
+def job_file(*, keep: int = 2, has_reference: bool = False, is_apart: bool = False) -> dict[str, object]:
+    rollout = {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 4}
     return {
         "name": "sums",
         "namespace": "default",
@@ -280,7 +285,7 @@ def job_file(*, keep: int = 2, has_reference: bool = False) -> dict[str, object]
         "spec": {
             "steps": 10,
             "model": {"claimName": "model"},
-            "rollout": {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 4},
+            "rollout": {**rollout, "colocateWith": "", "replicas": 1} if is_apart else rollout,
             "switch": {"trainerStartSeconds": 100, "trainerProgressSeconds": 60},
             "checkpoint": {"keep": keep},
             **({"reference": {}} if has_reference else {}),
