@@ -298,8 +298,8 @@ def refuses_a_shard_that_is_torn(trainer: TrainerGroup) -> None:
 
 
 def has_rank_0_write_alone_where_pods_share_the_weights(trainer: TrainerGroup) -> None:
-    """In a job whose engines have pods of their own. Each pod is given another place, so that what a second writer would
-    leave in the same one, or remove there, is seen.
+    """In a job whose engines have pods of their own. Each pod is given a place of its own, where what a second writer
+    leaves is seen.
     """
     kind = replace(trainer.kind, is_apart=True)
     with running(kind, trainer.folder, size=trainer.size, lineage=trainer.lineage + 2, device=trainer.device) as apart:

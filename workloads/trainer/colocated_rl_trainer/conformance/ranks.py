@@ -137,8 +137,9 @@ class TrainerProcess:
 
 @dataclass(frozen=True)
 class TrainerKind:
-    """Whose trainer: its command, and the model and config it takes; in a job with a reference or without, whose engines
-    share the trainers' pods, or are apart from them and read a volume that all pods share.
+    """Whose trainer: its command, and the model and config it takes; in a job with a reference or without.
+
+    is_apart: the job's engines have pods of their own, and all pods share a volume of weights.
     """
 
     name: str
