@@ -16,6 +16,8 @@ Columns (n samples, T tokens of all of them, prompt and response, one after anot
     group            int64   [n]    group number, as admitted
     group_mean, group_std, group_count   float32 [n]   of the rewards of the sample's group (std: population)
     truncated        uint8   [n]    1: ended by the token limit
+    sample           int64   [n]    sample number, as admitted; for people, as the next one
+    prompt_tokens    int32   [n]    tokens of its prompt, which stand first
 """
 
 from __future__ import annotations

@@ -21,6 +21,17 @@ DATA, ERROR = b"\x00", b"\x01"
 UNREACHED = 599  # not a status: kubectl itself answers, with 500 and no object
 
 
+@dataclass(frozen=True)
+class Link:
+    """A port-forward that is open."""
+
+    request: web.Request
+
+    def cut(self) -> None:
+        if self.request.transport is not None:
+            self.request.transport.abort()
+
+
 @dataclass
 class ClusterApi:
     """What it holds; changed freely before and while it serves."""
@@ -30,6 +41,8 @@ class ClusterApi:
     events: list[Body] = field(default_factory=list)
     logs: dict[tuple[str, str], str] = field(default_factory=dict)  # by pod and container
     pages: dict[tuple[str, str], str] = field(default_factory=dict)  # by pod and path, as the member answers
+    members: dict[str, int] = field(default_factory=dict)  # by pod: the port of a real one, instead of pages
+    links: list[Link] = field(default_factory=list)  # to real ones
     refused: dict[str, int] = field(default_factory=dict)  # by the end of a path: answered with this status
     asked: list[str] = field(default_factory=list)
     forwarded: list[bytes] = field(default_factory=list)
@@ -121,6 +134,9 @@ class ClusterApi:
         await link.prepare(request)
         for channel in (DATA, ERROR):
             await link.send_bytes(channel + port.to_bytes(2, "little"))
+        if pod in self.members:
+            self.links.append(Link(request))
+            return await self._join(link, self.members[pod])
         message = await link.receive_bytes()
         self.forwarded.append(message)
         target = message[1:].split(b" ")[1].decode()
@@ -134,6 +150,25 @@ class ClusterApi:
             for part in (sent[:20], sent[20:]):  # in two frames, cut anywhere
                 await link.send_bytes(DATA + part)
         await link.close()
+        return link
+
+    async def _join(self, link: web.WebSocketResponse, port: int) -> web.StreamResponse:
+        """To a member of this machine, until either end closes."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+        async def answer() -> None:
+            while piece := await reader.read(1 << 16):
+                await link.send_bytes(DATA + piece)
+            await link.close()
+
+        answering = asyncio.create_task(answer())
+        try:
+            async for message in link:
+                self.forwarded.append(message.data)
+                writer.write(message.data[1:])
+        finally:
+            answering.cancel()
+            writer.transport.abort()
         return link
 
 

@@ -50,6 +50,10 @@ class Interface:
         match media:
             case "application/json":
                 self._validate(answer, json.loads(body))
+            case "application/x-ndjson":
+                for line in body.splitlines():
+                    if line:
+                        self._validate(answer, json.loads(line))
             case "text/event-stream":
                 events = [event for event in body.split(b"\n\n") if event.startswith(b"data: {")]
                 assert events

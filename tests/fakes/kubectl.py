@@ -74,6 +74,12 @@ class Played:
         """Something that the API server holds has changed."""
         self._loop.call_soon_threadsafe(self._api.changed.set)
 
+    def cut_links(self) -> None:
+        """Port-forwards that are open end, in the middle of what they carry."""
+        for link in self._api.links:
+            self._loop.call_soon_threadsafe(link.cut)
+        self._api.links.clear()
+
     def end(self) -> None:
         """The API server goes away."""
         (self._folder / "api").unlink()

@@ -743,7 +743,7 @@ async def test_pages_and_metrics_show_what_there_is(job: JobOnDisk, processes: T
         assert ["sealed", "sealed"] == [newest["state"], last["state"]]
         (further,) = (await scene.page(f"/v1/samples?state=sealed&limit=1&text=1&before={last['id']}"))["samples"]
         assert further["id"] < last["id"] < newest["id"]
-        assert further["response"] is None, "a batch holds it"
+        assert further["response"].startswith("Answer: "), "out of its batch"
         for url, expected in (
             (f"http://127.0.0.1:{ports.metrics}/metrics", 'colocate_rollout_samples{state="sealed"} 6.0'),
             (f"http://127.0.0.1:{ports.metrics}/metrics", "\ncolocate_rollout_sealed_response_tokens_count 6.0"),
@@ -757,6 +757,20 @@ async def test_pages_and_metrics_show_what_there_is(job: JobOnDisk, processes: T
         for query in ("state=lost", "limit=-1", "before=x"):
             async with scene.session.get(f"http://127.0.0.1:{ports.pages}/v1/samples?{query}") as response:
                 assert 400 == response.status
+
+
+async def test_who_follows_samples_hears_of_each_and_of_the_end(job: JobOnDisk, processes: TaskProcesses) -> None:
+    async with running(job, processes) as scene:
+        pages = f"http://127.0.0.1:{scene.controller.member.ports.pages}"
+        async with scene.session.get(f"{pages}/v1/samples?follow=true") as response:
+            await scene.target()
+            await scene.open(V0)
+            rows = [json.loads(await response.content.readline()) for _ in range(2 * BATCH)]
+            assert [*range(1, 2 * BATCH + 1)] == [row["ended"] for row in rows]
+            await scene.sealed(1)
+            scene.controller.drain()
+            rest = [json.loads(line) for line in (await response.read()).splitlines() if line]
+            assert {"completed"} >= {row["state"] for row in rest}
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -310,7 +310,7 @@ async def test_a_client_that_does_not_read_its_answer_is_hung_up_on(
             await loop.sock_connect(deaf, ("127.0.0.1", scene.controller.member.ports.pages))
             await loop.sock_sendall(deaf, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             await until(lambda: scene.figure("parked") == 1)
-            monkeypatch.setattr("colocated_rl_rollout.gateway.CLIENT_S", 0.1)
+            monkeypatch.setattr("colocated_rl_rollout.clients.CLIENT_S", 0.1)
             await scene.gate.open(V0)
             port = scene.controller.member.ports.pages
             await until(lambda: not is_connected(port, deaf.getsockname()[1]))

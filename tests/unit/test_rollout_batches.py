@@ -70,6 +70,8 @@ def test_columns_say_of_each_token_who_made_it_and_of_each_sample_how_its_group_
         "group_std": [0.5, 0.5, 0.0, 0.0],
         "group_count": [2.0, 2.0, 2.0, 2.0],
         "truncated": [0, 1, 0, 0],
+        "sample": [1, 2, 3, 4],
+        "prompt_tokens": [2, 2, 1, 1],
     }
     assert expected == {name: columns[name].tolist() for name in expected}
     assert [0.0 if trained == 0 else -0.25 for trained in expected["loss_mask"]] == columns["behaviour_logp"].tolist()
@@ -78,6 +80,7 @@ def test_columns_say_of_each_token_who_made_it_and_of_each_sample_how_its_group_
         "tokens": "int32", "sample_end": "int64", "loss_mask": "uint8", "behaviour_logp": "float32",
         "token_step": "int32", "reward": "float32", "group": "int64", "group_mean": "float32",
         "group_std": "float32", "group_count": "float32", "truncated": "uint8",
+        "sample": "int64", "prompt_tokens": "int32",
     } == dtypes  # fmt: skip
 
 

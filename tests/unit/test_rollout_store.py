@@ -194,10 +194,11 @@ class StoreMachine(RuleBasedStateMachine):
         before = Counter(self.store.counts)
         before[S.INTERRUPTED] += before.pop(S.RUNNING, 0)
         tokens = {sample.id: len(sample.tokens) for group in self.store.groups.values() for sample in group.kept}
+        ended = self.store.ended
         self.let_go()
         self.store.close()
         self.store = Store(self.directory / str(self.life), job_uid=JOB)
-        assert +before == +self.store.counts
+        assert (ended, +before) == (self.store.ended, +self.store.counts)
         assert tokens == {
             sample.id: len(sample.tokens) for group in self.store.groups.values() for sample in group.kept
         }
@@ -240,6 +241,15 @@ class StoreMachine(RuleBasedStateMachine):
         ids = [sample.id for group in store.groups.values() for sample in group.samples]
         assert len(ids) == len(set(ids))
         assert all(number <= store.counts.total() for number in ids)
+
+    @invariant()
+    def what_ended_has_its_place_among_all_that_did(self) -> None:
+        store = self.store
+        assert store.ended == sum(count for state, count in store.counts.items() if state not in LIVE)
+        places = [sample.ended for sample in self.samples(*set(S) - LIVE)]
+        assert len(places) == len(set(places))
+        assert {*places} <= {*range(1, store.ended + 1)}
+        assert {None} >= {sample.ended for sample in self.samples(*LIVE)}
 
     @invariant()
     def what_waits_is_known_to_wait(self) -> None:
@@ -587,7 +597,7 @@ async def test_people_see_the_newest_samples_first(store: Store) -> None:
     store.close()
 
 
-async def test_people_read_what_was_written_until_a_batch_holds_it(store: Store) -> None:
+async def test_people_read_what_was_written_wherever_it_is_kept(store: Store) -> None:
     group = completed_group(store)
     store.admit(prompt(1), size=1)
     await store.flushed()
@@ -596,5 +606,8 @@ async def test_people_read_what_was_written_until_a_batch_holds_it(store: Store)
     assert ((asked, answer), (str(list(prompt(1).ids)), None)) == (words[1], words[3])
     seal(store, [group])
     await store.flushed()
-    assert (None, None) == next((row["prompt"], row["response"]) for row in store.recent(S.SEALED, limit=1, text=str))
+    assert {(asked, answer)} == {(row["prompt"], row["response"]) for row in store.recent(S.SEALED, limit=9, text=str)}
+    for file in store.batch_directory.iterdir():
+        file.unlink()
+    assert {(None, None)} == {(row["prompt"], row["response"]) for row in store.recent(S.SEALED, limit=9, text=str)}
     store.close()

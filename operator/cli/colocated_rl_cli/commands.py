@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,9 +17,9 @@ from typing import Any
 from rich.console import Console
 
 from colocated_rl_api import names
-from colocated_rl_cli import bundle, one_side, questions, starter, timeline
+from colocated_rl_cli import bundle, one_side, questions, samples, starter, timeline
 from colocated_rl_cli.api import Api
-from colocated_rl_cli.errors import CliError, Exit, NotThere, UsageError
+from colocated_rl_cli.errors import CliError, Exit, UsageError
 from colocated_rl_cli.evidence import Evidence
 from colocated_rl_cli.explanation import Explanation, explain
 from colocated_rl_cli.figures import read_figures, standings
@@ -28,12 +28,11 @@ from colocated_rl_cli.kubectl import Login
 from colocated_rl_cli.live import shown
 from colocated_rl_cli.manifest import Verdict, judge
 from colocated_rl_cli.output import complain, document, say, table
-from colocated_rl_cli.pages import page, states
+from colocated_rl_cli.pages import states
 from colocated_rl_cli.records import Records
 from colocated_rl_cli.trace import trace
 from colocated_rl_cli.view import frame
 
-OVER = ("Complete", "Failed")  # phases
 MANY_PODS = 64  # whose pages `explain` reads
 MANY_EVENTS = 10  # pods that don't run, of which it reads events
 
@@ -182,7 +181,7 @@ def told(explanation: Explanation) -> str:
 async def top(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
-        if args.once or job.get("status", {}).get("phase") in OVER:
+        if args.once or job.get("status", {}).get("phase") in samples.OVER:
             records = await _kept(api, args.job, job)
             Console().print(frame(job, records.lines, now=time.time()))
             return Exit.FINE
@@ -195,35 +194,20 @@ async def top(args: Namespace) -> Exit:
     return Exit.FINE
 
 
-async def samples(args: Namespace) -> Exit:
+async def show_samples(args: Namespace) -> Exit:
     query = {"limit": str(args.limit)}
     query |= ({"state": args.state} if args.state else {}) | ({"text": "1"} if args.text else {})
     async with Api.reach(login(args), args.namespace) as api:
-        rows = (await page(api, await _rollout_pod(api, args.job), "/v1/samples", query))["samples"]
-    if args.output == "text" and args.text:
-        say("\n\n".join(_in_words(row) for row in rows))
-    elif args.output == "text":
-        say(table(rows, ["id", "group_id", "state", "reward", "finish", "attempts", "step", "reason"]))
-    else:
-        say(document(rows, args.output))
+        if not args.follow:
+            say(samples.listed(await samples.newest(api, args.job, query), args.output, text=args.text))
+            return Exit.FINE
+        if above := samples.head(args.output, text=args.text):
+            say(above)
+        async with aclosing(samples.followed(api, args.job, query, complain=complain)) as rows:
+            async for row in rows:
+                say(samples.told(row, args.output, text=args.text))
+                sys.stdout.flush()  # whoever reads a pipe sees it too
     return Exit.FINE
-
-
-def _in_words(row: Mapping[str, Any]) -> str:
-    reward = "-" if row["reward"] is None else f"{row['reward']:.4g}"
-    texts = [textwrap.indent(row.get(name) or "-", "    ") for name in ("prompt", "response")]
-    return f"{row['id']}: {row['state']}, reward {reward}\n  prompt\n{texts[0]}\n  response\n{texts[1]}"
-
-
-async def _rollout_pod(api: Api, job: str) -> str:
-    await api.job(job)  # says so if there is none
-    for pod in await api.pods_of(job):
-        if (
-            pod["metadata"]["labels"][names.ROLE_LABEL] == names.ROLE_ROLLOUT
-            and pod["status"].get("phase") == "Running"
-        ):
-            return str(pod["metadata"]["name"])
-    raise NotThere(f"job {api.namespace}/{job} has no rollout pod that runs: kubectl crlj explain {job} says why")
 
 
 async def evaluations(args: Namespace) -> Exit:
@@ -255,7 +239,7 @@ async def _steer(args: Namespace, *, suspend: bool, said: str) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
         name = f"{api.namespace}/{args.job}"
-        if job.get("status", {}).get("phase") in OVER:
+        if job.get("status", {}).get("phase") in samples.OVER:
             complain(f"{name}: it is over ({job['status']['phase']}): make a new job")
             return Exit.PROBLEM
         if bool(job["spec"].get("suspend")) is suspend:

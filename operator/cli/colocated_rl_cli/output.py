@@ -31,9 +31,17 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     cells = [[column.upper() for column in columns]]
     cells += [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
-    return "\n".join(
-        "   ".join(f"{text:{width}}" for text, width in zip(line, widths, strict=True)).rstrip() for line in cells
-    )
+    return "\n".join(_spaced(line, widths) for line in cells)
+
+
+def row_of(row: Mapping[str, Any], columns: Mapping[str, int]) -> str:
+    """Of a table whose rows come one after another. columns: with the widths of what they hold, usually."""
+    widths = [max(len(name), width) for name, width in columns.items()]
+    return _spaced([_cell(row.get(name)) for name in columns], widths)
+
+
+def _spaced(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "   ".join(f"{text:{width}}" for text, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def _cell(value: Any) -> str:

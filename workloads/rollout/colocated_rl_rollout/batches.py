@@ -210,6 +210,8 @@ def _shard(rows: Sequence[_Row], header: BatchHeader, oldest_step: int) -> bytes
         "group_std": np.array([row.group_std for row in rows], np.float32),
         "group_count": np.array([row.group_count for row in rows], np.float32),
         "truncated": np.array([row.sample.finish is Finish.LENGTH for row in rows], np.uint8),
+        "sample": np.array([row.sample.id for row in rows], np.int64),
+        "prompt_tokens": np.array([len(row.sample.group.prompt.ids) for row in rows], np.int32),
     }
     return bytes(save(columns, metadata={HEADER_KEY: header.model_dump_json(by_alias=True)}))
 

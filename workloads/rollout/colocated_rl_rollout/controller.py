@@ -28,6 +28,7 @@ from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.episodes import Episodes
 from colocated_rl_rollout.evaluation import Evaluation
+from colocated_rl_rollout.followers import Followers
 from colocated_rl_rollout.gateway import Gateway
 from colocated_rl_rollout.interface import interface
 from colocated_rl_rollout.metrics import Metrics, StoreGauges, TokenRate
@@ -162,6 +163,7 @@ class Controller:
             self._sealer = Replay(spec, store=store, recording=settings.recording, changed=self._dirty.set)
             self._beside, served = {}, []
         registry.register(StoreGauges(store))
+        self._followers = Followers(store, chat.text)
         self._facts = self._observe()
         self.member = MemberServer(
             hello=Hello(
@@ -178,7 +180,16 @@ class Controller:
             accept=self._accept,
             remember_epoch=store.remember_epoch,
             data=data_routes(store, tls, served),
-            pages=[*pages(store, lambda: self._facts, chat.text, partial(interface, gateway=bool(served))), *served],
+            pages=[
+                *pages(
+                    store,
+                    lambda: self._facts,
+                    chat.text,
+                    self._followers,
+                    partial(interface, gateway=bool(served)),
+                ),
+                *served,
+            ],
             ports=settings.ports,
             registry=registry,
         )
@@ -216,6 +227,7 @@ class Controller:
             await asyncio.wait([sealing], timeout=self._drain_s)
         sealing.cancel()
         await asyncio.wait([sealing])
+        self._followers.end()
         self._stopped = self._stop
         await self._publish()
         await asyncio.sleep(FAREWELL_S if self._stop else 0)

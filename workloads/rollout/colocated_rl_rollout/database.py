@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from colocated_rl_rollout.tables import SCHEMA, SCHEMA_VERSION
+from colocated_rl_rollout.tables import ENDS_ADDED, SCHEMA, SCHEMA_VERSION
 
 BUSY_MS = 10_000
 
@@ -49,6 +49,8 @@ def open_database(path: Path) -> sqlite3.Connection:
             raise StoreFailed(
                 f"{path} has schema {version}, this program writes {SCHEMA_VERSION}: use the matching image"
             )
+        elif "ended" not in {column[1] for column in database.execute("PRAGMA table_info(samples)")}:
+            database.executescript(f"BEGIN; {ENDS_ADDED} COMMIT;")
     except (OSError, sqlite3.Error) as error:
         raise StoreFailed(
             f"store {path} can't be opened: {error}; its volume must be local or block storage"

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.clients import CLIENT_S, ClientGone, given, reading, soon
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.openai_replies import Pieces, Reply, listed, message_of, shown
 from colocated_rl_rollout.openai_requests import (
@@ -50,7 +51,6 @@ ReadT = TypeVar("ReadT")
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 READING_BYTES = 16 * MAX_REQUEST_BYTES  # of bodies at a time
 THREADS_AT_MOST = 3  # of at least five that the process has: batches are written and prompts made in the others
-CLIENT_S = 30.0  # for a client to send its body, or to read an event or an answer
 SESSION_HEADER = "X-Session-ID"
 SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 SILENCE_S = 15.0  # of a stream whose request waits; a comment says that somebody is there
@@ -114,7 +114,7 @@ class Gateway:
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
-                return await _given(request, await self._answer(serve, request))
+                return await given(request, await self._answer(serve, request))
             except ClientGone as gone:
                 return gone.response
 
@@ -239,7 +239,7 @@ class Gateway:
         while not turn.ended:
             turn.grew.clear()
             await stream.tell(pieces.more(turn.so_far))
-            if not await _soon(turn.grew, SILENCE_S):
+            if not await soon(turn.grew, SILENCE_S):
                 await stream.write(COMMENT)
         try:
             await turn.end()
@@ -312,14 +312,6 @@ class Reading:
             self._freed.set()
 
 
-class ClientGone(Exception):
-    """The client does not read its answer any more."""
-
-    def __init__(self, response: web.StreamResponse) -> None:
-        super().__init__()
-        self.response = response
-
-
 class Stream:
     """Server-sent events to one client. Begins with the first of them: until then a refusal has its own status."""
 
@@ -339,36 +331,16 @@ class Stream:
 
     async def write(self, text: bytes) -> None:
         """Raises ClientGone."""
-        async with _reading(self._request, self._response):
+        async with reading(self._request, self._response):
             if not self.begun:
                 await self._response.prepare(self._request)
             await self._response.write(text)
 
     async def end(self) -> web.StreamResponse:
         """Raises ClientGone."""
-        async with _reading(self._request, self._response):
+        async with reading(self._request, self._response):
             await self._response.write_eof()
         return self._response
-
-
-async def _given(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    """An answer once its client has taken it: the framework would wait for that for ever. Raises ClientGone."""
-    async with _reading(request, response):
-        await response.prepare(request)
-        await response.write_eof()
-    return response
-
-
-@asynccontextmanager
-async def _reading(request: web.Request, response: web.StreamResponse) -> AsyncIterator[None]:
-    """While something is written: who does not read it in time is hung up on. Raises ClientGone."""
-    try:
-        async with asyncio.timeout(CLIENT_S):
-            yield
-    except (OSError, TimeoutError) as error:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ClientGone(response) from error
 
 
 def _shown(session: Session) -> bytes:
@@ -410,12 +382,3 @@ async def _body(request: web.Request) -> bytes:
     except web.RequestPayloadError as error:
         raise RequestRefused(400, f"the body is broken: {error}") from error
     return bytes(body)
-
-
-async def _soon(event: asyncio.Event, within_s: float) -> bool:
-    try:
-        async with asyncio.timeout(within_s):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True

@@ -11,10 +11,11 @@ from colocated_rl_api import names
 from colocated_rl_api.batch import DIGEST_HEADER
 from colocated_rl_api.member_wire import Hello, RolloutFacts, RolloutTarget
 from colocated_rl_rollout import openai_answers as answers
+from colocated_rl_rollout.followers import BEGINS_AFTER, LINES
 from colocated_rl_rollout.gateway import SESSION_HEADER, SESSION_NAME
 from colocated_rl_rollout.openai_requests import ChatBody, Reward, TextBody
-from colocated_rl_rollout.openapi import EVENTS, JSON, Operation, Route, document
-from colocated_rl_rollout.pages import Progress, SamplesAsked, SamplesShown, ShardAsked
+from colocated_rl_rollout.openapi import EVENTS, JSON, SCHEMAS, Operation, Route, document
+from colocated_rl_rollout.pages import Progress, SamplesAsked, SampleShown, SamplesShown, ShardAsked
 
 PAGES = "Pages"
 BATCHES = "Batches"
@@ -80,8 +81,16 @@ def _turns(root: str, session: dict[str, Any]) -> dict[Route, Operation]:
 OPERATIONS: dict[Route, Operation] = {
     Route("GET", "/v1/state"): _page("Target and facts of the rollout controller", State),
     Route("GET", "/v1/progress"): _page("How far things are", Progress),
-    Route("GET", "/v1/samples"): _page(
-        "The newest samples", SamplesShown, query=SamplesAsked, refusals={"400": ("a parameter can't be", None)}
+    Route("GET", "/v1/samples"): Operation(
+        tag=PAGES,
+        summary="The newest samples; with follow each as it ends, a line of JSON each",
+        answers={JSON: SamplesShown, LINES: {"$ref": SCHEMAS.format(model=SampleShown.__name__)}},
+        headers={
+            BEGINS_AFTER: {"schema": {"type": "integer"}, "description": "with follow: the place before the first"}
+        },
+        query=SamplesAsked,
+        refusals={"400": ("a parameter can't be", None), "429": ("too many follow already", None)},
+        rest=ON_LOOPBACK,
     ),
     Route("GET", "/openapi.json"): _page("This document", {"type": "object"}),
     Route("GET", "/v1/batches/{step}"): Operation(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, NotRequired, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from typing_extensions import TypedDict  # the standard library's can't be read by pydantic before Python 3.12
 
 from colocated_rl_api.batch import DIGEST_HEADER
@@ -19,6 +19,7 @@ from colocated_rl_api.member_wire import RolloutFacts
 from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.batches import BatchRecord, shard_path
+from colocated_rl_rollout.followers import Followers
 from colocated_rl_rollout.samples import Finish, SampleState
 from colocated_rl_rollout.store import Store
 
@@ -39,7 +40,23 @@ class SamplesAsked(BaseModel):
     state: SampleState | None = Field(default=None, description="of these alone")
     before: int | None = Field(default=None, ge=0, lt=2**63, description="a page further: the id of the last one seen")
     limit: int = Field(default=100, ge=0, lt=10**9, description=f"at most, and never more than {SAMPLES_AT_MOST}")
-    text: bool = Field(default=False, description="with prompt and response, of those that no batch holds yet")
+    follow: bool = Field(
+        default=False,
+        description="lines of JSON instead, a sample each: the newest that ended, `limit` at most, then each as it "
+        "ends; an empty line where none ends for a while",
+    )
+    after: int | None = Field(
+        default=None, ge=0, lt=2**63, description="with follow, go on: `ended` of the last one seen; 0 is all there are"
+    )
+    text: bool = Field(default=False, description="with prompt and response")
+
+    @model_validator(mode="after")
+    def _fits(self) -> SamplesAsked:
+        if self.follow and self.before is not None:
+            raise ValueError("?before= is of pages: follow goes on with ?after=")
+        if self.after is not None and not self.follow:
+            raise ValueError("?after= is of ?follow=true: pages go on with ?before=")
+        return self
 
 
 class SampleShown(TypedDict):
@@ -54,6 +71,9 @@ class SampleShown(TypedDict):
     finish: Finish | None
     reward: float | None
     step: Annotated[int | None, Field(description="of the batch that holds it")]
+    ended: Annotated[
+        int | None, Field(description="its place among all that ended (reward in, failed or given up), from 1 on")
+    ]
     prompt: NotRequired[str | None]
     response: NotRequired[str | None]
 
@@ -99,6 +119,7 @@ def pages(
     store: Store,
     facts: Callable[[], RolloutFacts],
     text: Callable[[list[int]], str],
+    followers: Followers,
     interface: Callable[[], Mapping[str, Any]],
 ) -> list[web.RouteDef]:
     """For people, on the pod's loopback. text: what tokens say. interface: the document of all routes."""
@@ -113,8 +134,13 @@ def pages(
             {"facts": facts().model_dump(mode="json", by_alias=True), "sealed": sealed, "endedWithoutTraining": ended}
         )
 
-    async def show_samples(request: web.Request) -> web.Response:
+    async def show_samples(request: web.Request) -> web.StreamResponse:
         asked = _asked(request, SamplesAsked)
+        if asked.follow:
+            after = max(0, store.ended - asked.limit) if asked.after is None else asked.after
+            if after > store.ended:
+                raise _problem(400, f"?after=: only {store.ended} samples have ended: the store is another one")
+            return await followers.serve(request, after=after, state=asked.state, text=asked.text)
         rows = await asyncio.to_thread(
             store.recent,
             asked.state,
@@ -139,7 +165,8 @@ def _asked(request: web.Request, kind: type[AskedT]) -> AskedT:
         return kind.model_validate(dict(request.query))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise _problem(400, f"?{first['loc'][0]}=: {first['msg']}") from error
+        where = f"?{first['loc'][0]}=: " if first["loc"] else ""
+        raise _problem(400, where + first["msg"].removeprefix("Value error, ")) from error
 
 
 def _problem(status: int, message: str) -> web.HTTPException:

@@ -140,6 +140,7 @@ class Sample:
     idle_attempts: int = 0  # of them, the last ones in a row that brought no token
     finish: Finish | None = None
     reward: float | None = None
+    ended: int | None = None  # its place among all that ended, from 1 on
     engine: str | None = None  # that has its prefix; not kept over a restart
     playing_since: int | None = None  # step of the oldest weights in the episode under way
 

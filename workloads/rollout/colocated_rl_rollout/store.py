@@ -14,6 +14,7 @@ Refuses every move that `samples.NEXT` does not have: WrongMove is a bug, and en
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -28,7 +29,7 @@ import numpy as np
 
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import EvaluationResult, Problem
-from colocated_rl_rollout import tables
+from colocated_rl_rollout import tables, transcripts
 from colocated_rl_rollout.batches import BatchRecord, batch_bytes, batch_is_there, remove_all_but, remove_batch
 from colocated_rl_rollout.database import DatabaseWriter, Statement, StoreFailed, hold, open_database
 from colocated_rl_rollout.resume import join
@@ -67,6 +68,7 @@ class Store:
     waiting: samples that wait for an engine, by id.
     counts: samples by state; they add up to every sample ever admitted.
     reasons: samples by state and reason, for the states that have one.
+    ended: samples that ever ended, each of which has its place among them. followers: set when another one does.
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class Store:
         self.waiting: dict[int, Sample] = {}
         self.counts: Counter[SampleState] = Counter()
         self.reasons: Counter[tuple[SampleState, str]] = Counter()
+        self.ended = 0
+        self.followers: set[asyncio.Event] = set()
         self._sealed_samples: dict[int, int] = {}  # by step, of batches that are not trained
         self._batches: dict[int, BatchRecord] = {}  # those whose files are kept
         self.sealed: BatchRecord | None = None
@@ -188,7 +192,7 @@ class Store:
         first = self.counts.total() + 1
         for number, each in enumerate(trajectories, first):
             sample = Sample(number, group, SampleState.COMPLETED, each.tokens, segments=1, attempts=1)
-            sample.finish, sample.reward = each.finish, each.reward
+            sample.finish, sample.reward, sample.ended = each.finish, each.reward, self._end()
             group.samples.append(sample)
         self.groups[group.id] = group
         self.counts[SampleState.COMPLETED] += len(trajectories)
@@ -197,7 +201,10 @@ class Store:
             (tables.FACT, [("groups", group.id)]),
             (
                 tables.WHOLE_SAMPLE,
-                [(each.id, group.id, each.state, each.attempts, each.finish, each.reward) for each in group.samples],
+                [
+                    (each.id, group.id, each.state, each.attempts, each.finish, each.reward, each.ended)
+                    for each in group.samples
+                ],
             ),
             (tables.SEGMENT, [(each.id, each.attempts, *tables.packed(each.tokens)) for each in group.samples]),
             *also,
@@ -236,16 +243,12 @@ class Store:
         """The sample's episode has ended. also: what is to be durable together with it."""
         sample.finish, sample.reward = played.finish, played.reward
         ended = self._end_attempt(sample, SampleState.SCORING, played.tokens, brought=True)
-        self._check(sample, SampleState.COMPLETED)
-        self._writer.write(*ended, (tables.SCORE, [(SampleState.COMPLETED, played.reward, sample.id)]), *also)
-        self._count(sample, SampleState.COMPLETED)
+        self._writer.write(*ended, self._scored(sample), *also)
 
     def score(self, sample: Sample, reward: float) -> None:
         """The reward is in."""
-        self._check(sample, SampleState.COMPLETED)
         sample.reward = reward
-        self._writer.write((tables.SCORE, [(SampleState.COMPLETED, reward, sample.id)]))
-        self._count(sample, SampleState.COMPLETED)
+        self._writer.write(self._scored(sample))
 
     def replace(self, sample: Sample, state: SampleState, reason: str) -> Sample:
         """End a sample as failed or discarded; a new one of the same group takes its place."""
@@ -292,7 +295,7 @@ class Store:
         for sample in samples:
             self._check(sample, SampleState.SEALED)
         self._writer.write(
-            (tables.MOVE, [(SampleState.SEALED, "", sample.id) for sample in samples]),
+            (tables.MOVE, [(SampleState.SEALED, "", sample.ended, sample.id) for sample in samples]),
             (tables.DROP_SEGMENTS, [(sample.id,) for sample in samples]),
             *self._seal(record, [group.id for group in groups]),
         )
@@ -317,7 +320,10 @@ class Store:
             (tables.FACT, [("groups", self._group_count)]),
             (
                 tables.WHOLE_SAMPLE,
-                [(number, group, state, 0, None, reward) for number, (group, reward) in enumerate(owned, sample)],
+                [
+                    (number, group, state, 0, None, reward, self._end())
+                    for number, (group, reward) in enumerate(owned, sample)
+                ],
             ),
             *self._seal(record, groups),
         )
@@ -378,15 +384,30 @@ class Store:
     ) -> list[dict[str, Any]]:
         """The newest samples, for people; those of batches that a checkpoint holds are only counted. Blocks.
 
-        before: those with smaller ids. text: turns tokens into words; then prompt and response are there too, of those
-        that no batch holds yet.
+        before: those with smaller ids. text: turns tokens into words; then prompt and response are there too.
         """
+        return self._shown(tables.RECENT, text, state=state, before=before, limit=limit)
+
+    def ended_after(
+        self,
+        after: int,
+        up_to: int,
+        state: SampleState | None,
+        *,
+        limit: int,
+        text: Callable[[list[int]], str] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Those whose place among the ended is above `after`, in that order, as far as they are durable. Blocks."""
+        return self._shown(tables.ENDED, text, state=state, after=after, up_to=up_to, limit=limit)
+
+    def _shown(self, statement: str, text: Callable[[list[int]], str] | None, **asked: Any) -> list[dict[str, Any]]:
         with contextlib.closing(self._reader()) as database:
-            rows = database.execute(tables.RECENT, {"state": state, "before": before, "limit": limit})
-            found = [dict(row) for row in rows]
+            database.execute("BEGIN")  # rows and tokens as they were at one moment
+            found = [dict(row) for row in database.execute(statement, asked)]
             if text is not None:
-                for sample in found:
-                    sample |= tables.written(database, sample["id"], sample["group_id"], text)
+                for sample, said in transcripts.of(database, self.batch_directory, found):
+                    parts = {"prompt": said.prompt, "response": said.response}
+                    sample |= {name: text(ids.tolist()) if len(ids) else None for name, ids in parts.items()}
             return found
 
     def record_evaluation(self, result: EvaluationResult) -> None:
@@ -429,7 +450,12 @@ class Store:
         self._count(sample, state)
         if reason:
             self.reasons[state, reason] += 1
-        return tables.MOVE, [(state, reason, sample.id)]
+        return tables.MOVE, [(state, reason, sample.ended, sample.id)]
+
+    def _scored(self, sample: Sample) -> Statement:
+        self._check(sample, SampleState.COMPLETED)
+        self._count(sample, SampleState.COMPLETED)
+        return tables.SCORE, [(sample.state, sample.reward, sample.ended, sample.id)]
 
     def _check(self, sample: Sample, state: SampleState) -> None:
         if state not in NEXT[sample.state]:
@@ -440,11 +466,20 @@ class Store:
         self.counts[state] += 1
         sample.group.unfinished += (state in LIVE) - (sample.state in LIVE)
         sample.group.oldest_is_known = False
+        if state not in LIVE and sample.state in LIVE:
+            sample.ended = self._end()
         sample.state = state
         if state in WAITING:
             self.waiting[sample.id] = sample
         else:
             self.waiting.pop(sample.id, None)
+
+    def _end(self) -> int:
+        """The place of a sample that ends now."""
+        self.ended += 1
+        for follower in self.followers:
+            follower.set()
+        return self.ended
 
     # ------------------------------------------------------------------------------------------------- reading
     def _read(self, database: sqlite3.Connection, job_uid: str) -> None:
@@ -466,6 +501,7 @@ class Store:
             self.counts[SampleState(state)] += count
             if reason:
                 self.reasons[SampleState(state), reason] += count
+        self.ended = sum(count for state, count in self.counts.items() if state not in LIVE)
         alive = "FROM groups WHERE step IS NULL AND given_up IS NULL"
         for number, position, index, ids in database.execute(
             f"SELECT id, position, prompt_index, prompt {alive} ORDER BY id"
@@ -474,7 +510,7 @@ class Store:
             self.groups[number] = Group(number, prompt)
         samples: dict[int, Sample] = {}
         for row in database.execute(
-            "SELECT id, group_id, state, attempts, idle_attempts, finish, reward FROM samples"
+            "SELECT id, group_id, state, attempts, idle_attempts, finish, reward, ended FROM samples"
             f" WHERE group_id IN (SELECT id {alive}) ORDER BY id"
         ):
             sample = tables.sample_of(row, self.groups[row[1]])

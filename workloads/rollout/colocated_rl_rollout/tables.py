@@ -8,8 +8,7 @@ stands as turns of their sessions, until it is samples of a group or given up.
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,10 @@ CREATE INDEX groups_by_step ON groups (step);
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups,
     state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', attempts INTEGER NOT NULL DEFAULT 0,
-    idle_attempts INTEGER NOT NULL DEFAULT 0, finish TEXT, reward REAL
+    idle_attempts INTEGER NOT NULL DEFAULT 0, finish TEXT, reward REAL, ended INTEGER
 );
 CREATE INDEX samples_by_group ON samples (group_id);
+CREATE INDEX samples_by_end ON samples (ended) WHERE ended IS NOT NULL;
 CREATE TABLE segments (
     sample_id INTEGER NOT NULL REFERENCES samples, attempt INTEGER NOT NULL,
     ids BLOB NOT NULL, logp BLOB NOT NULL, spans TEXT NOT NULL, PRIMARY KEY (sample_id, attempt)
@@ -45,16 +45,23 @@ CREATE TABLE turns (
 ) WITHOUT ROWID;
 CREATE TABLE retired (state TEXT, reason TEXT, count INTEGER NOT NULL, PRIMARY KEY (state, reason)) WITHOUT ROWID;
 """
+ENDS_ADDED = """
+ALTER TABLE samples ADD COLUMN ended INTEGER;
+CREATE INDEX samples_by_end ON samples (ended) WHERE ended IS NOT NULL;
+"""
+"""To a store of the same schema that an older program made; which can go on with it."""
 
 FACT = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
 GROUP = "INSERT INTO groups (id, position, prompt_index, prompt) VALUES (?, ?, ?, ?)"
 SAMPLE = "INSERT INTO samples (id, group_id, state) VALUES (?, ?, ?)"
-MOVE = "UPDATE samples SET state = ?, reason = ? WHERE id = ?"
+MOVE = "UPDATE samples SET state = ?, reason = ?, ended = ? WHERE id = ?"
 ATTEMPT = "UPDATE samples SET state = ?, attempts = ?, idle_attempts = ?, finish = ? WHERE id = ?"
 SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?)"
 DROP_SEGMENTS = "DELETE FROM segments WHERE sample_id = ?"
-WHOLE_SAMPLE = "INSERT INTO samples (id, group_id, state, attempts, finish, reward) VALUES (?, ?, ?, ?, ?, ?)"
-SCORE = "UPDATE samples SET state = ?, reward = ? WHERE id = ?"
+WHOLE_SAMPLE = """
+INSERT INTO samples (id, group_id, state, attempts, finish, reward, ended) VALUES (?, ?, ?, ?, ?, ?, ?)
+"""
+SCORE = "UPDATE samples SET state = ?, reward = ?, ended = ? WHERE id = ?"
 SEAL_GROUP = "UPDATE groups SET step = ?, prompt = NULL WHERE id = ?"
 BATCH = "INSERT INTO batches (step, record) VALUES (?, ?)"
 GIVE_UP_GROUP = "UPDATE groups SET given_up = ?, prompt = NULL WHERE id = ?"
@@ -71,17 +78,22 @@ REWARD_SESSION = "UPDATE sessions SET reward = ?, grouping = ? WHERE id = ?"
 TURN = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 DROP_SESSION = "DELETE FROM sessions WHERE id = ?"
 DROP_TURNS = "DELETE FROM turns WHERE session_id = ?"
-RECENT = """
-SELECT samples.id, group_id, prompt_index, state, reason, attempts, finish, reward, step
+SHOWN = """
+SELECT samples.id, group_id, prompt_index, state, reason, attempts, finish, reward, step, ended
 FROM samples JOIN groups ON groups.id = group_id
+"""
+ENDED = f"""{SHOWN}
+WHERE ended > :after AND ended <= :up_to AND (:state IS NULL OR state = :state) ORDER BY ended LIMIT :limit
+"""
+RECENT = f"""{SHOWN}
 WHERE (:state IS NULL OR state = :state) AND (:before IS NULL OR samples.id < :before)
 ORDER BY samples.id DESC LIMIT :limit
 """
 
 
 def sample_of(row: Sequence[Any], group: Group) -> Sample:
-    """A sample without its tokens, from id, group, state, attempts, idle attempts, finish and reward."""
-    number, _, state, attempts, idle_attempts, finish, reward = row
+    """A sample without its tokens, from id, group, state, attempts, idle attempts, finish, reward and end."""
+    number, _, state, attempts, idle_attempts, finish, reward, ended = row
     return Sample(
         number,
         group,
@@ -90,17 +102,8 @@ def sample_of(row: Sequence[Any], group: Group) -> Sample:
         idle_attempts=idle_attempts,
         finish=Finish(finish) if finish else None,
         reward=reward,
+        ended=ended,
     )
-
-
-def written(
-    database: sqlite3.Connection, sample: int, group: int, text: Callable[[list[int]], str]
-) -> dict[str, str | None]:
-    """Prompt and response of a sample; None where a batch holds them, or there is none yet."""
-    (prompt,) = database.execute("SELECT prompt FROM groups WHERE id = ?", [group]).fetchone()
-    segments = database.execute("SELECT ids FROM segments WHERE sample_id = ? ORDER BY attempt", [sample])
-    texts = {"prompt": prompt or b"", "response": b"".join(ids for (ids,) in segments)}
-    return {name: text(np.frombuffer(ids, np.int32).tolist()) if ids else None for name, ids in texts.items()}
 
 
 def packed(tokens: Tokens) -> tuple[bytes, bytes, str]:
