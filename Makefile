@@ -65,6 +65,11 @@ test-contract: ## against the real engine, the real API server, real processes
 e2e: ## whole jobs on the local cluster; on any other with `make e2e KUBECONFIG=...`
 	@$(SETUP) --then all e2e-layer
 
+.PHONY: e2e-kueue
+e2e-kueue: setup ## jobs in a queue of the real Kueue, built from its module, 10 minutes the first time; no part of test
+	@tests/kueue/build.sh .build/kueue
+	@pytest tests/kueue
+
 .PHONY: lint
 lint: ## form, likely bugs, who imports whom, shell scripts, Go
 	@$(SETUP) --only dev --only cluster --then all lint-layer --then all vet-layer

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,10 @@ def pytest_runtest_makereport(
     return report
 
 
-@pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | None]:
-    """None: that of the environment."""
-    if "KUBECONFIG" in os.environ:
-        yield None
-        return
-    with Cluster.up(tmp_path_factory.mktemp("cluster"), images=CHECKOUT.images) as cluster:
+@contextmanager
+def installed(place: Path, *, images: Path = CHECKOUT.images) -> Iterator[Cluster]:
+    """A local cluster with the chart of this checkout, and the claims that jobs of these tests name."""
+    with Cluster.up(place, images=images) as cluster:
         chart = CHECKOUT.root / "charts/colocated-rl"
         cluster.kubectl("create", "namespace", OPERATOR_NAMESPACE)
         cluster.kubectl("create", "namespace", NAMESPACE)
@@ -63,6 +61,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | None
         )
         for claim, path in (("arithmetic-model", MODEL), ("own-prompts", SCENARIOS / "own_prompts")):
             cluster.kubectl("apply", "-f", "-", stdin=volume(claim, path))
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | None]:
+    """None: that of the environment."""
+    if "KUBECONFIG" in os.environ:
+        yield None
+        return
+    with installed(tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster
 
 

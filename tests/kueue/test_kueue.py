@@ -1,0 +1,100 @@
+"""Jobs in a queue of the real Kueue: admitted together, preempted, suspended, and out of its way when they end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+from e2e.conftest import NAMESPACE, SCENARIOS
+from e2e.running_job import Kubectl, RunningJob, wait_for
+
+from colocated_rl_api import names
+from colocated_rl_api.job_status import Phase
+
+START_S = 300  # engines and trainers start on two cores
+GATE = "kueue.x-k8s.io/admission"
+
+Queued = Callable[..., RunningJob]
+
+
+@pytest.fixture
+def queued(kubectl: Kubectl) -> Queued:
+    """Creates a job whose GPU pods wait in the queue."""
+
+    def create(name: str, *, replicas: int = 1, steps: int = 2, **labels: str) -> RunningJob:
+        job = yaml.safe_load((SCENARIOS / "resident.yaml").read_text())
+        job["metadata"]["name"] = name
+        of_queue = {"kueue.x-k8s.io/queue-name": "research", **labels}
+        job["spec"] |= {
+            "replicas": replicas,
+            "steps": steps,
+            "podTemplates": {"gpu": {"metadata": {"labels": of_queue}}},
+        }
+        kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=json.dumps(job))
+        return RunningJob(kubectl, namespace=NAMESPACE, name=name)
+
+    return create
+
+
+def gated(job: RunningJob) -> list[bool]:
+    """Of each GPU pod, whether Kueue keeps it from the scheduler."""
+    gates = [pod["spec"].get("schedulingGates", []) for pod in job.pods(names.ROLE_GPU)]
+    return [any(gate["name"] == GATE for gate in of_pod) for of_pod in gates]
+
+
+def wait_until_gated(job: RunningJob, count: int) -> None:
+    wait_for(
+        f"{count} gated pods of {job.name}", lambda: gated(job) == [True] * count, deadline_s=60, explain=job.describe
+    )
+
+
+def reserved(kubectl: Kubectl) -> int:
+    """Pods that Kueue counts against the quota."""
+    queue: dict[str, Any] = json.loads(kubectl("get", "clusterqueue", "lab", "-o", "json"))
+    (flavor,) = queue["status"]["flavorsReservation"]
+    (resource,) = flavor["resources"]
+    return int(resource["total"])
+
+
+def test_a_job_waits_with_all_its_pods_and_starts_when_another_has_ended(kubectl: Kubectl, queued: Queued) -> None:
+    first = queued("first", replicas=2)
+    first.wait_for_step(1, deadline_s=START_S)
+    assert [False, False] == gated(first)
+    assert 2 == reserved(kubectl)
+    second = queued("second")
+    wait_until_gated(second, 1)
+    assert Phase.PENDING == second.status["phase"]
+    first.wait_for_condition("Complete", deadline_s=START_S)
+    second.wait_for_step(1, deadline_s=START_S)
+    assert [False] == gated(second)
+    second.wait_for_condition("Complete", deadline_s=START_S)
+    assert (0, 0) == (first.status["restarts"], second.status["restarts"])
+    wait_for("quota to be free", lambda: reserved(kubectl) == 0, deadline_s=60)
+
+
+def test_a_preempted_job_waits_at_the_gate_and_goes_on(kubectl: Kubectl, queued: Queued) -> None:
+    patient = queued("patient", replicas=2, steps=1000)
+    patient.wait_for_step(1, deadline_s=START_S)
+    urgent = queued("urgent", **{"kueue.x-k8s.io/priority-class": "urgent"})
+    urgent.wait_for_step(1, deadline_s=START_S)
+    wait_until_gated(patient, 2)
+    assert [False] == gated(urgent)
+    urgent.wait_for_condition("Complete", deadline_s=START_S)
+    done = patient.step
+    patient.wait_for_step(done + 1, deadline_s=START_S)
+    assert "False" == patient.condition("Failed")
+
+
+def test_a_suspended_job_gives_its_quota_back_and_gets_it_again(kubectl: Kubectl, queued: Queued) -> None:
+    patient = RunningJob(kubectl, namespace=NAMESPACE, name="patient")
+    patient.kubectl("patch", names.PLURAL, patient.name, "--type=merge", "--patch", '{"spec":{"suspend":true}}')
+    wait_for("quota to be free", lambda: reserved(kubectl) == 0, deadline_s=120, explain=patient.describe)
+    done = patient.step
+    patient.kubectl("patch", names.PLURAL, patient.name, "--type=merge", "--patch", '{"spec":{"suspend":false}}')
+    patient.wait_for_step(done + 1, deadline_s=START_S)
+    assert 2 == reserved(kubectl)
+    patient.kubectl("delete", names.PLURAL, patient.name, "--timeout=60s")
+    wait_for("quota to be free", lambda: reserved(kubectl) == 0, deadline_s=60, explain=patient.describe)
