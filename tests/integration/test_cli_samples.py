@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from unit.test_rollout_followers import Scene, serving
 from unit.test_rollout_store import JOB, completed_group, seal
@@ -23,7 +24,7 @@ from colocated_rl_rollout.store import Store
 from fakes.cluster_api import ClusterApi, page
 from fakes.kubectl import Played, play_kubectl
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 POD = "sums-rollout-0"
 
 
@@ -157,6 +158,39 @@ async def test_whoever_reads_it_may_have_enough(scene: Scene, kubectl: Played) -
             await scene.store.flushed()
             await asyncio.wait([asyncio.create_task(process.wait())], timeout=0.1)
         assert (Exit.FINE, "") == await ended(process)
+
+
+async def test_samples_are_a_file_for_pandas(scene: Scene, kubectl: Played, tmp_path: Path) -> None:
+    group = completed_group(scene.store)
+    seal(scene.store, [group])
+    completed_group(scene.store)
+    file = tmp_path / "samples.parquet"
+    async with started(kubectl, "--parquet", str(file)) as process:
+        code, complaints = await ended(process)
+    assert (Exit.FINE, f"{file}: written, 0.0 MiB\n") == (code, complaints)
+    found = pq.read_table(file).to_pylist()
+    assert ["sealed", "sealed", "completed", "completed"] == [row["state"] for row in found]
+    assert [[3, 4]] * 4 == [row["response_ids"] for row in found]
+    async with started(kubectl, "--parquet", str(tmp_path / "no" / "folder"), "--state", "failed") as process:
+        code, complaints = await ended(process)
+    assert (Exit.USAGE, True) == (code, "can't be written: " in complaints)
+
+
+async def test_a_file_that_is_cut_off_is_none(scene: Scene, kubectl: Played, tmp_path: Path) -> None:
+    file = tmp_path / "samples.parquet"
+    async with started(kubectl, "--parquet", str(file), "--text") as process:  # there is no model
+        code, complaints = await ended(process)
+    assert Exit.NO_ANSWER == code
+    assert "no file of samples could be written: " in complaints
+    assert "tokenizer_config.json can't be read" in complaints
+    (scene.store.batch_directory / "1-0.safetensors").parent.mkdir(exist_ok=True)
+    seal(scene.store, [completed_group(scene.store)])
+    for shard in scene.store.batch_directory.iterdir():
+        shard.write_bytes(b"damaged")
+    async with started(kubectl, "--parquet", str(file)) as process:
+        code, complaints = await ended(process)
+    assert (Exit.NO_ANSWER, True) == (code, "cut off" in complaints)
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from aiohttp import web
 from unit.test_rollout_store import JOB, S, completed_group, prompt, recorded, seal, segment
 
 from colocated_rl_api.member_wire import RolloutFacts
+from colocated_rl_rollout.exports import Exports
 from colocated_rl_rollout.followers import LINES, Followers
 from colocated_rl_rollout.pages import pages
 from colocated_rl_rollout.samples import Finish
@@ -57,10 +58,12 @@ async def told(response: aiohttp.ClientResponse) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def serving(store: Store, *, text: Callable[[list[int]], str] = str, **options: Any) -> AsyncIterator[Scene]:
+async def serving(
+    store: Store, *, text: Callable[[list[int]], str] = str, model: Path = Path(), **options: Any
+) -> AsyncIterator[Scene]:
     followers = Followers(store, text, pace_s=0, **options)
     application = web.Application()
-    application.add_routes(pages(store, lambda: RolloutFacts(epoch=1), text, followers, dict))
+    application.add_routes(pages(store, lambda: RolloutFacts(epoch=1), text, followers, Exports(store, model), dict))
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -209,6 +212,8 @@ async def test_who_does_not_read_is_hung_up_on(store: Store, monkeypatch: pytest
         ("follow=true&after=1", "only 0 samples have ended"),
         ("follow=true&after=-1", "?after=:"),
         ("follow=perhaps", "?follow=:"),
+        ("format=csv", "?format=:"),
+        ("format=parquet&follow=true", "neither ?follow= nor ?before="),
     ],
 )
 async def test_what_can_not_be_followed_is_refused(store: Store, query: str, named: str) -> None:

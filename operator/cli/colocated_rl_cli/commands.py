@@ -195,9 +195,16 @@ async def top(args: Namespace) -> Exit:
 
 
 async def show_samples(args: Namespace) -> Exit:
-    query = {"limit": str(args.limit)}
+    if args.follow and args.parquet:
+        raise UsageError("--parquet writes the samples that there are: without --follow")
+    limit = args.limit if args.limit is not None or args.parquet else 20
+    query = {"limit": str(limit)} if limit is not None else {}
     query |= ({"state": args.state} if args.state else {}) | ({"text": "1"} if args.text else {})
     async with Api.reach(login(args), args.namespace) as api:
+        if args.parquet:
+            size = await samples.download(api, args.job, query, Path(args.parquet))
+            complain(f"{args.parquet}: written, {size / 2**20:.1f} MiB")
+            return Exit.FINE
         if not args.follow:
             say(samples.listed(await samples.newest(api, args.job, query), args.output, text=args.text))
             return Exit.FINE

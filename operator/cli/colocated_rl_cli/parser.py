@@ -134,10 +134,11 @@ def _add_samples(words: argparse.ArgumentParser) -> None:
     _add_job_and_output(words)
     words.add_argument("--state", choices=STATES, metavar="STATE", help=f"only of this state: {', '.join(STATES)}")
     words.add_argument("--text", action="store_true", help="prompts and responses too")
-    words.add_argument("--limit", metavar="N", type=int, default=20, help="at most so many, 1000 at most (%(default)s)")
+    words.add_argument("--limit", metavar="N", type=int, help="at most so many, 1000 at most (20); in a file all")
     words.add_argument(
         "--follow", action="store_true", help="the newest that ended, then each as it ends, until the job does"
     )
+    words.add_argument("--parquet", metavar="FILE", help="write them there, with tokens and log-probabilities")
 
 
 def _add_timeline(words: argparse.ArgumentParser) -> None:
@@ -180,7 +181,8 @@ COMMANDS = (
         "samples", "list the newest samples", commands.show_samples, _add_samples, True,
         "From the rollout controller's store; those of batches that a checkpoint holds are only counted there. With "
         "`--follow` each is told once, when its reward is in or it was given up, until the job is over, or Ctrl-C; "
-        "`-o json` is a line each. A connection that breaks is made again, and no sample is missed.",
+        "`-o json` is a line each. A connection that breaks is made again, and no sample is missed. "
+        "[Samples](samples.md) has the columns of a Parquet file.",
     ),
     Command("eval", "list the evaluations", commands.evaluations, _add_job_and_output, True),
     Command(

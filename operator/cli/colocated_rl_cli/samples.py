@@ -6,16 +6,18 @@ import asyncio
 import json
 import textwrap
 from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from colocated_rl_api import names
 from colocated_rl_cli.api import Api
-from colocated_rl_cli.errors import CliError, NotAllowed, NotReached, NotThere
+from colocated_rl_cli.errors import CliError, NotAllowed, NotReached, NotThere, UsageError
 from colocated_rl_cli.output import document, row_of, table
 from colocated_rl_cli.pages import answered, page
 
 PAGE = "/v1/samples"
 LINES = "application/x-ndjson"
+PARQUET = "application/vnd.apache.parquet"
 BEGINS_AFTER = "x-begins-after"
 AGAIN_S, AGAIN_AT_MOST_S = 0.5, 8.0
 OVER = ("Complete", "Failed")  # phases
@@ -69,6 +71,25 @@ async def followed(
             return
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, AGAIN_AT_MOST_S)
+
+
+async def download(api: Api, job: str, query: Mapping[str, str], file: Path) -> int:
+    """All of them, as a Parquet file; its bytes. Raises CliError, UsageError where it can't be written."""
+    pod, unfinished = await rollout_pod(api, job), file.with_name(f"{file.name}.part")
+    try:
+        async with answered(api, pod, PAGE, query={"format": "parquet", **query}) as answer:
+            if not answer.headers.get("content-type", "").startswith(PARQUET):
+                raise NotThere(f"pod {pod} is of an earlier release, which writes no Parquet files")
+            written = 0
+            with unfinished.open("wb") as part:
+                async for piece in answer.body():
+                    written += part.write(piece)
+        unfinished.replace(file)
+        return written
+    except OSError as error:
+        raise UsageError(f"{file} can't be written: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 async def _is_over(api: Api, job: str) -> bool:

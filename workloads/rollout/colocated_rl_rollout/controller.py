@@ -28,6 +28,7 @@ from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.episodes import Episodes
 from colocated_rl_rollout.evaluation import Evaluation
+from colocated_rl_rollout.exports import Exports
 from colocated_rl_rollout.followers import Followers
 from colocated_rl_rollout.gateway import Gateway
 from colocated_rl_rollout.interface import interface
@@ -186,6 +187,7 @@ class Controller:
                     lambda: self._facts,
                     chat.text,
                     self._followers,
+                    Exports(store, settings.model),
                     partial(interface, gateway=bool(served)),
                 ),
                 *served,

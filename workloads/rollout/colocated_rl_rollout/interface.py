@@ -11,6 +11,7 @@ from colocated_rl_api import names
 from colocated_rl_api.batch import DIGEST_HEADER
 from colocated_rl_api.member_wire import Hello, RolloutFacts, RolloutTarget
 from colocated_rl_rollout import openai_answers as answers
+from colocated_rl_rollout.exports import PARQUET
 from colocated_rl_rollout.followers import BEGINS_AFTER, LINES
 from colocated_rl_rollout.gateway import SESSION_HEADER, SESSION_NAME
 from colocated_rl_rollout.openai_requests import ChatBody, Reward, TextBody
@@ -83,13 +84,21 @@ OPERATIONS: dict[Route, Operation] = {
     Route("GET", "/v1/progress"): _page("How far things are", Progress),
     Route("GET", "/v1/samples"): Operation(
         tag=PAGES,
-        summary="The newest samples; with follow each as it ends, a line of JSON each",
-        answers={JSON: SamplesShown, LINES: {"$ref": SCHEMAS.format(model=SampleShown.__name__)}},
+        summary="The newest samples; with follow each as it ends, a line of JSON each; or all, as a Parquet file",
+        answers={
+            JSON: SamplesShown,
+            LINES: {"$ref": SCHEMAS.format(model=SampleShown.__name__)},
+            PARQUET: {"type": "string", "format": "binary"},
+        },
         headers={
             BEGINS_AFTER: {"schema": {"type": "integer"}, "description": "with follow: the place before the first"}
         },
         query=SamplesAsked,
-        refusals={"400": ("a parameter can't be", None), "429": ("too many follow already", None)},
+        refusals={
+            "400": ("a parameter can't be", None),
+            "429": ("too many follow, or a file is being written", None),
+            "500": ("no file could be written", None),
+        },
         rest=ON_LOOPBACK,
     ),
     Route("GET", "/openapi.json"): _page("This document", {"type": "object"}),

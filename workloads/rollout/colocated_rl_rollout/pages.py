@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, NotRequired, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -19,12 +19,13 @@ from colocated_rl_api.member_wire import RolloutFacts
 from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.batches import BatchRecord, shard_path
+from colocated_rl_rollout.exports import Exports
 from colocated_rl_rollout.followers import Followers
 from colocated_rl_rollout.samples import Finish, SampleState
 from colocated_rl_rollout.store import Store
 
 MAX_REQUEST_BYTES = 64 * 1024
-SAMPLES_AT_MOST = 1000
+SAMPLES_AT_MOST, SAMPLES_DEFAULT = 1000, 100
 AskedT = TypeVar("AskedT", bound=BaseModel)
 
 
@@ -39,7 +40,16 @@ class SamplesAsked(BaseModel):
 
     state: SampleState | None = Field(default=None, description="of these alone")
     before: int | None = Field(default=None, ge=0, lt=2**63, description="a page further: the id of the last one seen")
-    limit: int = Field(default=100, ge=0, lt=10**9, description=f"at most, and never more than {SAMPLES_AT_MOST}")
+    limit: int | None = Field(
+        default=None,
+        ge=0,
+        lt=10**9,
+        description=f"at most; {SAMPLES_DEFAULT} when absent, and never more than {SAMPLES_AT_MOST}. Of a file all "
+        "when absent, and as many as it says",
+    )
+    format: Literal["json", "parquet"] = Field(
+        default="json", description="parquet: a file, with tokens; its columns are in docs/samples.md"
+    )
     follow: bool = Field(
         default=False,
         description="lines of JSON instead, a sample each: the newest that ended, `limit` at most, then each as it "
@@ -56,6 +66,8 @@ class SamplesAsked(BaseModel):
             raise ValueError("?before= is of pages: follow goes on with ?after=")
         if self.after is not None and not self.follow:
             raise ValueError("?after= is of ?follow=true: pages go on with ?before=")
+        if self.format == "parquet" and (self.follow or self.before is not None):
+            raise ValueError("?format=parquet is of samples as they are now: neither ?follow= nor ?before=")
         return self
 
 
@@ -120,6 +132,7 @@ def pages(
     facts: Callable[[], RolloutFacts],
     text: Callable[[list[int]], str],
     followers: Followers,
+    exports: Exports,
     interface: Callable[[], Mapping[str, Any]],
 ) -> list[web.RouteDef]:
     """For people, on the pod's loopback. text: what tokens say. interface: the document of all routes."""
@@ -136,8 +149,11 @@ def pages(
 
     async def show_samples(request: web.Request) -> web.StreamResponse:
         asked = _asked(request, SamplesAsked)
+        if asked.format == "parquet":
+            return await exports.serve(request, state=asked.state, limit=asked.limit, text=asked.text)
+        limit = SAMPLES_DEFAULT if asked.limit is None else min(asked.limit, SAMPLES_AT_MOST)
         if asked.follow:
-            after = max(0, store.ended - asked.limit) if asked.after is None else asked.after
+            after = max(0, store.ended - limit) if asked.after is None else asked.after
             if after > store.ended:
                 raise _problem(400, f"?after=: only {store.ended} samples have ended: the store is another one")
             return await followers.serve(request, after=after, state=asked.state, text=asked.text)
@@ -145,7 +161,7 @@ def pages(
             store.recent,
             asked.state,
             before=asked.before,
-            limit=min(asked.limit, SAMPLES_AT_MOST),
+            limit=limit,
             text=text if asked.text else None,
         )
         return web.json_response({"samples": rows})

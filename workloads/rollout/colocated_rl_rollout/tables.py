@@ -89,6 +89,16 @@ RECENT = f"""{SHOWN}
 WHERE (:state IS NULL OR state = :state) AND (:before IS NULL OR samples.id < :before)
 ORDER BY samples.id DESC LIMIT :limit
 """
+NUMBERED = f"""{SHOWN}
+WHERE samples.id > :after AND (:state IS NULL OR state = :state) ORDER BY samples.id LIMIT :limit
+"""
+BEFORE_NEWEST = """
+SELECT COALESCE(MIN(id) - 1, (SELECT MAX(id) FROM samples), 0) FROM
+(SELECT id FROM samples WHERE :state IS NULL OR state = :state ORDER BY id DESC LIMIT COALESCE(:limit, -1))
+"""
+RETIRED_BATCHES = """
+SELECT step FROM batches WHERE step <= (SELECT value FROM facts WHERE name = 'saved_step') ORDER BY step
+"""
 
 
 def sample_of(row: Sequence[Any], group: Group) -> Sample:
