@@ -193,16 +193,14 @@ def rollout_facts(*, sealed: int = 0, trained: int = 0, epoch: int = 1, **change
 
 # -------------------------------------------------------------------------------------------------------- observations
 def make_member(seat: str, attempt: int = 0, **changes: Any) -> Member:
-    usual = Member(
-        seat=seat,
-        attempt=attempt,
-        name=f"sums-{seat}-{attempt}",
-        uid=f"uid-{seat}-{attempt}",
-        phase=PodPhase.RUNNING,
-        created_at=0.0,
-        address=f"10.0.0.{sum(map(ord, seat)) % 200 + 1}",
-    )
-    return replace(usual, **changes)
+    usual: dict[str, Any] = {
+        "name": f"sums-{seat}-{attempt}",
+        "uid": f"uid-{seat}-{attempt}",
+        "phase": PodPhase.RUNNING,
+        "created_at": 0.0,
+        "address": f"10.0.0.{sum(map(ord, seat)) % 200 + 1}",
+    }
+    return Member(seat=seat, attempt=attempt, **usual | changes)
 
 
 def make_observation(

@@ -421,13 +421,12 @@ def remember(seen: Observation) -> Observation:
         rung, before = standings[member.name], memory.highest.get(member.uid, Rung.UNKNOWN)
         highest[member.uid] = before if rung is before or place(before) > place(rung) else rung
     progress = _progress(seen, highest)
-    if progress != memory.progress:
-        memory = replace(memory, progress=progress, progress_at=now)
+    progress_at = memory.progress_at if progress == memory.progress else now
     stood = [rung for rung in ladder.rungs if ladder.reaches(seen.slowest, rung) or rung in memory.reached]
     reached = {rung: memory.reached.get(rung, now) for rung in stood}
-    is_switch = seen.climb is not None and seen.climb.cause is Cause.NEXT_STEP
+    is_switch, last_switch_s = seen.climb is not None and seen.climb.cause is Cause.NEXT_STEP, memory.last_switch_s
     if is_switch and Rung.SERVING in reached and Rung.SERVING not in memory.reached:
-        memory = replace(memory, last_switch_s=_switch_s(ladder, memory.epoch_at, reached))
+        last_switch_s = _switch_s(ladder, memory.epoch_at, reached)
     attempts = dict(memory.attempts)
     for member in seen.members:
         attempts[member.seat] = max(member.attempt, attempts.get(member.seat, 0))
@@ -441,8 +440,18 @@ def remember(seen: Observation) -> Observation:
         for member in seen.members
         if member.uid in memory.stopped or (member.facts is not None and member.facts.stopped)
     )
-    memory = replace(memory, reached=reached, highest=highest, attempts=attempts, stopped=stopped)
-    memory = replace(memory, unready_since=unready_since, awaited_since=awaited_since)
+    memory = replace(
+        memory,
+        reached=reached,
+        highest=highest,
+        progress=progress,
+        progress_at=progress_at,
+        unready_since=unready_since,
+        awaited_since=awaited_since,
+        last_switch_s=last_switch_s,
+        attempts=attempts,
+        stopped=stopped,
+    )
     found = replace(seen, memory=memory)
     vars(found).update({name: value for name, value in vars(seen).items() if name not in vars(found)})
     return found  # with what was derived of the members, which no memory changes

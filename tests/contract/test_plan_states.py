@@ -66,23 +66,37 @@ def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
 
 
 @pytest.mark.parametrize(
-    ("trainers", "engines", "deaths", "spec"),
+    ("trainers", "engines", "deaths", "suspensions", "spec"),
     [
-        (1, 1, 1, {}),
-        (1, 1, 1, {"reference": {}}),
-        (1, 1, 1, {"failurePolicy": {"rules": [{"onCauses": ["TrainerDied"], "action": "RollBack"}]}}),
-        (1, 1, 1, {"failurePolicy": {"rules": ELSEWHERE}}),
-        (2, 1, 0, {}),
-        (1, 2, 0, {"reference": {}}),
+        (1, 1, 0, 1, {}),
+        (1, 1, 1, 0, {}),
+        (1, 1, 1, 0, {"reference": {}}),
+        (1, 1, 1, 0, {"failurePolicy": {"rules": [{"onCauses": ["TrainerDied"], "action": "RollBack"}]}}),
+        (1, 1, 1, 0, {"failurePolicy": {"rules": ELSEWHERE}}),
+        (2, 1, 0, 0, {}),
+        (1, 2, 0, 0, {"reference": {}}),
     ],
-    ids=["a-death", "a-death-with-a-reference", "a-roll-back", "a-pod-elsewhere", "two-of-trainers", "two-of-engines"],
+    ids=[
+        "a-suspension",
+        "a-death",
+        "a-death-with-a-reference",
+        "a-roll-back",
+        "a-pod-elsewhere",
+        "two-of-trainers",
+        "two-of-engines",
+    ],
 )
 def test_every_state_of_a_job_with_engines_in_pods_of_their_own_is_safe_and_leads_to_an_end(
-    trainers: int, engines: int, deaths: int, spec: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    trainers: int,
+    engines: int,
+    deaths: int,
+    suspensions: int,
+    spec: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rollout = OWN_ROLLOUT | {"replicas": engines}
     job = make_job(replicas=trainers, steps=1, checkpoint={"everySteps": 1}, rollout=rollout, **spec)
-    check(Model(job, deaths=deaths), capsys)
+    check(Model(job, deaths=deaths, suspensions=suspensions), capsys)
 
 
 def check(model: Model, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,13 +13,14 @@ targets take their time and may be overtaken. Each move is checked for what must
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
+from operator import is_
 
-from builders import absent_engine, absent_trainer, make_member, released_engine, rollout_facts
+from builders import absent_engine, absent_trainer, released_engine, rollout_facts
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import Verify
-from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     EngineFacts,
     EngineState,
@@ -40,6 +41,7 @@ from colocated_rl_operator.observation import (
     ROLLOUT_SEAT,
     Climb,
     Job,
+    Member,
     Memory,
     Observation,
     PodPhase,
@@ -70,6 +72,7 @@ class SimPod:
     alive: bool = True
     stopped: bool = False
     reported: PodFacts | RolloutFacts | None = None
+    known: tuple[tuple[object, ...], Member] | None = None  # as the operator saw it last, and what that was made of
 
     @property
     def facts(self) -> PodFacts | RolloutFacts:
@@ -94,6 +97,8 @@ class GpuPod(SimPod):
     export: WeightVersion | None = None  # newest
     sent: PodTarget | None = None  # newest over the present connection
     inbox: list[PodTarget] = field(default_factory=list)
+    told: tuple[tuple[object, ...], PodFacts] | None = None  # its newest facts, and what they were made of
+    rungs: dict[WeightVersion, Rung] = field(default_factory=dict)  # where it stands by them, of those who asked
 
     def disconnect(self) -> None:
         super().disconnect()
@@ -102,13 +107,22 @@ class GpuPod(SimPod):
 
     @property
     def facts(self) -> PodFacts:
-        return PodFacts(
-            epoch=self.target.epoch if self.target else 0,
-            gate=self.gate,
-            engines=(self.engine.model_copy(update={"failures": self.engine_failures}),),
-            trainers=(self.trainer,),
-            stopped=self.stopped,
-        )
+        """The same ones, as long as nothing has moved: most who ask want to know that."""
+        epoch = self.target.epoch if self.target else 0
+        parts = (epoch, self.gate, self.engine, self.engine_failures, self.trainer, self.stopped)
+        if self.told is None or not all(map(is_, self.told[0], parts)):
+            engine = self.engine.model_copy(update={"failures": self.engine_failures})
+            facts = PodFacts(
+                epoch=epoch, gate=self.gate, engines=(engine,), trainers=(self.trainer,), stopped=self.stopped
+            )
+            self.told, self.rungs = (parts, facts), {}
+        return self.told[1]
+
+    def standing(self, ladder: Ladder, at: WeightVersion) -> Rung:
+        facts = self.facts
+        if at not in self.rungs:
+            self.rungs[at] = ladder.standing(facts, at)
+        return self.rungs[at]
 
 
 @dataclass
@@ -122,11 +136,14 @@ class RolloutPod(SimPod):
 
     @property
     def facts(self) -> RolloutFacts:
-        result = None if self.evaluated is None else EvaluationResult(step=self.evaluated, samples=1, mean=0, stderr=0)
         epoch = self.target.epoch if self.target else 0
-        return rollout_facts(
-            sealed=self.sealed, trained=self.trained, epoch=epoch, evaluated=result, stopped=self.stopped
-        )
+        return _rollout_facts(self.sealed, self.trained, epoch, self.evaluated, self.stopped)
+
+
+@cache
+def _rollout_facts(sealed: int, trained: int, epoch: int, evaluated: int | None, stopped: bool) -> RolloutFacts:
+    result = None if evaluated is None else EvaluationResult(step=evaluated, samples=1, mean=0, stderr=0)
+    return rollout_facts(sealed=sealed, trained=trained, epoch=epoch, evaluated=result, stopped=stopped)
 
 
 class Group:
@@ -171,11 +188,11 @@ class Group:
         """The next safe action towards the target; False if there is none."""
         if not pod.alive or pod.target is None or pod.stopped:
             return False
-        before = self.ladder.standing(pod.facts, pod.target.version)
+        before = pod.standing(self.ladder, pod.target.version)
         if not self._move(pod, pod.target, before):
             return False
         if pod.target.goal is Goal.CLIMB:
-            after = self.ladder.standing(pod.facts, pod.target.version)
+            after = pod.standing(self.ladder, pod.target.version)
             if not self.ladder.reaches(before, after):
                 # an engine that starts on the export is Updated and Restored at once
                 self.must_have_stood(pod.target.epoch, before, f"{pod.seat} went on to {after}")
@@ -460,7 +477,7 @@ class Group:
         if pod.target is None or pod.target.goal is Goal.STOP:
             return
         stood = self.stood.setdefault(pod.target.epoch, {})
-        rung = self.ladder.standing(pod.facts, pod.target.version)
+        rung = pod.standing(self.ladder, pod.target.version)
         stood[pod.seat] = max(rung, stood.get(pod.seat, Rung.UNKNOWN), key=self.ladder.place)
 
     def must_have_stood(self, epoch: int, rung: Rung, what: str) -> None:
@@ -523,10 +540,25 @@ class Simulation(Group):
         return decided
 
     def _observe(self) -> Observation:
-        members = [
-            make_member(
-                pod.seat,
-                pod.attempt,
+        return Observation(
+            now=self.now,
+            job=self.job,
+            members=tuple(self._member(index, pod) for index, pod in enumerate(self.everybody)),
+            climb=self.climb,
+            trained_step=self.trained_step,
+            served=self.served,
+            is_over=self.is_over,
+            memory=self.memory,
+        )
+
+    def _member(self, index: int, pod: SimPod) -> Member:
+        """The same one, as long as there is nothing else to see."""
+        silent_since = None if pod.reported else self.now
+        parts = (index, pod.alive, pod.reported, silent_since)
+        if pod.known is None or not all(map(is_, pod.known[0], parts)):
+            member = Member(
+                seat=pod.seat,
+                attempt=pod.attempt,
                 name=f"{pod.seat}-{pod.attempt}",
                 uid=pod.uid,
                 phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
@@ -534,22 +566,12 @@ class Simulation(Group):
                 fate=None if pod.alive else FailureCause.POD_FAILED,
                 created_at=-1000.0,
                 address=f"10.0.0.{index}",
-                silent_since=None if pod.reported else self.now,
+                silent_since=silent_since,
                 highest_epoch=pod.reported.epoch if pod.reported else 0,
                 facts=pod.reported if pod.alive else None,
             )
-            for index, pod in enumerate(self.everybody)
-        ]
-        return Observation(
-            now=self.now,
-            job=self.job,
-            members=tuple(members),
-            climb=self.climb,
-            trained_step=self.trained_step,
-            served=self.served,
-            is_over=self.is_over,
-            memory=self.memory,
-        )
+            pod.known = parts, member
+        return pod.known[1]
 
     def _send(self, name: str, target: PodTarget | RolloutTarget) -> None:
         must(self.climb is not None and target.epoch == self.climb.epoch, "a target's epoch is not the recorded one")
@@ -594,9 +616,10 @@ class Simulation(Group):
 
     def report(self, pod: SimPod) -> bool:
         """What the operator knows of the member becomes the truth of now."""
-        if not pod.alive or pod.reported == pod.facts:
+        facts = pod.facts
+        if not pod.alive or pod.reported is facts or pod.reported == facts:
             return False
-        pod.reported = pod.facts
+        pod.reported = facts
         return True
 
     def operator_restarts(self) -> None:

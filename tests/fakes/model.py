@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import cache
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from colocated_rl_agent import actions as do
@@ -33,7 +35,6 @@ from colocated_rl_api.member_wire import (
     EngineState,
     Goal,
     PodFacts,
-    PodTarget,
     RolloutFacts,
     RolloutTarget,
     SealedBatch,
@@ -69,7 +70,6 @@ from fakes.model_pod import (
     must,
     rank_view,
     standing_of,
-    view_key,
 )
 
 MORTAL = ("agent", "connection", "engine", "operator", "pod", "trainer")
@@ -143,6 +143,15 @@ class State(NamedTuple):
         return self._replace(pods=pods)
 
 
+class Decided(NamedTuple):
+    """A plan, its targets as they are sent, and where the slowest of those stands whose standing it knows."""
+
+    plan: Plan
+    rollout: RolloutTarget | None
+    targets: tuple[tuple[int, Target], ...]
+    slowest: Rung
+
+
 class Model:
     """deaths, suspensions: how many may happen. of: what may die. The others are what a seeded defect leaves out."""
 
@@ -167,8 +176,9 @@ class Model:
         self.has_fence = has_fence
         self.has_precondition = has_precondition
         self.plans = 0  # that were made
-        self._plans: dict[object, Plan] = {}
-        self._actions: dict[object, tuple[do.Action, ...]] = {}
+        self._plans: dict[object, Decided] = {}
+        self._actions: dict[Pod, tuple[do.Action, ...]] = {}
+        self._seen: dict[Pod, Seen] = {}
         self._reports: dict[Seen, PodFacts] = {}  # one that says just that
 
     def start(self) -> State:
@@ -193,9 +203,8 @@ class Model:
         """What may happen, and what then is so. Raises Broken."""
         if state.operator.is_over:
             return []
-        found = [*self._rollout_acts(state), *self._operator_passes(state, late=False)][
-            :1
-        ]  # at once: nobody gains by waiting
+        at_once = chain(self._rollout_acts(state), self._operator_passes(state, late=False))
+        found = [*islice(at_once, 1)]  # nobody gains by waiting
         if not found:
             found = [*self._targets_arrive(state), *self._reports_arrive(state), *self._agents_act(state)]
         if not found:
@@ -222,26 +231,38 @@ class Model:
     # ----------------------------------------------------------------------------------------------------- the operator
     def _operator_passes(self, state: State, *, late: bool) -> Iterator[tuple[str, State]]:
         after = self._carry_out(state, self._plan(state, late=late))
-        if after != state:
+        if after is not state and after != state:
             yield "operator, late" if late else "operator", after
 
-    def _plan(self, state: State, *, late: bool) -> Plan:
+    def _plan(self, state: State, *, late: bool) -> Decided:
         places = tuple((pod.attempt, pod.alive, pod.there) for pod in state.pods)
         key = (state.operator._replace(sent=()), state.rollout, places, late, state.suspend)
         decided = self._plans.get(key)
         if decided is None:
             self.plans += 1
             seen = self.observe(state)
-            decided = plan(seen)
+            made = plan(seen)
             for _ in range(WAITS if late else 0):
-                if decided.raises or decided.wake_at is None:
+                if made.raises or made.wake_at is None:
                     break
-                seen = replace(seen, now=decided.wake_at)
-                decided = plan(seen)
-                if decided.pods:
+                seen = replace(seen, now=made.wake_at)
+                made = plan(seen)
+                if made.pods:
                     break
-            self._plans[key] = decided
+            decided = self._plans[key] = self._as_sent(made)
         return decided
+
+    def _as_sent(self, made: Plan) -> Decided:
+        rollout, targets = None, []
+        for name, target in made.targets.items():
+            is_recorded = made.climb is not None and target.epoch == made.climb.epoch
+            must(is_recorded, "a target of an epoch that is not recorded")
+            if isinstance(target, RolloutTarget):
+                rollout = target
+            else:
+                targets.append((self._place_of(name), Target.of(target)))
+        slowest = min(made.standings.values(), key=self.job.ladder.place, default=Rung.UNKNOWN)
+        return Decided(made, rollout, tuple(targets), slowest)
 
     def observe(self, state: State) -> Observation:
         operator = state.operator
@@ -287,22 +308,68 @@ class Model:
             seen = replace(seen, memory=replace(memory, died=dead, died_at=0.0))
         return seen
 
-    def _carry_out(self, state: State, decided: Plan) -> State:
-        """Record, send, make pods, report."""
-        operator = state.operator
-        if decided.raises:
-            assert decided.climb is not None
-            must(decided.climb.epoch > (operator.climb.epoch if operator.climb else 0), "a raise that is none")
-            ends = Cause.ALL_STEPS_DONE is decided.climb.cause is not (operator.climb and operator.climb.cause)
-            if ends and self.job.ladder.trains:
-                left = {seen.rank.finished for seen in operator.known if seen}
-                must(decided.climb.version in left, "the job ends without its model")
-            operator = operator._replace(climb=decided.climb, raised=True)
-        else:
-            must(decided.climb == operator.climb, "the climb changed without a new epoch")
-        state = self._send(state._replace(operator=operator), decided)
+    def _carry_out(self, state: State, decided: Decided) -> State:
+        """Record, send, make pods, report. The same state, if all of it has been done."""
+        before, made = state.operator, decided.plan
+        operator = self._record(before, made)
+        state = self._send(state, operator, decided)
+        if made.pods:
+            state = self._make_pods(state, made)
+        operator, climb, ladder = state.operator, state.operator.climb, self.job.ladder
+        trained, served = operator.trained_step, operator.served
+        if rests(self.job, climb):
+            served = None
+        if climb is not None and not made.raises and len(made.standings) == len(state.pods):
+            if ladder.reaches(decided.slowest, ladder.finished_at):
+                trained = max(trained, climb.step)
+            if decided.slowest is ladder.top:
+                served = climb.version
+        if (trained, served, made.is_over) != (operator.trained_step, operator.served, operator.is_over):
+            operator = operator._replace(trained_step=trained, served=served, is_over=made.is_over)
+        return state if operator is state.operator else state._replace(operator=operator)
+
+    def _record(self, operator: Operator, made: Plan) -> Operator:
+        if not made.raises:
+            must(made.climb == operator.climb, "the climb changed without a new epoch")
+            return operator
+        assert made.climb is not None
+        must(made.climb.epoch > (operator.climb.epoch if operator.climb else 0), "a raise that is none")
+        ends = Cause.ALL_STEPS_DONE is made.climb.cause is not (operator.climb and operator.climb.cause)
+        if ends and self.job.ladder.trains:
+            left = {seen.rank.finished for seen in operator.known if seen}
+            must(made.climb.version in left, "the job ends without its model")
+        return operator._replace(climb=made.climb, raised=True)
+
+    def _send(self, state: State, operator: Operator, decided: Decided) -> State:
+        """What was sent before is on its way, and who may get it was looked at."""
+        rollout, sent, climb = state.rollout, operator.sent, operator.climb
+        if (target := decided.rollout) is not None:
+            must(target.trained_step >= rollout.told_trained, "what was trained is taken back")
+            saved = max(target.saved_step, rollout.told_saved)
+            told = (target.goal, target.trained_step, saved, target.epoch)
+            if told != (rollout.goal, rollout.told_trained, rollout.told_saved, rollout.epoch):
+                goal, trained, saved, epoch = told
+                rollout = rollout._replace(goal=goal, told_trained=trained, told_saved=saved, epoch=epoch)
+        for index, pod_target in decided.targets:
+            if sent[index] == pod_target:
+                continue
+            if pod_target.goal is Goal.CLIMB:
+                below = last_barrier(self.job.ladder, self.job.ladder.place(pod_target.rung) - 1)
+                must_have_stood(state.pods, pod_target.epoch, below, f"a target asks for {pod_target.rung}")
+            sent = put(sent, index, pod_target)
+        if sent is not operator.sent:
+            operator = operator._replace(sent=sent)
+        if operator is not state.operator or rollout is not state.rollout:
+            state = state._replace(rollout=rollout, operator=operator)
+        if not decided.plan.targets:
+            return state
+        assert climb is not None
+        return decided_on(state, climb)
+
+    def _make_pods(self, state: State, made: Plan) -> State:
+        """Or delete them."""
         operator, pods, rollout = state.operator, list(state.pods), state.rollout
-        for action in decided.pods:
+        for action in made.pods:
             seat = action.seat if isinstance(action, CreatePod) else action.name.rpartition("-")[0]
             if seat == ROLLOUT_SEAT:
                 rollout = with_pod_or_without(rollout, action)
@@ -316,40 +383,7 @@ class Model:
             else:
                 pods[index] = pods[index]._replace(alive=False, there=False)
             operator = operator.lost(index)
-        if rests(self.job, operator.climb):
-            operator = operator._replace(served=None)
-        climb, standings, ladder = operator.climb, decided.standings.values(), self.job.ladder
-        slowest = min(standings, key=ladder.place, default=Rung.UNKNOWN)
-        if climb is not None and not decided.raises and len(standings) == len(pods):
-            if ladder.reaches(slowest, ladder.finished_at):
-                operator = operator._replace(trained_step=max(operator.trained_step, climb.step))
-            if slowest is ladder.top:
-                operator = operator._replace(served=climb.version)
-        operator = operator._replace(is_over=decided.is_over)
         return state._replace(pods=tuple(pods), operator=operator, rollout=rollout)
-
-    def _send(self, state: State, decided: Plan) -> State:
-        operator, rollout, sent = state.operator, state.rollout, list(state.operator.sent)
-        if not decided.targets:
-            return state
-        assert operator.climb is not None
-        for name, target in decided.targets.items():
-            must(target.epoch == operator.climb.epoch, "a target of an epoch that is not recorded")
-            if isinstance(target, RolloutTarget):
-                must(target.trained_step >= rollout.told_trained, "what was trained is taken back")
-                rollout = rollout._replace(
-                    goal=target.goal,
-                    told_trained=target.trained_step,
-                    told_saved=max(target.saved_step, rollout.told_saved),
-                    epoch=target.epoch,
-                )
-                continue
-            if target.goal is Goal.CLIMB:
-                before = [each for each in barriers_to(self.job.ladder, target.rung) if each is not target.rung]
-                must_have_stood(state.pods, target.epoch, before, f"a target asks for {target.rung}")
-            sent[self._place_of(name)] = Target.of(target)
-        state = state._replace(rollout=rollout, operator=operator._replace(sent=tuple(sent)))
-        return decided_on(state, operator.climb)
 
     # --------------------------------------------------------------------------------------------------------- channels
     def _targets_arrive(self, state: State) -> Iterator[tuple[str, State]]:
@@ -378,6 +412,8 @@ class Model:
                 )
 
     def report(self, pod: Pod) -> Seen:
+        if (told := self._seen.get(pod)) is not None:
+            return told
         rank = pod.rank._replace(
             state=TrainerState.STARTING if pod.rank.is_alive else TrainerState.ABSENT,
             incarnation=None,
@@ -390,6 +426,7 @@ class Model:
         seen = Seen(pod.role, pod.epoch, pod.durable.epoch, standing_of(pod), version, rank, pod.stopped)
         if seen not in self._reports:
             self._reports[seen] = facts_of(pod)
+        self._seen[pod] = seen
         return seen
 
     # ----------------------------------------------------------------------------------------------------------- agents
@@ -412,13 +449,13 @@ class Model:
         is_healthy = pod.engine is not None and pod.belief.state is EngineState.READY and pod.belief.broken is None
         is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB
         if isinstance(action, do.CloseGate) and pod.ladder.serves_on and is_healthy and is_climb:
-            must_have_stood(state.pods, pod.epoch, [Rung.EXPORTED], "a gate closes")
+            must_have_stood(state.pods, pod.epoch, Rung.EXPORTED, "a gate closes")
 
     def _choices(self, pod: Pod) -> tuple[do.Action, ...]:
-        key = (view_key(pod), pod.target)
-        if key not in self._actions:
-            self._actions[key] = chosen(pod)
-        return self._actions[key]
+        choices = self._actions.get(pod)
+        if choices is None:
+            choices = self._actions[pod] = chosen(pod)
+        return choices
 
     def _effect(self, state: State, index: int, action: do.Action) -> State | None:
         """None: it does not end yet, because others are not where it needs them."""
@@ -462,7 +499,7 @@ class Model:
         is_rise = not pod.ladder.reaches(was, now) and not isinstance(action, do.KillEngine)  # a loss is no going on
         joins = pod.role == names.ROLE_ENGINE and pod.target is not None and pod.target.version == state.operator.served
         if is_climb and is_rise and not joins:  # what all have served already: they passed its barriers long ago
-            passed = barriers_to(pod.ladder, was)
+            passed = last_barrier(pod.ladder, pod.ladder.place(was))
             must_have_stood(state.pods, pod.epoch, passed, f"{type(action).__name__} led to {now}")
         return after
 
@@ -530,14 +567,13 @@ class Model:
     def _next_leader(self, state: State) -> State:
         """It knows what is recorded. The old one was only paused, with a plan in its hands."""
         operator, decided, nobody = state.operator, self._plan(state, late=False), (None,) * len(state.pods)
-        stale = list(operator.sent)
-        for name, target in decided.targets.items():
-            if isinstance(target, PodTarget) and not decided.raises:
-                stale[self._place_of(name)] = Target.of(target)
+        stale, made = operator.sent, decided.plan
+        for index, target in () if made.raises else decided.targets:
+            stale = put(stale, index, target)
         return state._replace(
             operator=operator._replace(raised=False, known=nobody, sent=nobody),
-            stale=tuple(stale),
-            sleeper=decided.climb if decided.raises and not self.has_precondition else None,
+            stale=stale,
+            sleeper=made.climb if made.raises and not self.has_precondition else None,
         )
 
     def _place_of(self, pod_name: str) -> int:
@@ -547,7 +583,7 @@ class Model:
 # ------------------------------------------------------------------------------------------------------------- plumbing
 def alike(state: State) -> State:
     """One of the states that differ only in which pod of a role is which: all were made at once."""
-    if len({pod.attempt for pod in state.pods}) > 1:
+    if len(state.pods) == 1 or len({pod.attempt for pod in state.pods}) > 1:
         return state
     operator = state.operator
     rows = sorted(zip(state.pods, operator.known, operator.sent, state.stale, strict=True), key=_rank_of)
@@ -557,21 +593,27 @@ def alike(state: State) -> State:
     return state._replace(pods=pods, operator=operator._replace(known=known, sent=sent), stale=stale)
 
 
-def barriers_to(ladder: Ladder, rung: Rung) -> list[Rung]:
-    """Those up to `rung`, in order, itself included if it is one."""
-    return [each for each in ladder.rungs[: ladder.place(rung)] if each in ladder.barriers]
+@cache
+def last_barrier(ladder: Ladder, places: int) -> Rung | None:
+    """Of so many rungs, from the foot."""
+    passed = [each for each in ladder.rungs[: max(0, places)] if each in ladder.barriers]
+    return passed[-1] if passed else None
 
 
-def must_have_stood(pods: tuple[Pod, ...], epoch: int, barriers: list[Rung], what: str) -> None:
-    """Every pod at each of them, or higher."""
+def must_have_stood(pods: tuple[Pod, ...], epoch: int, barrier: Rung | None, what: str) -> None:
+    """Every pod there, or higher."""
+    if barrier is None:
+        return
     for index, pod in enumerate(pods):
         stood = dict(pod.stood).get(epoch, Rung.UNKNOWN)
-        if barriers and not pod.ladder.reaches(stood, barriers[-1]):
-            raise Broken(f"{what} in epoch {epoch} before gpu-{index} stood at {barriers[-1]}: it stood at {stood}")
+        if not pod.ladder.reaches(stood, barrier):
+            raise Broken(f"{what} in epoch {epoch} before gpu-{index} stood at {barrier}: it stood at {stood}")
 
 
 def decided_on(state: State, climb: Climb) -> State:
     """A target of this epoch is about."""
+    if state.decisions == (climb,):
+        return state
     made = {decision.epoch: decision for decision in state.decisions[-1:]}
     must(made.setdefault(climb.epoch, climb) == climb, f"epoch {climb.epoch} stands for two decisions")
     return state._replace(decisions=tuple(made.values()))

@@ -52,7 +52,7 @@ def assert_all_is_well(explored: Explored) -> None:
 
 
 SMALL = [(1, 1, 0, False), (2, 0, 0, False), (1, 0, 1, False), (1, 1, 0, True), (2, 0, 0, True)]
-SMALL_APART = [(1, 0, 1, False), (1, 0, 0, True)]  # of one replica each: two pods, with deaths in the contract layer
+SMALL_APART = [(1, 0, 0, False), (1, 0, 0, True)]  # of one replica each: two pods; the rest in the contract layer
 
 
 @pytest.mark.parametrize(
