@@ -23,16 +23,8 @@ from colocated_rl_api.member_wire import (
     TrainerFacts,
     TrainerState,
 )
-from colocated_rl_operator.observation import (
-    ROLLOUT_SEAT,
-    Climb,
-    Job,
-    Member,
-    Memory,
-    Observation,
-    PodPhase,
-    remember,
-)
+from colocated_rl_api.seats import ROLLOUT_SEAT
+from colocated_rl_operator.observation import Climb, Job, Member, Memory, Observation, PodPhase, remember
 from colocated_rl_operator.reasons import Cause
 
 UID = "6f1f0c5e-0000-4000-8000-000000000000"

@@ -19,6 +19,7 @@ from colocated_rl_api import names
 from colocated_rl_api.job_status import Phase
 from colocated_rl_api.logs import log
 from colocated_rl_api.pod_template import PodTemplate
+from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator import belongings, resources
 from colocated_rl_operator.actions import CreatePod, DeletePod
 from colocated_rl_operator.authority import Authority
@@ -28,7 +29,7 @@ from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.members import Members
 from colocated_rl_operator.metrics import Metrics
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Job, Observation, in_epoch, role_of
+from colocated_rl_operator.observation import Job, Observation, in_epoch
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, Reason
 from colocated_rl_operator.record import News

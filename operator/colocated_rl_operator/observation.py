@@ -19,19 +19,10 @@ from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import Endpoint, PodFacts, RolloutFacts, TrainerFacts, Version
+from colocated_rl_api.seats import ROLLOUT_SEAT, Seats, seats_for
 from colocated_rl_operator.reasons import Cause
 
-ROLLOUT_SEAT = names.ROLE_ROLLOUT
 MANY = 8192  # pods of one process whose endpoints are made once
-
-
-def gpu_seat(replica: int, role: str = names.ROLE_GPU) -> str:
-    """A seat is a place that one pod of the job fills: `ROLE-REPLICA`, or `rollout`."""
-    return f"{role}-{replica}"
-
-
-def role_of(seat: str) -> str:
-    return seat if seat == ROLLOUT_SEAT else seat.rpartition("-")[0]
 
 
 @dataclass(frozen=True)
@@ -46,26 +37,28 @@ class Job:
     spec: ColocatedRLJobSpec
 
     @cached_property
+    def seats(self) -> Seats:
+        rollout = self.spec.rollout
+        return seats_for(
+            self.spec.mode, replicas=self.spec.replicas, engines=(rollout.replicas or 0) if rollout.is_apart else None
+        )
+
+    @cached_property
     def gpu_seats(self) -> tuple[str, ...]:
         """Of all pods with devices."""
-        return tuple(dict.fromkeys((*self.trainer_seats, *self.engine_seats)))
+        return self.seats.gpu
 
-    @cached_property
+    @property
     def trainer_seats(self) -> tuple[str, ...]:
         """Of pods in which trainers have a place."""
-        if self.spec.rollout.is_apart and not self.ladder.trains:
-            return ()
-        return tuple(gpu_seat(replica, self.trainer_role) for replica in range(self.spec.replicas))
+        return self.seats.trainers
 
-    @cached_property
+    @property
     def engine_seats(self) -> tuple[str, ...]:
         """Of pods in which an engine has a place."""
-        if not self.spec.rollout.is_apart:
-            return self.trainer_seats
-        engines = self.spec.rollout.replicas or 0
-        return tuple(gpu_seat(replica, names.ROLE_ENGINE) for replica in range(engines)) if self.ladder.serves else ()
+        return self.seats.engines
 
-    @cached_property
+    @property
     def lineage_seats(self) -> tuple[str, ...]:
         """Whose pods form a lineage: trainers that start together, or, where there are none, the engines."""
         return self.trainer_seats or self.engine_seats

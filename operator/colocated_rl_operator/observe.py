@@ -16,22 +16,13 @@ from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus, FailuresStatus
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
+from colocated_rl_api.seats import role_of
 from colocated_rl_operator import resources
 from colocated_rl_operator.case import Case, Look, Pods, Queue
 from colocated_rl_operator.errors import JobInvalid
 from colocated_rl_operator.kube import Body
 from colocated_rl_operator.members import Address, Answer, Members
-from colocated_rl_operator.observation import (
-    Climb,
-    Job,
-    Member,
-    Memory,
-    Observation,
-    PodPhase,
-    Tally,
-    remember,
-    role_of,
-)
+from colocated_rl_operator.observation import Climb, Job, Member, Memory, Observation, PodPhase, Tally, remember
 from colocated_rl_operator.reasons import Cause
 
 LOG = logging.getLogger(__name__)

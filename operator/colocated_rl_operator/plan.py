@@ -18,6 +18,7 @@ from colocated_rl_api import names
 from colocated_rl_api.job import Switch, Verify
 from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import Goal, PodTarget, Rendezvous, RolloutTarget
+from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.actions import DeletePod, PodAction, Wait
 from colocated_rl_operator.answers import (
     Decision,
@@ -34,7 +35,7 @@ from colocated_rl_operator.answers import (
     rest_after_roll_back,
     starts,
 )
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Member, Observation, PodPhase
+from colocated_rl_operator.observation import Climb, Member, Observation, PodPhase
 from colocated_rl_operator.reasons import Cause, Waiting
 from colocated_rl_operator.roster import clear, muster
 

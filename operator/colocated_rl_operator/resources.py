@@ -20,8 +20,9 @@ from colocated_rl_api import names
 from colocated_rl_api.job import Gpus
 from colocated_rl_api.ladder import Placement
 from colocated_rl_api.parts import Resources
+from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator import overlay
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Job
+from colocated_rl_operator.observation import Job
 
 Object = dict[str, Any]
 

@@ -14,8 +14,9 @@ rollout seat waits until the old pod is gone, and that pod is never forced.
 
 from __future__ import annotations
 
+from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.actions import CreatePod, DeletePod, PodAction
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Member, Observation, PodPhase
+from colocated_rl_operator.observation import Member, Observation, PodPhase
 
 SILENCE_S = 30.0  # a running member may be away this long: the network heals
 RESTARTS_S = 300.0  # or this long, while kubelet starts its containers again and again

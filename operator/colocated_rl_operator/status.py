@@ -28,8 +28,9 @@ from colocated_rl_api.job_status import (
 )
 from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import Problem
+from colocated_rl_api.seats import role_of
 from colocated_rl_api.weights import finished_model
-from colocated_rl_operator.observation import Job, Observation, Tally, rests, role_of
+from colocated_rl_operator.observation import Job, Observation, Tally, rests
 from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause, ConditionType, Reason, Told, Waiting
 

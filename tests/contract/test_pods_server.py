@@ -12,8 +12,8 @@ from cluster import Cluster
 from contract.api_server import ApiServer, Document, Kubectl
 
 from builders import make_job
+from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
 from colocated_rl_operator import belongings
-from colocated_rl_operator.observation import ROLLOUT_SEAT, gpu_seat
 from colocated_rl_operator.resources import PodImages, pod
 from setup.layout import CHECKOUT
 

@@ -35,18 +35,10 @@ from colocated_rl_api.member_wire import (
     TrainerFacts,
     TrainerState,
 )
+from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.actions import CreatePod
 from colocated_rl_operator.answers import MAX_AVOIDED
-from colocated_rl_operator.observation import (
-    ROLLOUT_SEAT,
-    Climb,
-    Job,
-    Member,
-    Memory,
-    Observation,
-    PodPhase,
-    remember,
-)
+from colocated_rl_operator.observation import Climb, Job, Member, Memory, Observation, PodPhase, remember
 from colocated_rl_operator.plan import Plan, plan
 
 GONE = absent_engine()

@@ -40,18 +40,9 @@ from colocated_rl_api.member_wire import (
     SealedBatch,
     TrainerState,
 )
+from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.actions import CreatePod, PodAction
-from colocated_rl_operator.observation import (
-    ROLLOUT_SEAT,
-    Climb,
-    Job,
-    Member,
-    Memory,
-    Observation,
-    PodPhase,
-    rests,
-    role_of,
-)
+from colocated_rl_operator.observation import Climb, Job, Member, Memory, Observation, PodPhase, rests
 from colocated_rl_operator.plan import Plan, plan
 from colocated_rl_operator.reasons import Cause
 from fakes.model_pod import (

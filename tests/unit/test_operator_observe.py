@@ -12,12 +12,13 @@ import pytest
 from builders import CREATED, UID, make_job
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.case import RELIST_S, Case, Pods, Queue, look
 from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.members import Members
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Job, Member, Observation
+from colocated_rl_operator.observation import Job, Member, Observation
 from colocated_rl_operator.observe import observe
 from colocated_rl_operator.reasons import Cause
 from colocated_rl_operator.record import Record

@@ -30,8 +30,9 @@ from colocated_rl_api.member_wire import (
     Problem,
     RolloutTarget,
 )
+from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.actions import CreatePod, DeletePod
-from colocated_rl_operator.observation import ROLLOUT_SEAT, Climb, Memory, Observation, PodPhase, in_epoch, remember
+from colocated_rl_operator.observation import Climb, Memory, Observation, PodPhase, in_epoch, remember
 from colocated_rl_operator.plan import STOP_DEADLINE_S, Plan, patience_s, plan
 from colocated_rl_operator.reasons import Cause
 from colocated_rl_operator.roster import FORCE_AFTER_S, MAX_DELAY_S, RESTARTS_S, SILENCE_S

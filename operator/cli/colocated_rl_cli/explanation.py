@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import pydantic
 
 from colocated_rl_api import names
-from colocated_rl_api.job import Mode
 from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, FailuresStatus, Phase
 from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import PodFacts, Problem, RolloutFacts
+from colocated_rl_api.seats import ROLLOUT_SEAT, seats_for
 from colocated_rl_cli import remedies
 from colocated_rl_cli.errors import CliError
 from colocated_rl_cli.evidence import Evidence, Object, facts_of, rungs_of, seats_of
@@ -153,16 +153,11 @@ def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Cause]:
             yield Cause(*trouble, pod=pod["metadata"]["name"])
 
 
-def _seats(spec: Object) -> Iterator[str]:
+def _seats(spec: Object) -> tuple[str, ...]:
     """Also of a spec in words of another version."""
-    rollout, mode = spec.get("rollout", {}), spec.get("mode")
-    engines = rollout.get("replicas", 0) if mode != Mode.TRAIN_ONLY else 0
-    is_apart = rollout.get("colocateWith") == ""
-    if not (is_apart and mode == Mode.ROLLOUT_ONLY):
-        role = names.ROLE_TRAINER if is_apart else names.ROLE_GPU
-        yield from (f"{role}-{replica}" for replica in range(spec.get("replicas", 1)))
-    yield from (f"{names.ROLE_ENGINE}-{replica}" for replica in range(engines))
-    yield names.ROLE_ROLLOUT
+    rollout = spec.get("rollout", {})
+    engines = rollout.get("replicas", 0) if rollout.get("colocateWith") == "" else None
+    return *seats_for(spec.get("mode", ""), replicas=spec.get("replicas", 1), engines=engines).gpu, ROLLOUT_SEAT
 
 
 def _trouble(pod: Object, events: Sequence[Object]) -> tuple[str, str] | None:

@@ -1,0 +1,49 @@
+"""The seats of a job: places that one pod each fills, whatever its attempt. `ROLE-REPLICA`, or `rollout`.
+
+Which of them there are follows from mode, replicas and engines alone. Operator and command line read it here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from colocated_rl_api import names
+from colocated_rl_api.job import Mode
+
+ROLLOUT_SEAT = names.ROLE_ROLLOUT
+
+
+def gpu_seat(replica: int, role: str = names.ROLE_GPU) -> str:
+    return f"{role}-{replica}"
+
+
+def role_of(seat: str) -> str:
+    return seat if seat == ROLLOUT_SEAT else seat.rpartition("-")[0]
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Of pods in which trainers have a place, and of those in which an engine has one: the same, or no one in both."""
+
+    trainers: tuple[str, ...]
+    engines: tuple[str, ...]
+
+    @property
+    def gpu(self) -> tuple[str, ...]:
+        """Of all pods with devices."""
+        return tuple(dict.fromkeys((*self.trainers, *self.engines)))
+
+
+def seats_for(mode: str, *, replicas: int, engines: int | None) -> Seats:
+    """mode: also a word of a newer version. engines: how many pods have one alone; None: those of trainers have it."""
+    if engines is None:
+        together = _of(names.ROLE_GPU, replicas)
+        return Seats(together, together)
+    return Seats(
+        trainers=_of(names.ROLE_TRAINER, 0 if mode == Mode.ROLLOUT_ONLY else replicas),
+        engines=_of(names.ROLE_ENGINE, 0 if mode == Mode.TRAIN_ONLY else engines),
+    )
+
+
+def _of(role: str, number: int) -> tuple[str, ...]:
+    return tuple(gpu_seat(replica, role) for replica in range(number))

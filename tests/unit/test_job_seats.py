@@ -1,0 +1,35 @@
+"""Which seats a job has, by mode, replicas and engines: the operator's word and the command line's are one."""
+
+from __future__ import annotations
+
+import pytest
+
+from colocated_rl_api.seats import ROLLOUT_SEAT, Seats, gpu_seat, role_of, seats_for
+
+TOGETHER = ("gpu-0", "gpu-1")
+TRAINERS, ENGINES = ("trainer-0", "trainer-1"), ("engine-0", "engine-1", "engine-2")
+
+
+@pytest.mark.parametrize(
+    ("mode", "engines", "seats", "gpu"),
+    [
+        ("Full", None, Seats(TOGETHER, TOGETHER), TOGETHER),
+        ("RolloutOnly", None, Seats(TOGETHER, TOGETHER), TOGETHER),
+        ("TrainOnly", None, Seats(TOGETHER, TOGETHER), TOGETHER),
+        ("Full", 3, Seats(TRAINERS, ENGINES), TRAINERS + ENGINES),
+        ("RolloutOnly", 3, Seats((), ENGINES), ENGINES),
+        ("TrainOnly", 3, Seats(TRAINERS, ()), TRAINERS),
+        ("OfANewerVersion", 3, Seats(TRAINERS, ENGINES), TRAINERS + ENGINES),
+    ],
+)
+def test_seats_follow_from_mode_replicas_and_engines(
+    mode: str, engines: int | None, seats: Seats, gpu: tuple[str, ...]
+) -> None:
+    found = seats_for(mode, replicas=2, engines=engines)
+    assert (seats, gpu) == (found, found.gpu)
+
+
+def test_a_seat_tells_its_role() -> None:
+    assert ["gpu", "engine", "rollout"] == [
+        role_of(seat) for seat in (gpu_seat(3), gpu_seat(12, "engine"), ROLLOUT_SEAT)
+    ]
