@@ -63,7 +63,7 @@ test-contract: ## against the real engine, the real API server, real processes
 
 .PHONY: e2e
 e2e: ## whole jobs on the local cluster; on any other with `make e2e KUBECONFIG=...`
-	@$(SETUP) --then all e2e-layer
+	@$(SETUP) --then all,frameworks e2e-layer
 
 .PHONY: e2e-kueue
 e2e-kueue: setup ## jobs in a queue of the real Kueue, built from its module, 10 minutes the first time; no part of test

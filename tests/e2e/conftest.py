@@ -6,6 +6,7 @@ chart, the images and the model of this checkout, and ended with the session.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -13,12 +14,14 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from cluster import Cluster, CommandFailed
 from e2e.running_job import Kubectl, RunningJob
 
+from setup.environments import FRAMEWORKS
 from setup.layout import CHECKOUT
 
 NAMESPACE = "e2e"
@@ -70,8 +73,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | None
     if "KUBECONFIG" in os.environ:
         yield None
         return
-    with installed(tmp_path_factory.mktemp("cluster")) as cluster:
+    place = tmp_path_factory.mktemp("cluster")
+    images = place / "images.yaml"
+    images.write_text(with_images({"colocated-rl/environment:dev": environment_image()}))
+    with installed(place / "c", images=images) as cluster:
         yield cluster
+
+
+def with_images(further: dict[str, Any]) -> str:
+    """This checkout's list of images, and further ones."""
+    listed = json.loads(CHECKOUT.images.read_text())
+    return json.dumps({"images": listed["images"] | further})
+
+
+def environment_image() -> dict[str, Any]:
+    """The rollout controller's with verifiers, with the environment of these tests, and with the example's `uv`."""
+    image: dict[str, Any] = json.loads(CHECKOUT.images.read_text())["images"]["colocated-rl/rollout:dev"]
+    (libraries,) = CHECKOUT.environment(FRAMEWORKS).glob("lib/python*/site-packages")
+    ours, example = SCENARIOS / "own_environment", CHECKOUT.root / "examples/environments"
+    binds = [f"{libraries}:/opt/libraries:ro", f"{ours}:/opt/environments:ro", f"{example}:/opt/programs:ro"]
+    path = {"PATH": f"/opt/programs:{image['env']['PATH']}", "PYTHONPATH": "/opt/environments:/opt/libraries"}
+    return image | {"binds": [*image["binds"], *binds], "env": image["env"] | path}
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from cluster import Cluster
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from e2e.conftest import installed
+from e2e.conftest import installed, with_images
 from e2e.running_job import Kubectl
 
 from setup.layout import CHECKOUT
@@ -34,10 +34,10 @@ LEFT_ALONE = ["kube-system", "kueue-system", "colocated-rl-system"]
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     place = tmp_path_factory.mktemp("cluster")
-    images = json.loads(CHECKOUT.images.read_text())
-    images["images"]["kueue"] = {"binds": [f"{KUEUE}/bin:{KUEUE}/bin:ro"], "entrypoint": [f"{KUEUE}/bin/kueue"]}
-    (place / "images.yaml").write_text(json.dumps(images))
-    with installed(place / "c", images=place / "images.yaml") as cluster:
+    images = place / "images.yaml"
+    manager = {"binds": [f"{KUEUE}/bin:{KUEUE}/bin:ro"], "entrypoint": [f"{KUEUE}/bin/kueue"]}
+    images.write_text(with_images({"kueue": manager}))
+    with installed(place / "c", images=images) as cluster:
         install_kueue(cluster)
         yield cluster
 

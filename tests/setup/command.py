@@ -77,7 +77,8 @@ def _run(session: Session, options: argparse.Namespace) -> int:
     parts = [*parts, *(part for wanted, _ in options.then for part in wanted.split(",") if part in BESIDES)]
     board.begin(parts)
     for wanted, target in options.then:
-        board.finish(parts if wanted == "all" else wanted.split(","))
+        named = wanted.split(",")
+        board.finish(parts if "all" in named else named)
         if board.is_finished(parts):
             held.close()
         code = _make(session, target)
