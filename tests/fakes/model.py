@@ -47,6 +47,7 @@ from colocated_rl_operator.plan import Plan, plan
 from colocated_rl_operator.reasons import Cause
 from fakes.model_pod import (
     CALLS,
+    NO_RANKS,
     Broken,
     Pod,
     Rank,
@@ -175,7 +176,7 @@ class Model:
     def start(self) -> State:
         """Every pod runs, and nobody knows anybody."""
         nobody = (None,) * len(self.job.gpu_seats)
-        pods = tuple(self._new_pod(seat) for seat in self.job.gpu_seats)
+        pods = tuple(self._new_pod(seat, self._first_rank(seat)) for seat in self.job.gpu_seats)
         return State(
             pods,
             Rollout(),
@@ -185,10 +186,14 @@ class Model:
             suspensions=self.suspensions,
         )
 
-    def _new_pod(self, seat: str) -> Pod:
+    def _first_rank(self, seat: str) -> Rank:
+        seats = self.job.trainer_seats
+        return NO_RANKS[seats.index(seat) if seat in seats else 0]
+
+    def _new_pod(self, seat: str, rank: Rank) -> Pod:
         writes = self.job.spec.placement is Placement.DISAGGREGATED and seat == self.job.trainer_seats[0]
         exports = frozenset[WeightVersion]() if writes else None
-        return Pod(ladder=self.job.ladder, keeps=self._keeps, role=role_of(seat), exports=exports)
+        return Pod(ladder=self.job.ladder, keeps=self._keeps, role=role_of(seat), exports=exports, rank=rank)
 
     def successors(self, state: State) -> list[tuple[str, State]]:
         """What may happen, and what then is so. Raises Broken."""
@@ -368,8 +373,9 @@ class Model:
             index = self.job.gpu_seats.index(seat)
             if isinstance(action, CreatePod):
                 must(not pods[index].alive, f"two pods in {action.seat}")
-                pods[index] = self._new_pod(seat)._replace(
-                    attempt=action.attempt, stood=pods[index].stood, exports=pods[index].exports
+                before = pods[index]
+                pods[index] = self._new_pod(seat, NO_RANKS[before.rank.number])._replace(
+                    attempt=action.attempt, stood=before.stood, exports=before.exports
                 )
             else:
                 pods[index] = pods[index]._replace(alive=False, there=False)
@@ -579,7 +585,7 @@ def alike(state: State) -> State:
     operator = state.operator
     rows = sorted(zip(state.pods, operator.known, operator.sent, state.stale, strict=True), key=_rank_of)
     pods, known, sent, stale = zip(*rows, strict=True)
-    if pods == state.pods and known == operator.known and sent == operator.sent:
+    if (pods, known, sent, stale) == (state.pods, operator.known, operator.sent, state.stale):
         return state
     return state._replace(pods=pods, operator=operator._replace(known=known, sent=sent), stale=stale)
 

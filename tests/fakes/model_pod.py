@@ -98,6 +98,7 @@ class Belief(NamedTuple):
 class Rank(NamedTuple):
     """A `RankView`, likewise. A trainer tells its agent the truth."""
 
+    number: int  # rank 0 leaves the model
     state: TrainerState
     incarnation: str | None
     lineage: int | None
@@ -113,6 +114,7 @@ class Rank(NamedTuple):
     def of(cls, view: RankView) -> Rank:
         return cls(
             *(
+                view.rank,
                 view.state,
                 view.incarnation,
                 view.lineage,
@@ -158,7 +160,7 @@ class Target(NamedTuple):
 
 
 NO_ENGINE = Belief.of(EngineView())
-NO_RANK = Rank.of(RankView(0))
+NO_RANKS = tuple(Rank.of(RankView(number)) for number in range(8))
 
 
 class Pod(NamedTuple):
@@ -175,7 +177,7 @@ class Pod(NamedTuple):
     in_flight: int = 0
     engine: Engine | None = None
     belief: Belief = NO_ENGINE
-    rank: Rank = NO_RANK
+    rank: Rank = NO_RANKS[0]
     whole: WeightVersion | None = None
     shards: int | None = None
     stopped: bool = False
@@ -262,11 +264,11 @@ def engine_view(belief: Belief) -> EngineView:
 @cache
 def rank_view(rank: Rank) -> RankView:
     return RankView(
-        *(0, rank.state, rank.incarnation, rank.lineage, rank.exit_code, NEVER, rank.step),
+        *(rank.number, rank.state, rank.incarnation, rank.lineage, rank.exit_code, NEVER, rank.step),
         scored=rank.scored,
         exported=rank.exported,
         saved=rank.saved,
-        can_finish=rank.is_alive,
+        can_finish=rank.is_alive and rank.number == 0,
         finished=rank.finished,
         broken=rank.broken,
     )
@@ -419,7 +421,7 @@ def act(pod: Pod, action: do.Action) -> Pod:  # noqa: C901 - a table
         case do.KillEngine():
             return pod.without_engine()
         case do.StartTrainers(lineage=lineage):
-            return pod._replace(rank=Rank.of(RankView(0).started("", lineage, start_by=NEVER)))
+            return pod._replace(rank=Rank.of(RankView(pod.rank.number).started("", lineage, start_by=NEVER)))
         case do.StopTrainers():
             return pod.without_trainer()
         case do.Onload():
