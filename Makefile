@@ -112,6 +112,10 @@ bench-rollout: setup-dev ## how long a step takes beside a synchronous loop and 
 bench-rollout-limit: setup-dev ## samples a second that one rollout controller takes, over 10, 100 and 1,000 engines
 	@PYTHONPATH=tests python -m bench.rollout_limit
 
+.PHONY: bench-staleness
+bench-staleness: setup ## what samples one step old cost in learning, in pairs of runs; SEEDS=10 for ten of them
+	@python -W ignore -m bench.staleness $(if $(SEEDS),--seeds $(SEEDS))
+
 .PHONY: bench-gate
 bench-gate: setup-dev ## what a gate costs; with ROUTER=PYTHON of an environment that has sglang-router, beside that
 	@PYTHONPATH=tests python -m bench.gate $(if $(ROUTER),--router $(ROUTER))
