@@ -517,7 +517,9 @@ class Checkpoint(Part):
     keep: int = Field(
         default=2, ge=1, le=1000, description="Checkpoints kept, with the sealed batches since the oldest of them."
     )
-    volume: Volume = Field(default_factory=Volume, description="Claimed ReadWriteMany when replicas is above 1.")
+    volume: Volume = Field(
+        default_factory=Volume, description="Claimed ReadWriteMany when replicas is above 1 as the job begins."
+    )
 
 
 class Storage(Part):
@@ -564,7 +566,7 @@ class ColocatedRLJobSpec(Part):
             _EVALUATED,
             *(colocation.rule for colocation in COLOCATIONS),
             *fixed(
-                *("mode", "recorded", "replicas", "model", "gpus", "reference", "trainer", "weightSync", "checkpoint"),
+                *("mode", "recorded", "model", "gpus", "reference", "trainer", "weightSync", "checkpoint"),
                 *("storage", "managedBy"),
             ),
             *fixed_while_running("switch", "podTemplates"),
@@ -592,7 +594,7 @@ class ColocatedRLJobSpec(Part):
         ge=1,
         le=1024,
         description="GPU pods, each with engine and trainer on its devices; with trainers alone, where engines have "
-        "devices of their own.",
+        "devices of their own. May change once the job is suspended and has no pods: no sample is lost.",
     )
     model: Model = Field(description="Starting weights.")
     gpus: Gpus = Field(
@@ -726,6 +728,18 @@ _JOB_NAME = Rule(
 )
 
 
+_REPLICAS = Rule(
+    field="spec.replicas",
+    rule="has(self.spec.replicas) == has(oldSelf.spec.replicas) && "
+    "(!has(self.spec.replicas) || self.spec.replicas == oldSelf.spec.replicas) || "
+    "has(oldSelf.spec.suspend) && oldSelf.spec.suspend && "
+    "(!has(oldSelf.status) || !has(oldSelf.status.operator) || "  # whoever makes pods says first who he is
+    "has(oldSelf.status.phase) && oldSelf.status.phase == 'Suspended')",
+    message="replicas can't change while the job has pods: set suspend to true, change it once condition Suspended is "
+    "true, and set suspend to false again",
+)
+
+
 class Metadata(BaseModel):
     """The part of ObjectMeta that is read here; the rest passes."""
 
@@ -752,7 +766,7 @@ class ColocatedRLJob(BaseModel):
         alias_generator=to_camel,
         validate_by_name=True,
         extra="forbid",
-        json_schema_extra=rules(_JOB_NAME),
+        json_schema_extra=rules(_JOB_NAME, _REPLICAS),
     )
 
     api_version: Literal["rl.colocate.dev/v1alpha1"]

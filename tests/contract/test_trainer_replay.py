@@ -1,4 +1,7 @@
-"""The reference trainer on recorded batches: what two replays of one recording leave is the same, bit by bit."""
+"""The reference trainer on recorded batches: what two replays of one recording leave is the same, bit by bit.
+
+With more or fewer ranks from some step on it is the same but for rounding.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from contract.trainer_in_process import OneRank
+from contract.trainer_ranks_in_process import Watched, in_ranks
 
-from colocated_rl_rollout.batches import shard_path
-from colocated_rl_rollout.recording import take_batch
+from colocated_rl_rollout.batches import shard_path, take_places
+from colocated_rl_rollout.recording import deal_anew, take_batch
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.sharding import whole
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
 STEPS = 3
@@ -57,3 +62,48 @@ def test_two_replays_of_a_recording_leave_the_same_weights(model: Path, tmp_path
 def test_another_recording_leaves_others(model: Path, tmp_path: Path) -> None:
     one, other = (replay(tmp_path / f"{seed}", record(tmp_path / f"r{seed}", seed=seed), model) for seed in (1, 2))
     assert not all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ------------------------------------------------------------------------------------------------- more or fewer ranks
+def train_to(trainer: Watched, last: int) -> dict[str, torch.Tensor]:
+    """On the files of its job. Parameters and moments, whole."""
+    batches = trainer._settings.checkpoints.parent / "batches"
+    for step in range(trainer.step + 1, last + 1):
+        trainer.train(step, shard_path(batches, step, trainer.rank), trainer)
+        trainer.offload()
+        trainer.save(step, 2)
+        trainer.onload()
+    return {name: whole(tensor).clone() for name, tensor in trainer._state.saved().items()}
+
+
+def train_one(trainer: Watched) -> None:
+    train_to(trainer, 1)
+
+
+def train_all(trainer: Watched) -> dict[str, list[float]]:
+    return {name: tensor.flatten().tolist() for name, tensor in train_to(trainer, STEPS).items()}
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_job_goes_on_with_another_number_of_ranks_as_it_would_have_with_the_former(
+    model: Path, tmp_path: Path, before: int, after: int
+) -> None:
+    """After step 1, with batches that were sealed for the former."""
+    recording, config = record(tmp_path / "recording", seed=1), {"learningRate": 1e-3}
+    taken = {}
+    for name in ("undisturbed", "resized"):
+        (tmp_path / name).mkdir()
+        for step in range(1, STEPS + 1):
+            taken[step] = take_batch(recording, tmp_path / name / "batches", step=step, shards=before).record
+    expected, *_ = in_ranks(before, tmp_path / "undisturbed", model, train_all, **config)
+
+    in_ranks(before, tmp_path / "resized", model, train_one, **config)
+    for step in range(2, STEPS + 1):
+        dealt = deal_anew(tmp_path / "resized/batches", taken[step], shards=after)
+        take_places(tmp_path / "resized/batches", dealt)
+    found, *_ = in_ranks(after, tmp_path / "resized", model, train_all, **config)
+
+    assert expected.keys() == found.keys()
+    for name in expected:
+        ours, theirs = torch.tensor(found[name]), torch.tensor(expected[name])
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm(), name

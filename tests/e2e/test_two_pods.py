@@ -189,14 +189,16 @@ def test_an_operator_killed_in_the_middle_of_a_switch_is_taken_over(job: Running
 
 
 # ---------------------------------------------------------------------------------------------------------- suspension
-def test_a_suspended_job_has_no_pods_and_goes_on_with_the_samples_that_it_had(job: RunningJob) -> None:
+def test_a_suspended_job_has_no_pods_and_goes_on_in_fewer_with_the_samples_that_it_had(job: RunningJob) -> None:
     before, admitted = job.status, read_accounts(job)["admitted_ever"]
     change(job, suspend=True)
     job.wait_for_condition("Suspended", deadline_s=SUSPENDED_S)
     assert [] == [pod["metadata"]["name"] for role in ROLES for pod in job.pods(role)]
     step = job.step
+    change(job, replicas=1)
     change(job, suspend=False)
     job.wait_for_step(step + 2, deadline_s=START_S)
+    assert ["two-gpu-0"] == [pod.rpartition("-")[0] for pod in job.gpu_pods]
     after, accounts = job.status, read_accounts(job)
     assert (before["lineage"] + 1, before["restarts"]) == (after["lineage"], after["restarts"])
     assert accounts["admitted_ever"] > admitted

@@ -153,6 +153,11 @@ class Group:
         self.trained_in: dict[int, list[int]] = {}  # by lineage, in order
         self.stood: dict[int, dict[str, Rung]] = {}  # by epoch and seat: the highest rung since it was accepted
 
+    def resize(self, replicas: int) -> None:
+        """A person writes spec.replicas, which the API server takes while there are no pods."""
+        if not any(pod.alive for pod in self.everybody):
+            self.job = replace(self.job, spec=self.job.spec.model_copy(update={"replicas": replicas}))
+
     @property
     def everybody(self) -> list[SimPod]:
         return [*self.pods, *self.rollouts]

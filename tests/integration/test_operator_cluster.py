@@ -297,6 +297,25 @@ async def test_a_job_is_suspended_and_resumed_by_kubectl(world: World, kubectl: 
     assert "False" == world.condition("Suspended")["status"]
 
 
+async def test_a_job_comes_back_with_fewer_pods(world: World, kubectl: AsyncKubectl) -> None:
+    stay_in_rollout(world)
+    job, fewer = f"{names.SHORT_NAME}/sums", '{"spec": {"replicas": 1}}'
+    async with world.operator():
+        await kubectl("wait", "--for=condition=Ready", job, "--timeout=30s")
+        await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": true}}')
+        await kubectl("wait", "--for=condition=Suspended", job, "--timeout=30s")
+        await kubectl("patch", job, "--type=merge", "--patch", fewer)
+        world.group.resize(1)
+        assert 1 == world.group.job.spec.replicas
+        await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
+        world.kubelet.let_go("rollout")
+        await kubectl("wait", "--for=condition=Complete", job, "--timeout=30s")
+        await world.until(lambda: world.is_complete)
+        pods = await world.api.all(PODS)
+    assert ["sums-gpu-0", "sums-rollout"] == sorted(pod["metadata"]["name"].rpartition("-")[0] for pod in pods)
+    assert ("0/1", 2) == (world.status["ready"], world.status["lineage"]), "of one pod, which has ended"
+
+
 async def test_a_finished_job_goes_with_its_pods_after_its_time_and_leaves_its_volumes(world: World) -> None:
     uid = world.job["metadata"]["uid"]
     patch = {"spec": {"ttlSecondsAfterFinished": 1}}

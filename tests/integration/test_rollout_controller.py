@@ -110,9 +110,9 @@ class Scene:
             rollout_interface().check("GET", response.url.path, response.status, response.content_type, body)
             return json.loads(body)
 
-    async def batch(self, step: int) -> Batch:
+    async def batch(self, step: int, *, shards: int = 2) -> Batch:
         batch = Batch([], [])
-        for shard in range(2):
+        for shard in range(shards):
             status, body, digest = await self.job.fetch(
                 self.session, self.controller.member.ports.data, f"/v1/batches/{step}?shard={shard}"
             )
@@ -553,6 +553,30 @@ async def test_a_restart_loses_nothing_that_was_accepted(job: JobOnDisk, process
         await scene.sealed(1)
         assert {0, 1} == {step for _, _, step in token_rows(await scene.batch(1))}
         facts = await scene.operator.until(lambda facts: facts.epoch == 8)
+
+
+async def test_a_job_with_fewer_replicas_has_every_sample_that_it_had(job: JobOnDisk, processes: TaskProcesses) -> None:
+    """A batch that is not trained, what was interrupted, and what is to come."""
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        former = await scene.batch(1)
+        await scene.close()
+        before = (await scene.samples(running=0)).samples
+    fewer = JobOnDisk.write(job.directory, job.spec.model_copy(update={"replicas": 1}))
+    async with running(fewer, processes) as scene:
+        facts = await scene.operator.until(lambda facts: facts.sealed is not None)
+        assert before == facts.samples
+        batch = await scene.batch(1, shards=1)
+        assert 400 == (await fewer.fetch(scene.session, scene.controller.member.ports.data, "/v1/batches/1?shard=1"))[0]
+        assert former.groups == batch.groups
+        assert sorted(token_rows(former)) == sorted(token_rows(batch))
+        assert {(0, 1)} == {(header.shard, header.shards) for header in batch.headers}
+        await scene.target(2, trained_step=1)
+        await scene.open(V1)
+        await scene.sealed(2)
+        assert {1} == {header.shards for header in (await scene.batch(2, shards=1)).headers}
 
 
 async def test_the_last_step_is_the_one_that_the_spec_names_now(job: JobOnDisk, processes: TaskProcesses) -> None:

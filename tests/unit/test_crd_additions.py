@@ -28,6 +28,8 @@ DECIDED = {
     ".spec.evaluation: a rule more: evaluation needs engines, and a TrainOnly job has none: leave it out": (
         "asks for a field that no older manifest has"
     ),
+    ".spec.replicas: a rule more: replicas can't change while the job has pods: set suspend to true, change it once "
+    "condition Suspended is true, and set suspend to false again": "the former one, but for jobs without pods",
     ".spec.rollout.colocateWith: a rule more: rollout.colocateWith is trainer or empty: no other devices are supported "
     "yet": "the former one with a choice more",
     ".spec.rollout.engineArgs: a rule more: with offload [] engine and trainer are on the GPUs together: add "

@@ -703,6 +703,23 @@ def test_a_resumed_job_makes_its_pods_and_its_trainers_start_together_in_a_new_l
     assert decided.climb.group
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_job_that_is_resumed_with_more_or_fewer_pods_trains_on_all_of_them(replicas: int) -> None:
+    job = make_job(replicas=replicas)
+    climb = plan(resumed(job=job)).climb
+    seats = [f"gpu-{replica}" for replica in range(replicas)]
+    waiting = resumed(job=job, climb=climb)
+    assert {*seats, ROLLOUT_SEAT} == {pod.seat for pod in plan(waiting).pods if isinstance(pod, CreatePod)}
+    members = [make_member(seat, 1, facts=BLANK) for seat in seats]
+    answering = make_member(ROLLOUT_SEAT, 1, facts=rollout_facts(sealed=1, trained=1))
+    seen = remember(replace(waiting, members=(*members, answering)))
+    decided = plan(seen)
+    assert decided.climb is not None
+    assert (1, 2, Cause.RESUMED) == (decided.climb.step, decided.climb.lineage, decided.climb.cause)
+    targets = pod_targets(plan(remember(replace(seen, climb=decided.climb, memory=replace(seen.memory, raised=True)))))
+    assert [replicas] * replicas == [target.rendezvous.world_size for target in targets if target.rendezvous]
+
+
 def test_members_of_a_resumed_job_have_the_whole_deadline_to_answer() -> None:
     long_ago = later(suspending(), 1_000_000)
     seen = remember(replace(long_ago, job=make_job(podsReadyDeadlineSeconds=60), members=()))

@@ -70,6 +70,8 @@ def fault(group: Simulation, rng: random.Random) -> str:
         "suspension": lambda: group.suspend(True),
         "resumption": lambda: group.suspend(False),
     }
+    if group.job.spec.suspend:
+        faults["other replicas"] = partial(group.resize, rng.randint(1, 3))
     if pod is not None:
         faults |= {
             "engine": partial(group.engine_dies, pod),
@@ -302,10 +304,12 @@ def test_a_suspension_at_any_time_frees_every_pod_and_costs_no_restart(
             group.operator_restarts()
         _, busy = everybody_moves(group)
     assert [] == group.everybody
+    group.resize(1 + round_of_suspension // 4 % 3)
     settle(group)
     assert str(Cause.ALL_STEPS_DONE) == group.outcome
     assert group.climb is not None
     assert 0 == group.climb.restarts
+    assert len(group.job.gpu_seats) == len(group.pods)
 
 
 def test_two_leaders_cannot_both_move_the_group() -> None:

@@ -7,13 +7,16 @@ committed, whatever the process still had in memory.
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sqlite3
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from colocated_rl_rollout.batches import BatchRecord, shard_path, write_batch, w
 from colocated_rl_rollout.database import StoreFailed, open_database
 from colocated_rl_rollout.samples import LIVE, NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens
 from colocated_rl_rollout.store import SPARE_BYTES, Store, WrongMove
+from colocated_rl_rollout.transcripts import in_batch
 
 JOB = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
 S = SampleState
@@ -479,6 +483,112 @@ async def test_files_that_a_kill_left_are_removed(store: Store, tmp_path: Path) 
     again = Store(tmp_path, job_uid=JOB)
     assert {"2-0.safetensors", "2-1.safetensors"} == {path.name for path in again.batch_directory.iterdir()}
     again.close()
+
+
+def kept(store: Store, step: int) -> dict[str, str]:
+    """Digests of the files of a batch, which are those that the store names."""
+    record = store.batch(step)
+    assert record is not None
+    files = {path.name: sha256(path.read_bytes()).hexdigest() for path in store.batch_directory.glob(f"{step}-*")}
+    named = {shard_path(Path(), step, shard).name: digest for shard, digest in enumerate(record.sha256)}
+    assert named == files
+    return files
+
+
+class Killed(Exception):
+    pass
+
+
+@contextmanager
+def killed_after(calls: int) -> Iterator[None]:
+    """Before the next call that changes what is on the disk."""
+    left = calls
+
+    def count(_: object, event: str, call: object) -> None:
+        nonlocal left
+        if event == "c_call" and call in (os.fsync, os.replace, os.unlink):
+            left -= 1
+            if left < 0:
+                raise Killed
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def samples_of(store: Store, step: int) -> list[tuple[Any, ...]]:
+    found = in_batch(store.batch_directory, step)
+    return sorted((each.id, each.group, each.reward, *(part.tolist() for part in each.transcript)) for each in found)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+async def test_batches_that_trainers_may_ask_for_are_dealt_anew_for_more_or_fewer_of_them(
+    store: Store, tmp_path: Path, ranks: int
+) -> None:
+    for step in (1, 2, 3):
+        seal(store, [completed_group(store), completed_group(store)])
+        if step < 3:
+            store.commit(step)
+    store.forget(1)
+    before, counts = [samples_of(store, step) for step in (2, 3)], +store.counts
+    store.deal_anew(ranks)
+    for opened in (store, Store):
+        again = opened if isinstance(opened, Store) else opened(tmp_path, job_uid=JOB)
+        assert [ranks, ranks] == [len(kept(again, step)) for step in (2, 3)]
+        assert (before, counts) == ([samples_of(again, step) for step in (2, 3)], +again.counts)
+        assert again.sealed == again.batch(3)
+        again.close()
+
+
+async def test_a_recording_stays_as_it_was_sealed(tmp_path: Path) -> None:
+    store = Store(tmp_path, job_uid=JOB, keeps_batches=True)
+    for step in (1, 2):
+        seal(store, [completed_group(store)])
+        store.commit(step)
+    store.forget(1)
+    store.deal_anew(1)
+    assert [2, 1] == [len(kept(store, step)) for step in (1, 2)]
+    store.close()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+async def test_a_kill_while_a_batch_is_dealt_anew_loses_no_sample(
+    store: Store, tmp_path: Path, before: int, after: int
+) -> None:
+    """Before each file is synced, before each takes its place, before each that is left over goes."""
+    group = completed_group(store)
+    record = write_batch(store.batch_directory, [group], step=1, shards=before, temperature=1.0, seed=0)
+    store.seal(record, [group])
+    whole = samples_of(store, 1)
+    store.close()
+    sizes: list[int] = []
+    is_done = False
+    while not is_done:
+        place = tmp_path / f"killed-{len(sizes)}"
+        shutil.copytree(tmp_path, place, ignore=shutil.ignore_patterns("killed-*"))
+        left = Store(place, job_uid=JOB)
+        with suppress(Killed), killed_after(len(sizes)):
+            left.deal_anew(after)
+            is_done = True
+        left.close()
+        again = Store(place, job_uid=JOB)
+        sizes.append(len(kept(again, 1)))
+        assert whole == samples_of(again, 1)
+        again.deal_anew(after)
+        assert (after, whole) == (len(kept(again, 1)), samples_of(again, 1))
+        again.close()
+    assert [before] * sizes.count(before) + [after] * sizes.count(after) == sizes
+    assert min(sizes.count(before), sizes.count(after)) > after, "before the store knew of it, and afterwards"
+
+
+async def test_a_batch_that_can_not_be_dealt_anew_is_named_and_what_to_do(store: Store) -> None:
+    seal(store, [completed_group(store)])
+    shard_path(store.batch_directory, 1, 1).write_bytes(b"torn")
+    with pytest.raises(StoreFailed, match=r"batch 1 was sealed for 2 trainer ranks .* to 1: .*set replicas back"):
+        store.deal_anew(1)
+    store.close()
 
 
 async def test_a_volume_without_write_ahead_is_refused() -> None:

@@ -3,6 +3,9 @@
 A batch is divided among the trainer ranks when it is sealed: whole samples, balanced by tokens. Its files are written
 and synced before the batch is sealed in the store, so a sealed batch is always there; a file of a batch that never was
 sealed is overwritten by the next attempt. The bytes depend on the samples alone.
+
+Dealt out anew for another number of ranks (`recording`), its new files are written and synced beside those it has; they
+take their places once the store knows of them, at its next opening if not before. So at every instant it is whole.
 """
 
 from __future__ import annotations
@@ -116,15 +119,25 @@ def write_batch(
     )
 
 
-def write_shards(directory: Path, step: int, bodies: Sequence[bytes]) -> tuple[str, ...]:
-    """Make the files of a batch durable; returns the digest of each."""
+def write_shards(directory: Path, step: int, bodies: Sequence[bytes], *, beside: bool = False) -> tuple[str, ...]:
+    """Make the files of a batch durable; returns the digest of each. beside: those that it has stay as they are."""
     if not directory.exists():
         directory.mkdir(parents=True)
         _sync_directory(directory.parent)
     for shard, body in enumerate(bodies):
-        _write_durably(shard_path(directory, step, shard), body)
+        path = _dealt_path(directory, step, shard, len(bodies)) if beside else shard_path(directory, step, shard)
+        _write_durably(path, body)
     _sync_directory(directory)
     return tuple(hashlib.sha256(body).hexdigest() for body in bodies)
+
+
+def take_places(directory: Path, record: BatchRecord) -> None:
+    """Files that were written beside those of a batch become its own: the record is of them already."""
+    shards = len(record.sha256)
+    for shard in range(shards):
+        dealt = _dealt_path(directory, record.step, shard, shards)
+        if dealt.exists():
+            dealt.replace(shard_path(directory, record.step, shard))
 
 
 def partition(lengths: Sequence[int], shards: int) -> list[list[int]]:
@@ -141,6 +154,11 @@ def partition(lengths: Sequence[int], shards: int) -> list[list[int]]:
 def shard_path(directory: Path, step: int, shard: int) -> Path:
     """Where the file of a shard is."""
     return directory / f"{step}-{shard}.safetensors"
+
+
+def _dealt_path(directory: Path, step: int, shard: int, shards: int) -> Path:
+    """Of a shard that waits for its place."""
+    return directory / f"{step}-{shard}.of-{shards}.dealt"
 
 
 def batch_is_there(directory: Path, record: BatchRecord) -> bool:

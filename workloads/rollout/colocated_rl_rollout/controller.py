@@ -37,7 +37,7 @@ from colocated_rl_rollout.pages import data_routes, pages
 from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.replay import Replay
 from colocated_rl_rollout.rewards import TaskProcesses
-from colocated_rl_rollout.sealer import Sealer
+from colocated_rl_rollout.sealer import Sealer, trainer_ranks
 from colocated_rl_rollout.sessions import Sessions
 from colocated_rl_rollout.settings import Settings
 from colocated_rl_rollout.store import Store
@@ -76,6 +76,8 @@ class Controller:
         tls = MemberTls.read(settings.tls)
         chat = Chat(settings.model)
         self._store = store = Store(settings.state, job_uid=job.uid, keeps_batches=spec.storage.keep_batches)
+        if spec.ladder.trains:
+            store.deal_anew(trainer_ranks(spec))  # it may have had more or fewer before it was suspended
         self._processes = processes
         self._engines = Engines(
             DataClient(session, tls, job.uid),

@@ -1,4 +1,4 @@
-"""Recorded batches: files that another job has sealed become a batch of this one. Knows no store.
+"""Recorded batches: files that a job has sealed become a batch of another, or of more or fewer ranks. Knows no store.
 
 A recording is a directory of the files of `colocated_rl_api.batch`, named as `batches.shard_path` has them, from step 1
 on: the store of a job, or a copy. It is only read. Where this job has as many trainer ranks as the one that sealed
@@ -63,6 +63,14 @@ def take_batch(recording: Path, directory: Path, *, step: int, shards: int) -> T
         sha256=write_shards(directory, step, bodies),
     )
     return Taken(record, list(rewards.values()))
+
+
+def deal_anew(directory: Path, record: BatchRecord, *, shards: int) -> BatchRecord:
+    """Write a sealed batch for so many trainer ranks, beside its files. Raises RecordingUnusable, OSError."""
+    headers, columns = _read(directory, record.step)
+    bodies = _dealt(_joined(columns), headers[0], shards)
+    digests = write_shards(directory, record.step, bodies, beside=True)
+    return record.model_copy(update={"sha256": digests})
 
 
 def _read(recording: Path, step: int) -> tuple[list[BatchHeader], list[Columns]]:

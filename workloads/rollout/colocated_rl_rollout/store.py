@@ -30,8 +30,16 @@ import numpy as np
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import EvaluationResult, Problem
 from colocated_rl_rollout import tables, transcripts
-from colocated_rl_rollout.batches import BatchRecord, batch_bytes, batch_is_there, remove_all_but, remove_batch
+from colocated_rl_rollout.batches import (
+    BatchRecord,
+    batch_bytes,
+    batch_is_there,
+    remove_all_but,
+    remove_batch,
+    take_places,
+)
 from colocated_rl_rollout.database import DatabaseWriter, Statement, StoreFailed, hold, open_database
+from colocated_rl_rollout.recording import RecordingUnusable, deal_anew
 from colocated_rl_rollout.resume import join
 from colocated_rl_rollout.samples import (
     LIVE,
@@ -341,6 +349,30 @@ class Store:
             (tables.BATCH, [(record.step, record.model_dump_json(by_alias=True))]),
         )
 
+    def deal_anew(self, shards: int) -> None:
+        """Batches that trainers may still ask for become batches for so many ranks. Blocks until they are durable.
+
+        Raises StoreFailed; then each batch is as it was, or dealt anew.
+        """
+        known = [record for step, record in self._batches.items() if step > self._saved_step]
+        for before in [record for record in known if len(record.sha256) != shards]:
+            try:
+                record = deal_anew(self.batch_directory, before, shards=shards)
+            except (RecordingUnusable, OSError) as error:
+                raise StoreFailed(
+                    f"batch {before.step} was sealed for {len(before.sha256)} trainer ranks and can't be dealt out to "
+                    f"{shards}: {error}; make room on the volume or restore it; or suspend the job, set replicas back"
+                ) from error
+            said = record.model_dump_json(by_alias=True)
+            self._writer.write(("UPDATE batches SET record = ? WHERE step = ?", [(said, record.step)]))
+            self._writer.flush(deadline_s=COMMIT_DEADLINE_S)
+            take_places(self.batch_directory, record)
+            self._batches[record.step] = record
+            if self.sealed is not None and self.sealed.step == record.step:
+                self.sealed = record
+            log(LOG, "batch dealt anew", step=record.step, ranks=shards, ranks_before=len(before.sha256))
+        remove_all_but(self.batch_directory, self._batches.values())
+
     def commit(self, step: int) -> bool:
         """Every rank has trained the batches up to `step`; False when that was known."""
         if step <= self.trained_step:
@@ -533,6 +565,7 @@ class Store:
         )
         for record, kept in database.execute("SELECT record, kept FROM batches ORDER BY step"):
             self.sealed = BatchRecord.model_validate_json(record)
+            take_places(self.batch_directory, self.sealed)
             if kept and batch_is_there(self.batch_directory, self.sealed):
                 self._batches[self.sealed.step] = self.sealed
             elif self.sealed.step > self._saved_step:
