@@ -156,6 +156,8 @@ def test_room_is_never_made_of_what_engines_serve() -> None:
     assert do.RemoveExports(keep=OLDER) == choice(full, target(Rung.EXPORTED, at=AGAIN, weights=OLDER))
     assert do.Export(AGAIN) == choice(replace(full, crowded=False), target(Rung.EXPORTED, at=AGAIN, weights=OLDER))
     assert do.Export(AGAIN) == choice(full, target(Rung.EXPORTED, at=AGAIN, weights=None)), "nobody knows what they do"
+    unknown = replace(full, crowded=None)
+    assert do.Wait() == choice(unknown, target(Rung.EXPORTED, at=AGAIN, weights=OLDER)), "the volume has not answered"
 
 
 def test_no_engine_starts_beside_trainers_and_no_trainer_beside_an_engine() -> None:

@@ -1,4 +1,4 @@
-"""Calls of a file system that may never answer."""
+"""Calls of a file system that may never answer, and what is remembered of its answers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Generator
+from pathlib import Path, PosixPath
+from typing import ClassVar
 
 import pytest
 
+from colocated_rl_agent.exports import Exports
 from colocated_rl_agent.volume import Beat, Volume, VolumeSilent, in_threads
+from colocated_rl_api.ladder import WeightVersion
 
 PLACE = Path("/weights")
 SOON_S = 0.02
@@ -90,3 +94,29 @@ def test_threads_give_results_in_order_or_what_the_first_failed_one_raised() -> 
     assert [1, 4, 9] == in_threads("square", lambda number: number**2, [1, 2, 3], at_once=2)
     with pytest.raises(ZeroDivisionError):
         in_threads("invert", lambda number: 1 / number, [1, 0, 2], at_once=2)
+
+
+class Held(PosixPath):
+    """A directory that is listed when the test says so."""
+
+    begun: ClassVar[threading.Event] = threading.Event()
+    goes_on: ClassVar[threading.Event] = threading.Event()
+
+    def iterdir(self) -> Generator[Held, None, None]:
+        found = list(super().iterdir())
+        self.begun.set()
+        assert self.goes_on.wait(LATER_S)
+        yield from found
+
+
+async def test_a_look_that_was_overtaken_by_an_export_says_nothing(tmp_path: Path) -> None:
+    exports = Exports(Volume(Held(tmp_path)), probe=False)
+    looking = asyncio.create_task(exports.look())
+    await asyncio.to_thread(Held.begun.wait, LATER_S)
+    (tmp_path / "1-1").mkdir()
+    exports.may_have_changed()
+    Held.goes_on.set()
+    await looking
+    assert None is exports.has_others_than(None), "it saw none"
+    await exports.look()
+    assert (True, False) == (exports.has_others_than(None), exports.has_others_than(WeightVersion(1, 1)))
