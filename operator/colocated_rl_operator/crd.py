@@ -16,6 +16,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -401,6 +402,7 @@ def _yaml(document: Schema) -> str:
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
+@cache
 def documents() -> dict[Path, str]:
     """Text of each generated file, by its path in the repository."""
     crd = custom_resource_definition()

@@ -20,7 +20,7 @@ Time passes only when nothing else can happen: then the plan is asked again at t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import chain, islice
@@ -197,14 +197,22 @@ class Model:
 
     def successors(self, state: State) -> list[tuple[str, State]]:
         """What may happen, and what then is so. Raises Broken."""
+        return [*self.moves(state), *self._befalls(state)]
+
+    def moves(self, state: State) -> list[tuple[str, State]]:
+        """Those in which nobody dies, and no person has a say."""
         if state.operator.is_over:
             return []
         at_once = chain(self._rollout_acts(state), self._operator_passes(state, late=False))
         found = [*islice(at_once, 1)]  # nobody gains by waiting
         if not found:
             found = [*self._targets_arrive(state), *self._reports_arrive(state), *self._agents_act(state)]
-        if not found:
-            found = [*self._operator_passes(state, late=True)]
+        return self._as_values(found or self._operator_passes(state, late=True))
+
+    def _befalls(self, state: State) -> list[tuple[str, State]]:
+        found: list[tuple[str, State]] = []
+        if state.operator.is_over:
+            return found
         if state.deaths:
             deaths = self._somebody_dies(state._replace(deaths=state.deaths - 1))
             found += [death for death in deaths if death[0].split()[0] in self.mortal]
@@ -212,6 +220,9 @@ class Model:
             found.append(("resumed", state._replace(suspend=False)))
         elif state.suspensions:
             found.append(("suspended", state._replace(suspend=True, suspensions=state.suspensions - 1)))
+        return self._as_values(found)
+
+    def _as_values(self, found: Iterable[tuple[str, State]]) -> list[tuple[str, State]]:
         return [(what, alike(self._without_the_refused(after))) for what, after in found]
 
     def _without_the_refused(self, state: State) -> State:

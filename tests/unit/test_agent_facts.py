@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any, assert_never
 
 import pytest
@@ -539,6 +540,10 @@ class World:
     turns: int = 0
     last_waits: tuple[do.Action | do.Wait, ...] = ()
 
+    @cached_property
+    def rules(self) -> Rules:
+        return replace(RULES, ladder=self.ladder)
+
     # ------------------------------------------------------------------------------------------------- the operator
     def target(self) -> PodTarget:
         """A trainer that died calls for a new lineage, unless the pod serves; else one barrier up."""
@@ -555,7 +560,7 @@ class World:
         self.befall(chance)
         elapsed = 40.0 if chance is Chance.TIME_PASSES else 0.01
         self.view = replace(self.view, now=self.view.now + elapsed)
-        choices = next_actions(self.view, self.target(), replace(RULES, ladder=self.ladder))
+        choices = next_actions(self.view, self.target(), self.rules)
         actions = [choice for choice in choices if not isinstance(choice, do.Wait)]
         if not actions:
             self.last_waits = choices

@@ -113,13 +113,17 @@ def test_crd_fits_into_the_annotation_of_a_plain_kubectl_apply() -> None:
     assert len(json.dumps(crd.custom_resource_definition())) < CLIENT_SIDE_APPLY_LIMIT / 2
 
 
+def read(text: str) -> Any:
+    return yaml.load(text, Loader=yaml.CSafeLoader)  # in a tenth of the time
+
+
 def test_chart_has_the_same_crd_and_keeps_it() -> None:
     documents = crd.documents()
     template = documents[crd.CHART_FILE]
     assert template.count("{{") == 2, "a description that Helm would take for a template"
-    chart = yaml.safe_load("\n".join(line for line in template.splitlines() if not line.startswith("{{")))
+    chart = read("\n".join(line for line in template.splitlines() if not line.startswith("{{")))
     assert {"helm.sh/resource-policy": "keep"} == chart["metadata"].pop("annotations")
-    assert yaml.safe_load(documents[crd.CRD_FILE]) == chart
+    assert read(documents[crd.CRD_FILE]) == chart
 
 
 def fields() -> list[crd.Fact]:

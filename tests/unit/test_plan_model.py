@@ -112,11 +112,10 @@ def test_walks_at_random_are_safe_and_end(replicas: int, deaths: int, seed: int,
     model = walked(replicas, placement, deaths=deaths, reference=seed % 2 == 1)
     state = model.start()
     for _ in range(MOST_MOVES):
-        following = model.successors(state)
-        if not following:
+        if state.operator.is_over:
             break
-        lively = [move for move in following if move[1].deaths == state.deaths]
-        _, state = rng.choice(following if rng.random() < DEATHS_AT else lively or following)
+        lively = [] if rng.random() < DEATHS_AT else model.moves(state)
+        _, state = rng.choice(lively or model.successors(state))
     assert state.operator.is_over
     assert state.operator.climb is not None
     assert Cause.ALL_STEPS_DONE is state.operator.climb.cause
