@@ -54,6 +54,14 @@ def test_every_state_of_a_job_with_a_reference_is_safe_and_leads_to_an_end(
     check(Model(job, deaths=deaths, of=of), capsys)
 
 
+@pytest.mark.parametrize("offload", [["KVCache"], ["Weights", "KVCache"]], ids="-".join)
+def test_every_state_of_two_pods_whose_engines_keep_memory_is_safe_and_leads_to_an_end(
+    offload: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(replicas=2, steps=1, checkpoint={"everySteps": 1}, rollout=ROLLOUT | {"offload": offload})
+    check(Model(job, deaths=0), capsys)
+
+
 @pytest.mark.parametrize("rollout", [ROLLOUT, RESIDENT_ROLLOUT], ids=["time-sliced", "resident"])
 @pytest.mark.parametrize("action", ["RollBack", "RestartPod"])
 def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
