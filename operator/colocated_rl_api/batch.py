@@ -11,6 +11,7 @@ Columns (n samples, T tokens of all of them, prompt and response, one after anot
     sample_end       int64   [n]    end of each sample in [T]
     loss_mask        uint8   [T]    1: token written by the policy, to be trained
     behaviour_logp   float32 [T]    nats, under the weights that sampled it; 0 where loss_mask is 0
+    reference_logp   float32 [T]    nats, under the reference; 0 where loss_mask is 0. Only where the header says so
     token_step       int32   [T]    step of the weights that made the token; -1 where loss_mask is 0
     reward           float32 [n]
     group            int64   [n]    group number, as admitted
@@ -37,5 +38,6 @@ class BatchHeader(Wire):
     groups: int
     samples: int
     loss_tokens: int  # of the whole batch: the normalizer of a token-level loss
-    temperature: float  # of sampling: trainer logits are divided by it
+    temperature: float  # of sampling: trainer logits, and those of a reference, are divided by it
     seed: int
+    has_reference: bool = False  # a reference on devices of its own has scored the batch: column reference_logp

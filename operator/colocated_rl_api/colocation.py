@@ -1,8 +1,7 @@
 """Whose devices a role shares: what `colocateWith` may say, and what is wrong with everything else.
 
 A role names another one, `""` asks for devices of its own, and the trainer, whose devices they are, names nobody.
-Engines may have their own; the reference shares the trainer's. Said twice, in CEL for the API server and in Python,
-with the same words.
+Said twice, in CEL for the API server and in Python, with the same words.
 """
 
 from __future__ import annotations
@@ -13,22 +12,20 @@ from colocated_rl_api.parts import Rule
 
 TRAINER = "trainer"
 ROLE_MAX = 32  # characters
+_ALLOWED = (TRAINER, "")
 
 
 @dataclass(frozen=True)
 class Colocation:
-    """Of one role. peer: the other one that may set the field. owns: it may have devices of its own."""
+    """Of one role. peer: the other one that may set the field."""
 
     role: str
     peer: str
-    owns: bool = False
 
     def refusal(self, named: str, *, peers: str | None) -> str | None:
         """Why the role can't share the devices of `named`. peers: whom the peer names; None: the job has no peer."""
-        if named in self._allowed:
+        if named in _ALLOWED:
             return None
-        if named == "":
-            return self._own
         if named not in (self.role, self.peer):
             return self._unknown % named
         if named == self.role:
@@ -44,23 +41,13 @@ class Colocation:
         return Rule(
             field=f"{self.role}.colocateWith",
             rule=f"!has(self.{self.role}) || !has({named}) || "
-            + " || ".join(f"{named} == '{each}'" for each in self._allowed),
-            message=f"{self.role}.colocateWith is {TRAINER}{' or empty' if self.owns else ''}: "
-            "no other devices are supported yet",
-            said=f"{named} == '' ? '{self._own}' : "
-            f"!({named} in ['{self.role}', '{self.peer}']) ? '{self._unknown}'.format([{named}]) : "
+            + " || ".join(f"{named} == '{each}'" for each in _ALLOWED),
+            message=f"{self.role}.colocateWith is {TRAINER} or empty: no other devices are supported yet",
+            said=f"!({named} in ['{self.role}', '{self.peer}']) ? '{self._unknown}'.format([{named}]) : "
             f"{named} == '{self.role}' ? '{self._itself}' : "
             f"!has(self.{self.peer}) ? '{self._inactive}' : "
             f"has({peers}) && {peers} == '{self.role}' ? '{self._cycle}' : '{self._indirect}'",
         )
-
-    @property
-    def _allowed(self) -> tuple[str, ...]:
-        return (TRAINER, "") if self.owns else (TRAINER,)
-
-    @property
-    def _own(self) -> str:
-        return f"{self.role} on devices of its own is not supported yet: write {TRAINER}"
 
     @property
     def _unknown(self) -> str:
@@ -83,4 +70,4 @@ class Colocation:
         return f"{self.role} on the devices of {self.peer} is not supported yet: write {TRAINER}, whose they are"
 
 
-COLOCATIONS = (Colocation("rollout", peer="reference", owns=True), Colocation("reference", peer="rollout"))
+COLOCATIONS = (Colocation("rollout", peer="reference"), Colocation("reference", peer="rollout"))

@@ -146,6 +146,26 @@ _CONCURRENCY = Rule(
 )
 
 
+_OWN_WORDS = 'replicas is the number of %s pods with devices of their own: give it with colocateWith "", and only there'
+_OWN_GPUS_WORDS = 'gpus are the devices of %s pods of their own: give them with colocateWith "", and only there'
+
+
+def _own(what: str) -> tuple[Rule, Rule]:
+    """Of a role that may have pods and devices of its own: both fields are of those."""
+    is_apart = "has(self.colocateWith) && self.colocateWith == ''"
+    return (
+        Rule("replicas", f"has(self.replicas) == ({is_apart})", _OWN_WORDS % what),
+        Rule("gpus", f"!has(self.gpus) || {is_apart}", _OWN_GPUS_WORDS % what),
+    )
+
+
+def _check_own(what: str, *, is_apart: bool, replicas: int | None, gpus: Gpus | None) -> None:
+    if (replicas is not None) != is_apart:
+        raise ValueError(_OWN_WORDS % what)
+    if gpus is not None and not is_apart:
+        raise ValueError(_OWN_GPUS_WORDS % what)
+
+
 class Interruption(StrEnum):
     RESUME = "Resume"  # partial tokens kept and continued
     RETRY = "Retry"  # start over
@@ -161,20 +181,6 @@ class EngineMemory(StrEnum):
 _OFFLOADED_WORDS = (
     "offload needs KVCache, because the KV cache is never on the devices together with gradients and optimizer state "
     "of a trainer that takes turns; [] lets engines and trainer both stay"
-)
-_OWN_WORDS = (
-    'replicas is the number of engine pods with devices of their own: give it with colocateWith "", and only there'
-)
-_OWN = Rule(
-    field="replicas",
-    rule="has(self.replicas) == (has(self.colocateWith) && self.colocateWith == '')",
-    message=_OWN_WORDS,
-)
-_OWN_GPUS_WORDS = 'gpus are the devices of engine pods of their own: give them with colocateWith "", and only there'
-_OWN_GPUS = Rule(
-    field="gpus",
-    rule="!has(self.gpus) || has(self.colocateWith) && self.colocateWith == ''",
-    message=_OWN_GPUS_WORDS,
 )
 _OFFLOAD = Rule(
     field="offload",
@@ -202,8 +208,7 @@ class Rollout(Part):
             _OWNED_FLAGS,
             _CONCURRENCY,
             _OFFLOAD,
-            _OWN,
-            _OWN_GPUS,
+            *_own("engine"),
             *fixed(
                 *("colocateWith", "replicas", "gpus", "offload", "engineArgs", "prompts"),
                 *("maxPromptTokens", "maxResponseTokens"),
@@ -329,10 +334,7 @@ class Rollout(Part):
             raise ValueError(f"offload is a set: {', '.join(self.offload)} has one of them twice")
         if self.offload and EngineMemory.KV_CACHE not in self.offload:
             raise ValueError(_OFFLOADED_WORDS)
-        if (self.replicas is not None) != self.is_apart:
-            raise ValueError(_OWN_WORDS)
-        if self.gpus is not None and not self.is_apart:
-            raise ValueError(_OWN_GPUS_WORDS)
+        _check_own("engine", is_apart=self.is_apart, replicas=self.replicas, gpus=self.gpus)
         admitted = (self.max_staleness + 1) * self.batch_size
         if self.concurrency > admitted:
             raise ValueError(
@@ -363,14 +365,34 @@ class Evaluation(Part):
 
 
 class Reference(Part):
-    """The frozen policy that KL is measured against.
+    """The frozen policy that KL is measured against: on the trainers' devices before each step, or on its own."""
 
-    The trainers keep a copy of it in host memory, and let it score each batch on their devices before the step.
-    """
+    model_config = ConfigDict(json_schema_extra=rules(*_own("reference")))
 
     colocate_with: str = Field(
-        default=TRAINER, max_length=ROLE_MAX, description="Role whose devices it shares, the trainer."
+        default=TRAINER,
+        max_length=ROLE_MAX,
+        description="Role whose devices it shares, the trainer: the trainers keep a copy of it in host memory, and "
+        'each batch is scored before its step. "" gives it pods and devices of its own: what rollout has finished is '
+        "scored at once, batches are sealed with the scores, and no step waits for them.",
     )
+    replicas: int | None = Field(
+        default=None, ge=1, le=100, description="Reference pods, where it has devices of its own."
+    )
+    gpus: Gpus | None = Field(
+        default=None,
+        description="Devices of each of them, of which each holds the whole model; as spec.gpus says when absent.",
+    )
+
+    @property
+    def is_apart(self) -> bool:
+        """It has pods and devices of its own."""
+        return self.colocate_with == ""
+
+    @model_validator(mode="after")
+    def _has_what_is_its_own(self) -> Self:
+        _check_own("reference", is_apart=self.is_apart, replicas=self.replicas, gpus=self.gpus)
+        return self
 
 
 class TrainerMemory(StrEnum):
@@ -606,8 +628,8 @@ class ColocatedRLJobSpec(Part):
     )
     reference: Reference | None = Field(
         default=None,
-        description="The frozen policy that KL is measured against: the model as the job begins with it scores each "
-        "batch before that is trained. No reference when absent.",
+        description="The frozen policy that KL is measured against: the model as the job begins with it scores "
+        "everything before it is trained. No reference when absent.",
     )
     trainer: Trainer = Field(default_factory=Trainer, description="Training on them.")
     weight_sync: WeightSync = Field(default_factory=WeightSync, description="How new weights reach the engines.")
@@ -675,13 +697,23 @@ class ColocatedRLJobSpec(Part):
         return self.rollout.gpus or self.gpus
 
     @property
+    def reference_gpus(self) -> Gpus:
+        """Devices of each pod of a reference that has its own."""
+        return (self.reference and self.reference.gpus) or self.gpus
+
+    @property
+    def seals_with_scores(self) -> bool:
+        """A reference on devices of its own says what it thinks of a sample before that comes into a batch."""
+        return self.reference is not None and self.reference.is_apart
+
+    @property
     def max_staleness(self) -> int:
         """In steps; where weights never change no token is ever too old."""
         return MANY_STEPS if self.mode is Mode.ROLLOUT_ONLY else self.rollout.max_staleness
 
     @property
     def ladder(self) -> Ladder:
-        return ladder_for(self.placement, scores=self.reference is not None)
+        return ladder_for(self.placement, scores=self.reference is not None and not self.reference.is_apart)
 
     @model_validator(mode="after")
     def _roles_share_devices_that_there_are(self) -> Self:

@@ -70,6 +70,28 @@ class RolloutStatus(StatusPart):
     samples: dict[str, int] = Field(default_factory=dict, max_length=16, description="Samples by state.")
 
 
+class ReferencePlacement(StrEnum):
+    """Where the reference is, and so what waits for it."""
+
+    WITH_TRAINER = "WithTrainer"  # each step waits for its batch to be scored, at rung Scored
+    OWN_DEVICES = "OwnDevices"  # what is finished is scored beside rollout; a batch is sealed with its scores
+
+
+class ReferenceStatus(StatusPart):
+    """The frozen policy that KL is measured against."""
+
+    placement: ReferencePlacement = Field(
+        description="WithTrainer: a step waits until its whole batch is scored (rung Scored). OwnDevices: samples are "
+        "scored as they are finished, sealing a batch waits for its last one, and no step does."
+    )
+    ready: str | None = Field(
+        default=None, max_length=32, description="Its own pods that answer, of replicas: 2/2. Absent with the trainer."
+    )
+    unscored: int | None = Field(
+        default=None, description="Finished samples that wait for it. Absent with the trainer."
+    )
+
+
 class EvaluationStatus(StatusPart):
     """Newest evaluation."""
 
@@ -147,11 +169,13 @@ class ColocatedRLJobStatus(StatusPart):
     ready: str | None = Field(
         default=None,
         max_length=32,
-        description="GPU pods that answer, of replicas: 2/2. Condition PodsReady counts the rollout controller too.",
+        description="GPU pods that answer, of replicas: 2/2, without those of a reference. Condition PodsReady counts "
+        "these and the rollout controller too.",
     )
     pods_by_rung: dict[str, int] = Field(default_factory=dict, max_length=16, description="Pods by rung.")
     out_of_line: list[PodOutOfLine] = Field(default_factory=list, max_length=10, description="At most ten.")
     rollout: RolloutStatus | None = Field(default=None, description="Progress of rollout.")
+    reference: ReferenceStatus | None = Field(default=None, description="Absent without spec.reference.")
     evaluation: EvaluationStatus | None = Field(default=None, description="Newest evaluation.")
     model: str | None = Field(
         default=None,

@@ -223,6 +223,9 @@ class RolloutFacts(Wire):
     staleness_mean: float | None = None  # tokens of the newest sealed batch, in versions, as the trainer will see them
     tokens_per_second: float | None = None  # generated, over the last 30 s
     gates_open: int = 0
+    unscored: int | None = (
+        None  # completed samples that a reference on devices of its own has not scored; None: no such
+    )
     problem: Problem | None = None
     stopped: bool = False
 
@@ -278,6 +281,9 @@ class RolloutTarget(Wire):
     trained_step: int  # every rank has finished these steps: commit their batches
     saved_step: int  # in every checkpoint that trainers may go back to: batches up to here are not needed again
     engines: tuple[Endpoint, ...]  # gates to use; whether they are open is for the gates to say
+    references: tuple[
+        Endpoint, ...
+    ] = ()  # of a reference on devices of its own; whether they answer they say themselves
     evaluate: int | None = None  # evaluate this step's weights now; the switch waits for it
     # what of the spec may change, as it is now; None: as the job's file says
     last_step: int | None = None  # spec.steps

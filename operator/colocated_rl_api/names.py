@@ -20,12 +20,13 @@ MANAGED_BY = "colocated-rl"
 JOB_NAME_LABEL = f"{GROUP}/job-name"
 JOB_UID_LABEL = f"{GROUP}/job-uid"
 ROLE_LABEL = f"{GROUP}/role"
-REPLICA_LABEL = f"{GROUP}/replica"  # of its role, from "0"; GPU pods only
+REPLICA_LABEL = f"{GROUP}/replica"  # of its role, from "0"; pods with devices only
 ATTEMPT_LABEL = f"{GROUP}/attempt"  # how often this replica's pod was made anew, from 0
 ROLE_GPU = "gpu"  # engine and trainers
 ROLE_ENGINE = "engine"  # an engine with devices of its own
 ROLE_TRAINER = "trainer"  # trainers beside such engines
-GPU_ROLES = (ROLE_GPU, ROLE_TRAINER, ROLE_ENGINE)
+GPU_ROLES = (ROLE_GPU, ROLE_TRAINER, ROLE_ENGINE)  # of members, which climb
+ROLE_REFERENCE = "reference"  # a reference with devices of its own, which is no member
 ROLE_ROLLOUT = "rollout"
 
 # --- containers of a GPU pod
@@ -38,8 +39,8 @@ REWARDS_CONTAINER = "rewards"  # other people's code: makes prompts and computes
 
 # --- ports of a member. Written by the operator into pods, read by operator, members and people
 CONTROL_PORT = 8443  # mutual TLS: the operator's connection (targets down, facts up)
-DATA_PORT = 8444  # TLS and the job's data token: gate of an agent, batches of the rollout controller
-METRICS_PORT = 9090  # plain: /metrics, /healthz
+DATA_PORT = 8444  # TLS and the job's data token: gate of an agent, batches of the rollout controller, a reference
+METRICS_PORT = 9090  # plain: /metrics, /healthz; of a reference /readyz
 PAGES_PORT = 8080  # loopback of the pod: /v1/state and other pages, reached by kubectl port-forward
 ENGINE_PORT = 30000  # loopback of the pod: the engine; only the agent talks to it
 RENDEZVOUS_PORT = 29500  # first of RENDEZVOUS_PORTS on the pod of replica 0: the trainers' process group
@@ -48,7 +49,7 @@ RENDEZVOUS_PORTS = 100  # lineage n uses RENDEZVOUS_PORT + n % RENDEZVOUS_PORTS,
 # --- files in member and GPU containers. Mounted by the operator's pods, read by members, runner and trainer
 JOB_FILE = "/etc/colocate/job/job.json"  # JobFile of `member_wire`
 TRAINER_CONFIG_FILE = "/etc/colocate/job/trainer.json"  # spec.trainer.config as it was written
-TLS_DIR = "/etc/colocate/tls"  # ca.crt, tls.crt, tls.key, data-token; agent and rollout controller only
+TLS_DIR = "/etc/colocate/tls"  # ca.crt, tls.crt, tls.key, data-token; agent, rollout controller, reference only
 CA_FILE = "ca.crt"
 CERT_FILE = "tls.crt"
 KEY_FILE = "tls.key"

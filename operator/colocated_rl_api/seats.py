@@ -1,6 +1,7 @@
 """The seats of a job: places that one pod each fills, whatever its attempt. `ROLE-REPLICA`, or `rollout`.
 
-Which of them there are follows from mode, replicas and engines alone. Operator and command line read it here.
+Which of them there are follows from mode and from how many are asked for of each kind. Operator and command line read
+it here.
 """
 
 from __future__ import annotations
@@ -23,25 +24,38 @@ def role_of(seat: str) -> str:
 
 @dataclass(frozen=True)
 class Seats:
-    """Of pods in which trainers have a place, and of those in which an engine has one: the same, or no one in both."""
+    """Of pods in which trainers have a place, and of those in which an engine has one: the same, or no one in both.
+
+    references: of pods of a reference with devices of its own.
+    """
 
     trainers: tuple[str, ...]
     engines: tuple[str, ...]
+    references: tuple[str, ...] = ()
 
     @property
     def gpu(self) -> tuple[str, ...]:
-        """Of all pods with devices."""
+        """Of all pods that climb: with engines, trainers or both."""
         return tuple(dict.fromkeys((*self.trainers, *self.engines)))
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.gpu, *self.references, ROLLOUT_SEAT)
 
-def seats_for(mode: str, *, replicas: int, engines: int | None) -> Seats:
-    """mode: also a word of a newer version. engines: how many pods have one alone; None: those of trainers have it."""
+
+def seats_for(mode: str, *, replicas: int, engines: int | None, references: int = 0) -> Seats:
+    """mode: also a word of a newer version. engines: how many pods have one alone; None: those of trainers have it.
+
+    references: how many pods it has of its own, where there are samples for it to score.
+    """
+    scoring = _of(names.ROLE_REFERENCE, 0 if mode == Mode.TRAIN_ONLY else references)
     if engines is None:
         together = _of(names.ROLE_GPU, replicas)
-        return Seats(together, together)
+        return Seats(together, together, scoring)
     return Seats(
         trainers=_of(names.ROLE_TRAINER, 0 if mode == Mode.ROLLOUT_ONLY else replicas),
         engines=_of(names.ROLE_ENGINE, 0 if mode == Mode.TRAIN_ONLY else engines),
+        references=scoring,
     )
 
 

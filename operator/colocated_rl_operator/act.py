@@ -215,7 +215,7 @@ async def _try_pods(job: Job, doors: Doors) -> None:
     """Ask the server what it thinks of pods as the job wants them, of one of each role: before any of them is made,
     and while the job is still suspended. Raises Refused.
     """
-    of_each_role = {role_of(seat): seat for seat in job.gpu_seats}.values()
+    of_each_role = {role_of(seat): seat for seat in (*job.gpu_seats, *job.reference_seats)}.values()
     gpu, rollout = job.spec.pod_templates.gpu, job.spec.pod_templates.rollout
     for seat, template in (*((seat, gpu) for seat in of_each_role), (ROLLOUT_SEAT, rollout)):
         if template == PodTemplate():

@@ -188,7 +188,7 @@ def after_replacement(seen: Observation, now: Climb) -> Decision:
         pod_restarts=now.tally.pod_restarts + 1,
         step=max(now.step, now.tally.step),
         tries=tries + 1,
-        cause=next((member.fate for member in seen.members if member.fate), ""),
+        cause=next((member.fate for member in seen.members if member.fate and not member.is_reference), ""),
         action=FailureAction.RESTART_POD,
         rule=None,
     )

@@ -15,7 +15,8 @@ from colocated_rl_operator.resources import Object, config_name, metadata_of, tl
 
 def applied(job: Job, *, operator_namespace: str) -> list[Object]:
     """All that is kept as it is here; the Secret and the claims are made once."""
-    return [config(job), network_policy(job, operator_namespace=operator_namespace)]
+    policies = [network_policy(job, operator_namespace=operator_namespace)]
+    return [config(job), *policies, *([reference_policy(job)] if job.reference_seats else [])]
 
 
 def config(job: Job) -> Object:
@@ -66,7 +67,8 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
     """Who may reach the job's pods: the operator control ports, pods of the job data ports, anybody metrics.
 
     The trainers' process group asks nobody for a password: its ports, of which the kernel picks some, are open among
-    the job's pods with trainers alone. The rollout pod, where rewards run, is none of them.
+    the job's pods with trainers alone. The rollout pod, where rewards run, is none of them. A reference has a policy of
+    its own: what one policy allows another one can't forbid.
     """
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}},
@@ -78,12 +80,35 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
         "kind": "NetworkPolicy",
         "metadata": metadata_of(job, f"{job.name}-{job.uid}"),
         "spec": {
-            "podSelector": {"matchLabels": own},
+            "podSelector": {
+                "matchLabels": own,
+                "matchExpressions": [
+                    {"key": names.ROLE_LABEL, "operator": "NotIn", "values": [names.ROLE_REFERENCE]},
+                ],
+            },
             "policyTypes": ["Ingress"],
             "ingress": [
                 {"from": [operator], "ports": [_tcp(names.CONTROL_PORT)]},
                 {"from": [_pods(own)], "ports": [_tcp(names.DATA_PORT)]},
                 {"from": [_pods(own | {names.ROLE_LABEL: job.trainer_role})], "ports": [_tcp(1024, 65535)]},
+                {"ports": [_tcp(names.METRICS_PORT)]},
+            ],
+        },
+    }
+
+
+def reference_policy(job: Job) -> Object:
+    """Who may reach a reference: the rollout controller, which asks it, and anybody its metrics."""
+    own = {names.JOB_UID_LABEL: job.uid}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata_of(job, f"{job.name}-reference-{job.uid}"),
+        "spec": {
+            "podSelector": {"matchLabels": own | {names.ROLE_LABEL: names.ROLE_REFERENCE}},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [_pods(own | {names.ROLE_LABEL: names.ROLE_ROLLOUT})], "ports": [_tcp(names.DATA_PORT)]},
                 {"ports": [_tcp(names.METRICS_PORT)]},
             ],
         },

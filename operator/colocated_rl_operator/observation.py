@@ -19,7 +19,7 @@ from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import Endpoint, PodFacts, RolloutFacts, TrainerFacts, Version
-from colocated_rl_api.seats import ROLLOUT_SEAT, Seats, seats_for
+from colocated_rl_api.seats import ROLLOUT_SEAT, Seats, role_of, seats_for
 from colocated_rl_operator.reasons import Cause
 
 MANY = 8192  # pods of one process whose endpoints are made once
@@ -38,14 +38,17 @@ class Job:
 
     @cached_property
     def seats(self) -> Seats:
-        rollout = self.spec.rollout
+        rollout, reference = self.spec.rollout, self.spec.reference
         return seats_for(
-            self.spec.mode, replicas=self.spec.replicas, engines=(rollout.replicas or 0) if rollout.is_apart else None
+            self.spec.mode,
+            replicas=self.spec.replicas,
+            engines=(rollout.replicas or 0) if rollout.is_apart else None,
+            references=(reference and reference.replicas) or 0,
         )
 
     @cached_property
     def gpu_seats(self) -> tuple[str, ...]:
-        """Of all pods with devices."""
+        """Of all pods that climb: with engines, trainers or both."""
         return self.seats.gpu
 
     @property
@@ -57,6 +60,11 @@ class Job:
     def engine_seats(self) -> tuple[str, ...]:
         """Of pods in which an engine has a place."""
         return self.seats.engines
+
+    @property
+    def reference_seats(self) -> tuple[str, ...]:
+        """Of pods of a reference with devices of its own, where there are samples for it to score."""
+        return self.seats.references
 
     @property
     def lineage_seats(self) -> tuple[str, ...]:
@@ -166,9 +174,19 @@ class Member:
 
     @property
     def answers(self) -> bool:
-        """Connected, and an agent has found its GPU container: without it nothing is known of engine and trainers."""
+        """Connected, and an agent has found its GPU container: without it nothing is known of engine and trainers.
+
+        Of a reference, which is no member: its node says so.
+        """
         facts = self.facts
-        return facts is not None and (not isinstance(facts, PodFacts) or bool(facts.engines or facts.trainers))
+        if facts is None:
+            return self.is_reference and self.is_ready
+        return not isinstance(facts, PodFacts) or bool(facts.engines or facts.trainers)
+
+    @property
+    def is_reference(self) -> bool:
+        """On devices of its own: no member, so it has no facts and gets no target."""
+        return role_of(self.seat) == names.ROLE_REFERENCE
 
     @property
     def pod_facts(self) -> PodFacts | None:
@@ -261,6 +279,11 @@ class Observation:
     def engine_members(self) -> tuple[Member, ...]:
         return self._in(self.job.engine_seats)
 
+    @cached_property
+    def reference_members(self) -> tuple[Member, ...]:
+        """Of filled seats."""
+        return self._in(self.job.reference_seats)
+
     def _in(self, seats: tuple[str, ...]) -> tuple[Member, ...]:
         return tuple(self.current[seat] for seat in seats if seat in self.current)
 
@@ -273,8 +296,14 @@ class Observation:
         return self.rollout_member.rollout_facts if self.rollout_member else None
 
     @cached_property
+    def absent(self) -> tuple[str, ...]:
+        """Seats without a pod that answers."""
+        seats = self.job.reference_seats if self.all_answer else self.job.seats.all
+        return tuple(seat for seat in seats if seat not in self.current or not self.current[seat].answers)
+
+    @cached_property
     def all_answer(self) -> bool:
-        """Every seat is filled by a member that answers."""
+        """Every seat but those of a reference, which no climb waits for, is filled by a member that answers."""
         return len(self.gpu_members) == len(self.job.gpu_seats) and (
             self.rollout_facts is not None and all(member.answers for member in self.gpu_members)
         )
@@ -423,7 +452,7 @@ def remember(seen: Observation) -> Observation:
     attempts = dict(memory.attempts)
     for member in seen.members:
         attempts[member.seat] = max(member.attempt, attempts.get(member.seat, 0))
-    is_unready = not (seen.all_answer or seen.rests)
+    is_unready = bool(seen.absent) and not seen.rests
     unready_since = (now if memory.unready_since is None else memory.unready_since) if is_unready else None
     awaited_since = (now if memory.awaited_since is None else memory.awaited_since) if is_unready else None
     if awaited_since is not None and (seen.is_deaf or seen.is_queued):

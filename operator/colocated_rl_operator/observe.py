@@ -11,6 +11,7 @@ from typing import Any
 
 import pydantic
 
+from colocated_rl_api import names
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus, FailuresStatus
@@ -167,7 +168,7 @@ def _look_at(case: Case, look: Look, now: float, *, is_heard: bool) -> Callable[
     metadata, status = look.pod["metadata"], look.pod.get("status", {})
     uid = metadata["uid"]
     restarts = sum(container.get("restartCount", 0) for container in _containers(status))
-    if is_heard:
+    if is_heard or (role_of(look.seat) == names.ROLE_REFERENCE and _is_ready(status)):
         case.restarts[uid] = restarts
     ends_at = None
     if metadata.get("deletionTimestamp"):
@@ -216,6 +217,8 @@ def _is_ready(status: Body) -> bool:
 def _address(pod: Body, seat: str) -> Address | None:
     """Of a member that should answer: its pod runs. While one starts, silence says nothing."""
     metadata, status = pod["metadata"], pod.get("status", {})
+    if role_of(seat) == names.ROLE_REFERENCE:
+        return None  # no member
     if status.get("phase") != PodPhase.RUNNING or not status.get("podIP") or metadata.get("deletionTimestamp"):
         return None
     return Address(metadata["name"], metadata["uid"], role_of(seat), status["podIP"])

@@ -53,6 +53,8 @@ def lay(template: PodTemplate, *, over: Object, avoids: Sequence[str] = ()) -> O
     for kind in ("initContainers", "containers"):
         spec[kind] = [_lay_container(beside.get(each["name"], {}), over=each) for each in spec[kind]]
     spec["volumes"] = [*spec["volumes"], *said.pop("volumes", ())]
+    if tolerations := [*spec.pop("tolerations", ()), *said.pop("tolerations", ())]:
+        spec["tolerations"] = tolerations
     if affinity := _affinity(template.spec, said.pop("affinity", {}), avoids):
         spec["affinity"] = affinity
     return over | {"metadata": metadata, "spec": spec | said}

@@ -305,7 +305,7 @@ def _climb(seen: Observation) -> Plan:
     wakes = [wake for wake in (wake_at, _active_until(seen)) if wake is not None]
     if seen.memory.awaited_since is not None:
         wakes.append(seen.memory.awaited_since + seen.job.spec.pods_ready_deadline_seconds)
-    elif seen.climb is not None:
+    if seen.all_answer and seen.climb is not None:
         wakes.append(_deadline(seen))
     if evaluating := _evaluating(seen):
         wakes.append(evaluating.ends)
@@ -314,7 +314,7 @@ def _climb(seen: Observation) -> Plan:
         standings=seen.standings,
         targets=_targets(seen),
         pods=pods,
-        wait=None if seen.all_answer else Wait(Waiting.PODS, _absent(seen), _absentees(seen)),
+        wait=Wait(Waiting.PODS, seen.absent, _absentees(seen)) if seen.absent else None,
         wake_at=min((wake for wake in wakes if wake > seen.now), default=None),
     )
 
@@ -405,6 +405,7 @@ def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
         trained_step=max(finished, seen.trained_step, 0),
         saved_step=seen.replay_step,
         engines=tuple(member.data_port for member in engines if member.data_port is not None),
+        references=tuple(member.data_port for member in seen.reference_members if member.data_port is not None),
         evaluate=evaluating.step if (evaluating := _evaluating(seen)) else None,
         last_step=spec.steps,
         concurrency=spec.rollout.concurrency,
@@ -418,10 +419,12 @@ def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
     """Everybody ends, GPU pods first: the rollout controller is there to keep what they hand back.
 
     Who does not end in time, or has not begun, loses its pod, so that no GPU stays taken. Pods that ended stay for
-    their logs, unless the job is suspended.
+    their logs, unless the job is suspended. A reference loses its pod at once: it has nothing to hand back.
     """
     running = [member for member in seen.current.values() if not _has_stopped(seen, member)]
-    if not running:
+    references = [member for member in running if member.is_reference]
+    running = [member for member in running if not member.is_reference]
+    if not (running or references):
         return _leave(seen) if seen.rests else Plan(climb=climb, standings=seen.standings, is_over=True)
     gpus = [member for member in running if member.seat != ROLLOUT_SEAT]
     told, until = (gpus, since + STOP_DEADLINE_S) if gpus else (running, since + 2 * STOP_DEADLINE_S)
@@ -436,8 +439,11 @@ def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
         climb=climb,
         standings=seen.standings,
         targets=stops | goes_on,
-        pods=tuple(_end(member) for member in told if late or member.phase is PodPhase.PENDING),
-        wait=Wait(Waiting.STOPPING, tuple(member.name for member in running)),
+        pods=(
+            *(_end(member) for member in told if late or member.phase is PodPhase.PENDING),
+            *(_let_go(member) for member in references),
+        ),
+        wait=Wait(Waiting.STOPPING, tuple(member.name for member in (*running, *references))),
         wake_at=None if late else until,
     )
 
@@ -451,6 +457,11 @@ def _end(member: Member) -> DeletePod:
     if member.phase is PodPhase.PENDING:
         return DeletePod(member.name, member.uid, None, f"pod {member.name} never ran, and need not", is_fault=False)
     return DeletePod(member.name, member.uid, None, f"pod {member.name} did not stop within {STOP_DEADLINE_S:.0f} s")
+
+
+def _let_go(reference: Member) -> DeletePod:
+    why = f"pod {reference.name} goes: nothing is scored any more"
+    return DeletePod(reference.name, reference.uid, None, why, is_fault=False)
 
 
 def _leave(seen: Observation) -> Plan:
@@ -468,20 +479,16 @@ def _stop_target(seen: Observation, climb: Climb, member: Member) -> PodTarget |
 
 
 # -------------------------------------------------------------------------------------------------------- for messages
-def _absent(seen: Observation) -> tuple[str, ...]:
-    seats = (*seen.job.gpu_seats, ROLLOUT_SEAT)
-    return tuple(seat for seat in seats if seat not in seen.current or not seen.current[seat].answers)
-
-
 def _absentees(seen: Observation) -> str:
-    return listed([f"{seat} ({_why_absent(seen.current.get(seat))})" for seat in _absent(seen)])
+    return listed([f"{seat} ({_why_absent(seen.current.get(seat))})" for seat in seen.absent])
 
 
 def _why_absent(member: Member | None) -> str:
     if member is None:
         return "no pod"
     problem = member.facts.problem if member.facts else None
-    return member.trouble or (problem.message if problem else f"pod {member.phase}, no connection")
+    silence = "not ready" if member.is_reference else "no connection"  # its model is being loaded
+    return member.trouble or (problem.message if problem else f"pod {member.phase}, {silence}")
 
 
 def _laggards(seen: Observation) -> str:

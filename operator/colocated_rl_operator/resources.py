@@ -32,6 +32,7 @@ REWARDS_USER = 65534
 GROUP = 65532
 GPU_GRACE_S = 60
 ROLLOUT_GRACE_S = 30
+REFERENCE_GRACE_S = 5  # it has nothing to tidy
 DEVICES = "gpus"  # the claim of a GPU pod, where devices are claimed and not counted
 
 LAST_WORDS = "FallbackToLogsOnError"  # the end of the log goes into the pod's status: it outlives the pod there
@@ -61,7 +62,8 @@ def pod_name(job: Job, seat: str, attempt: int) -> str:
 
 def seat_and_attempt(job: Job, name: str) -> tuple[str, int] | None:
     """Inverse of `pod_name`, because labels may change and names never do; None for a name that we did not make."""
-    match = re.fullmatch(rf"{job.name}-({ROLLOUT_SEAT}|({'|'.join(names.GPU_ROLES)})-\d{{1,4}})-(\d{{1,9}})", name)
+    roles = "|".join((*names.GPU_ROLES, names.ROLE_REFERENCE))
+    match = re.fullmatch(rf"{job.name}-({ROLLOUT_SEAT}|({roles})-\d{{1,4}})-(\d{{1,9}})", name)
     return (match[1], int(match[3])) if match else None
 
 
@@ -105,9 +107,11 @@ def pod(job: Job, seat: str, attempt: int, images: PodImages, *, avoids: Sequenc
     else:
         role, _, replica = seat.rpartition("-")
         template = templates.gpu
-        group = overlay.queue_group(template, name=f"{job.name}-gpu-{job.uid[:8]}", size=len(job.gpu_seats))
+        size = len(job.gpu_seats) + len(job.reference_seats)
+        group = overlay.queue_group(template, name=f"{job.name}-gpu-{job.uid[:8]}", size=size)
         labels = {names.ROLE_LABEL: role, names.REPLICA_LABEL: replica}
-        spec = _gpu_spec(job, role, replica, images)
+        is_reference = role == names.ROLE_REFERENCE
+        spec = _reference_spec(job, images) if is_reference else _gpu_spec(job, role, replica, images)
     labels |= group.labels | {names.ATTEMPT_LABEL: str(attempt)}
     metadata = metadata_of(job, pod_name(job, seat, attempt), labels) | {"annotations": group.annotations}
     body = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
@@ -176,9 +180,7 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
         "containers": [
             {
                 "name": names.GPU_CONTAINER,
-                "image": gpus.image or spec.gpus.image or images.gpu,
-                "imagePullPolicy": images.pull_policy,
-                "terminationMessagePolicy": LAST_WORDS,
+                **_gpu_image(job, gpus, images),
                 "command": [f"{names.BIN_DIR}/runner"],
                 "securityContext": RESTRICTED,
                 "resources": _gpu_resources(gpus),
@@ -186,7 +188,7 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
                 "volumeMounts": [
                     _mount("bin", names.BIN_DIR, read_only=True),
                     _mount("sock", names.SOCKET_DIR),
-                    _mount("batches", names.BATCH_DIR, read_only=spec.reference is None),
+                    _mount("batches", names.BATCH_DIR, read_only=not spec.ladder.scores),
                     _mount("weights", names.WEIGHTS_DIR, read_only=not trains),
                     _mount("shm", "/dev/shm"),
                     _mount("model", names.MODEL_DIR, read_only=True),
@@ -203,6 +205,53 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
             _empty("shm", medium="Memory"),
             _claimed("model", spec.model.claim_name, read_only=True),
             *([_claimed("checkpoints", job.claim_name("checkpoints"))] if trains else []),
+            *_job_volumes(job),
+        ],
+    }
+
+
+def _gpu_image(job: Job, gpus: Gpus, images: PodImages) -> Object:
+    return {
+        "image": gpus.image or job.spec.gpus.image or images.gpu,
+        "imagePullPolicy": images.pull_policy,
+        "terminationMessagePolicy": LAST_WORDS,
+    }
+
+
+def _reference_spec(job: Job, images: PodImages) -> Object:
+    """Of a reference: no member, so without an agent. What its node takes with it is made again soon elsewhere."""
+    gpus = job.spec.reference_gpus
+    lost = [
+        {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+        for state in ("not-ready", "unreachable")
+    ]
+    return _pod_spec(grace_s=REFERENCE_GRACE_S, claims=_claims(gpus)) | {
+        "tolerations": lost,
+        "initContainers": [],
+        "containers": [
+            {
+                "name": names.GPU_CONTAINER,
+                **_gpu_image(job, gpus, images),
+                "command": ["python3", "-P", "-m", "colocated_rl_trainer.reference"],
+                "securityContext": RESTRICTED,
+                "resources": _gpu_resources(gpus),
+                "env": [*_env(**_homeless(names.SCRATCH_DIR)), *_identity()],
+                "ports": _ports("data", "metrics"),
+                "startupProbe": _probe(period_s=1, failures=300),
+                "readinessProbe": _probe(period_s=2, failures=3, path="/readyz"),
+                "livenessProbe": _probe(period_s=10, failures=6),
+                "volumeMounts": [
+                    _mount("model", names.MODEL_DIR, read_only=True),
+                    _mount("tls", names.TLS_DIR, read_only=True),
+                    _mount("job", _directory(names.JOB_FILE), read_only=True),
+                    _mount("scratch", names.SCRATCH_DIR),
+                    _mount("gpu-tmp", "/tmp"),
+                ],
+            }
+        ],
+        "volumes": [
+            *(_empty(name) for name in ("scratch", "gpu-tmp")),
+            _claimed("model", job.spec.model.claim_name, read_only=True),
             *_job_volumes(job),
         ],
     }
@@ -314,14 +363,15 @@ def _homeless(directory: str) -> dict[str, str]:
     }
 
 
-def _ports() -> list[Object]:
+def _ports(*of: str) -> list[Object]:
+    """All, or those that are named."""
     ports = {"control": names.CONTROL_PORT, "data": names.DATA_PORT, "metrics": names.METRICS_PORT}
-    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
+    return [{"name": name, "containerPort": ports[name], "protocol": "TCP"} for name in of or ports]
 
 
-def _probe(*, period_s: int, failures: int) -> Object:
+def _probe(*, period_s: int, failures: int, path: str = "/healthz") -> Object:
     """Of the member process, never of an engine: an engine's own health route generates tokens (H16)."""
-    get = {"path": "/healthz", "port": names.METRICS_PORT}
+    get = {"path": path, "port": names.METRICS_PORT}
     return {"httpGet": get, "periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
 
 

@@ -10,6 +10,8 @@ A GPU pod's seat is filled again at once, even while the old pod is still ending
 and it owns no exclusive volume. In a queue's group it counts until it has failed, and the queue would delete the new
 one as one too many: there the seat waits, as long as an ending may take. The store's volume admits one pod, so the
 rollout seat waits until the old pod is gone, and that pod is never forced.
+
+A reference with devices of its own is no member: kubelet starts it again, and its node's loss takes its pod away.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
         for pod in seen.current.values()
         if is_silent(seen, pod, wake)
     ]
-    vacant = [seat for seat in (*seen.job.gpu_seats, ROLLOUT_SEAT) if seat not in seen.current]
+    vacant = [seat for seat in seen.job.seats.all if seat not in seen.current]
     seated: dict[str, list[Member]] = {seat: [] for seat in vacant}
     for pod in seen.members if vacant else ():
         if pod.seat in seated:

@@ -24,6 +24,8 @@ from colocated_rl_api.job_status import (
     Holder,
     Phase,
     PodOutOfLine,
+    ReferencePlacement,
+    ReferenceStatus,
     RolloutStatus,
 )
 from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
@@ -60,6 +62,13 @@ SHARING: dict[Placement, tuple[Reason, str]] = {
         Reason.TRAIN_ONLY,
         "trainers have the GPUs: they train recorded batches, and nothing is generated",
     ),
+}
+
+
+SCORING: dict[ReferencePlacement, str] = {
+    ReferencePlacement.WITH_TRAINER: "; the reference scores each batch on the trainers' GPUs before its step",
+    ReferencePlacement.OWN_DEVICES: "; the reference has GPUs of its own: it scores what rollout has finished, and a "
+    "batch is sealed with its scores",
 }
 
 
@@ -112,13 +121,23 @@ def report(
         pods_by_rung={rung.value: pods for rung, pods in Counter(plan.standings.values()).items()},
         out_of_line=_out_of_line(seen, plan),
         rollout=_rollout(seen) or before.rollout,
+        reference=_reference(seen),
         evaluation=_evaluation(seen) or before.evaluation,
         model=model,
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
         start_time=None if phase in (Phase.SUSPENDING, Phase.SUSPENDED) else before.start_time or at,
         completion_time=before.completion_time or (at if plan.is_over else None),
         conditions=_conditions(
-            seen, plan, phase, served, before.conditions, at, stall, answering=answering, model=model
+            seen,
+            plan,
+            phase,
+            served,
+            before.conditions,
+            at,
+            stall,
+            answering=answering,
+            whole=not seen.absent or is_blink(seen, before),
+            model=model,
         ),
     )
 
@@ -172,7 +191,7 @@ def _key(status: ColocatedRLJobStatus) -> object:
     conditions = tuple((item.type, item.status, item.reason) for item in status.conditions)
     return (
         *(status.observed_generation, status.phase, status.step, status.epoch, status.weight_version, status.ready),
-        *(status.completion_time, conditions),
+        *(status.completion_time, status.reference and status.reference.ready, conditions),
     )
 
 
@@ -261,8 +280,10 @@ def _conditions(
     stall: Stall | None,
     *,
     answering: bool,
+    whole: bool,
     model: str | None,
 ) -> list[Condition]:
+    """answering: everybody whom a climb waits for. whole: and a reference on devices of its own."""
     stamp = _Stamp(before, seen.job.generation, at)
     is_complete, is_failed = phase is Phase.COMPLETE, phase is Phase.FAILED
     cause = plan.climb.cause if plan.climb else None
@@ -280,10 +301,13 @@ def _conditions(
     failure = plan.message if is_failed else ""
     if phase is Phase.QUEUED:
         waiting = plan.message
-    sharing = SHARING[seen.job.ladder.placement]
+    reason, shared = SHARING[seen.job.ladder.placement]
+    if (reference := _reference(seen)) is not None:
+        shared += SCORING[reference.placement]
     is_suspended = phase is Phase.SUSPENDED
     suspended: Told = Reason.NOT_SUSPENDED
-    pods_ready = _pods_ready(plan, waiting, answering=answering, is_deaf=seen.is_deaf)
+    missing = plan.wait.message if plan.wait and not whole else waiting
+    pods_ready = _pods_ready(plan, missing, answering=whole, is_deaf=seen.is_deaf)
     if phase in (Phase.SUSPENDING, Phase.SUSPENDED):
         suspended = ready[1]
     if phase in (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED):
@@ -298,7 +322,7 @@ def _conditions(
         ),
         stamp(ConditionType.STALLED, *stalled),
         stamp(ConditionType.PODS_READY, *pods_ready),
-        stamp(ConditionType.GPU_SHARING_READY, served is not None and not plan.is_over, *sharing),
+        stamp(ConditionType.GPU_SHARING_READY, served is not None and not plan.is_over, reason, shared),
         stamp(ConditionType.SUSPENDED, is_suspended, suspended, kept),
         stamp(ConditionType.COMPLETE, is_complete, Reason.COMPLETED if is_complete else Reason.STEPS_REMAIN, done),
         stamp(ConditionType.FAILED, is_failed, cause if is_failed and cause else Reason.NOT_FAILED, failure),
@@ -400,6 +424,21 @@ def _rollout(seen: Observation) -> RolloutStatus | None:
         staleness=_rounded(facts.staleness_mean),
         tokens_per_second=_rounded(facts.tokens_per_second, digits=1),
         samples=facts.samples,
+    )
+
+
+def _reference(seen: Observation) -> ReferenceStatus | None:
+    """None also where it has nothing to say: nothing is trained on the trainers' devices, or nothing generated."""
+    job, facts = seen.job, seen.rollout_facts
+    if job.ladder.scores:
+        return ReferenceStatus(placement=ReferencePlacement.WITH_TRAINER)
+    if not job.reference_seats:
+        return None
+    answering = sum(member.answers for member in seen.reference_members)
+    return ReferenceStatus(
+        placement=ReferencePlacement.OWN_DEVICES,
+        ready=f"{answering}/{len(job.reference_seats)}",
+        unscored=facts.unscored if facts else None,
     )
 
 

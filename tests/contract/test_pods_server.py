@@ -102,7 +102,7 @@ def dry_run(api: ApiServer, body: Document) -> str:
     return "" if answer.is_accepted else answer.message
 
 
-@pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])
+@pytest.mark.parametrize("seat", [gpu_seat(0), "reference-0", ROLLOUT_SEAT])
 @pytest.mark.parametrize("file", ["crds/examples/full.yaml", "tests/scenarios/manifests/good/pod-templates.yaml"])
 def test_pods_with_everything_that_a_template_may_say_are_admitted(api: ApiServer, file: str, seat: str) -> None:
     spec = yaml.safe_load((CHECKOUT.root / file).read_text())["spec"]

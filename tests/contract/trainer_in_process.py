@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -14,10 +15,15 @@ from colocated_rl_trainer.loop import ReferenceTrainer
 from colocated_rl_trainer.settings import RankSettings, TrainerConfig
 
 
-def only_rank(folder: Path, model: Path, config: Mapping[str, object], *, has_reference: bool = False) -> RankSettings:
-    """`folder` keeps its checkpoints: another one there goes on where this one saved."""
+def only_rank(
+    folder: Path, model: Path, config: Mapping[str, object], *, has_reference: bool = False, is_apart: bool = False
+) -> RankSettings:
+    """`folder` keeps its checkpoints: another one there goes on where this one saved. is_apart: the reference is."""
     (folder / "checkpoints").mkdir(exist_ok=True)
-    (folder / "job.json").write_text(json.dumps(job_file(has_reference=has_reference)))
+    job = job_file(has_reference=has_reference)
+    if is_apart:
+        job["spec"] = {**cast(dict[str, object], job["spec"]), "reference": {"colocateWith": "", "replicas": 1}}
+    (folder / "job.json").write_text(json.dumps(job))
     (folder / "trainer.json").write_text(json.dumps(config))
     return RankSettings(
         socket=folder / "unused.sock",
@@ -36,12 +42,22 @@ def only_rank(folder: Path, model: Path, config: Mapping[str, object], *, has_re
 
 
 class OneRank:
-    """The reference trainer."""
+    """The reference trainer. reference_apart: the job's has devices of its own, and batches come with its scores."""
 
-    def __init__(self, folder: Path, model: Path, *, has_reference: object = False, **config: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        has_reference: object = False,
+        reference_apart: object = False,
+        **config: object,
+    ) -> None:
         self.folder = folder
         self.has_reference = bool(has_reference)
-        settings = only_rank(folder, model, {"threads": 1} | config, has_reference=self.has_reference)
+        settings = only_rank(
+            folder, model, {"threads": 1} | config, has_reference=self.has_reference, is_apart=bool(reference_apart)
+        )
         self.loop = ReferenceTrainer(settings, TrainerConfig.read(settings.config))
         self.step = self.loop.load()
         self.updates: list[int] = []  # steps, once for each optimizer call

@@ -15,17 +15,18 @@ from colocated_rl_member.metrics import ProblemGauge
 from colocated_rl_operator.metrics import Metrics as OperatorMetrics
 from colocated_rl_rollout.metrics import Metrics as RolloutMetrics
 from colocated_rl_rollout.metrics import StoreGauges
+from colocated_rl_trainer.reference.figures import Figures
 
 HEAD = """\
 <!-- Made by `make generate` from the metrics of operator, agent and rollout controller: change those instead. -->
 # Metrics
 
 Each process shows its own on port 9090 of its pod, `/metrics`, in plain HTTP: the operator (`metrics.port` of the chart
-says which port), the agent of each GPU pod, and the rollout controller. The chart brings monitors,
-[alerts](runbooks/index.md) and a dashboard for them: `monitoring` of [its values](values.md).
+says which port), the agent of each GPU pod, the rollout controller, and a reference on devices of its own. The chart
+brings monitors, [alerts](runbooks/index.md) and a dashboard for them: `monitoring` of [its values](values.md).
 
 No metric names a job or a pod: Prometheus adds both when it scrapes. With the chart's PodMonitor they are the labels
-`namespace`, `pod`, `colocatedrljob` and `role` (`gpu` or `rollout`). Names and labels are
+`namespace`, `pod`, `colocatedrljob` and `role` (`gpu`, `rollout` and others). Names and labels are
 [part of the interface](releases.md#what-is-stable).
 """
 
@@ -49,6 +50,7 @@ def families() -> dict[str, list[Family]]:
         "Agents and rollout controllers": [*_described(ProblemGauge())],
         "Agents": [*_held(AgentMetrics(CollectorRegistry())), *_described(BelowTarget())],
         "Rollout controllers": [*_held(RolloutMetrics(CollectorRegistry())), *_described(StoreGauges(None))],
+        "References on devices of their own": [*_held(Figures(CollectorRegistry()))],
     }
 
 

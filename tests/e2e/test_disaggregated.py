@@ -1,4 +1,4 @@
-"""A job whose engine has a pod of its own beside two pods of trainers, all real. The engine's pod is lost once."""
+"""A job whose engine and reference have pods of their own beside two of trainers, all real. Both are lost once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def job(kubectl: Kubectl) -> Iterator[RunningJob]:
 
 def test_a_job_with_engines_in_pods_of_their_own_completes_though_one_is_lost(job: RunningJob) -> None:
     job.wait_for_step(1, deadline_s=START_S)
-    job.kubectl("delete", "pod", f"{job.name}-engine-0-0", "--wait=false")
+    for lost in ("engine", "reference"):
+        job.kubectl("delete", "pod", f"{job.name}-{lost}-0-0", "--wait=false")
     job.wait_for_condition("Complete", deadline_s=STEPS_S)
     status = job.status
     assert ("Disaggregated", "3-1", 0) == (status["placement"], status["weightVersion"], status["restarts"])
@@ -51,6 +52,18 @@ def test_gates_closed_only_for_weights_that_were_written(job: RunningJob) -> Non
     rungs = [Rung(line.fields["rung"]) for line in engine]
     assert sorted(rungs, key=DISAGGREGATED.place) == rungs
     assert {Rung.EXPORTED, Rung.UPDATED, Rung.SERVING} <= {*rungs}
+
+
+def test_batches_came_to_the_trainers_with_what_the_reference_says_of_them(job: RunningJob) -> None:
+    """Of what a pod of its own computed."""
+    trained = job.agent_lines("step trained")
+    divergence = {line.fields["step"]: line.fields["metrics"]["kl"] for line in trained}
+    assert {1, 2, 3} == {*divergence}
+    assert abs(divergence[1]) < 1e-6, "the policy begins as its reference"
+    assert 0 < divergence[3], "and has moved since"
+    assert not [line for line in job.agent_lines("action ended") if line.fields["action"] == "Score"]
+    assert Rung.SCORED not in {Rung(line.fields["rung"]) for line in job.agent_lines("rung reached")}
+    assert "OwnDevices" == job.status["reference"]["placement"]
 
 
 def test_weights_were_written_once_for_all(job: RunningJob) -> None:

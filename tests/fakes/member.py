@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
 
@@ -130,6 +130,8 @@ class FakeKubelet:
         self._net = f"127.{random.randrange(10, 250)}.{random.randrange(1, 250)}"
         self._hosts = iter(range(1, 250))
         self.blocked: set[str] = set()  # names of pods for which there is no node
+        self.loads = asyncio.Event()  # whether references get their models
+        self.loads.set()
         self.holds: dict[str, Callable[[PodTarget | RolloutTarget], bool]] = {}  # by seat
 
     def note(self, event: str, pod: Body) -> None:
@@ -166,6 +168,8 @@ class FakeKubelet:
         metadata = pod["metadata"]
         labels = metadata["labels"]
         seat = labels[names.ROLE_LABEL]
+        if seat == names.ROLE_REFERENCE:
+            await self._stay(pod)
         if seat == names.ROLE_GPU:
             seat = f"{seat}-{labels[names.REPLICA_LABEL]}"
         simulated = self.group.add(seat, int(labels[names.ATTEMPT_LABEL]), metadata["uid"])
@@ -173,6 +177,20 @@ class FakeKubelet:
             await self._live(pod, simulated)
         except asyncio.CancelledError:
             simulated.alive = False
+
+    async def _stay(self, pod: Body) -> NoReturn:
+        """Of a reference, which is no member: it runs, and is ready once it has loaded."""
+        host = f"{self._net}.{next(self._hosts)}"
+
+        async def tell(*, is_ready: bool) -> None:
+            ready = {"type": "Ready", "status": str(is_ready)}
+            await self._set_status(pod, {"phase": "Running", "podIP": host, "conditions": [ready]})
+
+        await tell(is_ready=False)
+        await self.loads.wait()
+        await tell(is_ready=True)
+        while True:
+            await asyncio.Event().wait()
 
     async def _live(self, pod: Body, simulated: GpuPod | RolloutPod) -> None:
         metadata, seat, host = pod["metadata"], simulated.seat, f"{self._net}.{next(self._hosts)}"

@@ -105,6 +105,33 @@ def test_a_job_in_rollout_waits_for_its_batch() -> None:
     assert {"sums-gpu-0-0": "Serving", "sums-gpu-1-0": "Serving"} == found.rungs
 
 
+APART: Body = {"reference": {"colocateWith": "", "replicas": 1}}
+READY = {"conditions": [{"type": "Ready", "status": "True"}]}
+
+
+def test_a_job_whose_reference_is_slow_says_how_many_samples_wait_for_it() -> None:
+    """And not that engines have nothing to do."""
+    busy = rollout_page(samples={"completed": 7}, unscored=5, tokensPerSecond=0.0)
+    found = explained(
+        job(status=running(), **APART), [*PODS, pod("reference-0", **READY)], pages(**{"sums-rollout-0": busy})
+    )
+    assert not found.is_problem
+    words = "7 of 8 samples finished, 5 of them wait for the reference, 0 under way, 0 tokens/s"
+    assert f"rollout fills batch 2: {words}" == found.waits_for
+    assert () == found.notes, "a reference has no page to read"
+
+
+def test_a_reference_that_is_missing_or_loads_its_model_is_named() -> None:
+    one = job(status=running(), **APART)
+    assert [("NoPod", None)] == reasons(explained(one))
+    assert [("PodStarting", "sums-reference-0-0")] == reasons(explained(one, [*PODS, pod("reference-0")]))
+    problem = {"reason": "ReferenceUnavailable", "message": "none of its pods is there"}
+    waits = pages(**{"sums-rollout-0": rollout_page(problem=problem, unscored=3)})
+    found = explained(one, [*PODS, pod("reference-0", **READY)], waits)
+    assert [("ReferenceUnavailable", "sums-rollout-0")] == reasons(found)
+    assert [] == reasons(explained(job(status=running(), reference={}))), "with the trainers there are no such pods"
+
+
 def test_a_sealed_batch_waits_for_the_evaluation_that_is_due() -> None:
     sealed = {"step": 2, "groups": 4, "samples": 8, "lossTokens": 10}
     states = pages(**{"sums-rollout-0": rollout_page(sealed=sealed)})

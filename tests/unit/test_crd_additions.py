@@ -32,6 +32,8 @@ DECIDED = {
     "condition Suspended is true, and set suspend to false again": "the former one, but for jobs without pods",
     ".spec.rollout.colocateWith: a rule more: rollout.colocateWith is trainer or empty: no other devices are supported "
     "yet": "the former one with a choice more",
+    ".spec.reference.colocateWith: a rule more: reference.colocateWith is trainer or empty: no other devices are "
+    "supported yet": "the former one with a choice more",
     ".spec.rollout.engineArgs: a rule more: with offload [] engine and trainer are on the GPUs together: add "
     "--mem-fraction-static and its value to engineArgs, so that the engine leaves the trainer its memory": (
         "the former one, but for engines with devices of their own"

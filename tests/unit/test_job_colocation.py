@@ -33,7 +33,6 @@ def test_the_trainers_devices_are_shared_also_when_nothing_is_said(reference: di
             "critic",
             "colocateWith is critic, and the roles are rollout, reference and trainer: write trainer",
         ),
-        ("trainer", "", "reference on devices of its own is not supported yet: write trainer"),
     ],
 )
 def test_what_makes_no_sense_or_is_not_there_yet_is_refused_with_what_to_write(
@@ -57,5 +56,5 @@ def test_server_and_models_say_the_same_words() -> None:
         for named in ROLES:
             for peers in (None, *ROLES):
                 words = colocation.refusal(named, peers=peers)
-                assert (words is None) == (named == "trainer" or (named == "" and colocation.owns))
+                assert (words is None) == (named in ("trainer", ""))
                 assert (words or "").replace("critic", "%s") in (colocation.rule.said or "")

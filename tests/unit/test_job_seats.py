@@ -29,6 +29,17 @@ def test_seats_follow_from_mode_replicas_and_engines(
     assert (seats, gpu) == (found, found.gpu)
 
 
+@pytest.mark.parametrize("engines", [None, 1])
+@pytest.mark.parametrize(("mode", "references"), [("Full", 2), ("RolloutOnly", 2), ("TrainOnly", 0)])
+def test_a_reference_of_its_own_has_seats_where_samples_are_made(
+    mode: str, references: int, engines: int | None
+) -> None:
+    found = seats_for(mode, replicas=2, engines=engines, references=2)
+    plain = seats_for(mode, replicas=2, engines=engines)
+    assert ("reference-0", "reference-1")[:references] == found.references
+    assert (plain.gpu, (*plain.gpu, *found.references, ROLLOUT_SEAT)) == (found.gpu, found.all)
+
+
 def test_a_seat_tells_its_role() -> None:
     assert ["gpu", "engine", "rollout"] == [
         role_of(seat) for seat in (gpu_seat(3), gpu_seat(12, "engine"), ROLLOUT_SEAT)

@@ -84,6 +84,17 @@ def test_columns_say_of_each_token_who_made_it_and_of_each_sample_how_its_group_
     } == dtypes  # fmt: skip
 
 
+def test_what_a_reference_says_stands_beside_each_token_that_is_trained(tmp_path: Path) -> None:
+    """Also where a response has tokens that are too old, which are context."""
+    said = {number: -np.arange(1, 9, dtype=np.float32) - number for number in (1, 2, 3, 4)}
+    write_batch(
+        tmp_path, make_groups(), step=3, shards=1, temperature=0.7, seed=5, oldest_step=2, reference=said
+    )  # fmt: skip
+    columns = load(shard_path(tmp_path, 3, 0).read_bytes())
+    assert [0, 0, 0, 0, -4, 0, 0, -3, -4, 0, -4, 0, -5, -6, -7, -8] == columns["reference_logp"].tolist()
+    assert "float32" == str(columns["reference_logp"].dtype)
+
+
 def test_the_record_counts_what_the_step_will_see(tmp_path: Path) -> None:
     record = write(tmp_path, 2)
     assert (3, 2, 4, 10) == (record.step, record.groups, record.samples, record.loss_tokens)

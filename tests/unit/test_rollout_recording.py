@@ -47,8 +47,14 @@ def group_of(number: int, lengths: list[int]) -> Group:
 GROUPS = [group_of(4, [3, 7]), group_of(6, [1, 5]), group_of(9, [2, 2])]
 
 
-def record_batch(directory: Path, step: int = 1, *, shards: int = 2, groups: list[Group] = GROUPS) -> BatchRecord:
-    return write_batch(directory, groups, step=step, shards=shards, temperature=0.7, seed=5)
+def record_batch(
+    directory: Path, step: int = 1, *, shards: int = 2, groups: list[Group] = GROUPS, scored: bool = False
+) -> BatchRecord:
+    """scored: by a reference on devices of its own, that finds each sample as likely as its number."""
+    samples = [sample for group in groups for sample in group.samples]
+    said = {sample.id: np.full(len(sample.tokens), -float(sample.id), np.float32) for sample in samples}
+    reference = said if scored else None
+    return write_batch(directory, groups, step=step, shards=shards, temperature=0.7, seed=5, reference=reference)
 
 
 def rows_of(directory: Path, step: int, shards: int) -> tuple[list[Row], set[BatchHeader]]:
@@ -69,7 +75,7 @@ def rows_of(directory: Path, step: int, shards: int) -> tuple[list[Row], set[Bat
     return sorted(rows, key=repr), headers
 
 
-BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step")
+BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step", "reference_logp")
 
 
 # ------------------------------------------------------------------------------------------------------- one batch
@@ -91,15 +97,16 @@ def test_a_batch_for_as_many_ranks_is_the_same_byte_by_byte_and_counted_alike(tm
 @given(
     lengths=st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=3), min_size=1, max_size=4),
     ranks=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    scored=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
 def test_for_another_number_of_ranks_the_samples_are_the_same_whoever_gets_them(
-    lengths: list[list[int]], ranks: tuple[int, int]
+    lengths: list[list[int]], ranks: tuple[int, int], scored: bool
 ) -> None:
     groups = [group_of(number, each) for number, each in enumerate(lengths)]
     with TemporaryDirectory() as name:
         directory = Path(name)
-        sealed = record_batch(directory / "recording", shards=ranks[0], groups=groups)
+        sealed = record_batch(directory / "recording", shards=ranks[0], groups=groups, scored=scored)
         taken = take_batch(directory / "recording", directory / "own", step=1, shards=ranks[1])
         assert rows_of(directory / "recording", 1, ranks[0]) == rows_of(directory / "own", 1, ranks[1])
         same = ("samples", "groups", "loss_tokens", "reward_mean", "staleness", "truncated")
@@ -126,6 +133,16 @@ def test_files_that_are_no_whole_batch_are_refused_and_nothing_is_written(tmp_pa
     refused("do not belong together")
     shard_path(recording, 1, 1).write_bytes(shard_path(recording, 1, 0).read_bytes()[:-1])
     refused("no shard of a batch")
+
+
+def test_a_job_whose_batches_have_scores_takes_none_without_them(tmp_path: Path) -> None:
+    record_batch(tmp_path / "plain")
+    with pytest.raises(RecordingUnusable, match="sealed without the scores of a reference: let trainers score it"):
+        take_batch(tmp_path / "plain", tmp_path / "own", step=1, shards=2, needs_scores=True)
+    record_batch(tmp_path / "scored", scored=True)
+    take_batch(tmp_path / "scored", tmp_path / "own", step=1, shards=2, needs_scores=True)
+    _, (header,) = rows_of(tmp_path / "own", 1, 2)
+    assert header.has_reference
 
 
 # -------------------------------------------------------------------------------------------------------- the worker

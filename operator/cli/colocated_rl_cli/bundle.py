@@ -20,6 +20,7 @@ import yaml
 from colocated_rl_api import __version__, names
 from colocated_rl_cli.api import Api, Object
 from colocated_rl_cli.errors import CliError
+from colocated_rl_cli.evidence import has_pages
 from colocated_rl_cli.pages import page, text_page
 from colocated_rl_cli.scrubbing import scrub, scrub_text
 
@@ -135,7 +136,8 @@ async def _pages(api: Api, made: Bundle, pod: Object) -> None:
     name = pod["metadata"]["name"]
     if pod.get("status", {}).get("phase") != "Running":
         return
-    await made.read(f"pods/{name}/state.json", lambda: page(api, name, "/v1/state"))
+    if has_pages(pod):
+        await made.read(f"pods/{name}/state.json", lambda: page(api, name, "/v1/state"))
     if pod["metadata"]["labels"].get(names.ROLE_LABEL) == names.ROLE_ROLLOUT:
         await made.read(f"pods/{name}/progress.json", lambda: page(api, name, "/v1/progress"))
     await made.read(f"pods/{name}/metrics.txt", lambda: text_page(api, name, "/metrics", port=names.METRICS_PORT))

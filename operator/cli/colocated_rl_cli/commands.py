@@ -20,7 +20,7 @@ from colocated_rl_api import names
 from colocated_rl_cli import bundle, one_side, questions, samples, starter, timeline
 from colocated_rl_cli.api import Api
 from colocated_rl_cli.errors import CliError, Exit, UsageError
-from colocated_rl_cli.evidence import Evidence
+from colocated_rl_cli.evidence import Evidence, has_pages
 from colocated_rl_cli.explanation import Explanation, explain
 from colocated_rl_cli.figures import read_figures, standings
 from colocated_rl_cli.following import JobWatch, container_of
@@ -133,7 +133,7 @@ def _explanation(found: Explanation) -> dict[str, Any]:
 async def explained(api: Api, name: str) -> Explanation:
     """Look at everything that may know why."""
     job, pods = await api.job(name), await api.pods_of(name)
-    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"][:MANY_PODS]
+    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running" and has_pages(pod)][:MANY_PODS]
     events = await api.events_about(job["metadata"]["uid"])
     for pod in [pod for pod in pods if pod.get("status", {}).get("phase") == "Pending"][:MANY_EVENTS]:
         events += await api.events_about(pod["metadata"]["uid"])

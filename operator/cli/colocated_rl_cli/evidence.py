@@ -44,6 +44,11 @@ def seats_of(pods: Sequence[Object]) -> dict[str, Object]:
     return found
 
 
+def has_pages(pod: Object) -> bool:
+    """It is a member: a reference on devices of its own is none."""
+    return bool(pod["metadata"]["labels"].get(names.ROLE_LABEL) != names.ROLE_REFERENCE)
+
+
 def facts_of(seen: Evidence) -> dict[str, PodFacts | RolloutFacts]:
     """Of the members whose page was read, and could be."""
     found: dict[str, PodFacts | RolloutFacts] = {}

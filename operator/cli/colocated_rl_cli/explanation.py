@@ -16,10 +16,10 @@ from colocated_rl_api import names
 from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, FailuresStatus, Phase
 from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import PodFacts, Problem, RolloutFacts
-from colocated_rl_api.seats import ROLLOUT_SEAT, seats_for
+from colocated_rl_api.seats import seats_for
 from colocated_rl_cli import remedies
 from colocated_rl_cli.errors import CliError
-from colocated_rl_cli.evidence import Evidence, Object, facts_of, rungs_of, seats_of
+from colocated_rl_cli.evidence import Evidence, Object, facts_of, has_pages, rungs_of, seats_of
 from colocated_rl_cli.waiting import waits_for
 
 
@@ -155,9 +155,10 @@ def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Cause]:
 
 def _seats(spec: Object) -> tuple[str, ...]:
     """Also of a spec in words of another version."""
-    rollout = spec.get("rollout", {})
+    rollout, reference = spec.get("rollout", {}), spec.get("reference") or {}
     engines = rollout.get("replicas", 0) if rollout.get("colocateWith") == "" else None
-    return *seats_for(spec.get("mode", ""), replicas=spec.get("replicas", 1), engines=engines).gpu, ROLLOUT_SEAT
+    sizes = {"replicas": spec.get("replicas", 1), "engines": engines, "references": reference.get("replicas", 0)}
+    return seats_for(spec.get("mode", ""), **sizes).all
 
 
 def _trouble(pod: Object, events: Sequence[Object]) -> tuple[str, str] | None:
@@ -180,7 +181,13 @@ def _trouble(pod: Object, events: Sequence[Object]) -> tuple[str, str] | None:
         return ("VolumeNotMounted", mount[-1].get("message", "")) if mount else ("PodStarting", "Pending")
     if status.get("phase") == "Failed":
         return "PodNotRunning", " ".join(str(status.get(key, "")) for key in ("reason", "message")).strip() or "Failed"
+    if not has_pages(pod) and not _is_ready(status):
+        return "PodStarting", "it runs, and is not ready: its model is being loaded"
     return None
+
+
+def _is_ready(status: Object) -> bool:
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", ()))
 
 
 def _container_trouble(container: Object) -> tuple[str, str] | None:
@@ -229,7 +236,7 @@ def _of_rollout(status: ColocatedRLJobStatus, facts: Mapping[str, PodFacts | Rol
             continue
         if said.gates_open == 0:
             yield Cause("NoGateOpen", "every gate is closed, as it sees them", pod)
-        elif said.tokens_per_second == 0.0 and not said.stopped:
+        elif said.tokens_per_second == 0.0 and not said.stopped and not said.unscored:
             yield Cause("NothingGenerated", f"{said.gates_open} gates are open", pod)
 
 

@@ -22,7 +22,10 @@ from colocated_rl_cli.records import Records
 AGAIN_S = 0.5
 MAX_LINES = 200_000  # kept; older ones go
 PODS_AT_MOST = 64  # whose logs are followed
-CONTAINERS = dict.fromkeys(names.GPU_ROLES, names.AGENT_CONTAINER) | {names.ROLE_ROLLOUT: names.ROLLOUT_CONTAINER}
+CONTAINERS = dict.fromkeys(names.GPU_ROLES, names.AGENT_CONTAINER) | {
+    names.ROLE_ROLLOUT: names.ROLLOUT_CONTAINER,
+    names.ROLE_REFERENCE: names.GPU_CONTAINER,
+}
 
 
 class JobWatch:

@@ -21,8 +21,9 @@ def ladder_of(job: Mapping[str, Any]) -> Ladder:
     """That a job climbs, as its status says or, before it does, its spec; time-sliced if neither can be read."""
     placement = job.get("status", {}).get("placement")
     if placement in set(Placement):
-        has_reference = job.get("spec", {}).get("reference") is not None
-        return ladder_for(Placement(placement), scores=has_reference)
+        reference = job.get("spec", {}).get("reference")
+        is_trainers = reference is not None and reference.get("colocateWith") != ""
+        return ladder_for(Placement(placement), scores=is_trainers)
     try:
         return ColocatedRLJobSpec.model_validate(job.get("spec")).ladder
     except pydantic.ValidationError:

@@ -273,6 +273,12 @@ REMEDIES: dict[str, Remedy] = {
         "leave client and model of its agent out of config: the job gives them",
         heals=True,
     ),
+    "ReferenceUnavailable": Remedy(
+        "no pod of the reference scores what is finished: it waits, and rollout goes on until maxStaleness stops it",
+        "nothing while a pod starts, and loads its model; else see the pods of role reference "
+        "(kubectl get pods -l rl.colocate.dev/role=reference) and the log of the newest",
+        heals=True,
+    ),
     "RewardUnavailable": Remedy(
         "the endpoint of reward.http gives no answer; it is asked again, and a sample fails after `attempts`",
         "see the endpoint, and whether the rollout pod may reach it",

@@ -133,7 +133,9 @@ def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts |
     under_way = sum(samples.get(state, 0) for state in ("running", "interrupted", "scoring"))
     rate = rollout.tokens_per_second if rollout else status.rollout.tokens_per_second if status.rollout else None
     pace = f", {rate:.0f} tokens/s" if rate is not None else ""
-    return f"rollout fills batch {step + 1}: {done} of {wanted} samples finished, {under_way} under way{pace}"
+    unscored = rollout.unscored if rollout else status.reference.unscored if status.reference else None
+    scored = f", {unscored} of them wait for the reference" if unscored else ""
+    return f"rollout fills batch {step + 1}: {done} of {wanted} samples finished{scored}, {under_way} under way{pace}"
 
 
 def _begins(spec: ColocatedRLJobSpec) -> str:

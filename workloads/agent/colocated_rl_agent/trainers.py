@@ -73,7 +73,7 @@ class Trainers:
             rank: TrainerRank(
                 self._socket(rank),
                 progress_s=spec.switch.trainer_progress_seconds,
-                must_score=spec.reference is not None,
+                must_score=spec.ladder.scores,
             )
             for rank in settings.ranks
         }

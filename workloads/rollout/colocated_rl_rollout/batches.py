@@ -14,7 +14,7 @@ import hashlib
 import heapq
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,12 @@ def write_batch(
     temperature: float,
     seed: int,
     oldest_step: int = 0,
+    reference: Mapping[int, NDArray[np.float32]] | None = None,
 ) -> BatchRecord:
     """Make the files of a batch durable and say what is in them. `groups` are complete, in the batch's order.
 
-    oldest_step: tokens of weights before it are not trained.
+    oldest_step: tokens of weights before it are not trained. reference: what it says of each response, by sample; None
+    where nobody asked it yet.
     """
     rows = [row for group in groups for row in _rows(group)]
     spans = [span for row in rows for span in row.sample.tokens.spans]
@@ -101,8 +103,9 @@ def write_batch(
             loss_tokens=loss_tokens,
             temperature=temperature,
             seed=seed,
+            has_reference=reference is not None,
         )
-        bodies.append(_shard([rows[place] for place in part], header, oldest_step))
+        bodies.append(_shard([rows[place] for place in part], header, oldest_step, reference))
     samples = [row.sample for row in rows]
     return BatchRecord(
         step=step,
@@ -197,12 +200,15 @@ def _reward(sample: Sample) -> float:
     return sample.reward
 
 
-def _shard(rows: Sequence[_Row], header: BatchHeader, oldest_step: int) -> bytes:
+def _shard(
+    rows: Sequence[_Row], header: BatchHeader, oldest_step: int, reference: Mapping[int, NDArray[np.float32]] | None
+) -> bytes:
     """One file: columns of `colocated_rl_api.batch`, prompt and response of each sample one after another."""
     tokens = sum(row.length for row in rows)
     ids = np.empty(tokens, np.int32)
     loss_mask = np.zeros(tokens, np.uint8)
     behaviour_logp = np.zeros(tokens, np.float32)
+    reference_logp = np.zeros(tokens if reference is not None else 0, np.float32)
     token_step = np.full(tokens, -1, np.int32)
     ends = np.cumsum([row.length for row in rows], dtype=np.int64)
     for row, end in zip(rows, ends, strict=True):
@@ -216,11 +222,14 @@ def _shard(rows: Sequence[_Row], header: BatchHeader, oldest_step: int) -> bytes
                 loss_mask[place] = 1
                 behaviour_logp[place] = response.logp[span.start : span.end]
                 token_step[place] = span.version.step
+                if reference is not None:
+                    reference_logp[place] = reference[row.sample.id][span.start : span.end]
     columns: dict[str, NDArray[Any]] = {
         "tokens": ids,
         "sample_end": ends,
         "loss_mask": loss_mask,
         "behaviour_logp": behaviour_logp,
+        **({"reference_logp": reference_logp} if reference is not None else {}),
         "token_step": token_step,
         "reward": np.array([_reward(row.sample) for row in rows], np.float32),
         "group": np.array([row.sample.group.id for row in rows], np.int64),

@@ -35,6 +35,7 @@ from colocated_rl_rollout.interface import interface
 from colocated_rl_rollout.metrics import Metrics, StoreGauges, TokenRate
 from colocated_rl_rollout.pages import data_routes, pages
 from colocated_rl_rollout.prompts import PromptSource
+from colocated_rl_rollout.reference import Reference
 from colocated_rl_rollout.replay import Replay
 from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.sealer import Sealer, trainer_ranks
@@ -79,8 +80,9 @@ class Controller:
         if spec.ladder.trains:
             store.deal_anew(trainer_ranks(spec))  # it may have had more or fewer before it was suspended
         self._processes = processes
+        client = DataClient(session, tls, job.uid)
         self._engines = Engines(
-            DataClient(session, tls, job.uid),
+            client,
             settle_s=spec.switch.settle_seconds,
             changed=self._wake,
             count=self._count_tokens,
@@ -140,6 +142,15 @@ class Controller:
             temperature=spec.rollout.sampling.temperature,
             created=int(job.created.timestamp()),
         )
+        self._reference: Reference | None = None
+        if spec.seals_with_scores and settings.recording is None:
+            self._reference = Reference(
+                client,
+                temperature=spec.rollout.sampling.temperature,
+                deadline_s=spec.switch.trainer_progress_seconds,
+                metrics=self._metrics,
+                changed=self._wake,
+            )
         self._sealer: Sealer
         if settings.recording is None:
             self._sealer = Worker(
@@ -155,6 +166,7 @@ class Controller:
                 sessions=sessions,
                 metrics=self._metrics,
                 changed=self._dirty.set,
+                reference=self._reference,
             )
             self._beside = {
                 "prompts": self._prompts.run,
@@ -239,6 +251,8 @@ class Controller:
     # ------------------------------------------------------------------------------------------------- targets
     def _accept(self, target: RolloutTarget) -> None:
         self._engines.follow(target.engines)
+        if self._reference:
+            self._reference.follow(target.references)
         self._tune(target)
         if self._store.commit(target.trained_step):
             self._sealer.discard_stale()
@@ -306,6 +320,7 @@ class Controller:
             staleness_mean=sealed and sealed.staleness_mean,
             tokens_per_second=self._rate.read(),
             gates_open=len(self._engines.open),
+            unscored=self._reference and self._reference.unscored,
             problem=self._problem(),
             stopped=self._stopped,
         )
@@ -313,7 +328,8 @@ class Controller:
     def _problem(self) -> Problem | None:
         """Why there is no progress; the first of those who know."""
         parts = (self._store, self._prompts, self._sealer, self._processes, self._episodes, self._evaluation)
-        return next((part.problem for part in parts if part.problem), self._sealer.no_signal)
+        found = next((part.problem for part in parts if part.problem), None)
+        return found or (self._reference and self._reference.problem) or self._sealer.no_signal
 
     def _counts(self) -> dict[str, int]:
         return {state.value: count for state, count in self._store.counts.items() if count}

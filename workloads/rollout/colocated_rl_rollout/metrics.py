@@ -71,6 +71,14 @@ class Metrics:
             "Since sealing, with groups enough, waits for one that would pass the staleness limit; 0: it does not",
             registry=registry,
         )
+        self.unscored = Gauge(
+            "colocate_rollout_unscored_samples",
+            "Finished samples that a reference on devices of its own has not scored; no batch takes them before",
+            registry=registry,
+        )
+        self.reference_answers = Counter(
+            "colocate_rollout_reference_answers", "Attempts to have a sample scored", ["ending"], registry=registry
+        )
         self.refused_requests = Counter(
             "colocate_gateway_refused",
             "Requests of clients that were answered with an error",

@@ -24,7 +24,8 @@ from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_rollout.batches import BatchRecord, partition, shard_path, write_shards
 
 Columns = dict[str, NDArray[Any]]
-BY_TOKEN = frozenset({"tokens", "loss_mask", "behaviour_logp", "token_step"})
+REFERENCE = "reference_logp"
+BY_TOKEN = frozenset({"tokens", "loss_mask", "behaviour_logp", "token_step", REFERENCE})
 END = "sample_end"
 
 
@@ -40,10 +41,18 @@ class Taken:
     rewards: list[list[float]]
 
 
-def take_batch(recording: Path, directory: Path, *, step: int, shards: int) -> Taken:
-    """Copy batch `step` into `directory`, for so many trainer ranks. Raises RecordingUnusable, OSError."""
+def take_batch(recording: Path, directory: Path, *, step: int, shards: int, needs_scores: bool = False) -> Taken:
+    """Copy batch `step` into `directory`, for so many trainer ranks. needs_scores: those of a reference, in the batch.
+
+    Raises RecordingUnusable, OSError.
+    """
     headers, columns = _read(recording, step)
     header, whole = headers[0], _joined(columns)
+    if needs_scores and not header.has_reference:
+        raise RecordingUnusable(
+            f"batch {step} in {recording} was sealed without the scores of a reference: let trainers score it "
+            "(spec.reference.colocateWith: trainer)"
+        )
     if header.shards == shards:
         bodies = [shard_path(recording, step, shard).read_bytes() for shard in range(shards)]
     else:
@@ -103,7 +112,8 @@ def _read_shard(path: Path) -> tuple[BatchHeader, Columns]:
             columns: Columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, ValidationError) as error:
         raise RecordingUnusable(f"{path} is no shard of a batch: {error}: copy it again") from error
-    if missing := {*BY_TOKEN, END, "reward", "group", "truncated"} - columns.keys():
+    optional = set() if header.has_reference else {REFERENCE}
+    if missing := {*BY_TOKEN, END, "reward", "group", "truncated"} - optional - columns.keys():
         raise RecordingUnusable(f"{path} has no column {min(missing)}: it is of another version")
     return header, columns
 

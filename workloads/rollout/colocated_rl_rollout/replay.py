@@ -50,7 +50,12 @@ class Replay(Sealer):
     async def _seals(self, step: int) -> bool:
         started = time.monotonic()
         take = partial(
-            take_batch, self._recording, self._store.batch_directory, step=step, shards=trainer_ranks(self._spec)
+            take_batch,
+            self._recording,
+            self._store.batch_directory,
+            step=step,
+            shards=trainer_ranks(self._spec),
+            needs_scores=self._spec.seals_with_scores,
         )
         try:
             taken = await self._written(step, take)

@@ -127,6 +127,14 @@ class Trajectory:
     reward: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """What the reference says of a response: a log-probability of each token, in nats, at a temperature."""
+
+    temperature: float
+    logp: NDArray[np.float32]
+
+
 @dataclass(slots=True, eq=False)
 class Sample:
     """One completion of a group's prompt. Changed by `Store` alone."""
@@ -143,6 +151,7 @@ class Sample:
     ended: int | None = None  # its place among all that ended, from 1 on
     engine: str | None = None  # that has its prefix; not kept over a restart
     playing_since: int | None = None  # step of the oldest weights in the episode under way
+    scores: Scores | None = None  # not kept over a restart: they follow from the tokens
 
     @property
     def oldest_step(self) -> int | None:

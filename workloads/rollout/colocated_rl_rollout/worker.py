@@ -17,6 +17,9 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Filter, Interruption
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem, RolloutTarget
@@ -37,6 +40,7 @@ from colocated_rl_rollout.evaluation import Evaluation
 from colocated_rl_rollout.filters import judge
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
+from colocated_rl_rollout.reference import Reference
 from colocated_rl_rollout.resume import exhausted, finish_of, join, remaining
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.samples import NO_TOKENS, WAITING, Finish, Group, Sample, SampleState
@@ -72,9 +76,12 @@ class Worker(Sealer):
         sessions: Sessions,
         metrics: Metrics,
         changed: Callable[[], None],
+        reference: Reference | None = None,
         full_retry_s: float = FULL_RETRY_S,
     ) -> None:
+        """reference: one with devices of its own, without whose scores no batch is sealed."""
         super().__init__(spec, store, changed, full_retry_s)
+        self._reference = reference
         self._rollout = spec.rollout
         self._max_staleness = spec.max_staleness
         self._only_records = not spec.ladder.trains  # no step comes, and a sealed batch holds up nothing
@@ -105,8 +112,8 @@ class Worker(Sealer):
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             self._group = group
-            for complete in [kept for kept in self._store.groups.values() if kept.is_complete]:
-                self._filter(complete)
+            for kept in list(self._store.groups.values()):
+                self._completed(kept)
             for sample in [sample for kept in self._store.groups.values() for sample in kept.kept]:
                 if sample.state is SampleState.SCORING:
                     self._own(sample, group.create_task(self._score(sample), name=f"score/{sample.id}"))
@@ -116,6 +123,8 @@ class Worker(Sealer):
                     self._admit()
                     self._seal_if_due()
                     self._send()
+                    if self._reference:
+                        self._reference.send(group)
                 self._changed()
                 await self._wake.wait()
 
@@ -127,6 +136,8 @@ class Worker(Sealer):
         if self._evaluation:
             self._evaluation.end_episodes()
         self._turns.end()
+        if self._reference:
+            self._reference.end()
         super().drain()
 
     def tune(self, target: RolloutTarget) -> None:
@@ -135,6 +146,10 @@ class Worker(Sealer):
             self.concurrency = target.concurrency
         if target.temperature is not None:
             self.temperature = target.temperature
+            if self._reference and self._reference.temperature != target.temperature:
+                self._reference.temperature = target.temperature
+                for group in self._store.groups.values():
+                    self._let_reference_score(group)
 
     def _own(self, sample: Sample, task: asyncio.Task[None]) -> None:
         self._tasks[sample.id] = task
@@ -164,7 +179,7 @@ class Worker(Sealer):
             return
         for _ in range(admitted):
             if (group := self._sessions.admit()) is not None:  # whole already: it only takes the place
-                self._filter(group)
+                self._completed(group)
                 continue
             prompt = self._prompts.take()
             if prompt is None:
@@ -269,7 +284,7 @@ class Worker(Sealer):
             self._limit_attempts(sample)
         else:
             self._store.complete(sample, trajectory, *removal)
-            self._filter(sample.group)
+            self._completed(sample.group)
 
     def _accept(self, sample: Sample, generated: Generated) -> None:
         """What an attempt brought goes to the store."""
@@ -296,7 +311,7 @@ class Worker(Sealer):
         """A response that did not end by itself is worth nothing; the task's verifier says what the others are."""
         if sample.finish is not Finish.STOP:
             self._store.score(sample, 0.0)
-            self._filter(sample.group)
+            self._completed(sample.group)
             return
         text = self._chat.text(sample.tokens.ids.tolist())
         try:
@@ -308,7 +323,21 @@ class Worker(Sealer):
         else:
             self._store.score(sample, reward)
             self.problem = None
-            self._filter(sample.group)
+            self._completed(sample.group)
+
+    def _completed(self, group: Group) -> None:
+        """A sample of the group is, perhaps all are."""
+        self._filter(group)
+        self._let_reference_score(group)
+
+    def _let_reference_score(self, group: Group) -> None:
+        """At once, or where filters may keep the group from training once they have not."""
+        if self._reference and group.id in self._store.groups and (group.is_complete or not self._rollout.filters):
+            self._reference.want(group)
+
+    def _is_ready(self, group: Group) -> bool:
+        """To come into a batch."""
+        return group.is_complete and (self._reference is None or self._reference.has_scored(group))
 
     # ------------------------------------------------------------------------------------------------- filters
     def _filter(self, group: Group) -> None:
@@ -373,10 +402,10 @@ class Worker(Sealer):
         if self._sealing or self._untrained_groups or step > self.last_step or self._is_too_soon(step):
             return
         groups = self._store.groups.values()
-        if sum(group.is_complete for group in groups) < self._rollout.batch_size:
+        if sum(map(self._is_ready, groups)) < self._rollout.batch_size:
             return
         self.discard_stale()
-        candidates = [Candidate(self._deadline(group), group.id, group.is_complete) for group in groups]
+        candidates = [Candidate(self._deadline(group), group.id, self._is_ready(group)) for group in groups]
         waits = self._rollout.at_max_staleness is AtMaxStaleness.WAIT
         chosen = choose(candidates, step=step, batch_size=self._rollout.batch_size, waits=waits)
         if chosen is None:
@@ -400,6 +429,12 @@ class Worker(Sealer):
         works = self._store.counts[SampleState.RUNNING] > 0 or len(self._store.waiting) > 0
         return works and not self._only_records and loop.time() < since + least_s - MOMENT_S
 
+    def _scores_of(self, groups: Iterable[Group]) -> dict[int, NDArray[np.float32]] | None:
+        """What the reference says of each response, by sample."""
+        if self._reference is None:
+            return None
+        return {sample.id: sample.scores.logp for group in groups for sample in group.kept if sample.scores}
+
     async def _seal(self, step: int, groups: list[Group]) -> None:
         """Make the batch durable, files first; only then is it sealed and may anybody be told."""
         write = partial(
@@ -411,6 +446,7 @@ class Worker(Sealer):
             temperature=self.temperature,
             seed=self._rollout.prompts.seed,
             oldest_step=step - 1 - self._max_staleness,
+            reference=self._scores_of(groups),
         )
         while (record := await self._written(step, write)) is None:  # noqa: ASYNC110 - a volume has no event
             await asyncio.sleep(self._full_retry_s)

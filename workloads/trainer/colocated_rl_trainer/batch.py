@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from pydantic import ValidationError
@@ -28,7 +29,8 @@ _COLUMNS = {
     "token_step": torch.int32, "reward": torch.float32, "group": torch.int64, "group_mean": torch.float32,
     "group_std": torch.float32, "group_count": torch.float32, "truncated": torch.uint8,
 }  # fmt: skip
-_BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step")
+_REFERENCE = "reference_logp"  # where the header says that a reference has scored the batch
+_BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step", _REFERENCE)
 
 
 class BadShard(Refused):
@@ -60,6 +62,7 @@ class ShardSample:
     behaviour_logp: Tensor  # float32, nats, as the engine sampled the token; 0 where `is_trained` is not
     reward: float
     advantage: float  # of GRPO: in spreads of its group's rewards
+    reference_logp: Tensor | None  # float32, nats, as a reference on devices of its own said; 0 as above; None: no such
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Shard:
     tokens: Tensor  # int64 [T]
     loss_mask: Tensor  # bool [T]: to be trained
     behaviour_logp: Tensor
+    reference_logp: Tensor | None  # None: no reference scored the batch before it was sealed
     token_step: Tensor
     reward: Tensor
     group: Tensor
@@ -81,12 +85,14 @@ class Shard:
     use: Use
 
     @classmethod
-    def read(cls, path: Path, *, step: int, shard: int, shards: int, use: Use = AS_IT_IS) -> Shard:
-        """Raises BadShard, which says what is wrong with the file."""
+    def read(
+        cls, path: Path, *, step: int, shard: int, shards: int, use: Use = AS_IT_IS, is_scored: bool = False
+    ) -> Shard:
+        """is_scored: a reference has seen it. Raises BadShard, which says what is wrong with the file."""
         try:
             with safe_open(path, framework="pt") as file:
                 header = BatchHeader.model_validate_json((file.metadata() or {}).get(HEADER_KEY, ""))
-                column = {name: file.get_tensor(name) for name in _COLUMNS}
+                column = {name: file.get_tensor(name) for name in _columns(header)}
         except (OSError, SafetensorError, ValidationError) as error:
             raise BadShard(f"shard {path} can't be read: {error}: fetch it again") from error
         if (header.step, header.shard, header.shards) != (step, shard, shards):
@@ -94,7 +100,9 @@ class Shard:
                 f"{path} is shard {header.shard} of {header.shards} of step {header.step}, "
                 f"asked for was shard {shard} of {shards} of step {step}"
             )
-        if fault := _fault(column):
+        if is_scored and not header.has_reference:
+            raise BadShard(f"shard {path} of step {step} was sealed without scores of the job's reference")
+        if fault := _fault(column, _columns(header)):
             raise BadShard(f"shard {path} of step {step}: {fault}")
         end = column["sample_end"]
         start = torch.cat([end.new_zeros(1), end])[:-1]
@@ -107,6 +115,7 @@ class Shard:
             tokens=column["tokens"].long(),
             loss_mask=mask,
             behaviour_logp=column["behaviour_logp"],
+            reference_logp=column.get(_REFERENCE),
             token_step=column["token_step"],
             reward=column["reward"],
             group=column["group"],
@@ -134,6 +143,7 @@ class Shard:
                 behaviour_logp=self.behaviour_logp[start:end].to(device),
                 reward=float(self.reward[number]),
                 advantage=float(self.advantage[number]),
+                reference_logp=None if self.reference_logp is None else self.reference_logp[start:end].to(device),
             )
 
     def groups(self) -> dict[int, GroupShare]:
@@ -155,12 +165,12 @@ class Shard:
 
 
 def read_together(
-    path: Path, group: Group, *, step: int, use: Use = AS_IT_IS
+    path: Path, group: Group, *, step: int, use: Use = AS_IT_IS, is_scored: bool = False
 ) -> tuple[Shard, list[dict[int, GroupShare]]]:
     """This rank's shard, and every rank's part of each group. Raises Refused on every rank or on none."""
     shard, fault = None, None
     try:
-        shard = Shard.read(path, step=step, shard=group.rank, shards=group.size, use=use)
+        shard = Shard.read(path, step=step, shard=group.rank, shards=group.size, use=use, is_scored=is_scored)
     except BadShard as error:
         fault = error
     heard = group.gather(
@@ -177,8 +187,12 @@ def read_together(
     return shard, [share for _, share, _ in heard]
 
 
-def _fault(column: Mapping[str, Tensor]) -> str | None:
-    for name, dtype in _COLUMNS.items():
+def _columns(header: BatchHeader) -> Mapping[str, torch.dtype]:
+    return _COLUMNS | ({_REFERENCE: torch.float32} if header.has_reference else {})
+
+
+def _fault(column: Mapping[str, Tensor], columns: Mapping[str, torch.dtype]) -> str | None:
+    for name, dtype in columns.items():
         tensor = column[name]
         if tensor.dtype != dtype or tensor.dim() != 1:
             return f"column {name} is {tensor.dtype} {list(tensor.shape)}, should be {dtype} of one dimension"
@@ -193,9 +207,10 @@ def _fault(column: Mapping[str, Tensor]) -> str | None:
     mask = column["loss_mask"].bool()
     if bool(mask[start].any()):
         return "the first token of a sample can't be trained: it has no context"
-    logp = column["behaviour_logp"]
-    if not bool(torch.isfinite(logp).all()) or bool((logp > 1e-3).any()):
-        return "behaviour_logp must be finite and at most 0"
+    for name in ("behaviour_logp", _REFERENCE):
+        logp = column.get(name, column["behaviour_logp"])
+        if not bool(torch.isfinite(logp).all()) or bool((logp > 1e-3).any()):
+            return f"{name} must be finite and at most 0"
     if bool((column["token_step"][mask] < 0).any()):
         return "a token to be trained has no step"
     for name in ("reward", "group_mean", "group_std", "group_count"):
@@ -251,6 +266,26 @@ def deal_minibatches(shares: Sequence[Mapping[int, GroupShare]], *, count: int, 
 
 
 # ------------------------------------------------------------------------------------------ micro-batches, of one rank
+class Samples(Protocol):
+    """Samples one after another: of a shard, or of whoever else has them computed as a shard's are."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [T]."""
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """bool [T]: whose log-probabilities are wanted; never of the first of a sample."""
+
+    @property
+    def start(self) -> Tensor:
+        """int64 [n], in [T]."""
+
+    @property
+    def end(self) -> Tensor:
+        """int64 [n], in [T]."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Samples for one forward pass: of similar length, padded at the end, which a causal model can't see; or packed."""
@@ -264,13 +299,18 @@ class MicroBatch:
 
 
 def micro_batches(shard: Shard, minibatch: Minibatch, *, tokens: int, packing: bool = False) -> list[MicroBatch]:
-    """This rank's teaching samples of a minibatch, at most `tokens` tokens with padding in each forward pass.
-
-    Shortest first, so that little is padded. A sample longer than `tokens` stands alone. May be empty.
-    """
-    length = (shard.end - shard.start).tolist()
+    """This rank's teaching samples of a minibatch, for forward passes of at most `tokens` tokens. May be empty."""
     group = shard.group.tolist()
     chosen = [sample for sample in shard.teaching().nonzero().squeeze(1).tolist() if group[sample] in minibatch.groups]
+    return divide_into_passes(shard, chosen, tokens=tokens, packing=packing)
+
+
+def divide_into_passes(samples: Samples, chosen: Sequence[int], *, tokens: int, packing: bool) -> list[MicroBatch]:
+    """The chosen samples, at most `tokens` tokens with padding in each forward pass.
+
+    Shortest first, so that little is padded. A sample longer than `tokens` stands alone.
+    """
+    length = (samples.end - samples.start).tolist()
     rows: list[list[int]] = []
     for sample in sorted(chosen, key=lambda sample: (length[sample], sample)):
         if rows:
@@ -278,36 +318,36 @@ def micro_batches(shard: Shard, minibatch: Minibatch, *, tokens: int, packing: b
         if not rows or others + length[sample] > tokens:
             rows.append([])
         rows[-1].append(sample)
-    return [(_pack if packing else _collate)(shard, samples) for samples in rows]
+    return [(_pack if packing else _collate)(samples, row) for row in rows]
 
 
-def _pack(shard: Shard, samples: Sequence[int]) -> MicroBatch:
-    places = torch.cat([torch.arange(int(shard.start[sample]), int(shard.end[sample])) for sample in samples])
-    ends = torch.tensor([int(shard.end[sample] - shard.start[sample]) for sample in samples]).cumsum(0)
-    positions = shard.loss_mask[places].nonzero().squeeze(1) - 1  # the first of a sample is not trained
+def _pack(samples: Samples, row: Sequence[int]) -> MicroBatch:
+    places = torch.cat([torch.arange(int(samples.start[sample]), int(samples.end[sample])) for sample in row])
+    ends = torch.tensor([int(samples.end[sample] - samples.start[sample]) for sample in row]).cumsum(0)
+    positions = samples.loss_mask[places].nonzero().squeeze(1) - 1  # the first of a sample is not trained
     tokens = places[positions] + 1
     return MicroBatch(
-        input_ids=shard.tokens[places][None],
+        input_ids=samples.tokens[places][None],
         positions=positions,
         predicts=torch.ones(1, len(positions), dtype=torch.bool),
         tokens=tokens,
-        sample=torch.tensor(samples)[torch.searchsorted(ends, positions, right=True)],
+        sample=torch.tensor(row)[torch.searchsorted(ends, positions, right=True)],
         ends=tuple(ends.tolist()),
     )
 
 
-def _collate(shard: Shard, samples: Sequence[int]) -> MicroBatch:
-    rows = torch.tensor(samples)
-    start, end = shard.start[rows, None], shard.end[rows, None]
+def _collate(samples: Samples, row: Sequence[int]) -> MicroBatch:
+    rows = torch.tensor(row)
+    start, end = samples.start[rows, None], samples.end[rows, None]
     place = start + torch.arange(int((end - start).max()))  # [rows, width], in [T]
     real = place < end
-    place = place.clamp(max=len(shard.tokens) - 1)
+    place = place.clamp(max=len(samples.tokens) - 1)
     next_is_trained = torch.zeros_like(real)
-    next_is_trained[:, :-1] = (shard.loss_mask[place] & real)[:, 1:]
+    next_is_trained[:, :-1] = (samples.loss_mask[place] & real)[:, 1:]
     positions = next_is_trained.any(0).nonzero().squeeze(1)
     predicts = next_is_trained[:, positions]
     return MicroBatch(
-        input_ids=torch.where(real, shard.tokens[place], 0),
+        input_ids=torch.where(real, samples.tokens[place], 0),
         positions=positions,
         predicts=predicts,
         tokens=(place[:, positions] + 1)[predicts],

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -22,8 +21,9 @@ from torch import Tensor
 from colocated_rl_api.logs import log
 from colocated_rl_trainer.batch import MicroBatch, Shard, Use, deal_minibatches, micro_batches, read_together
 from colocated_rl_trainer.checkpoint import Checkpoints
+from colocated_rl_trainer.forward import logp_and_entropy
 from colocated_rl_trainer.group import Group, join_group
-from colocated_rl_trainer.loss import importance_ratio, kl_penalty, policy_loss, token_logp
+from colocated_rl_trainer.loss import importance_ratio, kl_penalty, policy_loss
 from colocated_rl_trainer.manifest import Exported, digest_of, digests_of
 from colocated_rl_trainer.rank import Refused, Watch
 from colocated_rl_trainer.residency import PARAMETERS, STATE, Residency
@@ -80,6 +80,7 @@ class ReferenceTrainer:
             equal_too=config.kl_coefficient > 0,
         )
         self._has_reference = spec.reference is not None
+        self._keeps_reference = self._has_reference and not spec.seals_with_scores  # else batches have its scores
         if config.kl_coefficient and not self._has_reference:
             raise SettingsError(
                 "klCoefficient in spec.trainer.config needs a policy to compare with: add spec.reference to the job"
@@ -105,7 +106,7 @@ class ReferenceTrainer:
         self._state = Residency(
             self.model, self._device, with_moments=self._config.optimizer == "AdamW", stays=self._stays
         )
-        if self._has_reference:
+        if self._keeps_reference:
             self._state.keep_reference()  # before the checkpoint is read: the model as the job began with it
         if found:
             self._read_checkpoint(found.directory)
@@ -170,8 +171,8 @@ class ReferenceTrainer:
         start = torch.full_like(shard.behaviour_logp, torch.nan)
         if not self._config.bypass:
             self._compute(shard, work[1:], into=start, watch=watch)  # the first will find those weights
-        if not self._has_reference:
-            return _Known(start, None)
+        if not self._keeps_reference:
+            return _Known(start, shard.reference_logp if self._has_reference else None)
         assert self._scored is not None
         scored, reference = self._scored
         assert scored == step
@@ -247,8 +248,8 @@ class ReferenceTrainer:
 
     def _read_batch(self, step: int, path: Path) -> tuple[Shard, list[_Work]]:
         """This rank's shard and what to do with it, agreed with the others. Raises Refused on every rank or on none."""
-        config = self._config
-        shard, shares = read_together(path, self._group, step=step, use=self._use)
+        config, is_scored = self._config, self._has_reference and not self._keeps_reference
+        shard, shares = read_together(path, self._group, step=step, use=self._use, is_scored=is_scored)
         minibatches = deal_minibatches(shares, count=config.minibatches, seed=config.seed * 1_000_003 + step)
         work = [
             _Work(
@@ -276,22 +277,9 @@ class ReferenceTrainer:
 
     def _logp(self, shard: Shard, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each trained token of a micro-batch, in the order of `micro.tokens`."""
-        device = self._device
-        packed: dict[str, object] = {}
-        if micro.ends is not None:
-            places = torch.cat([torch.arange(end - start) for start, end in pairwise((0, *micro.ends))])
-            packed = {"position_ids": places[None].to(device), "sample_ends": micro.ends}
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
-            logits = self.model(
-                input_ids=micro.input_ids.to(device),
-                logits_to_keep=micro.positions.to(device),
-                use_cache=False,
-                **packed,
-            ).logits
-        return token_logp(
-            logits[micro.predicts.to(device)],
-            shard.tokens[micro.tokens].to(device),
-            temperature=shard.header.temperature,
+        temperature = shard.header.temperature
+        return logp_and_entropy(
+            self.model, shard, micro, temperature=temperature, device=self._device, dtype=self._dtype
         )
 
     def _keep_up(self, *, with_gradient: bool) -> None:

@@ -67,7 +67,7 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
         rank=settings.rank,
         lineage=settings.lineage,
         writes_weights=settings.writes_weights,
-        must_score=job.spec.reference is not None,
+        must_score=job.spec.ladder.scores,
     )
     try:
         server = RankServer(settings.socket, rank)

@@ -26,6 +26,7 @@ class Sample:
     group: int
     token_step: int = 0
     written: Sequence[bool] | None = None  # by the policy, of the response; all of it when absent
+    reference_logp: Sequence[float] | None = None  # of the response, as logp; of every sample, or of none
 
     @property
     def mask(self) -> list[bool]:
@@ -52,10 +53,12 @@ def write_shards(
             loss_tokens=sum(sum(sample.mask) for sample in samples),
             temperature=temperature,
             seed=0,
+            has_reference=any(sample.reference_logp is not None for sample in samples),
         )
         mine = [sample for sample, rank in zip(samples, ranks, strict=True) if rank == shard]
         files.append(folder / f"step-{step}-shard-{shard}-of-{shards}.safetensors")
-        write_shard(files[-1], header, columns(mine, rewards))
+        scored = {"reference_logp": _by_token(mine, [sample.reference_logp or () for sample in mine])}
+        write_shard(files[-1], header, columns(mine, rewards) | (scored if header.has_reference else {}))
     return files
 
 
@@ -66,7 +69,7 @@ def columns(samples: Sequence[Sample], rewards: Mapping[int, Sequence[float]]) -
         "tokens": ("int32", [token for s in samples for token in (*s.prompt, *s.response)]),
         "sample_end": ("int64", [sum(lengths[: number + 1]) for number in range(len(samples))]),
         "loss_mask": ("uint8", [int(bit) for s in samples for bit in (*[False] * len(s.prompt), *s.mask)]),
-        "behaviour_logp": ("float32", [logp for s in samples for logp in (*[0.0] * len(s.prompt), *s.logp)]),
+        "behaviour_logp": _by_token(samples, [sample.logp for sample in samples]),
         "token_step": (
             "int32",
             [
@@ -82,6 +85,12 @@ def columns(samples: Sequence[Sample], rewards: Mapping[int, Sequence[float]]) -
         "group_count": ("float32", [float(len(rewards[s.group])) for s in samples]),
         "truncated": ("uint8", [0 for _ in samples]),
     }
+
+
+def _by_token(samples: Sequence[Sample], responses: Sequence[Sequence[float]]) -> tuple[str, Values]:
+    """0 for tokens of prompts."""
+    of_each = zip(samples, responses, strict=True)
+    return "float32", [logp for s, response in of_each for logp in (*[0.0] * len(s.prompt), *response)]
 
 
 def write_shard(file: Path, header: BatchHeader, columns: Mapping[str, tuple[str, Values]]) -> None:

@@ -1,0 +1,207 @@
+"""A reference on devices of its own: it says what the trainer's own forward says, to those who may ask, for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from contract.test_trainer_reference import TEMPERATURE, make_samples, own_forward, scored
+from contract.trainer_in_process import OneRank, only_rank
+from numpy.typing import NDArray
+from real_reference import START_S, RunningReference
+
+from colocated_rl_api import names
+from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.reference_wire import MAX_SAMPLE_BYTES
+from colocated_rl_trainer.batch import BadShard, Shard
+from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.reference.desk import Question
+from colocated_rl_trainer.reference.scorer import Scorer
+from colocated_rl_trainer.settings import TrainerConfig
+from colocated_rl_trainer.weights import load_model
+from fakes.authority import Authority
+from fakes.tiny_model import VOCABULARY, write_tiny_model
+
+TOKEN = "a-token-of-this-test"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def start(folder: Path, model: Path, config: dict[str, object]) -> RunningReference:
+    settings = only_rank(folder, model, {"threads": 1} | config, has_reference=True, is_apart=True)
+    job = JobFile.read(settings.job.read_bytes())
+    tls = Authority().member_directory(folder / "tls", job_uid=job.uid, token=TOKEN)
+    return RunningReference(folder, settings.job, model=model, config=settings.config, tls=tls)
+
+
+def score(reference: RunningReference, sample: Sample) -> NDArray[np.float32]:
+    ids = np.array([*sample.prompt, *sample.response], "<i4").tobytes()
+    status, body = reference.ask(f"/v1/score?start={len(sample.prompt)}&temperature={TEMPERATURE}", ids)
+    assert 200 == status, body
+    return np.frombuffer(body, "<f4")
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningReference]:
+    running = start(tmp_path_factory.mktemp("reference"), model, {"microBatchTokens": 40})
+    with running:
+        running.await_ready()
+        yield running
+    assert -15 == running.process.returncode, "there is nothing to tidy"
+
+
+def test_answers_are_those_of_the_trainers_own_forward_whoever_else_asks(
+    model: Path, reference: RunningReference, tmp_path: Path
+) -> None:
+    """Twenty-four at once: which of them a device takes together changes nothing but rounding."""
+    samples = make_samples(1)
+    with ThreadPoolExecutor(len(samples)) as callers:
+        answers = list(callers.map(partial(score, reference), samples))
+    (file,) = write_shards(tmp_path, samples, step=1, split=1, temperature=TEMPERATURE)
+    shard = Shard.read(file, step=1, shard=0, shards=1)
+    said = torch.full_like(shard.behaviour_logp, torch.nan)
+    for sample, end, answer in zip(samples, shard.end.tolist(), answers, strict=True):
+        said[end - len(sample.response) : end] = torch.tensor(answer)
+    said = torch.where(shard.loss_mask, said, torch.nan)
+
+    torch.testing.assert_close(said, own_forward(load_model(model), shard), rtol=1e-5, atol=1e-5, equal_nan=True)
+    trainers = scored(OneRank(tmp_path, model, has_reference=True, klCoefficient=0.1), samples)
+    torch.testing.assert_close(said, trainers, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("config", [{"packing": True}, {"microBatchTokens": 1}], ids=["packed", "one by one"])
+def test_how_passes_are_made_changes_nothing_but_rounding(model: Path, config: dict[str, object]) -> None:
+    def answers(config: dict[str, object]) -> list[torch.Tensor]:
+        scorer = Scorer(model, "cpu", TrainerConfig.model_validate({"threads": 1} | config))
+        questions = [
+            Question(np.array([*s.prompt, *s.response], np.int32).data, len(s.prompt), TEMPERATURE)
+            for s in make_samples(2)
+        ]
+        return [torch.frombuffer(bytearray(answer), dtype=torch.float32) for answer in scorer.score(questions)]
+
+    for padded, other in zip(answers({}), answers(config), strict=True):
+        torch.testing.assert_close(padded, other, rtol=1e-5, atol=1e-5)
+
+
+def test_batch_that_was_sealed_with_scores_is_trained_as_one_that_the_trainer_scores_itself(
+    model: Path, reference: RunningReference, tmp_path: Path
+) -> None:
+    config: dict[str, object] = {"learningRate": 1e-2, "klCoefficient": 0.5}
+    samples = make_samples(3)
+    for place in ("own", "apart"):
+        (tmp_path / place).mkdir()
+    own = OneRank(tmp_path / "own", model, has_reference=True, **config)
+    apart = OneRank(tmp_path / "apart", model, reference_apart=True, **config)
+    none = own.weights
+    told = own.train(samples, temperature=TEMPERATURE)
+
+    with_scores = [
+        dataclasses.replace(sample, reference_logp=np.where(sample.mask, score(reference, sample), 0).tolist())
+        for sample in samples
+    ]
+    said = apart.train(with_scores, temperature=TEMPERATURE)
+
+    assert told["kl"] == pytest.approx(said["kl"], abs=1e-6)
+    assert any(not torch.equal(tensor, own.weights[name]) for name, tensor in none.items())
+    for name, tensor in own.weights.items():
+        torch.testing.assert_close(tensor, apart.weights[name], rtol=1e-5, atol=1e-6)
+    assert apart.loop._state._reference is None, "it keeps no copy"
+
+
+def test_batch_without_the_scores_that_the_job_has_is_refused(model: Path, tmp_path: Path) -> None:
+    apart = OneRank(tmp_path, model, reference_apart=True, klCoefficient=0.5)
+
+    with pytest.raises(BadShard, match="sealed without scores of the job's reference"):
+        apart.train(make_samples(1))
+
+
+@pytest.mark.parametrize("token", [None, "another-token-than-ours", ""])
+def test_nobody_without_the_token_is_answered(reference: RunningReference, token: str | None) -> None:
+    status, body = reference.ask("/v1/score?start=1&temperature=1", b"\0" * 64, token=token)
+
+    assert (401, "TokenNeeded") == (status, json.loads(body)["error"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/v1/score", b"\0" * 16, 400, "start= and temperature= must be numbers"),
+        ("/v1/score?start=1&temperature=nan", b"\0" * 16, 400, "temperature is nan"),
+        ("/v1/score?start=1&temperature=0", b"\0" * 16, 400, "temperature is 0"),
+        ("/v1/score?start=0&temperature=1", b"\0" * 16, 400, "start is 0, must be from 1 to below the 4 tokens"),
+        ("/v1/score?start=4&temperature=1", b"\0" * 16, 400, "start is 4"),
+        ("/v1/score?start=1&temperature=1", b"", 400, "start is 1, must be from 1 to below the 0 tokens"),
+        ("/v1/score?start=1&temperature=1", b"\0" * 15, 400, "15 bytes is no row of int32"),
+        ("/v1/score?start=1&temperature=1", b"\xff" * 16, 400, f"not one of the {VOCABULARY} of the model"),
+        ("/v1/other?start=1&temperature=1", b"\0" * 16, 404, "no /v1/other here"),
+    ],
+)
+def test_question_that_means_nothing_is_refused_with_words(
+    reference: RunningReference, path: str, body: bytes, status: int, words: str
+) -> None:
+    found, said = reference.ask(path, body)
+
+    assert status == found
+    assert words in json.loads(said)["message"]
+
+
+def test_body_larger_than_any_sample_is_refused_before_it_is_read(reference: RunningReference) -> None:
+    connection = reference.connect()
+    try:
+        connection.putrequest("POST", "/v1/score?start=1&temperature=1")
+        connection.putheader("Authorization", reference.authorization)
+        connection.putheader("Content-Length", str(MAX_SAMPLE_BYTES + 4))
+        connection.endheaders()
+        answer = connection.getresponse()
+        assert (400, "close") == (answer.status, answer.getheader("Connection"))
+    finally:
+        connection.close()
+
+
+def test_connection_serves_one_question_after_another(reference: RunningReference) -> None:
+    connection = reference.connect()
+    try:
+        for _ in range(3):
+            connection.request(
+                "POST",
+                "/v1/score?start=1&temperature=1",
+                np.arange(5, dtype="<i4").tobytes(),
+                {"Authorization": reference.authorization},
+            )
+            answer = connection.getresponse()
+            assert (200, 4 * 4) == (answer.status, len(answer.read()))
+    finally:
+        connection.close()
+
+
+def test_what_it_does_is_on_its_metrics_port(reference: RunningReference) -> None:
+    score(reference, make_samples(1)[0])
+
+    assert (200, "ok\n") == reference.seen("/healthz")
+    status, text = reference.seen("/metrics")
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert 200 == status
+    assert float(figures["colocate_reference_samples_total"]) >= 1
+    assert 0 == float(figures["colocate_reference_waiting"])
+    assert 404 == reference.seen("/v1/score")[0], "nothing is computed for those without a token"
+
+
+def test_model_that_is_not_whole_ends_the_process_with_its_name(model: Path, tmp_path: Path) -> None:
+    """Its last words are in the pod's status."""
+    (tmp_path / "model").mkdir()
+    running = start(tmp_path, tmp_path / "model", {})
+
+    assert 2 == running.process.wait(timeout=START_S)
+    last = json.loads(running.log.read_text().splitlines()[-1])
+    assert ("reference can't start", names.ROLE_REFERENCE) == (last["event"], last["role"])
+    assert str(tmp_path / "model") in last["reason"]

@@ -1,0 +1,263 @@
+"""The stage that has finished samples scored by a reference with devices of its own: it loses none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_member.data import DataClient
+from colocated_rl_member.tls import MemberTls
+from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.reference import AT_ONCE, TOLD_AFTER, Reference
+from colocated_rl_rollout.samples import Finish, Group, Prompt, Sample, SampleState, Span, Tokens
+from fakes.authority import Authority
+from fakes.reference import FakeReference, reference_logp
+from fakes.rollout import JOB_UID, TOKEN, until
+
+
+@dataclass
+class Scene:
+    """The stage, driven as the worker drives it, and its pods."""
+
+    stage: Reference
+    pods: list[FakeReference]
+    registry: CollectorRegistry
+    woken: asyncio.Event
+
+    def follow(self, *pods: FakeReference) -> None:
+        self.stage.follow(pod.endpoint for pod in pods)
+        self.woken.set()
+
+    def want(self, *groups: Group) -> None:
+        for group in groups:
+            self.stage.want(group)
+        self.woken.set()
+
+    @property
+    def told(self) -> str:
+        """Of the problem; "" while there is none."""
+        problem = self.stage.problem
+        return "" if problem is None else f"{problem.reason}: {problem.message}"
+
+    def counted(self, ending: str) -> float:
+        return self.registry.get_sample_value("colocate_rollout_reference_answers_total", {"ending": ending}) or 0.0
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN))
+    registry, woken = CollectorRegistry(), asyncio.Event()
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        pods = [await stack.enter_async_context(FakeReference(f"r{at}", tls).listening()) for at in range(2)]
+        stage = Reference(
+            DataClient(session, tls, JOB_UID),
+            temperature=1.0,
+            deadline_s=60,
+            metrics=Metrics(registry),
+            changed=woken.set,
+            rest_s=0.001,
+        )
+
+        async def drive() -> None:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    woken.clear()
+                    stage.send(group)
+                    await woken.wait()
+
+        task = asyncio.create_task(drive())
+        yield Scene(stage, pods, registry, woken)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled(), task.exception()
+
+
+def make_group(number: int = 1, *, samples: int = 2, prompt: tuple[int, ...] = (3, 4), length: int = 5) -> Group:
+    """Finished: rewards are in."""
+    group = Group(number, Prompt(0, 0, prompt))
+    for place in range(samples):
+        ids = np.arange(place, place + length, dtype=np.int32)
+        tokens = Tokens(ids, np.full(length, -1, np.float32), (Span(WeightVersion(0, 1), 0, length),))
+        sample = Sample(100 * number + place, group, SampleState.COMPLETED, tokens, finish=Finish.STOP, reward=1.0)
+        group.samples.append(sample)
+    return group
+
+
+def said_of(sample: Sample) -> list[float]:
+    assert sample.scores is not None
+    said: list[float] = sample.scores.logp.tolist()
+    return said
+
+
+def expected_of(sample: Sample, temperature: float = 1.0) -> list[float]:
+    expected: list[float] = reference_logp(sample.tokens.ids, temperature).tolist()
+    return expected
+
+
+async def test_every_finished_sample_gets_what_the_reference_says_of_its_own_tokens(scene: Scene) -> None:
+    first, second = make_group(1), make_group(2, length=7)
+    scene.follow(*scene.pods)
+    scene.want(first, second)
+    assert (4, False) == (scene.stage.unscored, scene.stage.has_scored(first))
+    await until(lambda: not scene.stage.unscored)
+
+    assert scene.stage.has_scored(first)
+    assert scene.stage.has_scored(second)
+    for sample in (*first.samples, *second.samples):
+        assert expected_of(sample) == said_of(sample)
+    assert {(7, 2, 1.0), (9, 2, 1.0)} == {asked for pod in scene.pods for asked in pod.asked}
+    assert all(pod.asked for pod in scene.pods), "both have their share"
+    assert 4 == scene.counted("scored")
+
+
+async def test_sample_that_is_scored_is_not_asked_again(scene: Scene) -> None:
+    group = make_group()
+    scene.follow(scene.pods[0])
+    scene.want(group, group)
+    await until(lambda: not scene.stage.unscored)
+    scene.want(group)
+
+    assert 0 == scene.stage.unscored
+    assert 2 == len(scene.pods[0].asked)
+
+
+@pytest.mark.parametrize("fault", [500, 503, 429, 400, 0])
+async def test_no_sample_is_lost_over_an_answer_that_is_none(scene: Scene, fault: int) -> None:
+    group = make_group()
+    scene.pods[0].faults.extend([fault, fault, fault])
+    scene.follow(scene.pods[0])
+    scene.want(group)
+    await until(lambda: not scene.stage.unscored)
+
+    assert [expected_of(sample) for sample in group.samples] == [said_of(sample) for sample in group.samples]
+    assert (3, 2) == (scene.counted("failed"), scene.counted("scored"))
+    assert not scene.told
+
+
+async def test_what_one_pod_does_not_answer_another_one_does(scene: Scene) -> None:
+    scene.pods[0].is_down = True
+    groups = [make_group(number) for number in range(1, 20)]
+    scene.follow(*scene.pods)
+    scene.want(*groups)
+    await until(lambda: not scene.stage.unscored)
+
+    assert all(scene.stage.has_scored(group) for group in groups)
+    assert not scene.told
+
+
+async def test_samples_wait_with_a_word_while_no_pod_is_there(scene: Scene) -> None:
+    group = make_group()
+    assert not scene.told, "nothing waits"
+    scene.want(group)
+
+    assert "ReferenceUnavailable: finished samples wait for the reference" in scene.told
+    assert "none of its pods is there" in scene.told
+    assert not scene.stage.has_scored(group)
+
+    scene.follow(scene.pods[0])
+    await until(lambda: scene.stage.has_scored(group))
+    assert not scene.told
+
+
+async def test_word_says_what_the_pods_say_when_all_of_them_fail(scene: Scene) -> None:
+    scene.pods[0].is_down = True
+    scene.follow(scene.pods[0])
+    scene.want(make_group())
+    await until(lambda: scene.told)
+
+    assert "as the test has it: 503" in scene.told
+    scene.pods[0].is_down = False
+    await until(lambda: not scene.stage.unscored)
+    assert not scene.told
+
+
+async def test_sample_that_no_pod_can_score_is_told_of_and_tried_again(scene: Scene) -> None:
+    poisoned = make_group(1, samples=1)
+    scene.pods[0].faults.extend([400] * (TOLD_AFTER + 3))
+    scene.follow(scene.pods[0])
+    scene.want(poisoned)
+    await until(lambda: scene.told)
+
+    assert "as the test has it: 400" in scene.told
+    assert not scene.stage.has_scored(poisoned)
+    await until(lambda: scene.stage.has_scored(poisoned))
+    assert not scene.told
+
+
+async def test_pod_that_is_named_no_more_gives_its_samples_to_another_one(scene: Scene) -> None:
+    scene.pods[0].hold()
+    group = make_group()
+    scene.follow(scene.pods[0])
+    scene.want(group)
+    await until(lambda: 2 == scene.pods[0].at_once)
+
+    scene.follow(scene.pods[1])
+    await until(lambda: scene.stage.has_scored(group))
+
+    assert 2 == len(scene.pods[1].asked)
+
+
+async def test_pod_gets_no_more_at_once_than_it_may_have(scene: Scene) -> None:
+    scene.pods[0].hold()
+    scene.follow(scene.pods[0])
+    scene.want(make_group(samples=AT_ONCE + 5))
+    await until(lambda: AT_ONCE == scene.pods[0].at_once)
+    scene.pods[0].let_go()
+    await until(lambda: not scene.stage.unscored)
+
+    assert AT_ONCE == scene.pods[0].most_at_once
+
+
+async def test_other_temperature_asks_anew_also_for_what_was_on_its_way(scene: Scene) -> None:
+    scored, asked = make_group(1), make_group(2)
+    scene.follow(scene.pods[0])
+    scene.want(scored)
+    await until(lambda: scene.stage.has_scored(scored))
+    scene.pods[0].hold()
+    scene.want(asked)
+    await until(lambda: 2 == scene.pods[0].at_once)
+
+    scene.stage.temperature = 2.0
+    scene.want(scored, asked)
+    assert not scene.stage.has_scored(scored)
+    scene.pods[0].let_go()
+    await until(lambda: not scene.stage.unscored)
+
+    for sample in (*scored.samples, *asked.samples):
+        assert expected_of(sample, 2.0) == said_of(sample)
+
+
+async def test_sample_that_is_given_up_is_waited_for_no_more(scene: Scene) -> None:
+    group = make_group()
+    scene.want(group)
+    group.samples[0].state = SampleState.DISCARDED
+    assert 1 == scene.stage.unscored
+    group.samples[1].state = SampleState.FILTERED
+
+    assert (0, "") == (scene.stage.unscored, scene.told)
+    scene.follow(scene.pods[0])
+    scene.want(other := make_group(2))
+    await until(lambda: scene.stage.has_scored(other))
+    assert 2 == len(scene.pods[0].asked), "and it is not asked for"
+
+
+@pytest.mark.parametrize("length", [1, 4])
+async def test_first_token_of_an_episode_has_no_context_and_is_not_asked_for(scene: Scene, length: int) -> None:
+    group = make_group(samples=1, prompt=(), length=length)
+    scene.follow(scene.pods[0])
+    scene.want(group)
+    await until(lambda: not scene.stage.unscored)
+
+    (sample,) = group.samples
+    assert [0.0, *expected_of(sample)[1:]] == said_of(sample)
+    assert ([(4, 1, 1.0)] if length > 1 else []) == scene.pods[0].asked

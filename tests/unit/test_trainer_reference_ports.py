@@ -1,0 +1,154 @@
+"""A reference's desk and ports, without a model: who is answered together, and who is not answered at all."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_api import names
+from colocated_rl_trainer.reference.desk import Desk, NotScored, Question
+from colocated_rl_trainer.reference.figures import Figures
+from colocated_rl_trainer.reference.ports import DataPort
+from fakes.authority import Authority
+
+JOB_UID = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
+TOKEN = "a-token-of-this-test"
+DEADLINE_S = 20.0
+
+
+def question(tokens: int, temperature: float = 1.0) -> Question:
+    return Question(memoryview(array("i", range(tokens))), 1, temperature)
+
+
+def put(desk: Desk, *questions: Question) -> list[threading.Thread]:
+    """In this order."""
+    callers = []
+    for number, each in enumerate(questions, desk.waiting + 1):
+        callers.append(threading.Thread(target=_ask, args=(desk, each), daemon=True))
+        callers[-1].start()
+        while desk.waiting < number:
+            pass
+    return callers
+
+
+def _ask(desk: Desk, each: Question) -> None:
+    with contextlib.suppress(NotScored):
+        desk.ask(each, deadline_s=DEADLINE_S)
+
+
+def test_a_device_takes_the_oldest_and_what_is_like_it_and_fits() -> None:
+    desk = Desk(most_tokens=10)
+    asked = [question(4), question(3, 0.5), question(7), question(5), question(12)]
+    callers = put(desk, *asked)
+
+    taken = [[asked.index(each) for each in desk.take()] for _ in range(4)]
+
+    assert [[0, 3], [1], [2], [4]] == taken
+    assert 0 == desk.waiting
+    for each in asked:
+        each.answer.set_exception(NotScored("as the test has it"))
+    for caller in callers:
+        caller.join(DEADLINE_S)
+
+
+def test_who_has_gone_is_passed_over() -> None:
+    desk, gone, there = Desk(most_tokens=10), question(3), question(3)
+    with pytest.raises(TimeoutError):
+        desk.ask(gone, deadline_s=0)
+    (caller,) = put(desk, there)
+
+    assert [there] == desk.take()
+    there.answer.set_result(b"")
+    caller.join(DEADLINE_S)
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[DataPort]:
+    tls = Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN)
+    figures = Figures(CollectorRegistry())
+    desk = Desk(most_tokens=10)
+    made = DataPort("127.0.0.1", 0, tls=tls, desk=desk, deadline_s=0.05, figures=figures, moment_s=0.2)
+    made.listen("data")
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def connect(port: DataPort, tls: Path) -> ssl.SSLSocket:
+    context = ssl.create_default_context(cafile=str(tls / names.CA_FILE))
+    plain = socket.create_connection(("127.0.0.1", port.number), timeout=DEADLINE_S)
+    return context.wrap_socket(plain, server_hostname=names.member_server_name(JOB_UID))
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the other side hangs up."""
+    found = b""
+    try:
+        while piece := connection.recv(4096):
+            found += piece
+    except (ConnectionError, ssl.SSLError):
+        pass  # it did so without a word
+    return found
+
+
+def test_a_stranger_that_says_nothing_is_hung_up_on_before_and_after_the_handshake(
+    port: DataPort, tmp_path: Path
+) -> None:
+    with socket.create_connection(("127.0.0.1", port.number), timeout=DEADLINE_S) as silent:
+        assert b"" == read_all(silent)
+    with connect(port, tmp_path / "tls") as polite:
+        assert b"" == read_all(polite)
+
+
+def test_a_stranger_that_says_a_word_now_and_then_is_hung_up_on_too(port: DataPort, tmp_path: Path) -> None:
+    with connect(port, tmp_path / "tls") as slow:
+        slow.sendall(b"POST /v1/score HTTP/1.1\r\n")
+        assert is_hung_up_on(slow)
+
+
+def is_hung_up_on(slow: socket.socket) -> bool:
+    """While it says a word every 10 ms, and never all of its headers."""
+    never = threading.Event()
+    try:
+        for _ in range(int(DEADLINE_S / 0.01)):
+            slow.sendall(b"X-Word: more\r\n")
+            never.wait(0.01)
+    except OSError:
+        return True
+    return False
+
+
+def request(body: bytes, **headers: str) -> bytes:
+    lines = [f"{name}: {value}" for name, value in {"Content-Length": str(len(body)), **headers}.items()]
+    return "\r\n".join(["POST /v1/score?start=1&temperature=1 HTTP/1.1", "Host: x", *lines, "", ""]).encode() + body
+
+
+def test_while_the_model_is_loaded_questions_are_to_come_again(port: DataPort, tmp_path: Path) -> None:
+    with connect(port, tmp_path / "tls") as caller:
+        caller.sendall(request(bytes(8), Authorization=f"Bearer {TOKEN}", Connection="close"))
+        answer = read_all(caller)
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b'"error":"Starting"' in answer
+
+
+def test_a_question_that_no_device_takes_in_time_is_told_so_and_forgotten(port: DataPort, tmp_path: Path) -> None:
+    port.vocabulary = 10
+    with connect(port, tmp_path / "tls") as caller:
+        caller.sendall(request(bytes(8), Authorization=f"Bearer {TOKEN}", Connection="close"))
+        answer = read_all(caller)
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b'"error":"Late"' in answer
+
+
+def test_a_token_that_is_too_short_to_be_one_ends_the_process(tmp_path: Path) -> None:
+    tls = Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token="short")
+    with pytest.raises(ValueError, match="a data token has at least 16 characters, this one 5"):
+        DataPort("127.0.0.1", 0, tls=tls, desk=Desk(1), deadline_s=1, figures=Figures(CollectorRegistry()))

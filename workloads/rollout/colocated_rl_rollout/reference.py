@@ -1,0 +1,248 @@
+"""The stage between reward and batch where a job's reference has devices of its own: each finished sample is scored.
+
+What came from a reference follows from the sample and from a model that never changes: it may be asked for again, of
+any of its pods, and is not in the store. A sample that nobody could score yet waits, and its group is in no batch
+meanwhile: it counts against the bounds of rollout as any other that is finished, so these stop rollout in the end.
+Scores are of the temperature that the next batch is sealed with; when that changes, they are asked for anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import aiohttp
+import numpy as np
+from numpy.typing import NDArray
+
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Endpoint, Problem
+from colocated_rl_api.reference_wire import BYTES_OF_A_TOKEN, SCORE_PATH
+from colocated_rl_member.data import DataClient
+from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.samples import Group, Sample, SampleState, Scores
+
+LOG = logging.getLogger(__name__)
+
+AT_ONCE = 32  # samples on the way to one pod, which takes several into one pass
+CONNECT_S = 10.0
+MAX_ERROR_BYTES = 2048
+REST_S, REST_AT_MOST_S = 0.2, 30.0  # of a pod that failed, and of a sample; doubled each time
+TOLD_AFTER = 5  # failures of one sample: others may be scored all the while
+
+
+class NotScored(Exception):
+    """No answer, or none that can be used. is_of_sample: the pod is as good as any."""
+
+    def __init__(self, message: str, *, is_of_sample: bool = False) -> None:
+        super().__init__(message)
+        self.is_of_sample = is_of_sample
+
+
+@dataclass(eq=False)
+class _Pod:
+    endpoint: Endpoint
+    in_flight: int = 0
+    failures: int = 0  # in a row
+    rests_until: float = 0.0
+    under_way: set[asyncio.Timeout] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Trouble:
+    """What became of the attempts at one sample."""
+
+    failures: int
+    words: str
+
+
+class Reference:
+    """All pods of a job's reference. temperature: of the scores that are wanted, from its next use on.
+
+    deadline_s: for one answer. changed: called when it may be that a sample can be sent, or a batch be sealed.
+    """
+
+    def __init__(
+        self,
+        client: DataClient,
+        *,
+        temperature: float,
+        deadline_s: float,
+        metrics: Metrics,
+        changed: Callable[[], None],
+        rest_s: float = REST_S,
+    ) -> None:
+        self.temperature = temperature
+        self._client = client
+        self._deadline_s = deadline_s
+        self._metrics = metrics
+        self._changed = changed
+        self._rest_s = rest_s
+        self._pods: dict[Endpoint, _Pod] = {}
+        self._due: dict[int, Sample] = {}  # by id, the first that came first: those that may be sent
+        self._left: dict[int, dict[int, Sample]] = {}  # without scores, by group; perhaps not wanted any more
+        self._trouble: dict[int, _Trouble] = {}  # by sample
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._words = ""  # of the newest failure
+        metrics.unscored.set_function(lambda: self.unscored)
+
+    def follow(self, endpoints: Iterable[Endpoint]) -> None:
+        """These are its pods from now on; what others are at is asked again."""
+        named = set(endpoints)
+        for endpoint in self._pods.keys() - named:
+            for attempt in self._pods.pop(endpoint).under_way:
+                if not attempt.expired():
+                    attempt.reschedule(asyncio.get_running_loop().time())
+        for endpoint in named - self._pods.keys():
+            self._pods[endpoint] = _Pod(endpoint)
+
+    # ------------------------------------------------------------------------------------------------- what is wanted
+    def want(self, group: Group) -> None:
+        """Let it score the samples of a group that are finished, and that it has not scored."""
+        for sample in group.kept:
+            if self._wants(sample) and sample.id not in self._left.get(group.id, ()):
+                self._left.setdefault(group.id, {})[sample.id] = sample
+                self._due[sample.id] = sample
+
+    def has_scored(self, group: Group) -> bool:
+        """Everything of it that was wanted, and still is."""
+        return not any(map(self._wants, self._left.get(group.id, {}).values()))
+
+    @property
+    def unscored(self) -> int:
+        """Finished samples that wait for it, or that it is at."""
+        return sum(self._wants(sample) for left in self._left.values() for sample in left.values())
+
+    @property
+    def problem(self) -> Problem | None:
+        """Why it does not get on."""
+        if not self.unscored:
+            return None
+        stuck = next((trouble for trouble in self._trouble.values() if trouble.failures >= TOLD_AFTER), None)
+        if not self._pods:
+            why = "none of its pods is there"
+        elif all(pod.failures for pod in self._pods.values()):
+            why = self._words
+        elif stuck is not None:
+            why = stuck.words
+        else:
+            return None
+        message = f"finished samples wait for the reference, and no batch takes them before: {why}"
+        return Problem(reason="ReferenceUnavailable", message=message[:1024])
+
+    def _wants(self, sample: Sample) -> bool:
+        is_scored = sample.scores is not None and sample.scores.temperature == self.temperature
+        return sample.state is SampleState.COMPLETED and not is_scored
+
+    def _is_done_with(self, sample: Sample) -> None:
+        self._trouble.pop(sample.id, None)
+        left = self._left.get(sample.group.id, {})
+        left.pop(sample.id, None)
+        if not left:
+            self._left.pop(sample.group.id, None)
+
+    # ------------------------------------------------------------------------------------------------- asking
+    def send(self, group: asyncio.TaskGroup) -> None:
+        """Send what is due to pods that take it, those with the fewest samples first."""
+        while self._due and (pod := self._pick()) is not None:
+            sample = self._due.pop(next(iter(self._due)))
+            if not self._wants(sample):
+                self._is_done_with(sample)
+                continue
+            pod.in_flight += 1
+            task = group.create_task(self._attempt(sample, pod), name=f"reference/{sample.id}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def end(self) -> None:
+        """Nothing more is wanted."""
+        self._due.clear()
+        for task in self._tasks:
+            task.cancel()
+
+    def _pick(self) -> _Pod | None:
+        now = asyncio.get_running_loop().time()
+        takes = (pod for pod in self._pods.values() if pod.in_flight < AT_ONCE and now >= pod.rests_until)
+        return min(takes, key=lambda pod: (pod.in_flight, pod.endpoint.pod), default=None)
+
+    async def _attempt(self, sample: Sample, pod: _Pod) -> None:
+        temperature = self.temperature
+        try:
+            logp = await self._ask(sample, pod, temperature)
+        except NotScored as error:
+            self._metrics.reference_answers.labels("failed").inc()
+            self._failed(sample, pod, error)
+        else:
+            self._metrics.reference_answers.labels("scored").inc()
+            pod.failures = 0
+            sample.scores = Scores(temperature, logp)
+            if self._wants(sample):
+                self._due[sample.id] = sample  # of another temperature by now
+            else:
+                self._is_done_with(sample)
+        finally:
+            pod.in_flight -= 1
+            self._changed()
+
+    def _failed(self, sample: Sample, pod: _Pod, error: NotScored) -> None:
+        """The sample is asked for again after a while, and the pod rests, if it is the pod."""
+        loop, self._words = asyncio.get_running_loop(), str(error)
+        failures = self._trouble[sample.id].failures if sample.id in self._trouble else 0
+        self._trouble[sample.id] = _Trouble(failures + 1, self._words)
+        is_first = not error.is_of_sample and not pod.failures
+        level = logging.WARNING if is_first or failures + 1 == TOLD_AFTER else logging.DEBUG
+        log(LOG, "sample not scored", level, sample=sample.id, reason=self._words)
+        if not error.is_of_sample and loop.time() >= pod.rests_until:
+            rest_s = min(self._rest_s * 2**pod.failures, REST_AT_MOST_S)
+            pod.failures = min(pod.failures + 1, 30)
+            pod.rests_until = loop.time() + rest_s
+            loop.call_later(rest_s, self._changed)
+        loop.call_later(min(self._rest_s * 2 ** min(failures, 30), REST_AT_MOST_S), self._is_due_again, sample)
+
+    def _is_due_again(self, sample: Sample) -> None:
+        self._due[sample.id] = sample
+        self._changed()
+
+    async def _ask(self, sample: Sample, pod: _Pod, temperature: float) -> NDArray[np.float32]:
+        """A log-probability of each token of the response. Raises NotScored."""
+        ids = np.concatenate([np.asarray(sample.group.prompt.ids, "<i4"), sample.tokens.ids.astype("<i4")])
+        start = max(1, len(sample.group.prompt.ids))  # the first of all has no context
+        unasked = np.zeros(start - len(sample.group.prompt.ids), np.float32)
+        if start >= len(ids):
+            return unasked[: len(sample.tokens)]
+        path = f"{SCORE_PATH}?start={start}&temperature={temperature!r}"
+        try:
+            async with asyncio.timeout(self._deadline_s) as attempt:
+                pod.under_way.add(attempt)
+                try:
+                    answer = await self._post(pod.endpoint, path, ids.tobytes())
+                finally:
+                    pod.under_way.discard(attempt)
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one
+            raise NotScored(f"{pod.endpoint.pod} did not answer: {error!r}") from error
+        wanted = BYTES_OF_A_TOKEN * (len(ids) - start)
+        logp = np.frombuffer(answer, "<f4") if len(answer) == wanted else np.full(1, np.nan, np.float32)
+        if not np.isfinite(logp).all():
+            what = f"{len(answer)} bytes of {wanted}, or some that are no numbers"
+            raise NotScored(f"{pod.endpoint.pod} answered {what}", is_of_sample=True)
+        return np.concatenate([unasked, logp])
+
+    async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
+        headers = {"Content-Type": "application/octet-stream"}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        async with self._client.request(
+            "POST", endpoint, path, data=body, headers=headers, timeout=timeout
+        ) as response:
+            if response.status != HTTPStatus.OK:
+                text = (await response.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
+                is_of_sample = response.status == HTTPStatus.BAD_REQUEST
+                raise NotScored(f"{endpoint.pod} answered {response.status}: {text[:300]}", is_of_sample=is_of_sample)
+            answer: bytearray = bytearray()
+            async for piece in response.content.iter_any():
+                answer += piece
+                if len(answer) > len(body):  # a number for each token at most
+                    raise NotScored(f"{endpoint.pod} answered more than was asked", is_of_sample=True)
+            return bytes(answer)
