@@ -1,8 +1,9 @@
 """What this process holds of a job between passes, of every pod and of the queue; and who wakes a job's loop.
 
 Status is written by the operator alone, so after the first look it is known without reading it again. Pods come from
-the watch and from our own calls, whichever is newer. What went while a watch was broken, it never says: while a member
-is missing, its pods are listed again now and then.
+the watch and from our own calls, whichever is newer. What went while a watch was broken, it never says: once a member
+has been missing for RELIST_S, pods are listed again now and then. No sooner: the list of a thousand takes longer than a
+member that comes back, and others may be in the middle of a switch.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Case:
     memory: Memory = field(default_factory=Memory)
     is_waiting: bool = False  # for a member to come or to go
     thought_s: float = 0.0  # that the last look at all members took
-    listed_at: float = 0.0  # when its pods were
+    listed_at: float = 0.0  # when its pods were, or had no need to be
     first_seen: dict[str, float] = field(default_factory=dict)  # of each pod UID
     ending_since: dict[str, float] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)  # of its containers, when its member answered last
@@ -154,12 +155,12 @@ class Case:
 
 
 async def look(case: Case, kube: Kube, pods: Pods, *, now: float) -> None:
-    """At the whole job the first time, and at its pods again while a member is missing."""
+    """At the whole job the first time, and at its pods again while a member stays away."""
     if case.record.status is None:
         await _look_for_the_first_time(case, kube, pods)
     elif case.is_waiting and now >= case.listed_at + RELIST_S:
         await list_again(case, kube, pods)
-    else:
+    elif case.is_waiting:
         return
     case.listed_at = now
 

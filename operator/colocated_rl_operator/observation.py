@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from operator import attrgetter
 
 from colocated_rl_api import names
 from colocated_rl_api.failure import FailureCause
@@ -134,6 +135,10 @@ def _data_port(pod: str, address: str) -> Endpoint:
     return Endpoint(pod=pod, address=address, port=names.DATA_PORT)
 
 
+_how_far = attrgetter("state", "incarnation", "step", "scored", "exported", "saved", "finished")
+"""Of a rank: what changes when it gets on."""
+
+
 class PodPhase(StrEnum):
     """As core/v1."""
 
@@ -200,12 +205,7 @@ class Member:
     def trainers(self) -> int:
         """Digest of how far its ranks are."""
         ranks = self.pod_facts.trainers if self.pod_facts else ()
-        return hash(
-            tuple(
-                (rank.state, rank.incarnation, rank.step, rank.scored, rank.exported, rank.saved, rank.finished)
-                for rank in ranks
-            )
-        )
+        return hash(tuple(map(_how_far, ranks)))
 
     def standing(self, ladder: Ladder, climb: Climb) -> Rung:
         """Towards the climb's version. Facts from before its epoch don't count: they may be overtaken.

@@ -11,7 +11,7 @@ either side costs a reconnect.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from colocated_rl_api import names
@@ -80,7 +80,7 @@ def stop(seen: Observation) -> Plan:
     """Everybody ends, in the epoch as it is: the job is being deleted."""
     if seen.climb is None:
         return Plan(climb=None)
-    targets = {each.name: _stop_target(seen, seen.climb, each) for each in seen.current.values() if each.facts}
+    targets = _stop_targets(seen, seen.climb, seen.current.values())
     return Plan(climb=seen.climb, standings=seen.standings, targets=targets)
 
 
@@ -428,11 +428,11 @@ def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
         return _leave(seen) if seen.rests else Plan(climb=climb, standings=seen.standings, is_over=True)
     gpus = [member for member in running if member.seat != ROLLOUT_SEAT]
     told, until = (gpus, since + STOP_DEADLINE_S) if gpus else (running, since + 2 * STOP_DEADLINE_S)
-    stops = {member.name: _stop_target(seen, climb, member) for member in told if member.facts}
+    stops = _stop_targets(seen, climb, told)
     goes_on = {
         member.name: _rollout_target(seen, climb).model_copy(update={"evaluate": None})
         for member in running
-        if member not in told and member.facts
+        if gpus and member.seat == ROLLOUT_SEAT and member.facts
     }
     late = seen.now >= until
     return Plan(
@@ -471,11 +471,15 @@ def _leave(seen: Observation) -> Plan:
     return Plan(climb=seen.climb, standings=seen.standings, pods=pods, wait=wait, wake_at=wake_at)
 
 
-def _stop_target(seen: Observation, climb: Climb, member: Member) -> PodTarget | RolloutTarget:
-    if member.seat == ROLLOUT_SEAT:
-        return _rollout_target(seen, climb).model_copy(update={"goal": Goal.STOP, "evaluate": None})
+def _stop_targets(seen: Observation, climb: Climb, members: Iterable[Member]) -> dict[str, PodTarget | RolloutTarget]:
     lowest = seen.job.ladder.next_barrier(Rung.UNKNOWN)
-    return PodTarget(epoch=climb.epoch, goal=Goal.STOP, step=climb.step, lineage=climb.lineage, rung=lowest)
+    stop = PodTarget(epoch=climb.epoch, goal=Goal.STOP, step=climb.step, lineage=climb.lineage, rung=lowest)
+    last = {"goal": Goal.STOP, "evaluate": None}
+    return {
+        member.name: _rollout_target(seen, climb).model_copy(update=last) if member.seat == ROLLOUT_SEAT else stop
+        for member in members
+        if member.facts
+    }
 
 
 # -------------------------------------------------------------------------------------------------------- for messages
