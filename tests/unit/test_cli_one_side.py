@@ -56,6 +56,15 @@ def test_a_training_job_trains_what_the_first_has_kept(keeps: dict[str, Any]) ->
     assert None is found.spec.evaluation
 
 
+def test_scores_of_a_reference_with_devices_of_its_own_come_with_the_recording() -> None:
+    """So the job that records has its pods, and the one that trains neither them nor a rung for it."""
+    first = job(step=4, reference={"colocateWith": "", "replicas": 2}, storage={"keepBatches": True})
+    recording = made(one_side.rollout_only(first, name=None, steps=None)).spec
+    training = made(one_side.train_only(first, name=None, steps=None, recorded=None)).spec
+    assert recording.reference == training.reference == ColocatedRLJob.read({**first, "status": None}).spec.reference
+    assert (True, True, False) == (recording.seals_with_scores, training.seals_with_scores, training.ladder.scores)
+
+
 def test_batches_that_the_first_does_not_keep_are_not_promised() -> None:
     with pytest.raises(UsageError, match="keepBatches or one made by rollout-only"):
         one_side.train_only(job(step=4), name=None, steps=None, recorded=None)
