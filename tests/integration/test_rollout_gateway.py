@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
 import socket
@@ -466,6 +467,75 @@ async def test_what_can_not_be_done_faithfully_is_refused(scene: Scene, param: s
     assert refused.value.type == "invalid_request_error"
     assert (refused.value.param or "").startswith(param)
     assert param.split(".")[0] in refused.value.message
+
+
+async def test_only_the_closing_event_of_a_stream_has_its_usage(scene: Scene) -> None:
+    await scene.gate.open(V0)
+    chunks: list[ChatCompletionChunk] = []
+    await read_into(chunks, scene)
+    assert [False] * (len(chunks) - 1) + [True] == [chunk.usage is not None for chunk in chunks]
+    assert all("usage" in chunk.model_fields_set for chunk in chunks), "null, as OpenAI has it"
+    assert [] == chunks[-1].choices
+
+
+def raw(body: bytes, *headers: str) -> bytes:
+    named = ["POST /v1/chat/completions HTTP/1.1", "Host: job", "Content-Type: application/json", *headers]
+    return "\r\n".join([*named, "", ""]).encode() + body
+
+
+async def answers_to(scene: Scene, *sent: bytes, count: int) -> list[tuple[int, Any]]:
+    """Status and body of so many answers on one connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", scene.controller.member.ports.pages)
+    found: list[tuple[int, Any]] = []
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            for piece in sent:
+                writer.write(piece)
+                await writer.drain()
+            while len(found) < count:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                size = int(head.partition("content-length: ")[2].split("\r\n")[0])
+                found.append((int(head.split()[1]), json.loads(await reader.readexactly(size))))
+    finally:
+        writer.transport.abort()
+    return found
+
+
+async def test_requests_may_come_in_pieces_and_one_behind_the_other(scene: Scene) -> None:
+    """Pipelined, and with a body in chunks that are cut anywhere, in the middle of a character too."""
+    await scene.gate.open(V0)
+    body = json.dumps({"model": "job", "messages": [{"role": "user", "content": "Où?"}]}, ensure_ascii=False).encode()
+    sized = raw(body, f"Content-Length: {len(body)}")
+    pieces = [b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:-7], body[-7:-5], body[-5:])]
+    chunked = [raw(b"", "Transfer-Encoding: chunked"), *pieces, b"0\r\n\r\n"]
+    found = await answers_to(scene, sized + sized, *chunked, sized, count=4)
+    assert [(200, ANSWER)] * 4 == [(status, said["choices"][0]["message"]["content"]) for status, said in found]
+    assert 1 == len({tuple(request["input_ids"]) for request in scene.gate.requests})
+
+
+async def test_a_body_that_breaks_off_disturbs_nobody(scene: Scene) -> None:
+    await scene.gate.open(V0)
+    for begun in (raw(b'{"model": ', "Content-Length: 1000"), raw(b"a\r\n{", "Transfer-Encoding: chunked")):
+        _, writer = await asyncio.open_connection("127.0.0.1", scene.controller.member.ports.pages)
+        writer.write(begun)
+        await writer.drain()
+        writer.transport.abort()
+    reader, writer = await asyncio.open_connection("127.0.0.1", scene.controller.member.ports.pages)
+    writer.write(raw(b"no size\r\n", "Transfer-Encoding: chunked"))
+    assert b" 400 " in await reader.readline()
+    writer.transport.abort()
+    assert ANSWER == text_of(await scene.ask())
+    assert (0, 0) == (scene.figure("parked"), scene.gate.in_flight)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
+async def test_a_compressed_body_is_refused_as_it_came(scene: Scene, encoding: str) -> None:
+    """Of a few bytes it would make any number, in memory that is counted by what was sent."""
+    body = gzip.compress(b" " * 10_000_000)
+    [(status, said)] = await answers_to(
+        scene, raw(body, f"Content-Length: {len(body)}", f"Content-Encoding: {encoding}"), count=1
+    )
+    assert (415, "the body comes as it is: without a Content-Encoding") == (status, said["error"]["message"])
 
 
 async def test_what_asks_for_nothing_is_taken(scene: Scene) -> None:

@@ -90,6 +90,96 @@ def test_what_is_no_json_is_refused(body: bytes) -> None:
         read_body(ChatBody, body, model="m")
 
 
+def refusal(chat: Chat, body: str, kind: type[ChatBody] | type[TextBody] = ChatBody) -> RequestRefused:
+    base = '"model": "m", "messages": [{"role": "user", "content": "hi"}]'
+    base = base if kind is ChatBody else '"model": "m"'
+    refused = answer_to(kind, f"{{{base}, {body}}}".encode(), chat)
+    assert isinstance(refused, RequestRefused)
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ('"n": 2', "n", "send several requests"),
+        ('"stop": [[2, 3]]', "stop.0", "not token ids"),
+        ('"stop": 7', "stop", "a text, or a list of up to 16"),
+        ('"stop": ""', "stop", "a text, or a list of up to 16"),
+        ('"stop": ["fine", "<|im_start|>"]', "stop", "a special token is in no text"),
+        ('"stop_token_ids": [2]', "stop_token_ids", "not a parameter that is known here"),
+        ('"max_tokens": 0', "max_tokens", "1 at least"),
+        ('"max_tokens": 8.5', "max_tokens", "a whole number"),
+        ('"max_tokens": 4, "max_completion_tokens": 5', "max_tokens", "send one of them"),
+        ('"logit_bias": {"7": -100}', "logit_bias", "would not describe"),
+        ('"seed": -1', "seed", "from 0 up"),
+        ('"seed": "7"', "seed", "a whole number"),
+        ('"response_format": {"type": "json_object"}', "response_format", "constrained decoding"),
+        ('"tool_choice": "required"', "tool_choice", "constrained decoding"),
+        ('"parallel_tool_calls": false', "parallel_tool_calls", "constrained decoding"),
+        (
+            '"tools": [{"type": "function", "function": {"name": "f", "strict": true}}]',
+            "tools.0.function.strict", "strict is not true: constrained decoding",
+        ),
+        ('"stream_options": {"include_usage": true}', "stream_options", "with stream: true alone"),
+        (
+            '"stream": true, "stream_options": {"include_obfuscation": true}',
+            "stream_options.include_obfuscation", "only include_usage",
+        ),
+        ('"logprobs": 3', "logprobs", "true in a chat"),
+        ('"logprobs": true, "top_logprobs": 5', "top_logprobs", "that were drawn alone"),
+        ('"temperature": 1e999', "temperature", "from 0 to 2"),
+        ('"temperature": NaN', None, "NaN is no number"),
+        ('"temperature": 0, "temperature": 1', "temperature", "stands twice"),
+        ('"metadata": {"a": 1, "a": 2}', "a", "stands twice"),
+        ('"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]', "messages", "twice"),
+    ],
+)  # fmt: skip
+def test_what_is_asked_wrongly_is_named_with_what_to_write(chat: Chat, body: str, param: str | None, said: str) -> None:
+    refused = refusal(chat, body)
+    assert (400, param) == (refused.status, refused.param)
+    assert said in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ('"prompt": ["one", "two"]', "prompt.0", "several prompts are several requests"),
+        ('"prompt": [[1, 2], [3]]', "prompt.0", "several prompts are several requests"),
+        ('"prompt": "hi", "logprobs": 5', "logprobs", "0 in a completion"),
+        ('"prompt": "hi", "echo": true', "echo", "not offered"),
+        ('"prompt": "hi", "suffix": "there"', "suffix", "not offered"),
+        ('"prompt": "hi", "best_of": 4', "best_of", "send several requests"),
+        ('"prompt": "hi", "stop": "a<|im_start|>"', "stop", "a special token"),
+    ],
+)
+def test_what_is_asked_wrongly_of_a_text_is_named_too(chat: Chat, body: str, param: str, said: str) -> None:
+    refused = refusal(chat, body, TextBody)
+    assert (400, param) == (refused.status, refused.param)
+    assert said in str(refused)
+
+
+def test_an_image_is_named_where_it_stands(chat: Chat) -> None:
+    said = {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}
+    refused = answer_to(ChatBody, json.dumps(said).encode(), chat)
+    assert isinstance(refused, RequestRefused)
+    assert "messages.0.content.0.type" == refused.param
+    assert "parts of type text" in str(refused)
+
+
+def test_a_template_has_tools_as_they_came(chat: Chat) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": False}}
+    plain = {"type": "function", "function": {"name": "g"}, "more": None}
+    said = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [tool, plain]}
+    body, _ = read_body(ChatBody, json.dumps(said).encode(), model="m")
+    assert (tool, plain) == read_chat(body, chat).tools
+
+
+def test_a_token_that_ends_a_response_may_be_named_as_a_stop(chat: Chat) -> None:
+    [end] = chat.end_ids
+    said = {"model": "m", "prompt": "hi", "stop": [chat.token_text(end)]}
+    assert isinstance(answer_to(TextBody, json.dumps(said).encode(), chat), Asked)
+
+
 @given(message=st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "tool_call_id", "x"]), JSON))
 def test_a_message_of_any_shape_is_rendered_or_refused(chat: Chat, message: dict[str, Any]) -> None:
     said = {"model": "m", "messages": [{"role": "user", "content": "", **message}]}

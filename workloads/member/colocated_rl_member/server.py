@@ -187,6 +187,7 @@ class MemberServer(Generic[TargetT]):
             keepalive_timeout=self._data_idle_s if app is self._data else self._idle_s,
             max_headers=MAX_HEADERS,
             max_field_size=MAX_HEADER_BYTES,
+            auto_decompress=False,  # of a few bytes it would make any number
             handler_cancellation=True,  # a caller that is gone ends its handler: a gate aborts what it left
         )
         await runner.setup()

@@ -59,6 +59,7 @@ class Chat:
         bytes_alone = (self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256))
         self.byte_ids = frozenset(number for number in bytes_alone if number is not None)
         self.end_ids = frozenset(self._end_ids(model))
+        self._special_texts = {token.content: number for number, token in added.items() if token.special}
         if not self.end_ids:
             raise ModelUnusable(
                 f"{model}: no eos_token in generation_config.json, config.json or tokenizer_config.json"
@@ -100,6 +101,10 @@ class Chat:
     def text(self, ids: Sequence[int]) -> str:
         """The text of a whole response, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def never_in_text(self, stop: str) -> bool:
+        """Whether it has a special token in it, and is not one that ends a response anyway."""
+        return any(text in stop for text in self._special_texts) and self._special_texts.get(stop) not in self.end_ids
 
     def token_text(self, token: int) -> str:
         """One token by itself, special ones too; part of a character shows as the replacement character."""

@@ -125,7 +125,9 @@ class _Whole(_Head):
 
 
 class _Event(_Head):
-    usage: NotRequired[Annotated[Usage, Field(description="in a closing event, with `stream_options.include_usage`")]]
+    usage: NotRequired[
+        Annotated[Usage | None, Field(description="with `stream_options.include_usage`: in a closing event, else null")]
+    ]
     colocated_rl: NotRequired[Extension]
 
 

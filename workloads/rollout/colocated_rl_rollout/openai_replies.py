@@ -166,6 +166,7 @@ class Pieces:
         return {
             **self._reply.head(kind),
             "choices": [{"index": 0, "logprobs": None, **choice, "finish_reason": finish_reason}],
+            **({"usage": None} if self._reply.form.usage else {}),
         }
 
 

@@ -9,6 +9,7 @@ don't describe. Extensions: `resume: false` (an interrupted completion is return
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
@@ -50,6 +51,19 @@ ONLY: dict[str, tuple[Sequence[Any], str]] = {
     **{name: ([], "use tools") for name in ("functions", "function_call")},
 }
 """Parameters of which only these values, and null, are taken, because they ask for nothing; and why no others."""
+INSTEAD = {
+    "stop": "a text, or a list of up to 16; of 1 to 256 characters each, not token ids",
+    "prompt": "one text, or the token ids of one; several prompts are several requests",
+    "logprobs": "true in a chat, 0 in a completion: log-probabilities are of the tokens that were drawn alone",
+    "messages": "each message has a role and text, which may be in parts of type text",
+    "max_tokens": "a whole number, 1 at least",
+    "max_completion_tokens": "a whole number, 1 at least",
+    "temperature": "a number from 0 to 2",
+    "seed": "a whole number from 0 up",
+    "stream_options": "only include_usage can be true",
+    "tools": f"functions, and strict is not true: {GRAMMAR}",
+}
+"""What to write, of parameters that were written otherwise."""
 WITHOUT_EFFECT = {
     "user", "metadata", "store", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
 }  # fmt: skip
@@ -125,6 +139,7 @@ class OpenPart(BaseModel):
 
 class StreamOptions(Part):
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class TextPart(Part):
@@ -134,6 +149,7 @@ class TextPart(Part):
 
 class ToolFunction(OpenPart):
     name: str = Field(min_length=1, max_length=256)
+    strict: Literal[False] | None = Field(default=None, description=GRAMMAR)
 
 
 class Tool(OpenPart):
@@ -209,10 +225,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 def read_body(kind: type[BodyT], text: bytes, *, model: str) -> tuple[BodyT, Form]:
     """A request, and how it wants to be told. Raises RequestRefused."""
-    try:
-        said = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused(400, f"the body is not JSON: {error}"[:300]) from error
+    said = _read_json(text)
     if not isinstance(said, dict):
         raise RequestRefused(400, "the body is not a JSON object")
     may_call = said.get("tool_choice") != "none"
@@ -227,7 +240,29 @@ def read_body(kind: type[BodyT], text: bytes, *, model: str) -> tuple[BodyT, For
     if body.model != model:
         message = f"there is no model {_short(body.model)}: this job's is {model}"
         raise RequestRefused(404, message, param="model", code="model_not_found")
+    if body.stream_options is not None and not body.stream:
+        raise RequestRefused(400, "stream_options are of a stream: with stream: true alone", param="stream_options")
     return body, _form_of(body, may_call=may_call)
+
+
+def _read_json(text: bytes) -> Any:
+    """As everybody reads it: a name that stands twice, or a number that is none, each reader takes otherwise."""
+
+    def once(members: list[tuple[str, Any]]) -> dict[str, Any]:
+        read = dict(members)
+        if len(read) < len(members):
+            names = [name for name, _ in members]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise RequestRefused(400, f"{_short(twice)} stands twice in one object: write it once", param=twice[:200])
+        return read
+
+    def none(number: str) -> float:
+        raise RequestRefused(400, f"the body is not JSON: {number} is no number there")
+
+    try:
+        return json.loads(text, object_pairs_hook=once, parse_constant=none)
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(400, f"the body is not JSON: {error}"[:300]) from error
 
 
 def read_reward(text: bytes) -> Reward:
@@ -251,12 +286,13 @@ def _form_of(body: Body, *, may_call: bool) -> Form:
 
 def read_chat(body: ChatBody, chat: Chat) -> Conversation:
     """What the prompt is rendered from. Raises RequestRefused."""
+    _check_stops(body, chat)
     if body.tools and not reads_calls_of(chat.template):
         message = f"the model's chat template takes no tools, or has them called in another form than {FORM}"
         raise RequestRefused(400, message, param="tools", code="unsupported_value")
     return Conversation(
         tuple(as_rendered(message.model_dump()) for message in body.messages),
-        tuple(tool.model_dump() for tool in body.tools) if body.tools else None,
+        tuple(tool.model_dump(exclude_unset=True) for tool in body.tools) if body.tools else None,
         body.chat_template_kwargs or {},
     )
 
@@ -272,6 +308,7 @@ def prompt_of(conversation: Conversation, chat: Chat) -> tuple[int, ...]:
 
 def text_prompt_of(body: TextBody, chat: Chat) -> tuple[int, ...]:
     """Raises RequestRefused."""
+    _check_stops(body, chat)
     if isinstance(body.prompt, list):
         if any(not 0 <= token < chat.vocabulary for token in body.prompt):
             raise RequestRefused(400, f"prompt has ids outside of 0 to {chat.vocabulary - 1}", param="prompt")
@@ -288,6 +325,11 @@ def asked(body: Body, prompt: tuple[int, ...], *, limit: int, temperature: float
     """
     name, wanted = "max_tokens", body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        if wanted not in (None, body.max_completion_tokens):
+            message = (
+                f"max_tokens is {wanted}, and max_completion_tokens {body.max_completion_tokens}: send one of them"
+            )
+            raise RequestRefused(400, message, param="max_tokens", code="invalid_value")
         name, wanted = "max_completion_tokens", body.max_completion_tokens
     if wanted is not None and wanted > limit:
         message = f"{name} is {wanted}, and the job's maxResponseTokens {limit}: ask for at most that"
@@ -325,6 +367,14 @@ def as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
+def _check_stops(body: Body, chat: Chat) -> None:
+    if hidden := next((stop for stop in body.stops if chat.never_in_text(stop)), None):
+        message = (
+            f"stop can't be {_short(hidden)}: a special token is in no text; those that end a response do so anyway"
+        )
+        raise RequestRefused(400, message, param="stop", code="unsupported_value")
+
+
 def _not_empty(ids: tuple[int, ...], param: str) -> tuple[int, ...]:
     if not ids:
         raise RequestRefused(400, f"{param} has no token", param=param)
@@ -332,12 +382,18 @@ def _not_empty(ids: tuple[int, ...], param: str) -> tuple[int, ...]:
 
 
 def _refused(error: pydantic.ValidationError) -> RequestRefused:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    place = ".".join(str(part) for part in first["loc"])[:200]
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    field = errors[0]["loc"][:1]
+    first = max((each for each in errors if each["loc"][:1] == field), key=lambda each: len(each["loc"]))
+    place = ".".join(str(part) for part in first["loc"] if not _KIND.match(str(part)))[:200]
     if first["type"] == "extra_forbidden":
         message = f"{place} is not a parameter that is known here"
         return RequestRefused(400, message, param=place, code="unknown_parameter")
-    return RequestRefused(400, f"{place}: {first['msg'][:500]}", param=place)
+    instead = f"; write {said}" if (said := INSTEAD.get(str(*field))) else ""
+    return RequestRefused(400, f"{place}: {first['msg'][:500]}{instead}", param=place)
+
+
+_KIND = re.compile(r"(str|int|constrained-str|(list|dict)\[.*\])$")  # which of several types it might have been
 
 
 def _is_same(value: Any, other: Any) -> bool:
