@@ -297,7 +297,7 @@ class SmallPod:
         ):  # fmt: skip
             directory.mkdir(parents=True)
         if self._settings.tends_exports:
-            places.weights.parent.mkdir(parents=True, exist_ok=True)
+            places.weights.mkdir(parents=True)
         self._net.authority.member_directory(places.tls, job_uid=JOB_UID, token=TOKEN)
 
     # ------------------------------------------------------------------------------------------------- its processes
