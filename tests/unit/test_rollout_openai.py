@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.engine_client import RequestRejected
 from colocated_rl_rollout.openai_replies import Pieces, Reply, settled, visible
 from colocated_rl_rollout.openai_requests import (
     ONLY,
@@ -30,6 +31,7 @@ from colocated_rl_rollout.openai_requests import (
 from colocated_rl_rollout.resume import cut, stopped_at
 from colocated_rl_rollout.samples import Finish, Span, Tokens
 from colocated_rl_rollout.tool_calls import read_calls, reads_calls_of
+from colocated_rl_rollout.turns import refusal_of
 from fakes.rollout import write_model
 
 TEXT = st.text('ab <>{"é\ud800', max_size=8)
@@ -172,6 +174,21 @@ def test_a_template_has_tools_as_they_came(chat: Chat) -> None:
     said = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [tool, plain]}
     body, _ = read_body(ChatBody, json.dumps(said).encode(), model="m")
     assert (tool, plain) == read_chat(body, chat).tools
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("The input (90 tokens) is longer than the model's context length (64 tokens).", "context_length_exceeded"),
+        ("Requested token count exceeds the model's maximum context length of 64 tokens.", "context_length_exceeded"),
+        ("Input length (90 tokens) exceeds the maximum allowed length (58 tokens).", "context_length_exceeded"),
+        ("temperature must be non-negative", "rejected_by_engine"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_in_the_engines_words(words: str, code: str) -> None:
+    """SGLang 0.5.23's: of the whole context, of prompt and reply together, of the pool for keys and values."""
+    refused = refusal_of(RequestRejected(words))
+    assert (400, code, words) == (refused.status, refused.code, str(refused))
 
 
 def test_a_token_that_ends_a_response_may_be_named_as_a_stop(chat: Chat) -> None:

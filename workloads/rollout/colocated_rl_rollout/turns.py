@@ -38,6 +38,7 @@ LOG = logging.getLogger(__name__)
 
 TOKENS_HELD_AT_MOST = 32 * 1024 * 1024  # prompts and limits of all turns together
 RETRY_S = 10
+TOO_LONG = ("context length", "longer than", "maximum allowed length")  # as SGLang 0.5.23 says it
 
 
 @dataclass(eq=False)
@@ -206,7 +207,7 @@ class Turns:
             log(LOG, "turn's attempt lost", logging.DEBUG, gate=engine.name, turn=turn.number, reason=str(error))
             self._interrupt(turn)
         except RequestRejected as error:
-            self._refuse(turn, _rejected(error))
+            self._refuse(turn, refusal_of(error))
         else:
             self._metrics.resent_tokens.inc(len(turn.tokens))
             self._accept(turn, generated)
@@ -279,6 +280,7 @@ def _ended() -> RequestRefused:
     return RequestRefused(503, "the rollout controller ends: send it again", code="ending", retry_s=RETRY_S)
 
 
-def _rejected(error: RequestRejected) -> RequestRefused:
-    too_long = "context length" in str(error) or "longer than" in str(error)
+def refusal_of(error: RequestRejected) -> RequestRefused:
+    """The engine's own words, which have both numbers where a prompt is too long."""
+    too_long = any(words in str(error) for words in TOO_LONG)
     return RequestRefused(400, str(error), code="context_length_exceeded" if too_long else "rejected_by_engine")
