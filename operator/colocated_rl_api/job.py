@@ -119,7 +119,7 @@ OWNED_ENGINE_FLAGS = (
     "--admin-api-key", "--enable-memory-saver", "--sleep-on-idle", "--skip-server-warmup", "--dp-size",
     "--data-parallel-size", "--tokenizer-worker-num", "--incremental-streaming-output", "--delete-ckpt-after-loading",
     "--weight-cache-mode", "--max-queued-requests", "--skip-tokenizer-init", "--enable-hierarchical-cache",
-    "--disaggregation-mode", "--config", "--quantization", "--enable-lora", "--nnodes",
+    "--disaggregation-mode", "--config", "--quantization", "--enable-lora", "--nnodes", "--allow-auto-truncate",
 )  # fmt: skip
 """Engine flags that a job may not set: the operator sets them, a switch is not safe with them (SGLang 0.5.23), or what
 they ask for is not supported yet."""

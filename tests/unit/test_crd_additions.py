@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from colocated_rl_api.job import OWNED_ENGINE_FLAGS
 from colocated_rl_operator import crd
 from colocated_rl_operator.crd import Schema
 from setup.layout import CHECKOUT
@@ -34,6 +35,8 @@ DECIDED = {
     "yet": "the former one with a choice more",
     ".spec.reference.colocateWith: a rule more: reference.colocateWith is trainer or empty: no other devices are "
     "supported yet": "the former one with a choice more",
+    f".spec.rollout.engineArgs: a rule more: engineArgs may not set {', '.join(OWNED_ENGINE_FLAGS)}, nor an "
+    "abbreviation of one": "the former one with --allow-auto-truncate: samples were trained on prompts that none had seen",
     ".spec.rollout.engineArgs: a rule more: with offload [] engine and trainer are on the GPUs together: add "
     "--mem-fraction-static and its value to engineArgs, so that the engine leaves the trainer its memory": (
         "the former one, but for engines with devices of their own"

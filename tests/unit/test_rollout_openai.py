@@ -119,8 +119,8 @@ def refusal(chat: Chat, body: str, kind: type[ChatBody] | type[TextBody] = ChatB
         ('"tool_choice": "required"', "tool_choice", "constrained decoding"),
         ('"parallel_tool_calls": false', "parallel_tool_calls", "constrained decoding"),
         (
-            '"tools": [{"type": "function", "function": {"name": "f", "strict": true}}]',
-            "tools.0.function.strict", "strict is not true: constrained decoding",
+            '"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]',
+            "tools.0.function.strict", "functions, each with a name",
         ),
         ('"stream_options": {"include_usage": true}', "stream_options", "with stream: true alone"),
         (
@@ -168,8 +168,10 @@ def test_an_image_is_named_where_it_stands(chat: Chat) -> None:
     assert "parts of type text" in str(refused)
 
 
-def test_a_template_has_tools_as_they_came(chat: Chat) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": False}}
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_template_has_tools_as_they_came(chat: Chat, strict: bool) -> None:
+    """True is what OpenAI's own helper for functions writes, asked or not."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": strict}}
     plain = {"type": "function", "function": {"name": "g"}, "more": None}
     said = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [tool, plain]}
     body, _ = read_body(ChatBody, json.dumps(said).encode(), model="m")

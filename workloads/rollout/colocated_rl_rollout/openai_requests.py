@@ -28,6 +28,7 @@ TOKENS_AT_MOST = 2**31 - 1
 SEVERAL = "each completion is a request of its own: send several requests"
 SAMPLING = "log-probabilities would not describe how the tokens were drawn"
 GRAMMAR = "constrained decoding can't be continued faithfully over a switch"
+STRICT = "constrains nothing: a call is what the policy wrote"
 ABSENT = "it is not offered here"
 ONLY: dict[str, tuple[Sequence[Any], str]] = {
     "n": ([1], SEVERAL),
@@ -61,7 +62,7 @@ INSTEAD = {
     "temperature": "a number from 0 to 2",
     "seed": "a whole number from 0 up",
     "stream_options": "only include_usage can be true",
-    "tools": f"functions, and strict is not true: {GRAMMAR}",
+    "tools": "functions, each with a name",
 }
 """What to write, of parameters that were written otherwise."""
 WITHOUT_EFFECT = {
@@ -149,7 +150,7 @@ class TextPart(Part):
 
 class ToolFunction(OpenPart):
     name: str = Field(min_length=1, max_length=256)
-    strict: Literal[False] | None = Field(default=None, description=GRAMMAR)
+    strict: bool | None = Field(default=None, description=STRICT)
 
 
 class Tool(OpenPart):
