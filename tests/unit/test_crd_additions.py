@@ -36,7 +36,7 @@ DECIDED = {
     ".spec.reference.colocateWith: a rule more: reference.colocateWith is trainer or empty: no other devices are "
     "supported yet": "the former one with a choice more",
     f".spec.rollout.engineArgs: a rule more: engineArgs may not set {', '.join(OWNED_ENGINE_FLAGS)}, nor an "
-    "abbreviation of one": "the former one with --allow-auto-truncate: samples were trained on prompts that none had seen",
+    "abbreviation of one": "and --allow-auto-truncate: prompts were cut, and trained whole",
     ".spec.rollout.engineArgs: a rule more: with offload [] engine and trainer are on the GPUs together: add "
     "--mem-fraction-static and its value to engineArgs, so that the engine leaves the trainer its memory": (
         "the former one, but for engines with devices of their own"
