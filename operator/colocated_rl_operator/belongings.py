@@ -75,43 +75,37 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
         "podSelector": {"matchLabels": {"app.kubernetes.io/name": names.MANAGED_BY}},
     }
     own = {names.JOB_UID_LABEL: job.uid}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata_of(job, f"{job.name}-{job.uid}"),
-        "spec": {
-            "podSelector": {
-                "matchLabels": own,
-                "matchExpressions": [
-                    {"key": names.ROLE_LABEL, "operator": "NotIn", "values": [names.ROLE_REFERENCE]},
-                ],
-            },
-            "policyTypes": ["Ingress"],
-            "ingress": [
-                {"from": [operator], "ports": [_tcp(names.CONTROL_PORT)]},
-                {"from": [_pods(own)], "ports": [_tcp(names.DATA_PORT)]},
-                {"from": [_pods(own | {names.ROLE_LABEL: job.trainer_role})], "ports": [_tcp(1024, 65535)]},
-                {"ports": [_tcp(names.METRICS_PORT)]},
-            ],
-        },
-    }
+    no_reference = {"key": names.ROLE_LABEL, "operator": "NotIn", "values": [names.ROLE_REFERENCE]}
+    return _policy(
+        job,
+        f"{job.name}-{job.uid}",
+        {"matchLabels": own, "matchExpressions": [no_reference]},
+        {"from": [operator], "ports": [_tcp(names.CONTROL_PORT)]},
+        {"from": [_pods(own)], "ports": [_tcp(names.DATA_PORT)]},
+        {"from": [_pods(own | {names.ROLE_LABEL: job.trainer_role})], "ports": [_tcp(1024, 65535)]},
+        {"ports": [_tcp(names.METRICS_PORT)]},
+    )
 
 
 def reference_policy(job: Job) -> Object:
     """Who may reach a reference: the rollout controller, which asks it, and anybody its metrics."""
     own = {names.JOB_UID_LABEL: job.uid}
+    return _policy(
+        job,
+        f"{job.name}-reference-{job.uid}",
+        {"matchLabels": own | {names.ROLE_LABEL: names.ROLE_REFERENCE}},
+        {"from": [_pods(own | {names.ROLE_LABEL: names.ROLE_ROLLOUT})], "ports": [_tcp(names.DATA_PORT)]},
+        {"ports": [_tcp(names.METRICS_PORT)]},
+    )
+
+
+def _policy(job: Job, name: str, selector: Object, *ingress: Object) -> Object:
+    """Nothing but `ingress` reaches the pods that `selector` selects."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": metadata_of(job, f"{job.name}-reference-{job.uid}"),
-        "spec": {
-            "podSelector": {"matchLabels": own | {names.ROLE_LABEL: names.ROLE_REFERENCE}},
-            "policyTypes": ["Ingress"],
-            "ingress": [
-                {"from": [_pods(own | {names.ROLE_LABEL: names.ROLE_ROLLOUT})], "ports": [_tcp(names.DATA_PORT)]},
-                {"ports": [_tcp(names.METRICS_PORT)]},
-            ],
-        },
+        "metadata": metadata_of(job, name),
+        "spec": {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": list(ingress)},
     }
 
 
