@@ -30,9 +30,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import uvloop
+from prometheus_client import CollectorRegistry
 
+from colocated_rl_agent import garbage
 from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.gate import Backend, Gate
+from colocated_rl_agent.metrics import Metrics
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_trainer.conformance.ranks import free_port
 from engines import engine_process
@@ -126,7 +129,9 @@ async def serve_upstream(port: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the gate
 async def serve_gate(port: int, upstream: int) -> None:
-    gate = Gate()
+    """As an agent does."""
+    garbage.look_seldom()
+    gate = Gate(count=Metrics(CollectorRegistry()).request_ended)
     async with DataPort(gate.serve).listening("127.0.0.1", port):
         gate.open(Backend(f"http://127.0.0.1:{upstream}", "i", WeightVersion(0, 1), nobody_aborts))
         await asyncio.Event().wait()

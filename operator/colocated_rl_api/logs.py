@@ -1,7 +1,7 @@
 """JSON log lines with the same fields in every process, so that one filter follows a switch through all of them.
 
-One line per transition. `bind` adds fields to every later line of the current task and what it starts; `ts` is
-seconds since the epoch, UTC. No prompts, tokens or secrets.
+One line per transition. `configure` says what is true of the process, in all its threads; `bind` adds fields to every
+later line of the current task and what it starts; `ts` is seconds since the epoch, UTC. No prompts, tokens or secrets.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import IO
 FIELDS = ("event", "job", "job_uid", "pod", "role", "epoch", "step", "rung", "version", "reason", "took_s")
 """Fields that keep their meaning everywhere; a line may have more."""
 
+_of_process: dict[str, object] = {}
 _bound: contextvars.ContextVar[dict[str, object]] = contextvars.ContextVar("colocated_rl_log_fields", default={})  # noqa: B039 - never mutated
 
 
@@ -29,7 +30,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "event": record.msg,
         }
-        line |= _bound.get()
+        line |= _of_process | _bound.get()
         if isinstance(record.args, dict):
             line |= record.args
         elif record.args:  # of a library: an ordinary message with arguments
@@ -40,13 +41,21 @@ class JsonLines(logging.Formatter):
 
 
 def configure(*, level: str = "INFO", stream: IO[str] | None = None, **fields: object) -> None:
-    """Send every logger of this process to `stream` (standard output) as JSON lines that carry `fields`."""
+    """Send every logger of this process to `stream` (standard output) as JSON lines.
+
+    They carry `fields`, and those of earlier calls.
+    """
     handler = logging.StreamHandler(stream or sys.stdout)
     handler.setFormatter(JsonLines())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    _bound.set(_bound.get() | fields)
+    _of_process.update(fields)
+
+
+def in_words(error: BaseException) -> str:
+    """Its kind and what it says, for people: the `repr` of a client's error names each field of its connection."""
+    return ": ".join(filter(None, (type(error).__name__, str(error))))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter
 from pydantic.alias_generators import to_camel
 
 from colocated_rl_api.job import ColocatedRLJobSpec, Evaluation
@@ -39,11 +39,20 @@ class Wire(BaseModel):
     model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, frozen=True, extra="ignore")
 
 
-def _read_version(value: object) -> object:
-    return WeightVersion.parse(value) if isinstance(value, str) else value
+def _read_version(value: object) -> WeightVersion:
+    if isinstance(value, WeightVersion):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"weight version {value!r} is not STEP-LINEAGE")
+    return WeightVersion.parse(value)
 
 
-Version = Annotated[WeightVersion, BeforeValidator(_read_version), PlainSerializer(str, return_type=str)]
+_Written = Annotated[str, Field(pattern=r"^\d{1,9}-\d{1,9}$")]
+Version = Annotated[
+    WeightVersion,
+    PlainValidator(_read_version, json_schema_input_type=_Written),
+    PlainSerializer(str, return_type=str),
+]
 """A `WeightVersion`, written STEP-LINEAGE on the wire."""
 
 
@@ -223,9 +232,7 @@ class RolloutFacts(Wire):
     staleness_mean: float | None = None  # tokens of the newest sealed batch, in versions, as the trainer will see them
     tokens_per_second: float | None = None  # generated, over the last 30 s
     gates_open: int = 0
-    unscored: int | None = (
-        None  # completed samples that a reference on devices of its own has not scored; None: no such
-    )
+    unscored: int | None = None  # completed samples that wait for a reference on devices of its own; None: no such
     problem: Problem | None = None
     stopped: bool = False
 
@@ -281,9 +288,7 @@ class RolloutTarget(Wire):
     trained_step: int  # every rank has finished these steps: commit their batches
     saved_step: int  # in every checkpoint that trainers may go back to: batches up to here are not needed again
     engines: tuple[Endpoint, ...]  # gates to use; whether they are open is for the gates to say
-    references: tuple[
-        Endpoint, ...
-    ] = ()  # of a reference on devices of its own; whether they answer they say themselves
+    references: tuple[Endpoint, ...] = ()  # on devices of their own; whether they answer they say themselves
     evaluate: int | None = None  # evaluate this step's weights now; the switch waits for it
     # what of the spec may change, as it is now; None: as the job's file says
     last_step: int | None = None  # spec.steps

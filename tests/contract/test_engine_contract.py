@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
+from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
 import fakes
@@ -32,12 +34,16 @@ from colocated_rl_agent.gate import Backend, Gate
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.weights import Probe
 from colocated_rl_rollout.engine_client import GenerateRequest
 from colocated_rl_rollout.resume import Ending, read_answer
 from engines import ADMIN_KEY, EngineProcess, engine_process
 from fakes.engine import END_TOKEN
-from fakes.engine_model import write_engine_export
+from fakes.engine import VOCABULARY as FAKE_VOCABULARY
+from fakes.engine_model import VOCABULARY, write_engine_export
+from fakes.gateway import TOOLS_TEMPLATE, controller_running
+from fakes.rollout import JobOnDisk, make_spec
 from fakes.sse import events
 from fakes.weights import write_export
 
@@ -57,6 +63,7 @@ class Server:
 
     engine: EngineProcess
     exports: Path
+    vocabulary: int
 
     def probe(self, version: WeightVersion) -> Probe:
         probe = verify_export(self.exports, version).probe
@@ -84,7 +91,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         exports / str(OLD), version=OLD, root=root, flags=FLAGS, binaries=binaries, variables=variables
     ) as it:
         it.wait_until_up()
-        yield Server(it, exports)
+        yield Server(it, exports, FAKE_VOCABULARY if request.param == "fake" else VOCABULARY)
 
 
 class Engine(SGLang):
@@ -150,7 +157,7 @@ def reason_of(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_h40_started_engine_is_what_a_switch_needs_and_names_its_version(engine: Engine) -> None:
-    info = await engine.require_suitable(memory_saver=False)
+    info = await engine.require_suitable(memory_saver=False, gpus=0)
     assert "float32" == info.dtype
     assert await engine.weight_version() == OLD
     assert await engine.is_up()
@@ -366,7 +373,7 @@ def hearing() -> Hearing:
 async def gate(engine: Engine, hearing: Hearing) -> AsyncIterator[str]:
     """The URL of an open gate in front of the engine."""
     async with DataPort(hearing.serve).listening("127.0.0.1", 0) as port:
-        hearing.open(Backend(engine.url, "incarnation", OLD, engine.abort))
+        hearing.open(Backend(engine.url, "incarnation", OLD, engine.abort, await engine.vocabulary()))
         yield f"http://127.0.0.1:{port}"
         hearing.close()
         assert 0 == hearing.in_flight
@@ -401,6 +408,27 @@ async def test_gate_forwards_counts_and_hands_back(engine: Engine, gate: str) ->
     assert answer["error"]
 
 
+async def test_what_an_engine_dies_of_is_refused_at_the_gate(engine: Engine, gate: str, server: Server) -> None:
+    """With all that it works on."""
+    tokens = await engine.vocabulary()
+    assert server.vocabulary == tokens
+    short = {"max_new_tokens": 4}
+    for asked, expected in (
+        ({"input_ids": [5, tokens]}, 400),
+        ({"input_ids": [5, -1]}, 400),
+        ({"input_ids": [5], "sampling_params": {**short, "min_new_tokens": 2, "stop_token_ids": [10**6]}}, 400),
+        ({"input_ids": [5], "sampling_params": short, "return_logprob": True, "top_logprobs_num": 10**6}, 400),
+        ({"input_ids": [5], "sampling_params": {**short, "top_k": 10**12}}, 400),
+        ({"input_ids": [5], "sampling_params": short, "return_logprob": True, "logprob_start_len": -2}, 400),
+        ({"input_ids": [5], "sampling_params": short, "return_hidden_states": []}, 400),
+        ({"input_ids": [5], "sampling_params": short, "lora_id": [None]}, 400),
+        ({"text": "", "sampling_params": short}, 400),
+        ({"input_ids": [5, tokens - 1], "sampling_params": {**short, "stop_token_ids": [10**6]}}, 200),
+    ):
+        status, _ = await ask(engine, f"{gate}/generate", **asked)
+        assert expected == status, asked
+
+
 async def test_what_the_rollout_controller_asks_through_a_gate_is_understood(engine: Engine, gate: str) -> None:
     """Stop string, seed and stream of a client's turn. An engine ignores what it does not know."""
     request = GenerateRequest(PROMPT, 24, 0.0, [END_TOKEN])
@@ -419,10 +447,17 @@ async def test_what_the_rollout_controller_asks_through_a_gate_is_understood(eng
     assert {"type": "stop", "matched": stop} == reason_of(chunks[-1])
 
 
+class Find(BaseModel):
+    """Where a thing is."""
+
+    what: str
+
+
+STRICT_TOOL = openai.pydantic_function_tool(Find)
 ENDLESS: dict[str, Any] = {"model": "m", "max_tokens": 3000, "ignore_eos": True}
 OPENAI: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": PROMPT},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "one plus two"}]},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "one plus two"}], "tools": [STRICT_TOOL]},
 }
 
 
@@ -434,7 +469,8 @@ async def test_h44_gate_makes_a_whole_of_what_the_openai_routes_stream_whatever_
     status, answer = await ask(engine, gate + path, **request)
     (choice,) = answer["choices"]
     assert (200, "length", 12) == (status, choice["finish_reason"], answer["usage"]["completion_tokens"])
-    assert {"weight_version": str(OLD)} == answer["metadata"]
+    spans = [{"version": str(OLD), "start": 0, "end": 12}]
+    assert {"weight_version": str(OLD), "weight_versions": spans} == answer["metadata"]
     whole = choice["text"] if "text" in choice else choice["message"]["content"]
     pieces = await streamed(engine, gate + path, **request)
     choices = [choice for piece in pieces for choice in piece["choices"]]
@@ -459,6 +495,50 @@ async def test_abort_ends_the_openai_routes_with_what_was_generated(engine: Engi
     assert answer["usage"]["completion_tokens"] < 3000
 
 
+@pytest.fixture
+async def client(engine: Engine, server: Server, hearing: Hearing, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Of the gateway of a rollout controller that has the engine, behind its gate."""
+    job, model = JobOnDisk.write(tmp_path, make_spec()), tmp_path / "model"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (own := server.exports / str(OLD) / name).exists():  # the fake one has none
+            shutil.copyfile(own, model / name)
+    (model / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    data = DataPort(hearing.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context())
+    async with data as port:
+        hearing.open(Backend(engine.url, "incarnation", OLD, engine.abort))
+        endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=port)
+        async with controller_running(job, [endpoint]) as (_, _, it):
+            yield it
+        hearing.close()
+        assert 0 == hearing.in_flight
+
+
+async def test_gateway_answers_what_openais_helpers_ask(client: openai.AsyncOpenAI) -> None:
+    """A strict tool, log-probabilities of all tokens, a stream."""
+    asked: dict[str, Any] = {
+        "model": "job", "messages": [{"role": "user", "content": "one plus two"}], "max_tokens": 12, "temperature": 0.0,
+    }  # fmt: skip
+    plain = await client.chat.completions.create(**asked)
+    asked |= {"tools": [STRICT_TOOL], "logprobs": True}
+    whole = await client.chat.completions.create(**asked)
+    assert whole.usage.prompt_tokens > plain.usage.prompt_tokens, "the prompt has the tool"
+    (choice,) = whole.choices
+    assert 0 < len(choice.logprobs.content) == whole.usage.completion_tokens
+    pieces = [piece async for piece in await client.chat.completions.create(**asked, stream=True)]
+    said = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert (choice.message.content or "") == said
+
+
+@pytest.mark.parametrize(("prompt_tokens", "limit"), [(5000, 8), (4090, 40)])
+async def test_prompt_that_is_too_long_is_told_in_words_that_the_gateway_knows(
+    client: openai.AsyncOpenAI, prompt_tokens: int, limit: int
+) -> None:
+    """Alone, and together with what may be generated."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.completions.create(model="job", prompt=[5] * prompt_tokens, max_tokens=limit)
+    assert "context_length_exceeded" == refused.value.code
+
+
 async def test_h6_request_that_is_aborted_in_the_queue_has_no_tokens(engine: Engine) -> None:
     running = [
         await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG)) for _ in range(MAX_RUNNING)
@@ -476,7 +556,7 @@ async def test_h6_request_that_is_aborted_in_the_queue_has_no_tokens(engine: Eng
 
 
 async def test_pool_and_memory_of_an_engine_are_told(engine: Engine) -> None:
-    info = await engine.require_suitable(memory_saver=False)
+    info = await engine.require_suitable(memory_saver=False, gpus=0)
     assert POOL_TOKENS == info.pool_tokens
     both = info.mapped_bytes((WEIGHTS, KV_CACHE))  # on a CPU the weights alone are lost in what other programs take
     assert both is not None

@@ -14,18 +14,21 @@ a second one; a resume of what is not released. With FAKE_DEVICE in its environm
     a file `engine-fault` beside --config           ends the next start
 
 FAULT is hang, crash, error, act_then_hang (the effect, and no answer), leak (a release that frees nothing), skip (an
-update that loads nothing, and succeeds) or, of a generate, cut (its connection breaks after the first chunk), torn (in
-the middle of one), stall (no chunk after the first), queue_full (an abort that is an error).
+update that loads nothing, and succeeds), misname (one after which it says another version) or, of a generate, cut (its
+connection breaks after the first chunk), torn (in the middle of one), stall (no chunk after the first), queue_full (an
+abort that is an error).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
 import os
+import struct
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -34,7 +37,7 @@ from typing import Any
 
 from aiohttp import web
 
-from fakes.weights import logprob, next_token, read_weight, weights_checksum
+from fakes.weights import experts_of, logprob, next_token, read_weight, weights_checksum
 
 POISON = 666_666
 GARBAGE = -1.0
@@ -46,7 +49,7 @@ CONTROL = (
 )  # fmt: skip
 PAUSE_POLL_S = 1.0  # the engine's own
 HEALTH_S = 1.0
-CONTEXT = 4096
+CONTEXT, VOCABULARY = 4096, 512
 CONTEXT_GB, MAPPED_GB = 0.5, {"weights": 10.0, "kv_cache": 40.0, "cuda_graph": 1.0}  # of a device
 BODY: web.RequestKey[Any] = web.RequestKey("body", object)
 
@@ -85,6 +88,7 @@ class FakeEngine:
         token_s: float,
         max_running: int = 1024,
         pool_tokens: int = 32768,
+        devices: int = 1,
     ) -> None:
         self.model = str(model)
         self.version = version  # what the scheduler has
@@ -95,6 +99,7 @@ class FakeEngine:
         self.token_s = token_s
         self.max_running = max_running
         self.pool_tokens = pool_tokens
+        self.devices = devices
         self.info: dict[str, Any] = {}  # what `/server_info` says instead of what it would
         self.paused = False
         self.healthy = True
@@ -228,7 +233,7 @@ class FakeEngine:
             self.on_call(request.path)
         request[BODY] = body
         fault = self.faults.pop(request.path, None) if request.path != "/generate" else None
-        if fault in ("leak", "skip", "cut"):
+        if fault in ("leak", "skip", "misname", "cut"):
             self.faults[fault] = fault
         if fault == "crash":
             self.die(f"asked to crash in {request.path}")
@@ -268,6 +273,8 @@ class FakeEngine:
                 "admin_api_key": self.admin_key,
                 "enable_memory_saver": self.memory_saver,
                 "dp_size": 1,
+                "tp_size": self.devices,
+                "pp_size": 1,
                 "tokenizer_worker_num": 1,
                 "incremental_streaming_output": False,
                 "skip_tokenizer_init": False,
@@ -352,6 +359,8 @@ class FakeEngine:
         if body.get("flush_cache", True) and self.running:
             return update_answer(False, "Weights were updated, but the cache was not flushed.")
         self.model, self.shown_version = str(directory), self.version
+        if self.faults.pop("misname", None):
+            self.shown_version = "9-9"
         return web.json_response(
             {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         )
@@ -372,6 +381,11 @@ class FakeEngine:
             return await self.serve_error(request, body, "The input is longer than the model's context length")
         if fault == "error":
             return await self.serve_error(request, body, "asked to fail")
+        if wrong := [token for token in map(int, sampling.get("logit_bias") or ()) if not 0 <= token < VOCABULARY]:
+            known = f"logit_bias must has keys in [0, {VOCABULARY - 1}], got {wrong[0]}."
+            return await self.serve_error(request, body, known)
+        if not 0 <= min(prompt) <= max(prompt) < VOCABULARY:
+            self.die("index out of range in self")
         sample = Sample(
             rid=body.get("rid") or os.urandom(16).hex(),
             prompt=prompt,
@@ -508,6 +522,10 @@ class FakeEngine:
                 pairs = itertools.pairwise(sample.prompt)
                 found = [[logprob(weight, before, token), token, None] for before, token in pairs]
                 meta["input_token_logprobs"] = [[None, sample.prompt[0], None], *found][start:]
+        if body.get("return_routed_experts") and sample.reason is not None:
+            read = (sample.prompt + sample.output)[:-1][body.get("routed_experts_start_len", 0) :]
+            numbers = [number for token in read for number in experts_of(token, self.weight or 0.0)]
+            meta["routed_experts"] = base64.b64encode(struct.pack(f"<{len(numbers)}i", *numbers)).decode()
         return {"text": "x" * len(sample.output), "output_ids": list(sample.output), "meta_info": meta}
 
     async def serve_calls(self, request: web.Request) -> web.Response:
@@ -546,6 +564,7 @@ def main() -> None:
     parser.add_argument("--sleep-on-idle", action="store_true")
     parser.add_argument("--max-running-requests", type=int, default=1024)
     parser.add_argument("--max-total-tokens", type=int, default=32768)
+    parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--fake-token-s", type=float, default=0.002)
     given, _ = parser.parse_known_args()
     if given.config and (fault := given.config.parent / "engine-fault").exists():
@@ -565,6 +584,7 @@ def main() -> None:
             token_s=given.fake_token_s,
             max_running=given.max_running_requests,
             pool_tokens=given.max_total_tokens,
+            devices=given.tp_size,
         )
         engine.show_memory()
         runner = web.AppRunner(engine.app(), access_log=None, handler_cancellation=True)

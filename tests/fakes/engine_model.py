@@ -1,12 +1,16 @@
-"""Exports that the real engine can load: a random Qwen3 with a tokenizer of its own. Needs torch and transformers."""
+"""Exports that the real engine can load: a random Qwen3, or Qwen3 of experts, with a tokenizer of its own.
+
+Needs torch and transformers.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.weights import Probe
@@ -15,28 +19,23 @@ from colocated_rl_trainer.manifest import Exported, write_manifest
 PROBE = tuple(range(5, 29))
 VOCABULARY = 300
 CONTEXT = 4096
+LAYERS = 2
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.1, "tie_word_embeddings": True, "bos_token_id": None,
+}  # fmt: skip
+EXPERTS_OF_TOKEN = 2
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": EXPERTS_OF_TOKEN, "moe_intermediate_size": 32}
 
 
-def write_engine_export(directory: Path, *, version: WeightVersion, seed: int) -> Path:
+def write_engine_export(directory: Path, *, version: WeightVersion, seed: int, mixture: bool = False) -> Path:
     """float32, with the log-probabilities of PROBE as transformers computes them."""
     torch.manual_seed(seed)
     tokenizer = _tokenizer()
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config).eval()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen3MoeConfig(**SHAPE, **EXPERTS, **ends) if mixture else Qwen3Config(**SHAPE, **ends)
+    model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     with torch.no_grad():

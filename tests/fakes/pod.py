@@ -49,7 +49,9 @@ from fakes.device import Device
 
 JOB_UID = "5b0f7e0e-6a2a-4a55-9c5b-0d8f0a5f3c11"
 TOKEN = "data-token-of-a-test-job"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+PATIENT_S = 300  # deadline of what happens, however slow the machine: a test that waits for one sets its own
+DEADLINES = ("settleSeconds", "engineCallSeconds", "engineStartSeconds", "trainerProgressSeconds")
 TESTS = Path(fakes.__path__[0]).parent
 
 
@@ -67,7 +69,7 @@ def make_job(**changes: Any) -> JobFile:
         },
         "trainer": {"command": ["python3", "-m", "fakes.trainer"]},
         "checkpoint": {"everySteps": 2},
-        "switch": {"settleSeconds": 5, "engineCallSeconds": 5, "engineStartSeconds": 20, "trainerProgressSeconds": 20},
+        "switch": dict.fromkeys(DEADLINES, PATIENT_S),
     }
     for name, value in changes.items():
         spec[name] = {**spec.get(name, {}), **value} if isinstance(value, dict) else value
@@ -130,6 +132,7 @@ class Pod:
     def __init__(self, net: Network, job: JobFile, *, replica: int = 0, device: Device | None = None) -> None:
         self.net, self.job, self.replica, self.device = net, job, replica, device
         self.ladder = job.spec.ladder
+        self.ranks = max(1, job.spec.gpus.count)
         self.root = net.root / f"p{replica}"
         self.directories = Directories.below(self.root)
         self.control, self.data, self.metrics, self.pages, self.engine = free_ports(5)
@@ -307,7 +310,13 @@ class Pod:
             assert answer.status == 200
 
     def trainer_fault(self, route: str, action: str) -> None:
-        (self.directories.sockets / "fault").write_text(f"{route} {action}")
+        unfinished = self.directories.sockets / "fault.part"
+        unfinished.write_text(f"{route} {action}")
+        unfinished.rename(self.directories.sockets / "fault")
+
+    def trainer_goes_on(self) -> None:
+        """From where it was held."""
+        (self.directories.sockets / "go").touch()
 
     async def trainer_has_failed(self) -> None:
         """Until the fault is taken, by the trainer that it was meant for."""
@@ -358,7 +367,7 @@ class Group:
             step=version.step,
             lineage=version.lineage,
             rung=rung,
-            rendezvous=Rendezvous(address="127.0.0.1", port=29500, world_size=len(self.pods)),
+            rendezvous=Rendezvous(address="127.0.0.1", port=29500, world_size=len(self.pods) * self.pods[0].ranks),
             batches=self.pods[0].net.batches,
         )
 

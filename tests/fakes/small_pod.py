@@ -39,10 +39,10 @@ from fakes.pod import JOB_UID, TOKEN, Network, free_ports, make_job, network
 from fakes.trainer import Rank
 from fakes.weights import next_token
 
-CALL_S = 0.4  # deadline of an engine's call
-TRAINER_S = 1.0
+PATIENT_S = 300.0  # deadline of calls of engine and trainer that are answered, however slow the machine
+SOON_S = 0.4  # of those that a test leaves without an answer
 DEADLINE_S = 60.0
-NEWS_S = 20.0  # most that a group needs for one thing
+CALLS = ("engine_call_seconds", "trainer_progress_seconds")
 TOKEN_S = 0.001
 PROMPT = [5, 6, 7]
 
@@ -116,7 +116,9 @@ class SmallEngine(FakeEngine):
 
 
 class SmallTrainer(Rank):
-    """One rank. faults: route to hang, error, crash, or act_then_hang, once; to full, until there is room."""
+    """One rank. faults: route to hang, error, crash, idle (and say yes), or act_then_hang, once; to full, until there
+    is room.
+    """
 
     def __init__(
         self,
@@ -159,8 +161,9 @@ class SmallTrainer(Rank):
             return web.json_response({"error": "Refused", "message": "No space left on device"}, status=503)
         if fault == "hang":
             await asyncio.Event().wait()
-        getattr(self, route)(await request.json(), fault)
-        self.has_left |= route == "offload"
+        if fault != "idle":
+            getattr(self, route)(await request.json(), fault)
+            self.has_left |= route == "offload"
         self._check()
         if fault == "act_then_hang":
             await asyncio.Event().wait()
@@ -318,6 +321,13 @@ class SmallPod:
         with contextlib.suppress(asyncio.CancelledError):
             await self._running
 
+    async def agent_ends(self) -> BaseException | None:
+        """By itself: why."""
+        assert self._running is not None
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.wait({self._running})
+        return self._running.exception()
+
     async def restart_agent(self, *, orderly: bool) -> None:
         await self.stop_agent(orderly=orderly)
         await self.start_agent()
@@ -464,8 +474,11 @@ class SmallPod:
         return any(rank.state is TrainerState.ABSENT and rank.lineage == at.lineage for rank in self.facts.trainers)
 
     async def news(self, is_so: Callable[[], bool]) -> None:
-        """Until it is so; looked at whenever the agent has facts to tell."""
+        """Until it is so; looked at whenever the agent has facts to tell. Raises TimeoutError."""
+        late = asyncio.get_running_loop().time() + DEADLINE_S
         while not is_so():
+            if asyncio.get_running_loop().time() > late:
+                raise TimeoutError(f"it is not so after {DEADLINE_S:.0f} s: {self.facts}")
             changed = self.agent.server._changed
             changed.clear()
             with contextlib.suppress(TimeoutError):  # an agent that was replaced tells nobody
@@ -478,19 +491,25 @@ class SmallPod:
         return Endpoint(pod="p", address="127.0.0.1", port=self.agent.server.ports.data)
 
     async def ask(
-        self, *, tokens: int = 4000, leaves_after_s: float | None = None, stream: bool = False, path: str = "/generate"
+        self,
+        *,
+        tokens: int = 4000,
+        leaves_after_s: float | None = None,
+        stream: bool = False,
+        path: str = "/generate",
+        **more: Any,
     ) -> str:
         """One request to the gate: how it ended. Looks at the tokens of /generate."""
         client = DataClient(self._net.session, MemberTls.read(self.directories.tls), JOB_UID)
-        body = ASKED[path](tokens) | {"stream": stream}
+        body = ASKED[path](tokens) | {"stream": stream, **more}
         try:
             async with (
                 asyncio.timeout(leaves_after_s or DEADLINE_S),
                 client.request("POST", self.endpoint, path, json=body) as answer,
             ):
                 text = await answer.read()
-                if answer.status == 503:
-                    return "closed"
+                if answer.status in (400, 503):
+                    return "refused" if answer.status == 400 else "closed"
                 assert answer.status == 200, text
         except TimeoutError:
             return "left" if leaves_after_s else "hung"
@@ -508,9 +527,13 @@ class SmallPod:
 
 
 @asynccontextmanager
-async def small_pod(**changes: Any) -> AsyncIterator[SmallPod]:
-    """A pod whose agent has attached to its runner. changes: of the job's spec."""
-    root, job = Path(tempfile.mkdtemp(prefix="p")), _quick_job(**changes)
+async def small_pod(*, gives_up_s: float = PATIENT_S, **changes: Any) -> AsyncIterator[SmallPod]:
+    """A pod whose agent has attached to its runner. changes: of the job's spec.
+
+    gives_up_s: deadline of each call of engine and trainer. A short one is for a test that leaves one unanswered; on a
+    slow machine others may be late too then.
+    """
+    root, job = Path(tempfile.mkdtemp(prefix="p")), _job(gives_up_s, **changes)
     try:
         async with network(root) as net, _living(SmallPod(root, net, job)) as pod:
             yield pod
@@ -565,10 +588,10 @@ class SmallGroup:
 
     async def news(self, is_so: Callable[[], bool]) -> None:
         """Until it is so; looked at whenever one of the agents has facts to tell. Raises TimeoutError."""
-        late = asyncio.get_running_loop().time() + NEWS_S
+        late = asyncio.get_running_loop().time() + DEADLINE_S
         while not is_so():
             if asyncio.get_running_loop().time() > late:
-                raise TimeoutError(f"it is not so after {NEWS_S:.0f} s: {[pod.facts for pod in self._pods]}")
+                raise TimeoutError(f"it is not so after {DEADLINE_S:.0f} s: {[pod.facts for pod in self._pods]}")
             changed = [pod.agent.server._changed for pod in self._pods]
             for each in changed:
                 each.clear()
@@ -595,7 +618,8 @@ async def small_group(
     """
     root = Path(tempfile.mkdtemp(prefix="g"))
     rollout = {"colocateWith": "", "replicas": 1} | changes.pop("rollout", {})
-    job, shared = _quick_job(rollout=rollout, replicas=replicas, **changes), volume(root / "weights" / "exports")
+    job = _job(PATIENT_S, rollout=rollout, replicas=replicas, **changes)
+    shared = volume(root / "weights" / "exports")
     try:
         async with AsyncExitStack() as stack:
             net = await stack.enter_async_context(network(root))
@@ -613,9 +637,10 @@ async def small_group(
         shutil.rmtree(root)
 
 
-def _quick_job(**changes: Any) -> JobFile:
+def _job(gives_up_s: float, **changes: Any) -> JobFile:
+    """With deadlines of less than a second, which no resource can have."""
     job = make_job(**changes)
-    switch = job.spec.switch.model_copy(update={"engine_call_seconds": CALL_S, "trainer_progress_seconds": TRAINER_S})
+    switch = job.spec.switch.model_copy(update=dict.fromkeys(CALLS, gives_up_s))
     return job.model_copy(update={"spec": job.spec.model_copy(update={"switch": switch})})
 
 

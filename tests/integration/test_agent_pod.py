@@ -280,7 +280,7 @@ async def test_trainer_that_crashes_is_reported_with_its_last_words_and_left_to_
 
 
 async def test_trainer_that_hangs_is_stopped_at_its_deadline(net: Network) -> None:
-    async with pod(net, make_job(switch={"trainerProgressSeconds": 1})) as it:
+    async with pod(net, make_job(switch={"trainerProgressSeconds": 3})) as it:
         group = Group([it])
         await group.climb(V0)
         it.trainer_fault("train", "hang")
@@ -369,6 +369,25 @@ async def test_device_memory_is_measured_through_a_switch(
             Rung.DRAINED: 52.2, Rung.RELEASED: 1.2 + kept, Rung.TRAINED: 60.5 + kept, Rung.OFFLOADED: 1.2 + kept,
             Rung.SERVING: 52.2,
         } == {rung: round((bytes_ or 0) / GIB, 1) for rung, bytes_ in used.items()}  # fmt: skip
+
+
+async def test_f54_engine_over_two_devices_and_a_rank_on_each_of_them_take_turns(net: Network, tmp_path: Path) -> None:
+    """Each role keeps its own shape: one process over both, and one for each. Every device is looked at."""
+    async with pod(net, make_job(gpus={"count": 2}), device=Device(tmp_path, count=2)) as it:
+        group = Group([it])
+        await group.climb(V0)
+        assert "--tp-size\x002" in it.command("sglang")
+        for rung, used in ((Rung.DRAINED, 52.2), (Rung.RELEASED, 1.2), (Rung.TRAINED, 60.5), (Rung.SERVING, 52.2)):
+            await group.climb(V1, to=rung)
+            assert it.now is not None
+            assert [used, used] == [round((device.used_bytes or 0) / GIB, 1) for device in it.now.devices]
+        facts = it.now
+        assert facts is not None
+        assert ([(0, 1), (1, 1)], 1) == ([(rank.rank, rank.step) for rank in facts.trainers], len(facts.engines))
+        it.trainer_fault("offload", "leaks")  # one of them, on its device
+        await group.set_out(WeightVersion(2, 1), Rung.UPDATED, after=Rung.EXPORTED)
+        await it.until(lambda facts: all(rank.exit_code is not None for rank in facts.trainers), "trainers stopped")
+        assert any("free after the offload" in said.problem.message for said in it.facts if said.problem)
 
 
 async def test_h43_release_that_frees_nothing_costs_the_engine_and_lets_no_trainer_in(

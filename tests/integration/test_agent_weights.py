@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from colocated_rl_api.ladder import Rung, WeightVersion
-from fakes.small_pod import SmallPod, small_pod
+from fakes.small_pod import PATIENT_S, SOON_S, SmallPod, small_pod
 from fakes.weights import weights_checksum
 
 V0, V1, V2 = (WeightVersion(step, 1) for step in range(3))
@@ -85,7 +85,7 @@ async def test_f52_agent_that_comes_again_takes_the_checksum_again() -> None:
 
 @pytest.mark.parametrize("fault", ["hang", "error", "crash"])
 async def test_f52_engine_that_gives_no_checksum_is_replaced(fault: str) -> None:
-    async with small_pod(**CHECKED) as pod:
+    async with small_pod(gives_up_s=SOON_S if fault == "hang" else PATIENT_S, **CHECKED) as pod:
         await pod.climb(V0)
         engine = pod.engine
         assert engine is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable
 from colocated_rl_agent.drivers.sglang import (
+    PARALLELISM,
     POOL,
     PREFILL_GRAPHS,
     EngineCommand,
@@ -22,7 +22,7 @@ from colocated_rl_agent.drivers.sglang import (
     engine_command,
     engine_config,
 )
-from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
+from colocated_rl_agent.drivers.trainer import MAX_STATUS_BYTES, TrainerRank, trainer_environment
 from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.settings import SettingsError, read_settings
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
@@ -31,11 +31,15 @@ from colocated_rl_api.job import OWNED_ENGINE_FLAGS
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Rendezvous, TrainerState
 from colocated_rl_api.trainer_wire import TrainerEnvironment
-from fakes.engine import FakeEngine
+from colocated_rl_trainer.conformance.ranks import free_port
+from fakes.engine import VOCABULARY, FakeEngine
 from fakes.pod import make_job
 from fakes.weights import write_export
 
 VERSION = WeightVersion(0, 1)
+PATIENT_S = 60.0  # for what is answered, however slow the machine
+SOON_S = 0.02  # for what never is
+PROGRESS_S = 4.0  # by the clock of a trainer's step
 
 
 def make_command(
@@ -88,9 +92,30 @@ def test_pool_that_the_job_sets_stays_what_it_is(given: tuple[str, ...]) -> None
     assert make_command(1, *given).argv == make_command(1, *given, pool_tokens=4096).argv
 
 
+def test_engine_spans_all_devices_of_its_pod() -> None:
+    """It had one of eight, and a switch found nothing free on the others: README's own job did so."""
+    assert "--tp-size 8" in " ".join(make_command(8).argv)
+    assert "--tp-size" not in (*make_command(1).argv, *make_command(0).argv)
+
+
+@pytest.mark.parametrize("given", [("--tp-size=4", "--pp-size", "2"), ("--tensor-parallel-size", "8"), ("--tp", "8")])
+def test_parallelism_that_the_job_sets_stays_what_it_is(given: tuple[str, ...]) -> None:
+    assert given == make_command(8, *given).argv[-len(given) :]
+    assert make_command(1).argv == make_command(8, *given).argv[: -len(given)]
+
+
+async def test_engine_that_leaves_devices_of_its_pod_idle_is_refused(fake: tuple[FakeEngine, SGLang]) -> None:
+    engine, driver = fake
+    engine.info = {"tp_size": 4, "pp_size": 2}
+    await driver.require_suitable(memory_saver=False, gpus=8)
+    engine.info = {"tp_size": 4}
+    with pytest.raises(Unsuitable, match="spans 4 of the pod's 8 devices"):
+        await driver.require_suitable(memory_saver=False, gpus=8)
+
+
 def test_every_flag_that_the_agent_sets_is_closed_to_the_job_or_gives_way_to_it() -> None:
-    ours = {word for word in make_command(1, pool_tokens=4096).argv if word.startswith("--")}
-    assert ours <= {*OWNED_ENGINE_FLAGS, PREFILL_GRAPHS, POOL}
+    ours = {word for word in make_command(2, pool_tokens=4096).argv if word.startswith("--")}
+    assert ours <= {*OWNED_ENGINE_FLAGS, PREFILL_GRAPHS, POOL, *PARALLELISM}
     assert 1 == make_command(1, PREFILL_GRAPHS, "full").argv.count(PREFILL_GRAPHS)
 
 
@@ -119,15 +144,15 @@ async def fake(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, SGLang]]:
     write_export(tmp_path / "0-1", version="0-1", weight=0.0)
     engine = FakeEngine(tmp_path / "0-1", "0-1", admin_key="key", memory_saver=False, token_s=0.001)
     async with TestServer(engine.app()) as server, aiohttp.ClientSession() as session:
-        yield engine, SGLang(session, url=str(server.make_url("")).rstrip("/"), admin_key="key", call_s=0.5)
+        yield engine, SGLang(session, url=str(server.make_url("")).rstrip("/"), admin_key="key", call_s=PATIENT_S)
 
 
 async def test_h43_engine_without_memory_saver_is_refused_where_there_are_devices(
     fake: tuple[FakeEngine, SGLang],
 ) -> None:
-    await fake[1].require_suitable(memory_saver=False)
+    await fake[1].require_suitable(memory_saver=False, gpus=0)
     with pytest.raises(Unsuitable, match="--enable-memory-saver"):
-        await fake[1].require_suitable(memory_saver=True)
+        await fake[1].require_suitable(memory_saver=True, gpus=1)
 
 
 @pytest.mark.parametrize(
@@ -154,28 +179,48 @@ async def test_h19_h20_h42_h59_engine_that_no_switch_is_safe_with_is_refused_by_
     engine, driver = fake
     engine.info = said
     with pytest.raises(Unsuitable, match=remedy):
-        await driver.require_suitable(memory_saver=False)
+        await driver.require_suitable(memory_saver=False, gpus=0)
 
 
 async def test_h60_nothing_of_the_keys_is_kept_of_what_the_engine_says(fake: tuple[FakeEngine, SGLang]) -> None:
-    assert "key" not in repr(await fake[1].require_suitable(memory_saver=False))
+    assert "key" not in repr(await fake[1].require_suitable(memory_saver=False, gpus=0))
+
+
+async def test_vocabulary_of_an_engine_is_what_its_refusal_says(fake: tuple[FakeEngine, SGLang]) -> None:
+    engine, driver = fake
+    assert VOCABULARY == await driver.vocabulary()
+    engine.faults["/generate"] = "error"
+    assert await driver.vocabulary() is None
+    async with aiohttp.ClientSession() as session:
+        nobody = SGLang(session, url="http://127.0.0.1:1", admin_key="key", call_s=PATIENT_S)
+        assert await nobody.vocabulary() is None
 
 
 async def test_memory_that_an_engine_does_not_tell_is_unknown(fake: tuple[FakeEngine, SGLang]) -> None:
     engine, driver = fake
-    info = await driver.require_suitable(memory_saver=False)
+    info = await driver.require_suitable(memory_saver=False, gpus=0)
     assert (32768, 50 * 2**30) == (info.pool_tokens, info.mapped_bytes(TAGS))
     assert 40 * 2**30 == info.mapped_bytes((KV_CACHE, CUDA_GRAPH)), "of what is given up"
     engine.info = {"internal_states": []}
-    info = await driver.require_suitable(memory_saver=False)
+    info = await driver.require_suitable(memory_saver=False, gpus=0)
     assert (None, None) == (info.pool_tokens, info.mapped_bytes(TAGS))
 
 
 async def test_call_that_is_not_answered_has_an_unknown_outcome(fake: tuple[FakeEngine, SGLang]) -> None:
     engine, driver = fake
     engine.faults["/pause_generation"] = "hang"
-    with pytest.raises(OutcomeUnknown, match=r"/pause_generation not confirmed after 0\.5 s"):
-        await driver.pause()
+    async with aiohttp.ClientSession() as session:
+        impatient = SGLang(session, url=driver.url, admin_key="key", call_s=SOON_S)
+        with pytest.raises(OutcomeUnknown, match=r"/pause_generation not confirmed after 0\.02 s"):
+            await impatient.pause()
+
+
+async def test_engine_that_is_not_there_is_told_in_words() -> None:
+    """In the status of a job: the error's `repr` names each field of aiohttp's connection."""
+    async with aiohttp.ClientSession() as session:
+        driver = SGLang(session, url=f"http://127.0.0.1:{free_port()}", admin_key="key", call_s=PATIENT_S)
+        with pytest.raises(OutcomeUnknown, match=r"not confirmed: ClientConnectorError: Cannot connect to host"):
+            await driver.pause()
 
 
 async def test_call_that_is_refused_says_so_in_the_engines_words(fake: tuple[FakeEngine, SGLang]) -> None:
@@ -192,7 +237,7 @@ async def test_h22_engine_without_a_version_of_ours_is_refused(fake: tuple[FakeE
         await driver.weight_version()
 
 
-@pytest.mark.parametrize("answer", [b"{", b"[]", b"null", b"<html>"])
+@pytest.mark.parametrize("answer", [b"{", b"[]", b"null", b"<html>", b"[" * 100_000])
 async def test_answer_that_can_not_be_read_has_an_unknown_outcome(answer: bytes) -> None:
     async def serve(request: web.Request) -> web.Response:
         return web.Response(body=answer, content_type="application/json")
@@ -200,9 +245,28 @@ async def test_answer_that_can_not_be_read_has_an_unknown_outcome(answer: bytes)
     app = web.Application()
     app.router.add_post("/update_weights_from_disk", serve)
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        driver = SGLang(session, url=str(server.make_url("")).rstrip("/"), admin_key="key", call_s=5)
+        driver = SGLang(session, url=str(server.make_url("")).rstrip("/"), admin_key="key", call_s=PATIENT_S)
         with pytest.raises(OutcomeUnknown):
             await driver.update(Path("/weights/0-1"), VERSION)
+
+
+async def say_without_end(request: web.Request) -> web.StreamResponse:
+    """Good JSON, as far as it goes, until the caller leaves."""
+    answer = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await answer.prepare(request)
+    await answer.write(b'{"message": "')
+    while True:
+        await answer.write(b"x" * MAX_STATUS_BYTES)
+
+
+async def test_answer_of_an_engine_without_an_end_is_read_no_further() -> None:
+    """The agent read it until its memory ended, or its time."""
+    app = web.Application()
+    app.router.add_post("/pause_generation", say_without_end)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        driver = SGLang(session, url=str(server.make_url("")).rstrip("/"), admin_key="key", call_s=PATIENT_S)
+        with pytest.raises(OutcomeUnknown, match="/pause_generation answered with more than 67108864 bytes"):
+            await driver.pause()
 
 
 @pytest.mark.parametrize(
@@ -268,7 +332,7 @@ async def answering(tmp_path: Path) -> AsyncIterator[tuple[dict[str, Any], Train
     runner = web.AppRunner(app)
     await runner.setup()
     await web.UnixSite(runner, str(tmp_path / "t.sock")).start()
-    rank = TrainerRank(tmp_path / "t.sock", progress_s=5)
+    rank = TrainerRank(tmp_path / "t.sock", progress_s=PATIENT_S)
     yield said, rank
     await rank.close()
     await runner.cleanup()
@@ -288,6 +352,27 @@ async def test_refusal_of_a_trainer_comes_in_its_words(answering: tuple[dict[str
         await rank.train(9, Path("/shard"))
 
 
+async def test_trainer_that_says_it_is_not_there_is_unsuitable(answering: tuple[dict[str, Any], TrainerRank]) -> None:
+    """It was believed: the engine took the devices back beside it."""
+    said, rank = answering
+    said["body"] = {"state": "Absent", "rank": 0, "lineage": 2}
+    with pytest.raises(Unsuitable, match="answered that it is Absent"):
+        await rank.status()
+
+
+async def test_answer_of_a_trainer_without_an_end_is_read_no_further(tmp_path: Path) -> None:
+    app = web.Application()
+    app.router.add_post("/v1/train", say_without_end)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(tmp_path / "t.sock")).start()
+    rank = TrainerRank(tmp_path / "t.sock", progress_s=PATIENT_S)
+    with pytest.raises(OutcomeUnknown, match="/v1/train answered with more than 1048576 bytes"):
+        await rank.train(1, Path("/shard"))
+    await rank.close()
+    await runner.cleanup()
+
+
 async def test_trainer_of_another_protocol_is_unsuitable(answering: tuple[dict[str, Any], TrainerRank]) -> None:
     said, rank = answering
     said["body"] = {"protocol": 9, "state": "Onloaded", "rank": 0, "lineage": 2}
@@ -297,8 +382,11 @@ async def test_trainer_of_another_protocol_is_unsuitable(answering: tuple[dict[s
 
 @pytest.fixture
 async def working(tmp_path: Path) -> AsyncIterator[tuple[dict[str, Any], Path]]:
-    """A trainer in the middle of a step: `done` ends it, `progress` is what it says of it; None: nothing at all."""
-    step: dict[str, Any] = {"done": asyncio.Event(), "progress": 0}
+    """A trainer in the middle of a step: `done` ends it, `progress` is what it says of it; None: nothing at all.
+
+    `now`: a clock that goes on by a second with each look at it.
+    """
+    step: dict[str, Any] = {"done": asyncio.Event(), "progress": 0, "now": 0.0}
 
     def status() -> web.Response:
         body = {"state": "Training", "rank": 0, "lineage": 1, "progress": step["progress"]}
@@ -309,11 +397,12 @@ async def working(tmp_path: Path) -> AsyncIterator[tuple[dict[str, Any], Path]]:
         return status()
 
     async def state(request: web.Request) -> web.Response:
+        step["now"] += 1
         if step["progress"] is None:
             await step["done"].wait()
         else:
             step["progress"] += step.get("pace", 0)
-            if step["progress"] > 30:
+            if step["progress"] > PROGRESS_S:
                 step["done"].set()
         return status()
 
@@ -327,8 +416,13 @@ async def working(tmp_path: Path) -> AsyncIterator[tuple[dict[str, Any], Path]]:
     await runner.cleanup()
 
 
-async def train_in(socket: Path, *, lease_s: float = 10.0) -> Any:
-    rank = TrainerRank(socket, progress_s=0.2, heartbeat_s=0.02, lease_s=lease_s)
+async def train_in(
+    step: dict[str, Any], socket: Path, *, heartbeat_s: float = SOON_S, lease_s: float = 2 * PROGRESS_S
+) -> Any:
+    """heartbeat_s: also what an answer about a step may take."""
+    rank = TrainerRank(
+        socket, progress_s=PROGRESS_S, heartbeat_s=heartbeat_s, lease_s=lease_s, clock=lambda: float(step["now"])
+    )
     try:
         return await rank.train(1, Path("/shard"))
     finally:
@@ -338,21 +432,20 @@ async def train_in(socket: Path, *, lease_s: float = 10.0) -> Any:
 async def test_step_takes_as_long_as_it_makes_progress(working: tuple[dict[str, Any], Path]) -> None:
     step, socket = working
     step["pace"] = 1
-    started = time.monotonic()
-    await train_in(socket)
-    assert time.monotonic() - started > 0.4, "longer than its deadline without progress"
+    await train_in(step, socket, heartbeat_s=5 * SOON_S)
+    assert step["now"] > PROGRESS_S, "longer than its deadline without progress"
 
 
 async def test_step_without_progress_ends_at_its_deadline(working: tuple[dict[str, Any], Path]) -> None:
-    with pytest.raises(OutcomeUnknown, match=r"no progress for 0\.2 s"):
-        await train_in(working[1])
+    with pytest.raises(OutcomeUnknown, match=r"no progress for 4 s"):
+        await train_in(*working)
 
 
 async def test_h45_trainer_that_gives_no_sign_of_life_loses_its_lease(working: tuple[dict[str, Any], Path]) -> None:
     step, socket = working
     step["progress"] = None
-    with pytest.raises(OutcomeUnknown, match=r"no sign of life for 0\.1 s"):
-        await train_in(socket, lease_s=0.1)
+    with pytest.raises(OutcomeUnknown, match=r"no sign of life for 2 s"):
+        await train_in(step, socket, lease_s=2)
 
 
 async def test_trainer_that_does_not_listen_yet_is_unknown(tmp_path: Path) -> None:

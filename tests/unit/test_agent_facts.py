@@ -780,7 +780,7 @@ class World:
                 assert_never(action)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @example({15: Chance.AGENT_RESTARTS, 19: Chance.TRAINER_DIES, 29: Chance.TRAINER_DIES}, 1)
 @pytest.mark.parametrize(
     ("ladder", "keeps"),

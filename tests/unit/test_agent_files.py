@@ -18,7 +18,7 @@ import xxhash
 from aiohttp import web
 
 from colocated_rl_agent.__main__ import install_runner
-from colocated_rl_agent.batches import ShardUnavailable, fetch_shard, remove_shards, shard_path
+from colocated_rl_agent.batches import Shards, ShardUnavailable, fetch_shard, remove_shards, shard_path
 from colocated_rl_agent.exports import ExportTorn, exports_in, remove_exports, verify_export
 from colocated_rl_api.batch import DIGEST_HEADER
 from colocated_rl_api.ladder import WeightVersion
@@ -49,6 +49,10 @@ def flip_last_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+
+
+def write_index(export: Path, weight_map: object) -> None:
+    (export / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def sha256(path: Path) -> str:
@@ -98,6 +102,9 @@ def test_export_may_be_hashed_with_either_algorithm(export: Path, digest: Callab
         (lambda export: (export / "more.safetensors").touch(), "its manifest names"),
         (lambda export: replace_by_directory(export / "model.safetensors"), "can't be read.* through the pod's group"),
         (lambda export: edit_manifest(export, lambda it: it.update(tensors={})), "differ in 1 tensors, first weight"),
+        (lambda export: write_index(export, {"weight": "model-1-of-2.safetensors"}), r"names \['model-1-of-2.safe"),
+        (lambda export: write_index(export, {}), r"index.json names \[\], the export holds \['model.safetensors'\]"),
+        (lambda export: write_index(export, None), "index.json can't be read"),
     ],
 )
 def test_h51_h52_damaged_export_is_refused_with_what_is_wrong(
@@ -106,6 +113,11 @@ def test_h51_h52_damaged_export_is_refused_with_what_is_wrong(
     damage(export)
     with pytest.raises(ExportTorn, match=words):
         verify_export(export.parent, VERSION)
+
+
+def test_export_may_have_an_index_of_its_files(export: Path) -> None:
+    write_index(export, {"weight": "model.safetensors"})
+    verify_export(export.parent, VERSION)
 
 
 def test_manifest_can_not_point_outside_of_its_directory(export: Path) -> None:
@@ -166,7 +178,7 @@ async def controller(tmp_path: Path) -> AsyncIterator[Controller]:
 
 
 async def fetch(controller: Controller, directory: Path) -> Path:
-    return await fetch_shard(controller.client, controller.endpoint, directory, step=4, rank=1, deadline_s=5)
+    return await fetch_shard(controller.client, controller.endpoint, directory, step=4, rank=1, deadline_s=60)
 
 
 async def test_shard_is_written_whole(controller: Controller, tmp_path: Path) -> None:
@@ -187,6 +199,18 @@ async def test_shard_that_can_not_be_had_whole_is_not_there_and_the_error_names_
         with pytest.raises(ShardUnavailable, match=words):
             await fetch(controller, tmp_path)
         assert not shard_path(tmp_path, step=4, rank=1).exists()
+
+
+async def test_what_stands_in_the_way_of_shards_is_waited_for(controller: Controller, tmp_path: Path) -> None:
+    """The agent ended of it, and so did the next one: a trainer with a reference writes here too."""
+    in_the_way = shard_path(tmp_path, step=3, rank=1)
+    in_the_way.mkdir()
+    shards = Shards(controller.client, tmp_path, range(1, 2), deadline_s=60)
+    with pytest.raises(ShardUnavailable, match=str(in_the_way)):
+        await shards.fetch(controller.endpoint, 4)
+    in_the_way.rmdir()
+    await shards.fetch(controller.endpoint, 4)
+    assert 4 == shards.step
 
 
 async def test_rollout_controller_that_does_not_listen_is_named(controller: Controller, tmp_path: Path) -> None:
@@ -216,9 +240,10 @@ def test_runner_is_installed_by_the_command_of_the_init_container(tmp_path: Path
     assert (tmp_path / "runner").exists()
 
 
-def test_header_of_a_file_that_is_no_safetensors_is_not_believed(export: Path) -> None:
+@pytest.mark.parametrize("start", [struct.pack("<Q", 2**60) + b"x", struct.pack("<Q", 200_000) + b"[" * 200_000, b"x"])
+def test_header_of_a_file_that_is_no_safetensors_is_not_believed(export: Path, start: bytes) -> None:
     path = export / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", 2**60) + b"x")
+    path.write_bytes(start)
     edit_manifest(export, lambda it: it.update(digests={path.name: xxh3(path)}))
     with pytest.raises(ExportTorn, match="not a safetensors file"):
         verify_export(export.parent, VERSION)

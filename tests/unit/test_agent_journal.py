@@ -126,12 +126,13 @@ def test_record_that_finds_no_room_was_never_written_and_spoils_none_that_follow
 
 
 def test_journal_that_cannot_be_rewritten_goes_on_in_its_own_file(tmp_path: Path) -> None:
-    """The old file was closed first: what came next was written to whatever had got its number since."""
+    """The old file was closed first: what came next was written to whatever had got its number since. And a record that
+    was written was said not to be.
+    """
     journal = Journal(tmp_path, rewrite_after=1)
     (tmp_path / FILE).with_suffix(".draft").mkdir()
-    with pytest.raises(IsADirectoryError):
-        journal.epoch_accepted(4)
-    with (tmp_path / "another").open("wb"), pytest.raises(IsADirectoryError):
+    journal.epoch_accepted(4)
+    with (tmp_path / "another").open("wb"):
         journal.epoch_accepted(5)
     assert b"" == (tmp_path / "another").read_bytes()
     (tmp_path / FILE).with_suffix(".draft").rmdir()

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,10 @@ from colocated_rl_agent.runner_link import Device as Memory
 from colocated_rl_operator import resources
 from fakes.device import GIB, TOTAL_BYTES, Device
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0  # less than what is killed would live by itself
 
 
+@cache
 def oldest_python() -> str:
     """An interpreter of at least 3.9, of those that this machine has: the runner runs in images that are not ours."""
     named = [shutil.which(f"python3.{minor}") for minor in range(9, 15)]
@@ -50,7 +52,6 @@ def oldest_python() -> str:
     return versions[min(version for version in versions if version >= (3, 9))]
 
 
-PYTHON = oldest_python()
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
@@ -72,7 +73,7 @@ class Container:
     async def start(self, *, grace_s: float = 60.0, env: Mapping[str, str] | None = None) -> None:
         with self.output.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
-                PYTHON,
+                oldest_python(),
                 runner.__file__,
                 env={
                     **os.environ,
@@ -132,6 +133,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def children(pid: int) -> str:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
+
+
 async def test_child_runs_with_its_own_environment_and_reports_its_exit(tmp_path: Path) -> None:
     async with container(tmp_path) as it:
         script = "import os; print(os.environ['A'], os.environ.get('LEAKED')); raise SystemExit(3)"
@@ -147,6 +152,58 @@ async def test_output_of_a_child_is_passed_on_with_its_name_and_without_secrets(
         )
         await it.exited(incarnation)
         assert "[engine-0] key=*** ok" in it.output.read_text().splitlines()
+
+
+async def test_nothing_runs_after_a_start_that_was_refused(tmp_path: Path) -> None:
+    """It ran, and nobody knew of it: what was wrong with the secrets was seen when it had been started."""
+    async with container(tmp_path) as it:
+        with pytest.raises(RunnerRefused, match="BadRequest"):
+            await it.link.start("engine-0", SLEEP, {}, secrets=["\ud800"])
+        assert "" == children(it.process.pid)
+
+
+async def test_runner_whose_output_nobody_reads_goes_on_and_says_what_was_lost(tmp_path: Path) -> None:
+    """It waited for its reader, and the agent could end no engine meanwhile."""
+    os.mkfifo(tmp_path / "output")
+    reader = os.open(tmp_path / "output", os.O_RDONLY | os.O_NONBLOCK)  # or to open it would wait for the runner
+    os.set_blocking(reader, True)
+    said = bytearray()
+
+    async def hear(words: bytes) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while words not in said:
+                said.extend(await asyncio.to_thread(os.read, reader, 1 << 20))
+
+    try:
+        async with container(tmp_path) as it:
+            print_more = f"print(('x' * 1023 + '\\n') * {2 * runner.MAX_UNREAD // 1024})"
+            loud = await it.link.start("engine-0", [sys.executable, "-c", print_more], {})
+            assert 0 == (await it.exited(loud)).code
+            await hear(b'"event": "output lost", "role": "runner", "lines": ')
+            assert runner.MAX_UNREAD < len(said) < 2 * runner.MAX_UNREAD, "what it kept, and no more"
+            await it.link.start("engine-0", ["echo", "it", "reads", "again"], {})
+            await hear(b"[engine-0] it reads again\n")
+            await it.link.exit(7)
+            await hear(b'"event": "runner ending"')
+            assert 7 == await it.process.wait()
+    finally:
+        os.close(reader)
+
+
+async def test_secret_that_is_empty_is_none(tmp_path: Path) -> None:
+    async with container(tmp_path) as it:
+        incarnation = await it.link.start("engine-0", ["echo", "words"], {}, secrets=[""])
+        assert ("words",) == (await it.exited(incarnation)).tail
+
+
+async def test_secret_is_not_cut_in_two_where_a_long_line_is(tmp_path: Path) -> None:
+    """An engine writes all its arguments into one line, and both halves of its key could be shown."""
+    async with container(tmp_path) as it:
+        script = f"print('x' * {runner.MAX_OUTPUT_LINE - 4} + 'hunter22' + 'y' * 9000, end='')"
+        incarnation = await it.link.start("engine-0", [sys.executable, "-c", script], {}, secrets=["hunter22"])
+        await it.exited(incarnation)
+        said = it.output.read_text().replace("\n[engine-0] ", "")
+        assert "xxx***yyy" in said
 
 
 async def test_progress_bar_in_the_output_is_shown_as_it_ended(tmp_path: Path) -> None:
@@ -190,6 +247,28 @@ async def test_h45_child_is_gone_only_when_what_left_its_group_is(tmp_path: Path
         assert not is_alive(pid)
 
 
+def test_h45_a_process_that_becomes_another_program_shows_whose_it_is_all_the_same(tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    again.write_text('#!/bin/sh\nexec "$0"\n')
+    again.chmod(0o755)
+    with subprocess.Popen([again], env={"OF": "i1"}) as process:
+        try:
+            assert all(b"OF=i1" in runner.environment(Path(f"/proc/{process.pid}")) for _ in range(3000))
+        finally:
+            process.kill()
+
+
+def test_what_left_a_group_is_there_until_it_has_ended_though_it_shows_its_mark_no_more() -> None:
+    """The kernel takes the environment of a process first, and closes its devices then."""
+    with subprocess.Popen(SLEEP) as ending:
+        known = {ending.pid: runner.begun(ending.pid) or "", os.getpid(): "of an earlier one of this number"}
+        assert runner.kill_strays("i1", known)
+        assert [ending.pid] == [*known]
+        ending.kill()
+        os.waitid(os.P_PID, ending.pid, os.WEXITED | os.WNOWAIT)  # nobody has collected it
+        assert not runner.kill_strays("i1", known)
+
+
 async def test_dead_leader_is_gone_only_when_its_ranks_are(tmp_path: Path) -> None:
     async with container(tmp_path) as it:
         script = (
@@ -212,6 +291,19 @@ async def test_stopped_child_that_ignores_the_signal_is_killed_after_its_grace(t
         await file_line(tmp_path / "up")
         await it.link.stop("trainer-0", grace_s=0.2)
         assert -signal.SIGKILL == (await it.exited(incarnation)).code
+
+
+def test_child_that_is_gone_is_not_signalled_again() -> None:
+    """Its number is another's by then: here that of a process which is not the runner's at all."""
+    with subprocess.Popen(SLEEP, stdout=subprocess.PIPE, start_new_session=True) as other:
+        child = runner.Child("engine-0", "i1", other, [])
+        child.gone = True
+        child.signal(signal.SIGKILL)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.1)
+        child.gone = False
+        child.signal(signal.SIGKILL)
+        assert -signal.SIGKILL == other.wait(DEADLINE_S)
 
 
 async def test_running_name_is_not_started_twice(tmp_path: Path) -> None:
@@ -415,7 +507,9 @@ def test_grace_of_the_pod_is_what_the_runner_takes_it_for() -> None:
 
 def test_runner_imports_nothing_but_the_standard_library() -> None:
     """It runs in a vendor's image: isolated from site-packages it must still load."""
-    subprocess.run([PYTHON, "-I", "-S", "-c", f"import runpy; runpy.run_path({runner.__file__!r})"], check=True)
+    subprocess.run(
+        [oldest_python(), "-I", "-S", "-c", f"import runpy; runpy.run_path({runner.__file__!r})"], check=True
+    )
 
 
 def test_runner_keeps_to_the_syntax_of_old_pythons() -> None:

@@ -33,10 +33,14 @@ class Server:
         return "answer"
 
 
-def beats_until(enough: threading.Event, beat: Beat) -> str:
-    while not enough.wait(0.001):
-        beat()
-    return "all of it"
+class Clock:
+    """Stands still but for the test."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 async def test_call_returns_or_raises_what_the_file_system_said() -> None:
@@ -71,12 +75,20 @@ async def test_silent_call_is_given_up_and_no_other_begins_before_it_has_ended()
 
 
 async def test_call_that_gets_on_may_take_as_long_as_it_needs() -> None:
-    volume, enough = Volume(PLACE, silent_s=SOON_S), threading.Event()
-    reading = asyncio.create_task(volume.call("read", lambda beat: beats_until(enough, beat)))
+    clock, server = Clock(), Server()
+    volume = Volume(PLACE, silent_s=SOON_S, clock=clock)
+
+    def read_slowly(beat: Beat) -> str:
+        for _ in range(5):
+            clock.now += 0.9 * SOON_S
+            beat()
+        return server.call(beat)
+
+    reading = asyncio.create_task(volume.call("read", read_slowly))
     done, _ = await asyncio.wait({reading}, timeout=5 * SOON_S)
     assert not done
-    enough.set()
-    assert "all of it" == await reading
+    server.answers.set()
+    assert "answer" == await reading
 
 
 def test_process_ends_although_a_call_of_it_does_not() -> None:
@@ -94,6 +106,13 @@ def test_threads_give_results_in_order_or_what_the_first_failed_one_raised() -> 
     assert [1, 4, 9] == in_threads("square", lambda number: number**2, [1, 2, 3], at_once=2)
     with pytest.raises(ZeroDivisionError):
         in_threads("invert", lambda number: 1 / number, [1, 0, 2], at_once=2)
+
+
+def test_an_export_of_thousands_of_files_takes_no_more_threads_than_one_of_a_few() -> None:
+    """A pod may have so many processes and threads, and a thread for each file was more."""
+    used = in_threads("look", lambda _: threading.current_thread(), range(3000), at_once=2)
+    assert 3000 == len(used)
+    assert 2 >= len({*used})
 
 
 class Held(PosixPath):

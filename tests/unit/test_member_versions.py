@@ -1,4 +1,4 @@
-"""After an upgrade a newer operator speaks to older members, and their job's file may be a newer one."""
+"""In an upgrade parts meet newer ones: members an operator and their job's file, an operator the CRD."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from colocated_rl_api.job import ColocatedRLJobSpec, Evaluation
 from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import Endpoint, Goal, JobFile, PodTarget, Rendezvous, RolloutTarget, read_target
 from colocated_rl_operator.belongings import config
+from colocated_rl_operator.observe import read_job
 
 NEWER = {"aFieldOfTomorrow": {"with": ["parts"]}, "another": 1}
 
@@ -61,6 +62,17 @@ def test_a_job_file_of_a_newer_operator_is_read_as_far_as_it_is_known() -> None:
 def test_a_target_of_a_newer_operator_is_read_as_far_as_it_is_known(target: PodTarget | RolloutTarget) -> None:
     """`evaluation` is a part of the resource, which is strict elsewhere: the link was closed over it."""
     assert target == read_target(json.dumps(newer(target.model_dump(mode="json", by_alias=True))))
+
+
+def test_a_job_of_a_newer_crd_is_read_as_far_as_it_is_known() -> None:
+    """A default that the new CRD put into every job stalled those of an operator that was not upgraded yet."""
+    job = make_job()
+    metadata = {"namespace": job.namespace, "name": job.name, "uid": job.uid, "generation": job.generation}
+    spec = make_manifest()["spec"]
+    body = {"metadata": metadata | {"creationTimestamp": job.created.isoformat()}, "spec": spec | NEWER}
+    for part in ("gpus", "rollout"):
+        body["spec"][part] = spec.get(part, {}) | NEWER
+    assert job.spec == read_job(body).spec
 
 
 def test_what_people_write_is_read_strictly_all_the_same() -> None:

@@ -17,7 +17,7 @@ import aiohttp
 import uvloop
 from prometheus_client import REGISTRY
 
-from colocated_rl_agent import runner
+from colocated_rl_agent import garbage, runner
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.drivers.sglang import IDLE_CONNECTION_S
 from colocated_rl_agent.settings import Settings, SettingsError, read_settings
@@ -35,6 +35,7 @@ async def serve(settings: Settings) -> None:
         connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False
     ) as session:
         agent = Agent(settings, session, REGISTRY)
+        garbage.look_seldom()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, agent.end)
         await agent.run()

@@ -264,9 +264,7 @@ class Agent:
             self._fail("VolumeSilent", str(error))
             await asyncio.sleep(VOLUME_AGAIN_S)
         finally:
-            if isinstance(
-                action, do.Export | do.StopTrainers | do.RemoveExports
-            ):  # one that is stopped may have written
+            if isinstance(action, do.Export | do.StopTrainers | do.RemoveExports):  # who is stopped may have written
                 self._exports.may_have_changed()
                 self._look_again.set()
             log(

@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 
 from colocated_rl_api.batch import DIGEST_HEADER
+from colocated_rl_api.logs import in_words
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
 
@@ -42,15 +43,15 @@ class Shards:
 
     async def fetch(self, endpoint: Endpoint, step: int) -> None:
         """Raises ShardUnavailable."""
-        await asyncio.to_thread(remove_shards, self._directory, below=step)
         try:
+            await asyncio.to_thread(remove_shards, self._directory, below=step)
             for rank in self._ranks:
                 await fetch_shard(
                     self._client, endpoint, self._directory, step=step, rank=rank, deadline_s=self._deadline_s
                 )
-        except ShardUnavailable:
+        except (ShardUnavailable, OSError) as error:
             self.fetch_after = time.monotonic() + FETCH_AGAIN_S
-            raise
+            raise ShardUnavailable(str(error)) from error
         self.step = step
 
 
@@ -90,7 +91,7 @@ async def fetch_shard(
                     digest.update(piece)
                     await asyncio.to_thread(stream.write, piece)  # gigabytes: a disk that lags behind holds its writer
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ShardUnavailable(f"{what}: {error!r}") from error
+        raise ShardUnavailable(f"{what}: {in_words(error)}") from error
     if digest.hexdigest() != expected:
         raise ShardUnavailable(
             f"{what}: digest {digest.hexdigest()[:16]}, the header says {(expected or 'nothing')[:16]}"

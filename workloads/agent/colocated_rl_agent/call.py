@@ -48,7 +48,10 @@ class Call:
 
     @property
     def path(self) -> str:
-        return self.target.partition(b"?")[0].decode("latin-1")
+        target = self.target.partition(b"?")[0].decode("latin-1")
+        if target.startswith(("http://", "https://")):  # as a client writes it that takes this for a proxy
+            return "/" + target.partition("://")[2].partition("/")[2]
+        return target
 
     @property
     def has_body(self) -> bool:

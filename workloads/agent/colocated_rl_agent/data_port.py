@@ -26,6 +26,7 @@ from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrad
 from colocated_rl_agent.call import Call, Malformed, too_large
 from colocated_rl_agent.deadline import Deadline
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
+from colocated_rl_api.listening import listen
 from colocated_rl_api.logs import log
 from colocated_rl_member.data import DATA_IDLE_S
 from colocated_rl_member.room import LINGER_S, RoomFor
@@ -36,12 +37,13 @@ LOG = logging.getLogger(__name__)
 CALLER_S = 20.0  # for a caller to send a head or a body, or to read what was written
 HANDSHAKE_S = 10.0
 MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
-MAX_CONNECTIONS = 32_768  # twice what a gate lets in, each with buffers of its own
+MAX_CONNECTIONS = 12_288  # each with buffers of its own
+MAX_STRANGERS = 4096  # connections that have not shown the token: with TLS 140 MB
 MAX_WAITING = 8  # requests that are sent before the one in front of them is answered
 UNREAD_BYTES = 64 * 1024  # of a body that nobody reads yet
 UNSENT_BYTES = 64 * 1024  # beyond it, a caller has to read before it gets more
 BACKLOG = 1024
-NOTED = {b"authorization", b"content-encoding", b"content-length", b"expect", b"transfer-encoding"}
+NOTED = {b"authorization", b"content-encoding", b"content-length", b"expect", b"host", b"transfer-encoding"}
 ONLY = {b"content-encoding": "identity", b"expect": "100-continue", b"transfer-encoding": "chunked"}
 
 
@@ -72,6 +74,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._port.has_gone(self)
         self._deadline.end()
+        del self._parser  # it holds this connection
         self._calls.clear()
         if self._task is not None:
             self._task.cancel()
@@ -142,7 +145,7 @@ class Connection(asyncio.Protocol):
         if name in NOTED:
             if name in call.headers:
                 raise Malformed(400, f"{name.decode()} comes twice")
-            call.headers[name] = value.decode("latin-1")
+            call.headers[name] = value.decode("latin-1").strip(" \t")
 
     def on_headers_complete(self) -> None:
         call = self._arriving
@@ -162,6 +165,8 @@ class Connection(asyncio.Protocol):
         call = self._arriving
         assert call is not None
         if call.arrive(piece) > UNREAD_BYTES and not self._is_paused:
+            if call is not self._calls[0]:  # to leave it unread hides that its caller left the one in front
+                raise Malformed(429, f"a body of over {UNREAD_BYTES} bytes does not wait behind another request")
             self._is_paused = True
             self._transport.pause_reading()
 
@@ -211,9 +216,11 @@ class Connection(asyncio.Protocol):
             self._advance()
         elif not self._port.admits(call.headers.get(b"authorization")):
             call.keep_alive = False  # who has no token keeps no connection
-            call.refuse(401, "the data token of the job is needed: Authorization: Bearer TOKEN")
+            more = "WWW-Authenticate: Bearer\r\n"
+            call.refuse(401, "the data token of the job is needed: Authorization: Bearer TOKEN", more=more)
             self._advance()
         else:
+            self._port.strangers.discard(self)
             self._task = asyncio.get_running_loop().create_task(self._port.handle(call))
             self._port.tasks.add(self._task)
             self._task.add_done_callback(self._handled)
@@ -278,7 +285,8 @@ class Connection(asyncio.Protocol):
 
 class DataPort:
     """handle: answers a call. admits: whether an Authorization header does. caller_s: to send a head, or to read.
-    idle_s: between two requests. max_connections: who comes beyond them is turned away.
+    idle_s: between two requests. max_connections: who comes beyond them is turned away; so is who comes beyond
+    max_strangers that have not shown the token yet.
     """
 
     def __init__(
@@ -289,35 +297,41 @@ class DataPort:
         caller_s: float = CALLER_S,
         idle_s: float = DATA_IDLE_S,
         max_connections: int = MAX_CONNECTIONS,
+        max_strangers: int = MAX_STRANGERS,
     ) -> None:
         self.handle = handle
         self.admits = admits
         self.caller_s, self.idle_s = caller_s, idle_s
-        self.max_connections = max_connections
+        self.max_connections, self.max_strangers = max_connections, max_strangers
         self.connections: set[Connection] = set()
+        self.strangers: set[Connection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self._all_gone = asyncio.Event()
 
     def has_come(self, connection: Connection) -> None:
         self.connections.add(connection)
+        self.strangers.add(connection)
         self._all_gone.clear()
 
     def has_gone(self, connection: Connection) -> None:
         self.connections.discard(connection)
+        self.strangers.discard(connection)
         if not self.connections:
             self._all_gone.set()
+
+    def _held(self) -> int:
+        """All of the room, when strangers have theirs."""
+        return self.max_connections if len(self.strangers) >= self.max_strangers else len(self.connections)
 
     @asynccontextmanager
     async def listening(self, host: str, port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
         """The port. At its end, answers under way have SHUTDOWN_S."""
         self._all_gone.set()
         server = await asyncio.get_running_loop().create_server(
-            RoomFor(self.max_connections, lambda: len(self.connections), lambda: Connection(self)),
-            host,
-            port,
+            RoomFor(self.max_connections, self._held, lambda: Connection(self)),
+            sock=listen(host, port),
             ssl=context,
             ssl_handshake_timeout=HANDSHAKE_S if context else None,
-            reuse_address=True,
             backlog=BACKLOG,
         )
         try:

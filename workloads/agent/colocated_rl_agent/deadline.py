@@ -6,6 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 
+def _nobody() -> None:
+    """Is late."""
+
+
 class Deadline:
     """Calls `late` when a time has passed that was not moved or cleared before. Its timer runs late, never early."""
 
@@ -28,7 +32,8 @@ class Deadline:
         self._at = None
 
     def end(self) -> None:
-        self._at = None
+        """Also of what it would have called, which holds it."""
+        self._at, self._late = None, _nobody
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

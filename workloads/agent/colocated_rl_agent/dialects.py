@@ -6,17 +6,23 @@ gets the whole, also when the stream broke off; and it says how the request ende
 a switch aborted, is an answer with finish reason "abort"; an engine's own error is `Refused` with its status (H8).
 
 What can't be told from an interrupted one or continued faithfully is refused: several prompts or samples in a request.
+
+JSON is read and written by pydantic's own parser: for a prompt of 1,000 ids it takes a third of the standard library's
+time, for log-probabilities a sixth.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import uuid
+import itertools
+import math
+import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from pydantic_core import from_json, to_json
 
 from colocated_rl_api.ladder import WeightVersion
 
@@ -26,9 +32,20 @@ DEFAULT_LIMIT = 128  # tokens, the engine's own
 ABORTED_WHILE_COMPILING = "Aborted by AbortReq."  # the one abort of ours that carries an error status
 ENGINE_LOST = {"type": "abort", "message": "the engine was lost"}
 DONE = b"[DONE]"
+MOST_TOP_K = 1 << 30  # the engine's word for all tokens; what is larger than 32 bits it dies of
+AS_OBJECTS = 4  # memory of parsed log-probabilities, in bytes of their JSON
 
-_UNFINISHED = re.compile(rb'"finish_reason": ?null')
+OF_EACH_SAMPLE = (  # may be lists where a request has several; in a request for one the scheduler dies of some
+    "return_logprob", "logprob_start_len", "top_logprobs_num", "return_sampling_mask", "sampling_logprobs_mode",
+    "return_hidden_states", "lora_path", "lora_id", "custom_logit_processor", "extra_key", "bootstrap_host",
+    "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
+)  # fmt: skip
+
+_UNFINISHED, _UNFINISHED_SPACED = b'"finish_reason":null', b'"finish_reason": null'
 _JOINED = {"text", "content", "reasoning_content", "arguments"}  # strings that come in pieces
+
+
+_process, _number = secrets.token_hex(8), itertools.count()
 
 
 class Refused(Exception):
@@ -58,7 +75,10 @@ class Reply(Protocol):
         """Note an event; what a caller who streams gets for it, if anything."""
 
     def forget(self) -> None:
-        """Let go of what is held only for the case that the engine is lost."""
+        """There is no room: let go of what is held only for the case that the engine is lost.
+
+        Raises Refused for one that has to be held, and goes on growing.
+        """
 
     def rest(self) -> bytes | None:
         """After the last event: what a caller who streams is still owed, because the engine broke off."""
@@ -81,8 +101,8 @@ class Request:
 class Dialect(Protocol):
     path: str
 
-    def request(self, body: bytes) -> Request:
-        """Raises Refused with 400."""
+    def request(self, body: bytes, vocabulary: int | None = None) -> Request:
+        """vocabulary: token ids are below it; None: nobody knows. Raises Refused with 400."""
 
     def reply(self, request: Request, version: WeightVersion) -> Reply: ...
 
@@ -93,22 +113,32 @@ class Native:
 
     path = "/generate"
 
-    def request(self, body: bytes) -> Request:
+    def request(self, body: bytes, vocabulary: int | None = None) -> Request:
         asked = _object(body)
+        _require_one_sample(asked)
         text, input_ids, sampling = asked.get("text"), asked.get("input_ids"), asked.get("sampling_params")
-        if text is not None and not isinstance(text, str):
-            raise Refused(400, "text must be one string: send each sample as a request of its own")
-        if input_ids is not None and not _is_ids(input_ids):
-            raise Refused(400, "input_ids must be one list of numbers: send each sample as a request of its own")
+        if text is not None and not (text and isinstance(text, str)):
+            raise Refused(400, "text must be one string that is not empty: send each sample as a request of its own")
+        if input_ids is not None:
+            _require_known(vocabulary, "input_ids", input_ids)
+        if asked.get("input_embeds") is not None:
+            raise Refused(400, "input_embeds may be of several samples, and have no ids to go on from: send input_ids")
         if sampling is not None and not isinstance(sampling, dict):
             raise Refused(400, "sampling_params must be an object")
-        sampling = sampling or {}
-        if sampling.get("n", 1) != 1:
-            raise Refused(400, "n must be 1: send each sample as a request of its own")
-        rid = uuid.uuid4().hex
+        sampling, streams = sampling or {}, _streams(asked)
+        if sampling.get("n", 1) != 1 or sampling.get("beam_width") not in (None, 1):
+            raise Refused(400, "n and beam_width must be 1: send each sample as a request of its own")
+        if asked.get("positional_embed_overrides") is not None:
+            raise Refused(400, "positional_embed_overrides are not taken")
+        _spare_engine(asked, "logprob_start_len", least=-1)
+        _spare_engine(asked, "top_logprobs_num", most=vocabulary)
+        _spare_engine(sampling, "top_k", most=MOST_TOP_K)
+        if sampling.get("min_new_tokens") and sampling.get("stop_token_ids"):
+            _require_known(vocabulary, "stop_token_ids", sampling["stop_token_ids"])
+        rid = _new_rid()
         spaced = {"stream_interval": _interval(sampling.get("max_new_tokens")), **sampling}
-        body = _json({**asked, "rid": rid, "stream": True, "sampling_params": spaced})
-        return Request(rid, body, streams=bool(asked.get("stream")))
+        body = to_json({**asked, "rid": rid, "stream": True, "sampling_params": spaced})
+        return Request(rid, body, streams)
 
     def reply(self, request: Request, version: WeightVersion) -> Reply:
         return NativeReply(request.rid, version)
@@ -144,7 +174,7 @@ class NativeReply:
             return 0
 
     def take(self, event: bytes) -> bytes | None:
-        if _UNFINISHED.search(event) is not None:
+        if _UNFINISHED in event or _UNFINISHED_SPACED in event:
             self._last = event
             return event
         self._ended = True
@@ -154,7 +184,7 @@ class NativeReply:
         except Refused as refusal:
             self._refusal, self.outcome = refusal, "error"
             return event
-        self._last = event if state == said else _json(state)
+        self._last = event if state == said else to_json(state)
         self._tokens = len(state["output_ids"])
         self.outcome = "aborted" if state["meta_info"]["finish_reason"]["type"] == "abort" else "finished"
         return self._last
@@ -164,12 +194,12 @@ class NativeReply:
             self._last = b""
 
     def rest(self) -> bytes | None:
-        return None if self._ended else _json(self._state())
+        return None if self._ended else to_json(self._state())
 
     def answer(self) -> bytes:
         if self._refusal is not None:
             raise self._refusal
-        return self._last if self._ended else _json(self._state())
+        return self._last if self._ended else to_json(self._state())
 
     def _state(self) -> dict[str, Any]:
         said = _event(self._last) if self._last else {"text": "", "output_ids": []}
@@ -195,29 +225,33 @@ def last_state(said: dict[str, Any], *, rid: str, version: WeightVersion) -> dic
 class OpenAI:
     """`/v1/completions` and `/v1/chat/completions`. Chunks are pieces, and are joined for a caller who wants the whole.
 
-    prompt: the field that holds what to complete. whole: `object` of an answer that is not streamed.
+    whole: `object` of an answer that is not streamed.
     """
 
-    def __init__(self, path: str, *, prompt: str, whole: str) -> None:
+    def __init__(self, path: str, *, whole: str) -> None:
         self.path = path
-        self._prompt = prompt
         self._whole = whole
 
-    def request(self, body: bytes) -> Request:
+    def request(self, body: bytes, vocabulary: int | None = None) -> Request:
         asked = _object(body)
-        prompt, options = asked.get(self._prompt), asked.get("stream_options") or {}
-        if isinstance(prompt, list) and self._prompt == "prompt" and not _is_ids(prompt):
-            raise Refused(400, "prompt must be one string or one list of numbers: send each as a request of its own")
+        _require_one_sample(asked)
+        options = asked.get("stream_options") or {}
         if any(asked.get(name) not in (None, 1) for name in ("n", "best_of")):
             raise Refused(400, "n and best_of must be 1: send each sample as a request of its own")
         if not isinstance(options, dict):
             raise Refused(400, "stream_options must be an object")
-        rid = uuid.uuid4().hex
+        _spare_engine(asked, "top_k", most=MOST_TOP_K)
+        for name in ("logprobs", "top_logprobs"):
+            _spare_engine(asked, name, most=vocabulary)
+        for name in ("prompt", "input_ids", *(["stop_token_ids"] if asked.get("min_tokens") else [])):
+            if asked.get(name) and not isinstance(asked[name], str):
+                _require_known(vocabulary, name, asked[name])
+        rid, streams = _new_rid(), _streams(asked)
         counts = {"include_usage": True, "continuous_usage_stats": True}  # an engine that is lost has told what it made
         asked |= {"rid": rid, "stream_options": {**options, **counts}}
-        streams, asked["stream"] = bool(asked.get("stream")), True
+        asked["stream"] = True
         wants_usage, wants_counts = (bool(options.get(count)) for count in counts)
-        return Request(rid, _json(asked), streams, wants_usage, wants_counts)
+        return Request(rid, to_json(asked), streams, wants_usage, wants_counts)
 
     def reply(self, request: Request, version: WeightVersion) -> Reply:
         return OpenAIReply(request, version, whole=self._whole)
@@ -229,12 +263,13 @@ class OpenAIReply:
         self._head: dict[str, Any] = {"id": request.rid}
         self._choice: dict[str, Any] = {"index": 0}
         self._usage: dict[str, Any] = {}
-        self._metadata = {"weight_version": str(version)}
+        self._version = str(version)
         self._whole = whole
         self._refusal: Refused | None = None
         self.outcome = "aborted"
         self.tokens = 0
         self.size = 0
+        self._smallest = sys.maxsize
 
     def take(self, event: bytes) -> bytes | None:
         try:
@@ -256,41 +291,53 @@ class OpenAIReply:
         self._head |= chunk
         if usage is None or self._request.wants_counts or not self._request.streams:
             return event
-        return _json({**chunk, "choices": choices, "usage": None})
+        return to_json({**chunk, "choices": choices, "usage": None})
 
     def _keep(self, choice: dict[str, Any], size: int) -> None:
         """Of a choice that its caller gets piece by piece, how it ended."""
         if self._request.streams:
             choice = {"finish_reason": choice.get("finish_reason")}
-        else:
-            self.size += size
+        else:  # what all events have in common is not held
+            self._smallest = min(self._smallest, size)
+            self.size += AS_OBJECTS * (size - self._smallest)
         join(self._choice, choice)
 
     def forget(self) -> None:
-        """Nothing: all of it is the answer."""
+        """All of it is the answer."""
+        if self._choice.get("finish_reason") is None:
+            raise Refused(429, "there is no room to hold this answer until its end: ask for a stream, or send it later")
 
     def rest(self) -> bytes | None:
         if self._refusal is not None or self._choice.get("finish_reason") is not None:
             return None
         piece: dict[str, Any] = {"text": ""} if self._whole == "text_completion" else {"delta": {}}
-        return _json({**self._head, "choices": [{"index": 0, **piece, "finish_reason": "abort"}]})
+        return to_json({**self._head, "choices": [{"index": 0, **piece, "finish_reason": "abort"}]})
 
     def answer(self) -> bytes:
         if self._refusal is not None:
             raise self._refusal
         choice = dict(self._choice)
+        with _understood():
+            told = (choice.get("logprobs") or {}).get("content")
+            if told is not None and len(told) != self.tokens:  # H27
+                raise Refused(
+                    502,
+                    f"the engine gave log-probabilities of {len(told)} of {self.tokens} tokens: its streams of chats "
+                    "have none of a character's first bytes; /generate has all",
+                )
         choice["finish_reason"] = choice.get("finish_reason") or "abort"
         if self._whole == "text_completion":
             choice.setdefault("text", "")
         else:
             choice["message"] = {"role": "assistant", "content": ""} | (choice.pop("delta", None) or {})
-        return _json(
+        spans = [{"version": self._version, "start": 0, "end": self.tokens}]  # none changes while it is in flight
+        return to_json(
             {
                 **self._head,
                 "object": self._whole,
                 "choices": [choice],
                 "usage": self._usage or None,
-                "metadata": self._metadata,
+                "metadata": {"weight_version": self._version, "weight_versions": spans if self.tokens else []},
             }
         )
 
@@ -314,10 +361,13 @@ def join(whole: dict[str, Any], piece: dict[str, Any]) -> None:
 
 
 def _join_lists(whole: list[Any], piece: list[Any]) -> None:
-    """Entries that have an index, as tool calls do, are told by it; others come after one another."""
+    """Entries that have an index, as tool calls do, are told by it; others come after one another.
+
+    Log-probabilities by token have one too, of the token "index": that is a fraction.
+    """
     for entry in piece:
         at = entry.get("index") if isinstance(entry, dict) else None
-        before = next((held for held in whole if at is not None and held.get("index") == at), None)
+        before = next((held for held in whole if type(at) is int and held.get("index") == at), None)
         if before is None:
             whole.append(entry)
         else:
@@ -326,26 +376,39 @@ def _join_lists(whole: list[Any], piece: list[Any]) -> None:
 
 DIALECTS: tuple[Dialect, ...] = (
     Native(),
-    OpenAI("/v1/completions", prompt="prompt", whole="text_completion"),
-    OpenAI("/v1/chat/completions", prompt="messages", whole="chat.completion"),
+    OpenAI("/v1/completions", whole="text_completion"),
+    OpenAI("/v1/chat/completions", whole="chat.completion"),
 )
+
+
+def _new_rid() -> str:
+    """Of 32 letters, and no other gate's."""
+    return f"{_process}{next(_number):016x}"
 
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        asked = from_json(body)
+    except ValueError as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
     if not isinstance(asked, dict):
         raise Refused(400, "the body must be an object")
     return asked
 
 
+def _streams(asked: dict[str, Any]) -> bool:
+    """What the caller wants; the engine, which is asked for a stream in any case, looks at it no more."""
+    streams = asked.get("stream")
+    if streams is not None and not isinstance(streams, bool):
+        raise Refused(400, "stream must be true or false")
+    return bool(streams)
+
+
 def _event(event: bytes) -> dict[str, Any]:
     """Raises Refused for what no engine says."""
     try:
-        said = json.loads(event)
-    except (ValueError, RecursionError) as error:
+        said = from_json(event)
+    except ValueError as error:
         raise Refused(502, f"the engine sent {len(event)} bytes that are not JSON") from error
     if not isinstance(said, dict):
         raise Refused(502, "the engine sent a chunk that is not an object")
@@ -375,8 +438,30 @@ def _understood() -> Iterator[None]:
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+def _require_one_sample(asked: dict[str, Any]) -> None:
+    for name in OF_EACH_SAMPLE:
+        if isinstance(asked.get(name), list):
+            raise Refused(400, f"{name} is a list: send each sample as a request of its own")
+
+
+def _spare_engine(asked: dict[str, Any], name: str, *, least: float = -math.inf, most: float | None = math.inf) -> None:
+    """Raises Refused for a number that an engine dies of, with all that it works on. most: None: nobody knows.
+
+    It takes a text for the number that it spells, so what is none is refused.
+    """
+    value = asked.get(name)
+    if value is None:
+        return
+    if not isinstance(value, int | float) or not least <= value <= (math.inf if most is None else most):
+        raise Refused(400, f"{name} is no number that the engine bears")
+
+
+def _require_known(vocabulary: int | None, name: str, ids: Any) -> None:
+    """Raises Refused for token ids that the model does not know: the engine dies of one, with all that it works on."""
+    if not _is_ids(ids):
+        raise Refused(400, f"{name} must be one list of numbers: send each sample as a request of its own")
+    if ids and vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise Refused(400, f"{name} has an id that is not one of the {vocabulary} of the model")

@@ -49,7 +49,6 @@ LOG = logging.getLogger(__name__)
 ABORT_AGAIN_S = 0.5  # a request that was on its way when all were aborted is not aborted (H3)
 START_POLL_S = 0.1  # an engine has no way to say that it is up
 MAX_BACK_OFF_S = 60.0
-LONGEST_REASON = 600
 CONFIG_MODE = 0o640  # the engine reads it through the pod's group
 
 
@@ -79,6 +78,7 @@ class Engine:
         self._client: SGLang | None = None
         self._dtype = "unknown"
         self._mapped_bytes: int | None = None  # of each device, by what of weights and KV pool it gives up
+        self._vocabulary: int | None = None
         self.freed_bytes: Mapping[int, int] = {}  # of each device that can tell, by the last release
         self.failures = 0  # since it last served: how long the next start waits, and what a failure policy counts
         self._exits: dict[str, ChildExited] = {}  # newest, which can come before the answer to the start
@@ -126,6 +126,7 @@ class Engine:
             await asyncio.sleep(START_POLL_S)
         try:
             info = await self._look_at(client)
+            self._vocabulary = await client.vocabulary()
             version = await client.weight_version()
             if version != self.view.starts_on:
                 raise CallRefused(f"it serves {version} and was started on {self.view.starts_on}")
@@ -206,6 +207,7 @@ class Engine:
             paused = not await client.takes_requests()
             version = await client.weight_version()
             await self._look_at(client)
+            self._vocabulary = None if paused else await client.vocabulary()
             checksum = await self._checksum(client, version) if remembered.version == version else None
         except DriverError as error:
             return remembered.broke(f"it could not be recognized: {error}")
@@ -220,7 +222,7 @@ class Engine:
     async def _look_at(self, client: SGLang) -> ServerInfo:
         """Raises DriverError."""
         saved_tags = self._settings.saved_tags
-        info = await client.require_suitable(memory_saver=bool(saved_tags))
+        info = await client.require_suitable(memory_saver=bool(saved_tags), gpus=self._settings.gpus)
         self._dtype, self._mapped_bytes = info.dtype, info.mapped_bytes(saved_tags)
         return info
 
@@ -240,7 +242,7 @@ class Engine:
         assert incarnation is not None, "a gate opens on an engine"
         assert version is not None, "a gate opens on a version"
         self.failures = 0
-        return Backend(client.url, incarnation, version, client.abort)
+        return Backend(client.url, incarnation, version, client.abort, self._vocabulary)
 
     def gate_closed(self) -> None:
         self._set(self.view.gate_closed())
@@ -311,6 +313,8 @@ class Engine:
                 await client.repair()
             if not await client.takes_requests():
                 raise CallRefused("it takes no requests after it was continued")
+            if self._vocabulary is None:  # another agent has started it, or it answered late
+                self._vocabulary = await client.vocabulary()
 
         await self._change("continue", continue_and_look, EngineView.was_continued)
 
@@ -354,7 +358,7 @@ class Engine:
     def broke(self, reason: str, unknown_tags: Sequence[str] = ()) -> None:
         """This incarnation can't be used any more: it will be killed."""
         if not self.view.is_absent and self.view.broken is None:
-            self._set(self.view.broke(reason[:LONGEST_REASON], tuple(unknown_tags)))
+            self._set(self.view.broke(reason, tuple(unknown_tags)))
 
     def _client_of(self, admin_key: str) -> SGLang:
         return SGLang(

@@ -31,8 +31,9 @@ MAX_THREADS = 8  # that hash
 PIECE_BYTES = 256 * 1024
 VERIFY_AGAIN_S = 1.0  # after the first failure, and twice as long after each further one: all files are read
 VERIFY_AGAIN_MOST_S = 30.0
-MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+MAX_MANIFEST_BYTES = 64 * 1024 * 1024  # also of an index
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
+INDEX = "model.safetensors.index.json"
 _HASHES: Mapping[Algorithm, Callable[[], Any]] = {Algorithm.XXH3_128: xxhash.xxh3_128, Algorithm.SHA256: hashlib.sha256}
 
 
@@ -131,6 +132,7 @@ def _read_files(directory: Path, manifest: Manifest, beat: Beat) -> dict[str, Te
     files = {path.name for path in directory.glob("*.safetensors")}
     if files != set(manifest.digests):
         raise ExportTorn(f"{directory} holds {sorted(files)}, its manifest names {sorted(manifest.digests)}")
+    _require_that_index_names(directory, files)
     named = [(directory / name, digest) for name, digest in manifest.digests.items()]
     found = in_threads(
         "hash an export", partial(_digest, beat=beat), named, at_once=min(os.cpu_count() or 1, MAX_THREADS)
@@ -173,6 +175,22 @@ def _manifest(directory: Path) -> Manifest:
         raise ExportTorn(f"{directory / MANIFEST} can't be read: {error}") from error
 
 
+def _require_that_index_names(directory: Path, files: set[str]) -> None:
+    """Where there is an index, an engine reads the files that it names and no others, in silence (H52)."""
+    index = directory / INDEX
+    if not index.exists():
+        return
+    try:
+        with index.open("rb") as stream:
+            named = set(json.loads(stream.read(MAX_MANIFEST_BYTES))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ExportTorn(f"{index} can't be read: {error!r}") from error
+    if named != files:
+        raise ExportTorn(
+            f"{index} names {sorted(map(str, named))}, the export holds {sorted(files)}: write one that fits, or none"
+        )
+
+
 def _digest(named: tuple[Path, Digest], *, beat: Beat) -> Digest:
     """Of a file, by the algorithm of the other one."""
     path, other = named
@@ -199,5 +217,5 @@ def _tensors(path: Path) -> dict[str, TensorEntry]:
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise ExportTorn(f"{path} is not a safetensors file: {error}") from error

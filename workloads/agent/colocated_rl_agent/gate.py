@@ -6,6 +6,7 @@ nothing of ours (H1-H3, H13, H37).
 
 * Closed: 503 at once, with the epoch. The rollout controller keeps the request; nothing is parked here.
 * The routes of `dialects` and no others: nobody reaches the engine's control routes through a gate.
+* What an engine dies of is refused: a token id that its model does not know, of one caller, would cost all of them.
 * Each request gets an id of fixed length, so that no id is the prefix of another (H4), and is always streamed from the
   engine: what was generated survives an abort and a crash (H58).
 * A caller that leaves, or that does not read what it asked for, gets its request aborted at the engine (H38): one
@@ -26,24 +27,25 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from colocated_rl_agent.call import Call, Malformed
-from colocated_rl_agent.data_port import CALLER_S
-from colocated_rl_agent.dialects import DIALECTS, Dialect, Refused, Reply
+from colocated_rl_agent.data_port import CALLER_S, MAX_CONNECTIONS, MAX_STRANGERS
+from colocated_rl_agent.dialects import DIALECTS, Dialect, Refused, Reply, Request
 from colocated_rl_agent.drivers.base import DriverError
 from colocated_rl_agent.running import Running
 from colocated_rl_agent.turns import Turns
 from colocated_rl_agent.upstream import Upstream
 from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.logs import log
+from colocated_rl_api.logs import in_words, log
 
 LOG = logging.getLogger(__name__)
 
 ABORT_S = 5.0
 CLOSING_S = 0.5  # to read a chunk, once the gate is closed
-MAX_IN_FLIGHT = 16_384
+MAX_IN_FLIGHT = MAX_CONNECTIONS - MAX_STRANGERS
 MAX_READING = 32  # bodies that are read at the same time
 MAX_HELD_BYTES = 192 * 1024 * 1024  # for all requests together: past it nothing is kept for an engine that is lost
 MAX_LARGE = 64  # large chunks that are read at the same time: a switch ends all requests at once
+MAX_LARGE_BYTES = 64 * 1024 * 1024  # of them together, before they are whole
 STATE = "/v1/gate"
 BY_PATH = {dialect.path: dialect for dialect in DIALECTS}
 
@@ -56,6 +58,7 @@ class Backend:
     incarnation: str
     version: WeightVersion
     abort: Callable[[str], Awaitable[None]]  # one request, by its id at the engine
+    vocabulary: int | None = None  # token ids are below it; None: nobody knows
 
 
 class Gate:
@@ -73,7 +76,7 @@ class Gate:
         self._upstream: Upstream | None = None
         self._held_bytes = 0
         self._reading = asyncio.Semaphore(MAX_READING)
-        self._large = Turns(MAX_LARGE)
+        self._large = Turns(MAX_LARGE, MAX_LARGE_BYTES)
         self._running: set[Running] = set()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -159,7 +162,7 @@ class Gate:
             self._refuse(call)
             return
         try:
-            asked = dialect.request(await self._body(call))
+            asked = await self._asked(dialect, call)
         except (Malformed, Refused) as refusal:
             call.refuse(refusal.status, str(refusal))
             return
@@ -176,6 +179,11 @@ class Gate:
             running.finish()
         except Refused as refusal:
             call.refuse(refusal.status, str(refusal))
+
+    async def _asked(self, dialect: Dialect, call: Call) -> Request:
+        """Apart, so that nothing else of a body is held while the engine answers. Raises Malformed and Refused."""
+        body = await self._body(call)
+        return dialect.request(body, self._backend.vocabulary if self._backend else None)
 
     async def _body(self, call: Call) -> bytes:
         if call.is_whole:
@@ -217,10 +225,12 @@ class Gate:
                 self._changed()
 
     def _hold(self, reply: Reply, before: int) -> None:
-        """What a reply has grown by."""
-        if self._held_bytes + reply.size - before > MAX_HELD_BYTES:
-            reply.forget()
+        """What a reply has grown by. Raises Refused where there is no room for more of it."""
         self._held_bytes += reply.size - before
+        if self._held_bytes > MAX_HELD_BYTES:
+            full = reply.size
+            reply.forget()
+            self._held_bytes += reply.size - full
 
     def _refuse(self, call: Call) -> None:
         call.answer(503, Closed(epoch=self.epoch).model_dump_json(by_alias=True).encode())
@@ -237,7 +247,7 @@ class Gate:
             if status != 200:
                 raise Refused(status, bytes(running.error).decode(errors="replace"))
         except OSError as error:
-            log(LOG, "request lost", logging.DEBUG, rid=rid, reason=repr(error), incarnation=backend.incarnation)
+            log(LOG, "request lost", logging.DEBUG, rid=rid, reason=in_words(error), incarnation=backend.incarnation)
         finally:
             if not ended:
                 await self._abort(backend, rid)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from colocated_rl_agent.views import EngineView
 from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import TagState, Version
+
+LOG = logging.getLogger(__name__)
 
 FILE = "journal.jsonl"
 REWRITE_AFTER = 1000
@@ -182,7 +186,8 @@ class Journal:
         self._path = directory / FILE
         self.memory = _read(self._path)
         self._appended = 0
-        self._file = self._rewrite()
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # it holds a key
+        self._rewrite()
 
     def epoch_accepted(self, epoch: int) -> None:
         self._append(EpochAccepted(epoch=epoch))
@@ -222,21 +227,31 @@ class Journal:
         self.memory = self.memory.after(record)
         self._appended += 1
         if self._appended >= self._rewrite_after:
-            old, self._file = self._file, self._rewrite()
-            os.close(old)
+            try:
+                self._rewrite()
+            except OSError as error:  # the record is written: only the file is longer than it need be
+                log(LOG, "journal not rewritten, it goes on as it is", logging.WARNING, reason=str(error))
 
-    def _rewrite(self) -> int:
+    def _rewrite(self) -> None:
+        """Raises OSError; what is appended goes to the file that is in its place, whichever that is."""
         draft = self._path.with_suffix(".draft")
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:  # it holds a key
-            stream.writelines(_line(record) for record in self.memory.records())
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(self._path)
-        directory = os.open(self._path.parent, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
+        file = os.open(draft, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            with os.fdopen(file, "wb", closefd=False) as stream:
+                stream.writelines(_line(record) for record in self.memory.records())
+            os.fsync(file)
+            draft.replace(self._path)
+        except OSError:
+            os.close(file)
+            raise
+        old, self._file = self._file, file
+        os.close(old)
         self._appended = 0
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        directory = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 def _line(record: Record) -> bytes:

@@ -8,7 +8,8 @@ or in another one, not when its leader died: each of them may hold device memory
 environment says whose it is.
 
 Its output goes to standard output, each line behind `[name]`, and the last lines are kept for messages. Standard output
-of the container is read by people, so values that the agent calls secret are replaced.
+of the container is read by people, so values that the agent calls secret are replaced. Where nobody reads it, as while
+a container runtime is being replaced, neither runner nor children wait: past MAX_UNREAD lines are lost, and counted.
 
 The socket: `COLOCATE_RUNNER_SOCKET`, or /run/colocate/sock/runner.sock, mode 0660. What was started here is turned
 away: only the agent may use it, one at a time, and a newer connection replaces an older one. JSON lines of at most
@@ -40,10 +41,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import errno
 import json
 import os
 import pathlib
+import select
 import selectors
 import signal
 import socket
@@ -65,13 +66,16 @@ MAX_GRACE_S = 24 * 3600.0
 PROTOCOL = 1
 MAX_LINE = 1024 * 1024  # of a request
 MAX_UNSENT = 4 * 1024 * 1024  # to an agent that does not read: past it the connection is dropped
+MAX_UNREAD = 4 * 1024 * 1024  # of our output
 MAX_OUTPUT_LINE = 8 * 1024  # of a child; the rest becomes a line of its own
 READ_BYTES = 64 * 1024  # at a time; what a pipe holds
 LAST_READS = 4  # of a child that is gone: what left its group may hold the pipe, and write for ever
 TAIL_LINES = 40
 TAIL_LINE_CHARS = 400
 KILL_AGAIN_S = 1.0  # a process that forks while its group is killed can be missed
+LOOKS, LOOK_AGAIN_S = 50, 0.001  # at the environment of a process that shows none
 EXIT_BUDGET_S = 10.0  # from `exit` to the runner's own end, even if a child can't be reaped (device driver)
+LAST_WORDS_S = 2.0  # then, for a reader to take what is unread
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -85,6 +89,42 @@ class Refused(Exception):
         self.error = error
 
 
+class Output:
+    """Standard output, to which nothing here ever waits to write, once it does not block."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.unread = bytearray()
+        self.lost = 0  # lines
+
+    def write(self, line: str) -> None:
+        if len(self.unread) > MAX_UNREAD:
+            self.lost += 1
+            return
+        self.unread += line.encode("utf-8", "replace") + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self.unread:
+                del self.unread[: os.write(self.descriptor, self.unread)]
+        except BlockingIOError:
+            return
+        except OSError:  # its reader is gone for good: children go on
+            self.unread.clear()
+        if self.lost:
+            lines, self.lost = self.lost, 0
+            log("output lost", lines=lines, reason="nobody read the container's output in time")
+
+    def end(self, within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while self.unread and select.select([], [self.descriptor], [], max(0.0, deadline - time.monotonic()))[1]:
+            self.flush()
+
+
+OUTPUT = Output(1)
+
+
 class Child:
     """One incarnation of a name."""
 
@@ -95,13 +135,17 @@ class Child:
         self.process = process
         self.output = process.stdout
         self.secrets = secrets
+        self.longest_secret = max(map(len, secrets), default=0)
         self.partial = b""
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self.code: int | None = None  # of the leader, once reaped
         self.gone = False  # the group is empty
         self.kill_at: float | None = None
+        self.strays: dict[int, str] = {}  # what left its group and has not ended yet: when it began, by pid
 
     def signal(self, number: int) -> None:
+        if self.gone:  # its number may be another's by now
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -120,9 +164,12 @@ class Child:
             data = os.read(self.output.fileno(), READ_BYTES)
         except BlockingIOError:
             return True
-        lines = (self.partial + data).split(b"\n")
+        written = self.partial + data
+        for secret in self.secrets:
+            written = written.replace(secret, b"***")
+        lines = written.split(b"\n")
         self.partial = lines.pop()
-        while len(self.partial) > MAX_OUTPUT_LINE:
+        while len(self.partial) > MAX_OUTPUT_LINE + self.longest_secret:  # one that has begun at its end stays whole
             lines.append(self.partial[:MAX_OUTPUT_LINE])
             self.partial = self.partial[MAX_OUTPUT_LINE:]
         if not data and self.partial:
@@ -133,11 +180,9 @@ class Child:
         return bool(data)
 
     def _pass_on(self, line: bytes) -> None:
-        for secret in self.secrets:
-            line = line.replace(secret, b"***")
         text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]  # of a progress bar its last state
         self.tail.append(text[:TAIL_LINE_CHARS])
-        write_out(f"[{self.name}] {text}")
+        OUTPUT.write(f"[{self.name}] {text}")
 
     def status(self) -> dict[str, Any]:
         return {
@@ -201,10 +246,12 @@ class Runner:
         self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self.wakeup = wake_on_signals()
         self.selector.register(self.wakeup, selectors.EVENT_READ, self._on_signal)
+        self.output_waits = False  # for its reader
 
     def run(self) -> int:
         """Serve until told to exit; the exit code."""
         while True:
+            self._mind_output()
             for key, _ in self.selector.select(self._until_next_deadline()):
                 handler: Callable[[], None] = key.data
                 handler()
@@ -212,6 +259,15 @@ class Runner:
             if self.exit_code is not None and (not self.groups or time.monotonic() >= (self.exit_by or 0)):
                 self._send_all()
                 return self.exit_code
+
+    def _mind_output(self) -> None:
+        if bool(OUTPUT.unread) == self.output_waits:
+            return
+        self.output_waits = not self.output_waits
+        if self.output_waits:
+            self.selector.register(OUTPUT.descriptor, selectors.EVENT_WRITE, OUTPUT.flush)
+        else:
+            self.selector.unregister(OUTPUT.descriptor)
 
     # ------------------------------------------------------------------------------------------------ the agent
     def _accept(self) -> None:
@@ -319,6 +375,7 @@ class Runner:
             else:
                 env[variable] = str(value)
         env[MARK] = incarnation = uuid.uuid4().hex[:16]
+        secrets = [str(secret).encode() for secret in request.get("secrets", []) if secret]
         try:
             process = subprocess.Popen(
                 argv,
@@ -331,7 +388,7 @@ class Runner:
             )
         except OSError as error:
             raise Refused("CannotStart", f"{argv[0]}: {error}") from error
-        child = Child(name, incarnation, process, [str(secret).encode() for secret in request.get("secrets", [])])
+        child = Child(name, incarnation, process, secrets)
         os.set_blocking(child.output.fileno(), False)
         self.selector.register(child.output, selectors.EVENT_READ, lambda: self._on_output(child))
         self.children[name] = self.groups[process.pid] = child
@@ -365,7 +422,7 @@ class Runner:
                 child.signal(signal.SIGKILL)  # a rank without its leader serves nobody and holds memory
                 child.kill_at = time.monotonic() + KILL_AGAIN_S
         for child in list(self.groups.values()):
-            if child.code is not None and child.group_is_empty() and not kill_strays(child.incarnation):
+            if child.code is not None and child.group_is_empty() and not kill_strays(child.incarnation, child.strays):
                 self._report_exit(child)
 
     def _report_exit(self, child: Child) -> None:
@@ -420,16 +477,45 @@ class Runner:
             self._reap()
 
 
-def kill_strays(incarnation: str) -> bool:
-    """Whether something is left of a child whose group is empty: launchers give their workers groups of their own."""
+def kill_strays(incarnation: str, known: dict[int, str]) -> bool:
+    """Whether something is left of a child whose group is empty: launchers give their workers groups of their own.
+
+    known: those that were found before, which show no mark any more while they end, and still hold their devices.
+    """
     mark = f"{MARK}={incarnation}".encode()
-    found = False
-    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone since, or another user's
-            if mark in path.read_bytes().split(b"\0"):
-                found = True
-                os.kill(int(path.parent.name), signal.SIGKILL)
-    return found
+            if mark in environment(process):
+                pid = int(process.name)
+                known[pid] = begun(pid) or ""
+                os.kill(pid, signal.SIGKILL)
+    for pid in [pid for pid, begin in known.items() if begun(pid) != begin]:
+        del known[pid]
+    return bool(known)
+
+
+def environment(process: pathlib.Path) -> list[bytes]:
+    """Of a directory in /proc. Raises OSError.
+
+    A process shows none for the moment in which it becomes another program (Linux, fs/proc/base.c: environ_read).
+    """
+    for _ in range(LOOKS):
+        shown = (process / "environ").read_bytes()
+        if shown:
+            break
+        (process / "exe").readlink()  # what has ended, or is the kernel's, has none
+        time.sleep(LOOK_AGAIN_S)
+    return shown.split(b"\0")
+
+
+def begun(pid: int) -> str | None:
+    """When a process began, which no other one of its number did; None when nothing but its exit code is left."""
+    try:
+        state, *others = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        threads = [*pathlib.Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return None
+    return None if state in ("Z", "X") and len(threads) == 1 else others[18]
 
 
 def listen(path: str) -> socket.socket:
@@ -516,24 +602,18 @@ def device_memory() -> list[dict[str, int]] | None:
 
 
 def log(event: str, **fields: Any) -> None:
-    write_out(json.dumps({"ts": round(time.time(), 6), "level": "info", "event": event, "role": "runner", **fields}))
-
-
-def write_out(line: str) -> None:
-    try:
-        sys.stdout.buffer.write(line.encode("utf-8", "replace") + b"\n")
-        sys.stdout.buffer.flush()
-    except OSError as error:
-        if error.errno != errno.EPIPE:  # nobody reads the container's output: children go on
-            raise
+    OUTPUT.write(json.dumps({"ts": round(time.time(), 6), "level": "info", "event": event, "role": "runner", **fields}))
 
 
 def main() -> int:
     os.umask(0o007)  # files are shared with the agent through the pod's group
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # where it is not the first process, orphans still come to it
+    os.set_blocking(OUTPUT.descriptor, False)
     runner = Runner(os.environ.get(SOCKET, DEFAULT_SOCKET), float(os.environ.get(GRACE, DEFAULT_GRACE_S)))
     log("runner started", runner=runner.id)
-    return runner.run()
+    code = runner.run()
+    OUTPUT.end(LAST_WORDS_S)
+    return code
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from colocated_rl_api.logs import log
+from colocated_rl_api.logs import in_words, log
 
 LOG = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class RunnerLink:
             try:
                 line = await reader.readline()
             except (OSError, ValueError) as error:
-                return repr(error)
+                return in_words(error)
             if not line:
                 return "the connection ended"
             message = json.loads(line)

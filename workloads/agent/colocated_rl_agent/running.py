@@ -61,14 +61,15 @@ class Running:
                 self._hold(reply, before)
             if streams and given is not None:
                 self.call.give(b"data: %b\n\n" % given, STREAM)
-        if (self._events.pending > LARGE_BYTES) != self._is_large:
-            self._turn()
+        if self._is_large or self._events.pending > LARGE_BYTES:
+            self._weigh(self._events.pending)
 
-    def _turn(self) -> None:
-        """A chunk has become large, or has come whole."""
-        self._is_large = not self._is_large
+    def _weigh(self, pending: int) -> None:
+        """A chunk is large, or was and has come whole."""
+        self._is_large = pending > LARGE_BYTES
         if self._is_large:
             self._turns.ask(self, self._flow)
+            self._turns.hold(self, pending)
             self._flow()
         else:
             self._turns.give_back(self)
@@ -104,7 +105,8 @@ class Events:
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Events that are whole now. Raises Refused for one that is too large."""
-        if not self.pending and piece.find(b"\n\n") == len(piece) - 2 and piece.startswith(b"data: "):
+        is_whole = piece.startswith(b"data: ") and piece.endswith(b"\n\n") and not self.pending
+        if is_whole and piece.find(b"\n") == len(piece) - 2:
             return [piece[6:-2]]  # one and no more, as engines send them
         events = []
         buffer = self._buffer

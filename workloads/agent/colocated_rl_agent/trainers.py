@@ -199,32 +199,37 @@ class Trainers:
 
     # ----------------------------------------------------------------------------------------------------- requests
     async def onload(self) -> None:
-        await self._ask("onload", lambda rank: self._clients[rank].onload())
+        await self._ask("onload", lambda rank: self._clients[rank].onload(), lacks=_other_state(TrainerState.ONLOADED))
 
     async def offload(self, verify: Callable[[], Awaitable[None]]) -> None:
         """verify: raises MemoryHeld if the devices are not as they must be afterwards."""
-        await self._ask("offload", lambda rank: self._clients[rank].offload(), verify=verify)
+        await self._ask(
+            "offload",
+            lambda rank: self._clients[rank].offload(),
+            lacks=_other_state(TrainerState.OFFLOADED),
+            verify=verify,
+        )
 
     async def score(self, step: int) -> None:
         for view in self.views:
             self._set(view.reported(state=TrainerState.SCORING))
         batches = self._settings.directories.batches
-        answers = await self._ask(
+        await self._ask(
             "score",
             lambda rank: self._clients[rank].score(
                 step, shard_path(batches, step=step, rank=rank), scores_path(batches, step=step, rank=rank)
             ),
+            lacks=lambda status: _other("the newest batch that it scored is", status.scored, step),
         )
-        for rank, status in answers.items():
-            if status.scored != step:
-                self.broke(rank, f"score answered, and the newest batch that it scored is {status.scored}, not {step}")
 
     async def train(self, step: int) -> None:
         for view in self.views:
             self._set(view.reported(state=TrainerState.TRAINING))
         batches = self._settings.directories.batches
         answers = await self._ask(
-            "train", lambda rank: self._clients[rank].train(step, shard_path(batches, step=step, rank=rank))
+            "train",
+            lambda rank: self._clients[rank].train(step, shard_path(batches, step=step, rank=rank)),
+            lacks=lambda status: _other("it stands at step", status.step, step),
         )
         for rank, status in answers.items():
             figures = dict(list(status.metrics.items())[:MOST_METRICS])
@@ -233,18 +238,26 @@ class Trainers:
 
     async def export(self, version: WeightVersion) -> None:
         directory = export_directory(self._settings.directories.weights, version)
-        await self._ask("export", lambda rank: self._clients[rank].export(version, directory))
+        await self._ask(
+            "export",
+            lambda rank: self._clients[rank].export(version, directory),
+            lacks=lambda status: _other("it has exported", status.exported, version),
+        )
 
     async def save(self, step: int) -> None:
         keep, started = self._settings.job.spec.checkpoint.keep, time.monotonic()
         try:
-            answers = await self._ask("save", lambda rank: self._clients[rank].save(step, keep=keep), may_wait=True)
+            await self._ask(
+                "save",
+                lambda rank: self._clients[rank].save(step, keep=keep),
+                lacks=lambda status: (
+                    "" if (status.saved or 0) >= step else _other("its newest checkpoint is", status.saved, step)
+                ),
+                may_wait=True,
+            )
         except NothingDone as error:
             self._failed("CheckpointNotWritten", self._put_off(error))
             return
-        for rank, status in answers.items():
-            if status.saved is None or status.saved < step:
-                self.broke(rank, f"save answered, and its newest checkpoint is {status.saved}, not {step}")
         if any(view.broken is not None for view in self.views):
             return
         self._kept("CheckpointNotWritten")
@@ -265,8 +278,8 @@ class Trainers:
             self.broke(0, f"finish: {error}")
             return
         self._report(0, status)
-        if status.finished != version:
-            self.broke(0, f"finish answered, and it has left {status.finished}, not {version}")
+        if lacking := _other("it has left", status.finished, version):
+            self.broke(0, f"finish: {lacking}")
             return
         self._kept("ModelNotWritten")
         log(LOG, "model left", version=str(version), took_s=round(time.monotonic() - started, 4))
@@ -288,12 +301,14 @@ class Trainers:
         what: str,
         request: Callable[[int], Awaitable[TrainerStatus]],
         *,
+        lacks: Callable[[TrainerStatus], str],
         verify: Callable[[], Awaitable[None]] | None = None,
         may_wait: bool = False,
     ) -> dict[int, TrainerStatus]:
         """Answers of all ranks, which become facts together. One that did not answer is broken.
 
-        may_wait: a refusal that changed nothing breaks nobody. Raises NothingDone then.
+        lacks: of an answer, what was asked for and is not so; "" if it is. Such a rank is broken too: it says yes to
+        whatever it is asked. may_wait: a refusal that changed nothing breaks nobody. Raises NothingDone then.
         """
         answers: dict[int, TrainerStatus] = {}
         refusals: list[NothingDone] = []
@@ -319,9 +334,11 @@ class Trainers:
             return {}
         for rank, status in answers.items():
             self._report(rank, status)
+            if lacking := lacks(status):
+                self.broke(rank, f"{what}: {lacking}")
         if refusals:
             raise refusals[0]
-        return answers
+        return {rank: status for rank, status in answers.items() if not lacks(status)}
 
     def _put_off(self, error: NothingDone) -> str:
         """What to say of it."""
@@ -370,3 +387,11 @@ class Trainers:
     def _set(self, view: RankView) -> None:
         self._views[view.rank] = view
         self._changed()
+
+
+def _other(words: str, said: object, wanted: object) -> str:
+    return "" if said == wanted else f"it answered as if it were done, and {words} {said}, not {wanted}"
+
+
+def _other_state(wanted: TrainerState) -> Callable[[TrainerStatus], str]:
+    return lambda status: _other("it is", status.state, wanted)

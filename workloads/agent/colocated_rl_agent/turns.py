@@ -1,15 +1,20 @@
-"""So many at a time: the others wait, and the first of them is next."""
+"""So many at a time, and so much: the others wait, and the first of them is next."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 
 class Turns:
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._having: set[object] = set()
+    """most: at a time. most_held: of them together; past it the first one goes on alone, or none would end."""
+
+    def __init__(self, most: int, most_held: float = math.inf) -> None:
+        self._most, self._most_held = most, most_held
+        self._having: dict[object, Callable[[], None]] = {}
         self._waiting: dict[object, Callable[[], None]] = {}
+        self._sizes: dict[object, int] = {}
+        self._held = 0
 
     @property
     def taken(self) -> int:
@@ -19,24 +24,35 @@ class Turns:
         """It has a turn at once, or `go` is called when it has one. Asking again changes nothing."""
         if who in self._having or who in self._waiting:
             return
-        if len(self._having) < self._most:
-            self._having.add(who)
-        else:
-            self._waiting[who] = go
+        queue = self._having if len(self._having) < self._most else self._waiting
+        queue[who] = go
+
+    def hold(self, who: object, size: int) -> None:
+        """What one that has a turn holds by now."""
+        if who in self._having:
+            self._held += size - self._sizes.get(who, 0)
+            self._sizes[who] = size
 
     def waits(self, who: object) -> bool:
-        return who in self._waiting
+        return who in self._waiting or (self._is_full and who is not next(iter(self._having), who))
 
     def give_back(self, who: object) -> None:
         """Also that of one that has none, or waits for one."""
         self._waiting.pop(who, None)
-        if who in self._having:
-            self._having.remove(who)
-            self._call_next()
+        if self._having.pop(who, None) is None:
+            return
+        held_up = list(self._having.values()) if self._is_full else []
+        self._held -= self._sizes.pop(who, 0)
+        for go in held_up:
+            go()
+        self._call_next()
+
+    @property
+    def _is_full(self) -> bool:
+        return self._held > self._most_held
 
     def _call_next(self) -> None:
         for who in self._waiting:
-            go = self._waiting.pop(who)
-            self._having.add(who)
+            go = self._having[who] = self._waiting.pop(who)
             go()
             return

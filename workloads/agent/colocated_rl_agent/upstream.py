@@ -15,6 +15,7 @@ from httptools import HttpParserCallbackError, HttpParserError, HttpResponsePars
 
 from colocated_rl_agent.deadline import Deadline
 from colocated_rl_agent.drivers.sglang import IDLE_CONNECTION_S
+from colocated_rl_api.logs import in_words
 
 SILENCE_S = 600.0  # between two pieces: a request may queue in a busy engine
 CONNECT_S = 5.0
@@ -94,6 +95,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._is_kept = False
         self._transport.write(request)
+        del request  # what an engine has is not held until it has answered
         self._deadline.set(SILENCE_S)
         try:
             status = await self._ended
@@ -149,8 +151,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._deadline.end()
+        del self._parser  # it holds this connection
         self._upstream.forget(self)
-        self._fail(UpstreamLost(f"the connection broke: {error!r}"))
+        self._fail(UpstreamLost(f"the connection {f'broke: {in_words(error)}' if error else 'was closed'}"))
 
     def _late(self) -> None:
         if self._ended is None:
@@ -175,6 +178,7 @@ class UpstreamConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._status < 200 or self._ended is None or self._ended.done():
             return
-        self._is_kept = self._parser.should_keep_alive()
+        # after an error of its own uvicorn hangs up, and has not said so: what is sent meanwhile would be lost
+        self._is_kept = self._status < 500 and self._parser.should_keep_alive()
         self._deadline.clear()
         self._ended.set_result(self._status)

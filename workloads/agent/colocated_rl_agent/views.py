@@ -28,6 +28,7 @@ from colocated_rl_api.member_wire import (
 WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
 ENGINE_NAME = "engine-0"
+LONGEST_REASON = 600  # characters: it may be in the words of an engine or a trainer
 
 
 def trainer_name(rank: int) -> str:
@@ -116,7 +117,8 @@ class EngineView:
 
     def broke(self, reason: str, unknown_tags: tuple[str, ...] = ()) -> EngineView:
         """Nothing is known to have happened, nor to have not: I6."""
-        return replace(self, tags={**self.tags, **dict.fromkeys(unknown_tags, TagState.UNKNOWN)}, broken=reason)
+        tags = {**self.tags, **dict.fromkeys(unknown_tags, TagState.UNKNOWN)}
+        return replace(self, tags=tags, broken=reason[:LONGEST_REASON])
 
     def gone(self, *, start_after: float) -> EngineView:
         return EngineView(start_after=start_after)
@@ -175,7 +177,7 @@ class RankView:
         return replace(self, **status)
 
     def broke(self, reason: str) -> RankView:
-        return replace(self, broken=reason)
+        return replace(self, broken=reason[:LONGEST_REASON])
 
     def gone(self, exit_code: int) -> RankView:
         """Lineage and incarnation stay: they say which one died."""

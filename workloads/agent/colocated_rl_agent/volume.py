@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,9 +29,10 @@ class VolumeSilent(Exception):
 class Volume:
     """One directory of a volume, and the calls of it that are under way."""
 
-    def __init__(self, place: Path, *, silent_s: float = SILENT_S) -> None:
+    def __init__(self, place: Path, *, silent_s: float = SILENT_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.place = place
         self._silent_s = silent_s
+        self._clock = clock
         self._given_up: dict[Future[Any], str] = {}
 
     async def call(self, what: str, work: Callable[[Beat], T]) -> T:
@@ -40,17 +40,17 @@ class Volume:
         self._given_up = {call: name for call, name in self._given_up.items() if not call.done()}
         for name in self._given_up.values():
             raise VolumeSilent(self._words(name))
-        heard_at = time.monotonic()
+        heard_at = self._clock()
 
         def beat() -> None:
             nonlocal heard_at
-            heard_at = time.monotonic()
+            heard_at = self._clock()
 
         result = in_thread(what, lambda: work(beat))
         answer = asyncio.wrap_future(result)
         try:
             while not answer.done():
-                left_s = heard_at + self._silent_s - time.monotonic()
+                left_s = heard_at + self._silent_s - self._clock()
                 if left_s <= 0:
                     self._given_up[result] = what
                     raise VolumeSilent(self._words(what))
@@ -82,11 +82,18 @@ def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
 
 def in_threads(name: str, work: Callable[[U], T], items: Iterable[U], *, at_once: int) -> list[T]:
-    """Of each item, in order. Raises what the first that failed has raised."""
-    room = threading.BoundedSemaphore(at_once)
+    """Of each item, in order; in so many threads, however many items there are. Raises what one that failed raised."""
+    left, taking, made = enumerate(items), threading.Lock(), dict[int, T]()
 
-    def one(item: U) -> T:
-        with room:
-            return work(item)
+    def take() -> tuple[int, U] | None:
+        with taking:
+            return next(left, None)
 
-    return [result.result() for result in [in_thread(name, partial(one, item)) for item in items]]
+    def work_off() -> None:
+        while (taken := take()) is not None:
+            number, item = taken
+            made[number] = work(item)
+
+    for each in [in_thread(name, work_off) for _ in range(at_once)]:
+        each.result()
+    return [made[number] for number in range(len(made))]

@@ -23,6 +23,17 @@ from colocated_rl_member.tls import MemberTls
 DATA_IDLE_S = 900.0  # of a connection to a data port; callers keep theirs for less, or it would close under a request
 
 
+NO_TOKEN = {
+    "error": {
+        "message": "the data token of the job is needed: Authorization: Bearer TOKEN",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "invalid_api_key",
+    }
+}
+"""In the shape of OpenAI's API, because a gateway is behind some of these ports, and its clients read no other."""
+
+
 class DataPort(Protocol):
     """A data port that serves itself, without an application; it asks for the token too."""
 
@@ -58,9 +69,7 @@ def data_application(tls: MemberTls, *, max_request_bytes: int) -> web.Applicati
     @web.middleware
     async def ask_for_token(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not tls.admits(request.headers.get("Authorization")):
-            refusal = web.Response(
-                status=401, text="the data token of the job is needed: Authorization: Bearer TOKEN\n"
-            )
+            refusal = web.json_response(NO_TOKEN, status=401, headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()  # who has no token keeps no connection
             return refusal
         request.app[STRANGERS].is_none(request.protocol)

@@ -24,10 +24,12 @@ from typing import Generic, Self
 
 import pydantic
 from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 
 from colocated_rl_api import names
-from colocated_rl_api.logs import log
+from colocated_rl_api.listening import EVERYWHERE, listen
+from colocated_rl_api.logs import in_words, log
 from colocated_rl_api.member_wire import (
     HEARTBEAT_S,
     MAX_MESSAGE_BYTES,
@@ -49,7 +51,8 @@ SEND_DEADLINE_S = 2 * HEARTBEAT_S
 SHUTDOWN_S = 1.0  # for connections that are still open when the member ends
 IDLE_S = 60.0
 HANDSHAKE_S = 10.0  # also for the token to be shown
-MAX_DATA_CONNECTIONS = 8192  # of a data port that is an application: a gateway holds half as many turns
+MAX_DATA_CONNECTIONS = 8192  # of a data port that is an application, and of pages: a gateway is on both, with half as
+# many turns of clients, and on the loopback with one for each episode that the job plays
 MAX_CONNECTIONS = 256  # of each other port
 MAX_HEADER_BYTES = 8190  # of one header line
 MAX_HEADERS = 64
@@ -63,13 +66,13 @@ class Ports:
     data: int = names.DATA_PORT
     metrics: int = names.METRICS_PORT
     pages: int = names.PAGES_PORT
-    host: str = "0.0.0.0"  # a pod's address; the pages port is on its loopback whatever this says
+    host: str = EVERYWHERE  # or an address; the pages port is on the loopback whatever this says
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """A flag for each, with the pod's value as its default."""
         default = cls()
-        parser.add_argument("--host", default=default.host, help="address to listen on")
+        parser.add_argument("--host", default=default.host, help="address to listen on; all of them when absent")
         for port in ("control", "data", "metrics", "pages"):
             parser.add_argument(f"--{port}-port", dest=port, type=int, default=getattr(default, port))
 
@@ -88,8 +91,8 @@ class MemberServer(Generic[TargetT]):
     remember_epoch: makes an epoch durable before a target of it is accepted.
     unfit: why a target of this kind is not one for this member; "" if it is.
     data: application of the data port (`data_application`), or a port that serves itself; None when there is none.
-    pages: further routes for people, on the pod's loopback.
-    idle_s, data_idle_s: for a caller to send the head of a request. data_connections: of an application.
+    pages: further routes for people, on the pod's loopback. around_pages: what stands before all of them.
+    idle_s, data_idle_s: for a caller to send the head of a request. data_connections: of an application, and of pages.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class MemberServer(Generic[TargetT]):
         unfit: Callable[[TargetT], str] = lambda target: "",
         data: web.Application | DataPort | None = None,
         pages: Sequence[web.RouteDef] = (),
+        around_pages: Sequence[Middleware] = (),
         ports: Ports | None = None,
         registry: CollectorRegistry = REGISTRY,
         idle_s: float = IDLE_S,
@@ -115,7 +119,7 @@ class MemberServer(Generic[TargetT]):
         self._facts = facts
         self._accept = accept
         self._data = data
-        self._pages = web.Application()
+        self._pages = web.Application(middlewares=around_pages)
         self._pages.add_routes([web.get("/v1/state", self._show_state), *pages])
         self._registry = registry
         self._own = CollectorRegistry()
@@ -193,7 +197,7 @@ class MemberServer(Generic[TargetT]):
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         assert runner.server is not None, "it was set up"
-        http, most = runner.server, self._data_connections if app is self._data else MAX_CONNECTIONS
+        http, most = runner.server, self._data_connections if app in (self._data, self._pages) else MAX_CONNECTIONS
         first_s = min(HANDSHAKE_S, self._idle_s)
 
         def own() -> asyncio.BaseProtocol:
@@ -204,11 +208,9 @@ class MemberServer(Generic[TargetT]):
 
         server = await asyncio.get_running_loop().create_server(
             RoomFor(most, lambda: len(http.connections), own),
-            host,
-            port,
+            sock=listen(host, port),
             ssl=context,
             ssl_handshake_timeout=first_s if context else None,
-            reuse_address=True,
         )
         stack.callback(server.close)  # before the runner ends what it still serves
         address: tuple[str, int] = server.sockets[0].getsockname()
@@ -230,9 +232,9 @@ class MemberServer(Generic[TargetT]):
                 await self._receive_targets(link)
                 sender.cancel()
         except* (ConnectionError, TimeoutError) as errors:
-            log(LOG, "operator link lost", reason="; ".join(repr(error) for error in errors.exceptions))
+            log(LOG, "operator link lost", reason="; ".join(in_words(error) for error in errors.exceptions))
         except* OSError as errors:  # an epoch that can't be made durable is not accepted: the operator sends it again
-            log(LOG, "target not kept", logging.ERROR, reason="; ".join(repr(error) for error in errors.exceptions))
+            log(LOG, "target not kept", logging.ERROR, reason="; ".join(in_words(error) for error in errors.exceptions))
         finally:
             if self._link is link:
                 self._link = None

@@ -10,6 +10,8 @@ from typing import TypeVar
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
+from colocated_rl_api.logs import in_words
+
 
 class DriverError(Exception):
     """DriverError
@@ -39,6 +41,16 @@ class Unsuitable(DriverError):
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
+async def read_body(answer: aiohttp.ClientResponse, call: str, *, most_bytes: int) -> bytes:
+    """All of it. Raises OutcomeUnknown for one that is larger than any of its kind."""
+    body = bytearray()
+    async for piece in answer.content.iter_any():
+        body += piece
+        if len(body) > most_bytes:
+            raise OutcomeUnknown(f"{call} answered with more than {most_bytes} bytes")
+    return bytes(body)
+
+
 def read_answer(model: type[AnswerT], answer: object, call: str) -> AnswerT:
     """Raises OutcomeUnknown for an answer that is not what this call answers."""
     try:
@@ -57,4 +69,4 @@ async def within(deadline_s: float | None, call: str) -> AsyncIterator[None]:
     except TimeoutError as error:
         raise OutcomeUnknown(f"{call} not confirmed after {deadline_s} s") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise OutcomeUnknown(f"{call} not confirmed: {error!r}") from error
+        raise OutcomeUnknown(f"{call} not confirmed: {in_words(error)}") from error

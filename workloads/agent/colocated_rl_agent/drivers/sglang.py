@@ -9,6 +9,7 @@ Unknown fields and tags are ignored by the engine with 200 (H42), so bodies are 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import Any, Literal
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable, read_answer, within
+from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable, read_answer, read_body, within
 from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from colocated_rl_api.ladder import WeightVersion
 
 SUPPORTED_VERSIONS = ("0.5.23",)
 FLUSH_MARGIN = 0.8  # the engine's own flush timeout, of the deadline: its answer must come before ours gives up
+MAX_ANSWER_BYTES = 64 * 1024 * 1024  # with a checksum it names each tensor of each rank
 MAX_ERROR_BYTES = 1000
 ENGINE_KEEP_ALIVE_S = 75
 IDLE_CONNECTION_S = 15.0  # ours, well below the engine's: a request on a connection that it just closed is lost
@@ -30,6 +32,7 @@ IDLE_CONNECTION_S = 15.0  # ours, well below the engine's: a request on a connec
 LOOPBACK = "127.0.0.1"
 PREFILL_GRAPHS = "--cuda-graph-backend-prefill"  # by default breakable, which can't be released: refused at the start
 POOL = "--max-total-tokens"
+PARALLELISM = ("--tp-size", "--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size")
 GIB = 2**30
 
 Method = Literal["GET", "POST"]
@@ -79,6 +82,8 @@ def engine_command(
     for flag, value in defaults.items():
         if not _sets(extra, flag):
             argv += [flag, value]
+    if gpus > 1 and not any(_sets(extra, flag) for flag in PARALLELISM):
+        argv += [PARALLELISM[0], str(gpus)]  # an engine's own default leaves all devices but one idle
     env: dict[str, str | None] = {
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # a crash takes 70 s otherwise (H56)
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
@@ -139,6 +144,8 @@ class ServerInfo(_Answer):
     frontend: str = "python"
     enable_memory_saver: bool
     dp_size: int
+    tp_size: int
+    pp_size: int
     tokenizer_worker_num: int
     incremental_streaming_output: bool
     skip_tokenizer_init: bool
@@ -215,13 +222,17 @@ class SGLang:
         except ValueError as error:
             raise CallRefused(f"engine serves {info.model_path}: {error}") from error
 
-    async def require_suitable(self, *, memory_saver: bool) -> ServerInfo:
-        """Raises Unsuitable with the flag or the package to change. memory_saver: whether it must have one."""
+    async def require_suitable(self, *, memory_saver: bool, gpus: int) -> ServerInfo:
+        """Raises Unsuitable with the flag or the package to change. memory_saver: whether it must have one.
+
+        gpus: devices of the pod, all of which it has to span: on others nothing would come free in a switch.
+        """
         try:
             info = ServerInfo.model_validate(await self._call("GET", "/server_info"))
         except ValidationError as error:
             missing = ", ".join(".".join(map(str, item["loc"])) for item in error.errors(include_input=False))
             raise Unsuitable(f"/server_info lacks {missing}: use SGLang {' or '.join(SUPPORTED_VERSIONS)}") from None
+        spanned = info.tp_size * info.pp_size
         for wrong, remedy in (
             (
                 info.version not in SUPPORTED_VERSIONS,
@@ -233,6 +244,11 @@ class SGLang:
                 "--enable-memory-saver is off: releasing would free nothing",
             ),
             (info.dp_size != 1, "--dp-size must be 1: use more replicas instead"),
+            (
+                gpus > 0 and spanned != gpus,
+                f"it spans {spanned} of the pod's {gpus} devices: leave --tp-size and --pp-size out of engineArgs, or "
+                "let their product be gpus.count; for smaller engines use more replicas with fewer devices",
+            ),
             (info.tokenizer_worker_num != 1, "--tokenizer-worker-num must be 1: a pause would return early"),
             (info.incremental_streaming_output, "remove --incremental-streaming-output: aborts would repeat a token"),
             (info.skip_tokenizer_init, "remove --skip-tokenizer-init"),
@@ -246,6 +262,22 @@ class SGLang:
             if wrong:
                 raise Unsuitable(remedy)
         return info
+
+    async def vocabulary(self) -> int | None:
+        """How many token ids it knows: of others in a prompt it dies. None: it does not say. Not while it is paused.
+
+        No route says it, but a refusal of a bias for another one does, before the scheduler hears of the request. An
+        engine whose answer is late is none the worse for it: it is asked again when it next continues.
+        """
+        bias = {"max_new_tokens": 1, "logit_bias": {"-1": 0.0}}
+        try:
+            await self._call("POST", "/generate", {"input_ids": [0], "sampling_params": bias})
+        except CallRefused as refusal:
+            known = re.search(r"logit_bias .* in \[0, (\d+)\]", str(refusal))
+            return int(known[1]) + 1 if known else None
+        except OutcomeUnknown:
+            return None
+        return None
 
     # ------------------------------------------------------------------------------------------------ a switch
     async def abort_all(self) -> None:
@@ -324,12 +356,12 @@ class SGLang:
             within(self._call_s, call),
             self._session.request(method, self.url + path, json=body, headers=self._headers) as answer,
         ):
-            text = await answer.content.read(MAX_ERROR_BYTES) if answer.status != 200 else await answer.read()
-            if answer.status != 200:
-                raise CallRefused(f"{call}: HTTP {answer.status} {text.decode(errors='replace')}")
+            text = await read_body(answer, call, most_bytes=MAX_ANSWER_BYTES)
+        if answer.status != 200:
+            raise CallRefused(f"{call}: HTTP {answer.status} {text[:MAX_ERROR_BYTES].decode(errors='replace')}")
         if answer.content_type != "application/json":
             return None
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise OutcomeUnknown(f"{call} answered with {len(text)} bytes that are not JSON") from None

@@ -8,7 +8,8 @@ has lost its lease. One that fails is stopped by the caller; the operator then s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,7 @@ from typing import Literal
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from colocated_rl_agent.drivers.base import CallRefused, NothingDone, OutcomeUnknown, Unsuitable, within
+from colocated_rl_agent.drivers.base import CallRefused, NothingDone, OutcomeUnknown, Unsuitable, read_body, within
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import JobFile, Rendezvous, TrainerState
 from colocated_rl_api.trainer_wire import (
@@ -34,6 +35,7 @@ from colocated_rl_api.trainer_wire import (
 STATE_S = 10.0  # answered at any time, also during a step
 HEARTBEAT_S = 5.0
 LEASE_S = 120.0  # without an answer; a long call into a device can hold a Python program for a while
+MAX_STATUS_BYTES = 1024 * 1024
 
 
 def trainer_environment(
@@ -85,6 +87,7 @@ class TrainerRank:
         heartbeat_s: float = HEARTBEAT_S,
         lease_s: float = LEASE_S,
         must_score: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(str(socket), limit=0),
@@ -94,6 +97,7 @@ class TrainerRank:
         self._progress_s = progress_s
         self._heartbeat_s, self._lease_s = heartbeat_s, lease_s
         self._must_score = must_score
+        self._clock = clock
 
     async def close(self) -> None:
         await self._session.close()
@@ -127,12 +131,11 @@ class TrainerRank:
     async def _work(self, path: str, body: BaseModel | Mapping[str, object]) -> TrainerStatus:
         """Raises OutcomeUnknown past a deadline, and CallRefused, NothingDone, Unsuitable."""
         request = asyncio.create_task(self._call("POST", path, body, None), name=path)
-        clock = asyncio.get_running_loop().time
-        alive = progressed = clock()
+        alive = progressed = self._clock()
         progress = 0
         try:
             while not request.done():
-                now = clock()
+                now = self._clock()
                 if now >= progressed + self._progress_s:
                     raise OutcomeUnknown(f"trainer {path}: no progress for {self._progress_s:g} s")
                 if now >= alive + self._lease_s:
@@ -145,7 +148,7 @@ class TrainerRank:
                     status = await self._call("GET", "/v1/state", None, min(STATE_S, self._heartbeat_s))
                 except OutcomeUnknown:
                     continue
-                alive = clock()
+                alive = self._clock()
                 if status.progress != progress:
                     progress, progressed = status.progress, alive
             return await request
@@ -166,7 +169,7 @@ class TrainerRank:
             within(deadline_s, f"trainer {path}"),
             self._session.request(method, f"http://trainer{path}", json=payload) as answer,
         ):
-            text = await answer.read()
+            text = await read_body(answer, f"trainer {path}", most_bytes=MAX_STATUS_BYTES)
         if answer.status != 200:
             refusal = NothingDone if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else CallRefused
             raise refusal(f"trainer {path}: {_reason(answer.status, text)}")
@@ -178,6 +181,8 @@ class TrainerRank:
             raise Unsuitable(
                 f"the trainer speaks protocol {status.protocol}, this agent {PROTOCOL}: use matching images"
             )
+        if status.state is TrainerState.ABSENT:
+            raise Unsuitable(f"trainer {path} answered that it is {TrainerState.ABSENT}, which only the dead are")
         if self._must_score and status.state is not TrainerState.STARTING and not status.can_score:
             raise Unsuitable(
                 "the trainer can't score (canScore is false), and the job has a reference: give its loop a `score`, or "
