@@ -14,6 +14,7 @@ from pydantic.alias_generators import to_snake
 from colocated_rl_api.parts import Options, Part, Resources, Rule, rules, should_match
 
 DEFAULT_HUB = "https://huggingface.co"
+FILE_ENDINGS = JSON_LINES, PARQUET, ARROW = ".jsonl", ".parquet", ".arrow"  # of files of rows
 
 
 class _Choice(Part):
@@ -58,7 +59,8 @@ class MathReward(Part):
         default="answer",
         min_length=1,
         max_length=253,
-        description="Member of each row that has the right answer: a number, or a text in LaTeX.",
+        description="Member of each row that has the right answer: a number, or a text in LaTeX. Inside an object of "
+        "the row: reward_model.ground_truth.",
     )
     answer_after: str | None = Field(
         default=None,
@@ -108,7 +110,7 @@ class Reward(_Choice):
         default=None,
         max_length=253,
         json_schema_extra=_function_rule,
-        description="MODULE:FUNCTION, in the image or beside the file. Called with the response and its row; returns a "
+        description="MODULE:FUNCTION, in the image or beside the rows. Called with the response and its row; returns a "
         "finite number, at most a million either way.",
     )
     math: MathReward | None = Field(default=None, description="Mathematical equality with the row's answer.")
@@ -162,7 +164,8 @@ class RowSource(_Source):
         default="prompt",
         min_length=1,
         max_length=253,
-        description="Member of each row that is the prompt: a text, or a list of messages with role and content.",
+        description="Member of each row that is the prompt: a text, or a list of messages with role and content. "
+        "Inside an object of the row: extra.prompt.",
     )
     reward: Reward = Field(description="What a response is worth.")
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Of the order, another one in each pass.")
@@ -226,6 +229,29 @@ class HuggingFace(RowSource):
         return f"huggingFace {self.name!r}"
 
 
+class PromptFunction(RowSource):
+    """Rows that a function of one's own makes."""
+
+    name: Annotated[str, _is_function] = Field(
+        max_length=253,
+        json_schema_extra=_function_rule,
+        description="MODULE:FUNCTION, in the image or at the top of the claim. Called with a number, 0 to size - 1; "
+        "returns the row of that number, an object, and each time the same: it is asked again for each response.",
+    )
+    claim_name: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=253,
+        description="Claim in the job's namespace that holds the module; mounted read-only, where rewards are computed "
+        "and nowhere else. The module is in the image when absent.",
+    )
+    size: int = Field(default=10_000, ge=1, le=1_000_000, description="Number of rows; they repeat after that.")
+
+    @property
+    def title(self) -> str:
+        return f"function {self.name!r}"
+
+
 _is_environment, _environment_rule = should_match(
     r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*", "should be an environment's name: my-environment"
 )
@@ -258,21 +284,22 @@ class Environment(_Source):
         return f"environment {self.name!r}"
 
 
-_SOURCES = ("reasoningGym", "file", "huggingFace", "environment")
+_SOURCES = ("reasoningGym", "file", "huggingFace", "function", "environment")
 
 
-Source = ReasoningGym | PromptFile | HuggingFace | Environment
+Source = ReasoningGym | PromptFile | HuggingFace | PromptFunction | Environment
 
 
 class _OneSource(_Choice):
     reasoning_gym: ReasoningGym | None = Field(default=None, description="Tasks and verifier of reasoning-gym.")
     file: PromptFile | None = Field(default=None, description="Files of one's own.")
     hugging_face: HuggingFace | None = Field(default=None, description="A dataset of the hub.")
+    function: PromptFunction | None = Field(default=None, description="Rows that a function of one's own makes.")
     environment: Environment | None = Field(default=None, description="An environment of verifiers.")
 
     @property
     def source(self) -> Source | None:
-        return self.reasoning_gym or self.file or self.hugging_face or self.environment
+        return self.reasoning_gym or self.file or self.hugging_face or self.function or self.environment
 
 
 class WeightedSource(_OneSource):
@@ -317,6 +344,14 @@ class Prompts(_OneSource):
         default_factory=Resources,
         description="Resources of that container. Its processes share the memory limit, each has its part of it.",
     )
+    reward_deadline_seconds: int = Field(
+        default=30,
+        ge=1,
+        le=3600,
+        description="For a reward that is computed in that container, or for 64 prompts. Past it the process is "
+        "replaced, the sample fails and another one is generated in its place; prompts are asked for again. Endpoints "
+        "and environments have deadlines of their own.",
+    )
 
     @property
     def sources(self) -> list[tuple[Source, int]]:
@@ -337,7 +372,8 @@ class Prompts(_OneSource):
     @property
     def claim_names(self) -> list[str]:
         """Claims that sources lie in, each once."""
-        return sorted({source.claim_name for source, _ in self.sources if isinstance(source, PromptFile)})
+        named = (source.claim_name for source, _ in self.sources if isinstance(source, PromptFile | PromptFunction))
+        return sorted({claim for claim in named if claim})
 
     @property
     def endpoints(self) -> dict[int, HttpReward]:

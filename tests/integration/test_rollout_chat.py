@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.chat import Chat, ModelUnusable
 from colocated_rl_rollout.prompts import NoPrompts, PromptSource
 from colocated_rl_rollout.samples import Prompt
 from colocated_rl_rollout.tasks import is_held_out
@@ -47,6 +47,31 @@ def test_prompts_are_what_transformers_makes_of_them(tmp_path: Path, name: str) 
     chat = Chat(model)
     assert expected == list(chat.prompt_ids(QUESTION))
     assert tokenizer.decode(expected, skip_special_tokens=True) == chat.text(expected)
+
+
+LLAMA = (  # as Llama 3.1 asks for calls
+    "{% for message in messages %}{% if 'tool_calls' in message %}{% if message.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call at once') }}{% endif %}{% endif %}"
+    "{{ '<' + message.role + '>' + message.content | trim }}{% endfor %}"
+)
+
+
+def test_a_conversation_from_a_table_is_the_same_as_without_its_nulls_and_parts(tmp_path: Path) -> None:
+    """A table has every member in each message: what is null there was there for templates, which refused it."""
+    model = write_model(tmp_path)
+    (model / "chat_template.jinja").write_text(LLAMA)
+    chat = Chat(model)
+    nothing = {"tool_calls": None, "name": None}
+    table: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Brief.", **nothing},
+        {"role": "user", "content": [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1?"}], **nothing},
+    ]
+    plain = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "1 + 1?"}]
+    assert chat.prompt_ids(plain) == chat.prompt_ids(table) == chat.encode("<system>Brief.<user>1 + 1?")
+    image: dict[str, Any] = {"role": "user", "content": [{"type": "image"}]}
+    for broken in (image, {"role": "assistant", "content": "", "tool_calls": [1]}):
+        with pytest.raises(ModelUnusable, match="the model's chat template can't be rendered"):
+            chat.prompt_ids([broken])
 
 
 async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from colocated_rl_api.job import Evaluation as EvaluationSpec
 from colocated_rl_api.job import Mode, Recording
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint, Goal, Problem, RolloutFacts
+from colocated_rl_cli.figures import evaluations_of
 from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
 from colocated_rl_rollout.settings import read_settings
@@ -109,6 +110,10 @@ class Scene:
             body = await response.read()
             rollout_interface().check("GET", response.url.path, response.status, response.content_type, body)
             return json.loads(body)
+
+    async def figures(self) -> str:
+        async with self.session.get(f"http://127.0.0.1:{self.controller.member.ports.metrics}/metrics") as response:
+            return await response.text()
 
     async def batch(self, step: int, *, shards: int = 2) -> Batch:
         batch = Batch([], [])
@@ -215,6 +220,7 @@ async def test_generations_span_a_switch_and_come_back_as_one_completion(
                 made_by = made_by[made_by >= 0].tolist()
                 assert [0] * 5 + [1] * (len(made_by) - 5) == made_by  # four, and the one that an abort still makes
                 start = end
+        assert f"\ncolocate_rollout_resent_tokens_total {2 * BATCH * 5}.0\n" in await scene.figures()
 
 
 async def test_an_end_token_hidden_by_the_abort_ends_the_response(job: JobOnDisk, processes: TaskProcesses) -> None:
@@ -243,17 +249,21 @@ async def test_closed_gates_park_everything(job: JobOnDisk, processes: TaskProce
         await scene.sealed(1)
 
 
+async def open_one_after_another(scene: Scene) -> None:
+    """The first gate has the older half of the samples."""
+    await scene.target()
+    await scene.samples(admitted=2 * BATCH)
+    for count, gate in enumerate(scene.gates, 1):
+        await gate.open(V0, pace=2)
+        await scene.generating(count * BATCH)
+
+
 async def test_the_first_gate_to_open_does_not_take_what_the_others_are_to_have(
     job: JobOnDisk, processes: TaskProcesses
 ) -> None:
     """Gates open one after another when a switch ends, and everything is waiting then."""
     async with running(job, processes) as scene:
-        await scene.target()
-        await scene.samples(admitted=2 * BATCH)
-        await scene.gates[0].open(V0, pace=2)
-        await scene.generating(BATCH)
-        await scene.gates[1].open(V0, pace=2)
-        await scene.generating(2 * BATCH)
+        await open_one_after_another(scene)
         assert [BATCH, BATCH] == [gate.in_flight for gate in scene.gates]
         await scene.close()
         await scene.gates[0].open(V1, pace=2)
@@ -277,6 +287,24 @@ async def test_an_engine_that_crashes_keeps_what_was_read(job: JobOnDisk, proces
         assert {0, 1} == {step for _, _, step in token_rows(await scene.batch(1))}
 
 
+async def test_f51_a_sample_goes_back_to_the_engine_that_has_its_prefix(
+    job: JobOnDisk, processes: TaskProcesses
+) -> None:
+    async with running(job, processes) as scene:
+        await open_one_after_another(scene)
+        before = [sorted(tuple(request["input_ids"]) for request in gate.requests) for gate in scene.gates]
+        await scene.close()
+        await scene.samples(interrupted=2 * BATCH)
+        for gate in scene.gates:
+            gate.requests.clear()
+        await scene.open(V1, pace=0)
+        await scene.generating(2 * BATCH)
+        asked = [sorted(tuple(request["input_ids"][:-3]) for request in gate.requests) for gate in scene.gates]
+        assert before == asked, "without the two tokens, and the one that an abort still makes"
+        for gate in scene.gates:
+            await gate.release()
+
+
 async def test_samples_move_to_another_engine_when_an_agent_is_lost(job: JobOnDisk, processes: TaskProcesses) -> None:
     async with running(job, processes) as scene:
         await scene.target()
@@ -298,6 +326,9 @@ async def test_what_one_engine_spoils_another_mends(job: JobOnDisk, processes: T
         facts = await scene.operator.until(lambda facts: not any(gate.faults for gate in scene.gates))
         assert facts.problem is None
         assert 0 == facts.samples.get("failed", 0)
+        said = await scene.figures()
+        counted = [f'\ncolocate_rollout_attempts_total{{ending="{ending}"}} ' in said for ending in ("lost", "garbled")]
+        assert [True, True] == counted
 
 
 async def test_what_a_busy_gate_refuses_was_no_attempt(job: JobOnDisk, processes: TaskProcesses) -> None:
@@ -345,7 +376,7 @@ async def test_a_job_trains_on_prompts_and_rewards_of_ones_own(tmp_path: Path) -
     (tmp_path / "mine/sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     function = "def score(response, row):\n    return 2.0 if response.endswith(str(row['sum'])) else -0.5\n"
     (tmp_path / "mine/my_rewards.py").write_text(function)
-    file = {"claimName": "mine", "path": "sums.jsonl", "reward": {"function": "my_rewards:score"}}
+    file = {"claimName": "mine", "path": "sums.jsonl", "reward": {"function": "my_rewards:score"}, "seed": 3}
     job = with_rollout(tmp_path, prompts={"file": file})
     async with task_processes(job.spec.rollout.prompts, tmp_path, count=2) as own, running(job, own) as scene:
         await scene.target(evaluate=0)
@@ -354,6 +385,7 @@ async def test_a_job_trains_on_prompts_and_rewards_of_ones_own(tmp_path: Path) -
         batch = await scene.batch(1)
         facts = await scene.operator.until(lambda facts: facts.evaluated)
     assert {2.0, -0.5} >= {reward for shard in batch.columns for reward in shard["reward"].tolist()}
+    assert [3, 3] == [header.seed for header in batch.headers]
     assert facts.evaluated
     assert -0.5 < facts.evaluated.mean < 2.0
 
@@ -448,6 +480,24 @@ async def test_evaluation_counts_answers_of_one_version_only(job: JobOnDisk, pro
         assert facts.evaluated.stderr == pytest.approx(np.sqrt(share * (1 - share) / 8))
 
 
+async def test_a_controller_begins_its_log_with_the_evaluations_before_it(
+    job: JobOnDisk, processes: TaskProcesses, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log of the one before went with its pod."""
+    async with running(job, processes) as scene:
+        await scene.target(evaluate=0)
+        await scene.gates[0].open(V0)
+        facts = await scene.operator.until(lambda facts: facts.evaluated)
+    with caplog.at_level("INFO"):
+        async with running(job, processes):
+            pass
+    [begun] = [record for record in caplog.records if record.msg == "rollout controller ready"]
+    assert isinstance(begun.args, dict)
+    [known] = evaluations_of([{"event": begun.msg, **begun.args}])
+    assert facts.evaluated is not None
+    assert (0, None, facts.evaluated.mean, 8) == (known.step, known.ts, known.mean, known.samples)
+
+
 VERIFIER_IS_LOST = """
 import json, os, pathlib, sys
 json.loads(sys.stdin.readline())
@@ -465,6 +515,40 @@ for line in sys.stdin:
 """
 
 
+ALL_ARE_RIGHT = """
+import json, sys
+json.loads(sys.stdin.readline())
+print(json.dumps({"value": {"size": 1000, "digest": "x"}}), flush=True)
+for line in sys.stdin:
+    match json.loads(line):
+        case {"questions": [start, count]}:
+            made = [(number, f"problem: {number} + 1 =", number % 5 == 0) for number in range(start, start + count)]
+            print(json.dumps({"value": made}), flush=True)
+        case _:
+            print(json.dumps({"value": 1.0}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("limit", "mean"), [(48, 1.0), (4, 0.0)])
+async def test_what_the_limit_cut_short_is_worth_nothing_in_an_evaluation_too(
+    tmp_path: Path, limit: int, mean: float
+) -> None:
+    """As in training; no verifier is asked."""
+    job = with_rollout(tmp_path, maxResponseTokens=limit)
+    command = [sys.executable, "-c", ALL_ARE_RIGHT]
+    async with (
+        task_processes(job.spec.rollout.prompts, tmp_path, command=command) as right,
+        running(job, right) as scene,
+    ):
+        await scene.target(evaluate=0)
+        await scene.open(V0)
+        facts = await scene.operator.until(lambda facts: facts.evaluated)
+        assert facts.evaluated is not None
+        assert mean == facts.evaluated.mean
+        facts = await scene.sealed(1)
+        assert mean == facts.reward_mean
+
+
 async def test_an_evaluation_asks_for_as_many_responses_as_it_should(tmp_path: Path, processes: TaskProcesses) -> None:
     spec = make_spec()
     assert spec.evaluation
@@ -477,6 +561,11 @@ async def test_an_evaluation_asks_for_as_many_responses_as_it_should(tmp_path: P
         assert facts.evaluated
         assert 24 == facts.evaluated.samples
         assert facts.evaluated.mean == pytest.approx(facts.evaluated.best), "the fake engine answers alike"
+        result = facts.evaluated.model_dump(mode="json", by_alias=True)
+        assert {"evaluations": [result]} == await scene.page("/v1/evaluations")
+        said = await scene.figures()
+        for name, figure in (("", "mean"), ("_stderr", "stderr"), ("_best", "best")):
+            assert f"\ncolocate_rollout_evaluation_reward{name} {result[figure]}\n" in said
 
 
 async def test_an_evaluation_that_nobody_can_score_has_no_result(job: JobOnDisk, tmp_path: Path) -> None:
@@ -686,7 +775,7 @@ async def test_a_sample_that_no_batch_can_take_is_discarded_and_replaced(
     job = with_rollout(tmp_path, maxConcurrency=6)
     async with running(job, processes) as scene:
         await scene.target(trained_step=4)
-        await scene.open(V1, pace=3)
+        await scene.open(WeightVersion(3, 1), pace=3)  # which step 5 may train, and step 6 may not
         await scene.generating(4 * BATCH)
         await scene.close()
         await scene.samples(interrupted=4 * BATCH)
@@ -703,7 +792,7 @@ async def test_tokens_beyond_the_limit_are_context_where_the_job_says_so(
     job = with_rollout(tmp_path, maxConcurrency=6, atMaxStaleness="Mask")
     async with running(job, processes) as scene:
         await scene.target(trained_step=4)
-        await scene.open(V1, pace=3)
+        await scene.open(WeightVersion(3, 1), pace=3)  # which step 5 may train, and step 6 may not
         await scene.generating(4 * BATCH)
         await scene.close()
         await scene.samples(interrupted=4 * BATCH)

@@ -16,9 +16,11 @@ from aiohttp import web
 
 from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.gate import MAX_IN_FLIGHT, Backend, Gate
+from colocated_rl_api.gate_wire import GATE_LINE_S
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
+from colocated_rl_rollout import engine_client
 from colocated_rl_rollout.engine_client import (
     AnswerGarbled,
     AttemptLost,
@@ -189,6 +191,22 @@ def test_what_log_probabilities_do_not_describe_is_off_whatever_the_engine_prefe
     penalties = {"repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0}
     asked = {"max_new_tokens": 200, "temperature": 1, "stop_token_ids": [END_TOKEN]}
     assert {**off, **penalties, **asked} == sampling
+
+
+async def test_a_gate_that_says_nothing_is_lost_and_asked_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine may be gone without a word. A gate says a line every so often, here too seldom."""
+    monkeypatch.setattr(engine_client, "SILENCE_S", GATE_LINE_S / 20)
+    monkeypatch.setattr(engine_client, "RECONNECT_S", 0.01)
+    await scene.open()
+    seen: list[bool] = []
+    client = EngineClient(
+        scene.client.endpoint, scene.client._client, settle_s=5, changed=lambda: seen.append(client.is_open)
+    )
+    watching = asyncio.create_task(client.watch())
+    await until(lambda: len(seen) >= 3)
+    watching.cancel()
+    await asyncio.wait([watching])
+    assert [True, False, True] == seen[:3]
 
 
 async def test_a_silent_agent_does_not_hold_a_request_for_ever(scene: Scene) -> None:

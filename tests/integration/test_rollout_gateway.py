@@ -6,9 +6,12 @@ import asyncio
 import gzip
 import json
 import random
+import re
 import socket
+import sys
 import threading
-from collections.abc import AsyncIterator
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,13 +20,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from documents.blocks import blocks
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam
 
 from colocated_rl_api import names
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_rollout.engine_client import Generated
+from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.gateway import MAX_REQUEST_BYTES, Reading
 from colocated_rl_rollout.openai_requests import ONLY, RequestRefused
+from colocated_rl_rollout.task_server import COMMAND
 from colocated_rl_rollout.turns import RETRY_S, Turn
 from fakes.gate import Fault, logp_of
 from fakes.gateway import ANSWER, QUESTION, TOOLS, TOOLS_TEMPLATE, extra, gateway_running, text_of
@@ -36,7 +42,7 @@ from fakes.rollout import (
     until,
 )
 
-BATCH_S = 10.0
+BATCH_S = 25.0
 V0, V1, V2 = WeightVersion(0, 1), WeightVersion(1, 1), WeightVersion(2, 1)
 
 
@@ -246,6 +252,49 @@ async def test_a_request_waits_while_no_engine_is_open_and_so_many_at_most(tmp_p
         assert ANSWER == text_of(await scene.ask())
 
 
+async def test_turns_of_the_jobs_own_episodes_wait_however_many(tmp_path: Path) -> None:
+    """Beyond the gateway's bounds, and beyond 256 connections, they were refused, and their episodes failed."""
+    many, said = 300, {"model": "job", "messages": [QUESTION]}
+    async with gateway_running(tmp_path, arguments=("--gateway-turns", "2")) as scene:
+        sessions, pages = scene.controller._gateway._sessions, scene.controller.member.ports.pages
+        episodes = [sessions.open(lambda _: None).id for _ in range(many)]
+        async with httpx.AsyncClient(trust_env=False, timeout=60, limits=httpx.Limits(max_connections=many)) as http:
+
+            async def ask(name: str) -> None:
+                await http.post(f"http://127.0.0.1:{pages}/v1/sessions/{name}/chat/completions", json=said)
+
+            asked = [asyncio.create_task(ask(name)) for name in episodes]
+            await until(lambda: scene.figure("parked") == many)
+            with pytest.raises(openai.RateLimitError, match="300 requests are held"):
+                await scene.ask()
+            for each in asked:
+                each.cancel()
+            await asyncio.wait(asked)
+
+
+async def test_an_evaluation_goes_first_then_clients_then_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever came first. A switch waits for the one, and clients for the other."""
+    sent: list[str] = []
+    send = Engines.send
+
+    def noting(engines: Engines, *args: Any, name: str) -> Any:
+        sent.append(name.partition("/")[0])
+        return send(engines, *args, name=name)
+
+    monkeypatch.setattr(Engines, "send", noting)
+    async with gateway_running(tmp_path, tasks=COMMAND) as scene:
+        await scene.operator.until(lambda facts: facts.samples.get("admitted") == 6)
+        asked = asyncio.create_task(scene.ask())
+        await until(lambda: scene.figure("parked"))
+        await scene.operator.send(2, (scene.gate.endpoint,), evaluate=0)
+        await until(lambda: scene.controller._evaluation.demand)
+        await scene.gate.open(V0)
+        await asked
+        assert [*["evaluation"] * 8, "turn", *["sample"] * 6] == sent[:15]
+
+
 async def test_a_request_that_waits_too_long_is_told_so(tmp_path: Path) -> None:
     async with gateway_running(tmp_path, arguments=("--gateway-parked-seconds", "0.05")) as scene:
         with pytest.raises(openai.APIStatusError, match="no engine took it within 0 s: they are with the") as late:
@@ -371,6 +420,14 @@ async def test_a_job_that_starts_over_does_so_for_clients_too(tmp_path: Path) ->
 
 
 # ---------------------------------------------------------------------------------------------------- what is asked
+async def test_verl_a_lean_configuration_is_tolerated(scene: Scene) -> None:
+    """As published, of one without a rollout section: neither job nor client says how to sample."""
+    await scene.gate.open(V0)
+    assert ANSWER == text_of(await scene.ask())
+    (request,) = scene.gate.requests
+    assert (48, 1.0) == tuple(request["sampling_params"][name] for name in ("max_new_tokens", "temperature"))
+
+
 async def test_verl_callers_parameters_are_never_changed(scene: Scene) -> None:
     """F21: and the budget holds over all attempts."""
     await scene.gate.open(V0, pace=4)
@@ -543,7 +600,9 @@ async def test_what_asks_for_nothing_is_taken(scene: Scene) -> None:
     nothing: dict[str, Any] = {
         "n": 1, "top_p": 1.0, "frequency_penalty": 0, "response_format": {"type": "text"}, "logit_bias": {},
         "user": "somebody", "metadata": {"a": "b"}, "store": False, "seed": None, "tools": [],
-        "extra_body": {"top_k": -1, "repetition_penalty": 1.0},
+        "extra_body": {
+            "top_k": -1, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [],
+        },
     }  # fmt: skip
     assert ANSWER == text_of(await scene.ask(**nothing))
     parts: ChatCompletionMessageParam = {"role": "user", "content": [{"type": "text", "text": "Where is it?"}]}
@@ -555,6 +614,46 @@ async def test_another_model_is_not_found(scene: Scene) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt': this job's is job") as refused:
         await scene.client.chat.completions.create(model="gpt", messages=[QUESTION])
     assert ("model", "model_not_found") == (refused.value.param, refused.value.code)
+
+
+ELSEWHERE = [
+    (
+        404,
+        "POST /v1/responses here: ask POST /v1/chat/completions",
+        lambda job: job.responses.create(model="job", input="?"),
+    ),
+    (404, "POST /v1/embeddings here: the policy", lambda job: job.embeddings.create(model="job", input="?")),
+    (404, "POST /v1/moderations here: the policy", lambda job: job.moderations.create(input="?")),
+    (404, "POST /v1/images/generations here: the policy", lambda job: job.images.generate(prompt="?")),
+    (404, "GET /v1/files here: the policy", lambda job: job.files.list()),
+    (404, "GET /v1/chat/completions/1 here: there are POST", lambda job: job.chat.completions.retrieve("1")),
+    (405, "GET /v1/chat/completions: ask POST", lambda job: job.chat.completions.list()),
+    (405, "DELETE /v1/models/job: ask GET", lambda job: job.models.delete("job")),
+    (404, "POST /v1/sessions/a/responses here: ask", lambda job: job.post("/sessions/a/responses", cast_to=object)),
+    (405, "PUT /v1/sessions/a: ask DELETE or GET", lambda job: job.put("/sessions/a", cast_to=object)),
+]
+
+
+@pytest.mark.parametrize(("status", "said", "ask"), ELSEWHERE, ids=[said.partition(":")[0] for _, said, _ in ELSEWHERE])
+async def test_what_is_not_there_is_said_with_what_to_ask_instead(
+    scene: Scene, status: int, said: str, ask: Callable[[openai.AsyncOpenAI], Awaitable[object]]
+) -> None:
+    """Such a request was answered with a line that is no error to OpenAI's client: without a word, or a code."""
+    with pytest.raises(openai.APIStatusError, match=f"there is no {re.escape(said)}") as refused:
+        await ask(scene.client)
+    assert status == refused.value.status_code
+    assert ("invalid_request_error", None) == (refused.value.type, refused.value.param)
+    assert {404: "unknown_url", 405: "method_not_supported"}[status] == refused.value.code
+    assert ("Allow" in refused.value.response.headers) == (status == 405)
+    assert 1 == scene.figure("refused_total", status=str(status))
+
+
+@pytest.mark.parametrize("path", ["", "/v1/v1", "/v1/chat/completions", "/openai/deployments/job"])
+async def test_another_base_url_is_told_the_right_one(scene: Scene, path: str) -> None:
+    origin = f"http://127.0.0.1:{scene.controller.member.ports.pages}"
+    client = scene.client.with_options(base_url=origin + path)
+    with pytest.raises(openai.NotFoundError, match=f"{path}/chat/completions here: set base_url to {origin}/v1"):
+        await client.chat.completions.create(model="job", messages=[QUESTION])
 
 
 # ---------------------------------------------------------------------------------------------------- tools
@@ -626,8 +725,30 @@ async def test_other_pods_of_the_job_reach_it_with_the_data_token_over_tls(scene
     async with openai.AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0, http_client=http) as client:
         completion = await client.chat.completions.create(model="job", messages=[QUESTION])
         assert ANSWER == text_of(completion)
-        with pytest.raises(openai.AuthenticationError, match="data token"):
+        with pytest.raises(openai.NotFoundError, match="ask POST /v1/chat/completions"):
+            await client.responses.create(model="job", input="?")
+        with pytest.raises(openai.AuthenticationError, match="data token") as refused:
             await client.with_options(api_key="x" * 32).chat.completions.create(model="job", messages=[QUESTION])
+        assert ("invalid_request_error", "invalid_api_key") == (refused.value.type, refused.value.code)
+
+
+async def test_programs_of_the_page_do_what_it_says(scene: Scene) -> None:
+    """In one process after the other, with the addresses and the files of this job."""
+    await scene.gate.open(V0)
+    ports = scene.controller.member.ports
+    here, elsewhere = (block.text for block in blocks("docs/gateway.md") if block.language == "python")
+    begin, ask = here.strip().rsplit("\n", 1)
+    told = f"print({ask.replace('sums', 'job')}.choices[0].message.content)\n"
+    named = {"127.0.0.1:8080": f"127.0.0.1:{ports.pages}", "POD_IP:8444": f"127.0.0.1:{ports.data}", "JOB_UID": JOB_UID}
+    for program in (f"{begin}\n{told}", f"{begin}\n{elsewhere}{told}"):
+        for word, name in named.items():
+            program = program.replace(word, name)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", program), cwd=scene.job.directory / "tls", stdout=PIPE, stderr=PIPE
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            output, errors = await process.communicate()
+        assert (ANSWER, "") == (output.decode().strip(), errors.decode())
 
 
 async def test_many_long_conversations_leave_threads_to_others(scene: Scene) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import random
 from collections.abc import AsyncIterator
@@ -11,23 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import numpy as np
 import openai
 import pytest
 from aiohttp import web
 from openai.types import Completion
-from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.gate import Backend, Gate
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
-from colocated_rl_rollout.controller import Controller
-from colocated_rl_rollout.settings import read_settings
 from fakes.engine import FakeEngine, Sample
-from fakes.gateway import openai_client
-from fakes.rollout import DEADLINE_S, JobOnDisk, SilentProcesses, make_spec, until
-from fakes.weights import logprob, write_export
+from fakes.gateway import controller_running, extra
+from fakes.rollout import DEADLINE_S, JobOnDisk, make_spec, until
+from fakes.weights import experts_of, logprob, write_export
 
 GENERATIONS = 16
 LIMIT = 200
@@ -101,22 +99,14 @@ class Scene:
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    job = JobOnDisk.write(tmp_path, make_spec(maxResponseTokens=LIMIT))
+    spec = make_spec(maxResponseTokens=LIMIT, engineArgs=["--enable-return-routed-experts"])
+    job = JobOnDisk.write(tmp_path, spec)
     write_export(tmp_path / "export", version="0-1", weight=0.0)
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
         pods = [await pod_of(stack, job, number) for number in range(2)]
-        settings = read_settings(job.arguments, job.environment)
-        controller = Controller(settings, session, SilentProcesses(job.spec, tmp_path), CollectorRegistry())
-        serving = asyncio.create_task(controller.run())
-        await until(lambda: controller.member.ports.control or serving.done())
-        operator = await stack.enter_async_context(job.operator(controller.member.ports.control))
-        await operator.send(1, [pod.endpoint for pod in pods])
-        client = await stack.enter_async_context(openai_client(controller.member.ports.pages))
+        running = controller_running(job, [pod.endpoint for pod in pods])
+        _, _, client = await stack.enter_async_context(running)
         yield Scene(pods, client)
-        controller.drain()
-        async with asyncio.timeout(DEADLINE_S):
-            await serving
 
 
 async def pod_of(stack: AsyncExitStack, job: JobOnDisk, number: int) -> Pod:
@@ -154,6 +144,20 @@ def check(completion: Completion) -> None:
     expected = [logprob(step / 8, *pairs[place]) for step, start, end in spans for place in range(start, end)]
     assert choice.logprobs is not None
     assert expected == pytest.approx(choice.logprobs.token_logprobs)
+
+
+def check_experts(completion: Completion) -> None:
+    """Each token but the last has where the weights that read it sent it: those that drew the next one."""
+    (choice,) = completion.choices
+    prompt: list[int] = (completion.model_extra or {})["prompt_token_ids"]
+    ids = [*prompt, *(choice.model_extra or {})["token_ids"]]
+    drawn_by = [step for step, start, end in steps_of(completion) for _ in range(start, end)]
+    read_by = [drawn_by[max(0, place + 1 - len(prompt))] for place in range(len(ids) - 1)]
+    expected = [experts_of(token, step / 8) for token, step in zip(ids[:-1], read_by, strict=True)]
+    said = extra(completion)["routed_experts"]
+    assert (
+        expected == np.frombuffer(base64.b64decode(said["data"]), "<i4").reshape(said["rows"], said["width"]).tolist()
+    )
 
 
 async def test_verl_without_resume_every_output_is_an_abort_of_the_step_before(scene: Scene) -> None:
@@ -194,6 +198,39 @@ async def test_verl_eight_that_are_aborted_together_all_return(scene: Scene) -> 
     await scene.close()
     async with asyncio.timeout(DEADLINE_S):
         assert ["abort"] * 8 == [each.choices[0].finish_reason for each in await asyncio.gather(*asked)]
+
+
+@pytest.mark.parametrize("updates", [0, 3])
+async def test_verl_routed_experts_of_later_attempts_are_their_tail_alone(scene: Scene, updates: int) -> None:
+    """As published: each token has its own once, as the engine says them; a single attempt is passed through."""
+    scene.open(0, hold=2 if updates else None)
+    asked = [asyncio.create_task(scene.generate(number, return_routed_experts=True)) for number in range(GENERATIONS)]
+    for step in range(1, updates + 1):
+        await scene.made(2)
+        await scene.close()
+        scene.open(step, hold=None if step == updates else 2)
+    for each in await asyncio.gather(*asked):
+        check(each)
+        check_experts(each)
+
+
+async def test_experts_that_a_lost_engine_did_not_say_the_next_one_does(scene: Scene) -> None:
+    """It is asked from where they end."""
+    scene.open(0)
+    for pod in scene.pods:
+        pod.engine.faults["/generate"] = "cut"
+    completion = await scene.generate(1, return_routed_experts=True)
+    assert 2 == extra(completion)["segments"]
+    check_experts(completion)
+
+
+async def test_a_stream_says_the_experts_at_its_end(scene: Scene) -> None:
+    scene.open(0)
+    whole = await scene.generate(1, return_routed_experts=True)
+    more = {"return_routed_experts": True}
+    stream = await scene.client.completions.create(model="job", prompt=[5, 6, 8], stream=True, extra_body=more)
+    told = [event.model_extra["colocated_rl"] async for event in stream if "colocated_rl" in (event.model_extra or {})]
+    assert [extra(whole)] == told
 
 
 async def test_verl_update_without_an_interruption_in_it_changes_nothing(scene: Scene) -> None:

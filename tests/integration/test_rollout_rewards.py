@@ -20,7 +20,7 @@ from colocated_rl_rollout.tasks import is_held_out
 from fakes.rollout import until
 from fakes.tasks import task_processes, task_server
 
-PROMPTS = Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=100))
+PROMPTS = Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=100), reward_deadline_seconds=1)
 GARBLED = """
 import json, sys
 json.loads(sys.stdin.readline())
@@ -29,7 +29,7 @@ for line in sys.stdin:
     print(json.loads(line).get("score", [0, '{"value": [[0, {}]]}'])[1], flush=True)
 """
 PROCESS = """
-import json, os, sys, time
+import json, os, pathlib, sys, time
 json.loads(sys.stdin.readline())
 print(json.dumps({"value": {"size": 100, "digest": "x"}}), flush=True)
 for line in sys.stdin:
@@ -38,6 +38,10 @@ for line in sys.stdin:
         time.sleep(600)
     if text == "die":
         os._exit(3)
+    if text == "meet":  # another process, at the same time
+        (pathlib.Path(sys.argv[1]) / str(index)).touch()
+        while len(list(pathlib.Path(sys.argv[1]).iterdir())) < 2:
+            time.sleep(0.01)
     if text == "raise":
         print(json.dumps({"error": "ValueError: no"}), flush=True)
     else:
@@ -48,7 +52,7 @@ for line in sys.stdin:
 @asynccontextmanager
 async def processes(directory: Path, program: str = PROCESS) -> AsyncIterator[TaskProcesses]:
     command = [sys.executable, "-c", program]
-    async with asyncio.timeout(20), task_processes(PROMPTS, directory, command=command, reply_deadline_s=0.5) as made:
+    async with asyncio.timeout(20), task_processes(PROMPTS, directory, command=command) as made:
         yield made
 
 
@@ -94,6 +98,16 @@ async def test_a_verifier_that_raises_fails_one_sample(tmp_path: Path) -> None:
         assert "VerifierFailed" == bad.reason
 
 
+async def test_slow_rewards_are_computed_side_by_side(tmp_path: Path) -> None:
+    """One process took all that waited, up to 32, and the others had nothing to do."""
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    command = [sys.executable, "-c", PROCESS, str(meeting)]
+    prompts = PROMPTS.model_copy(update={"reward_deadline_seconds": 20})
+    async with asyncio.timeout(20), task_processes(prompts, tmp_path, count=2, command=command) as made:
+        assert [0.0, 1.0] == await asyncio.gather(*(made.score(number, "meet") for number in range(2)))
+
+
 @pytest.mark.parametrize(("text", "reason"), [("hang", "RewardTimedOut"), ("die", "RewardProcessDied")])
 async def test_a_process_that_hangs_or_dies_costs_one_sample_and_is_replaced(
     tmp_path: Path, text: str, reason: str
@@ -105,6 +119,7 @@ async def test_a_process_that_hangs_or_dies_costs_one_sample_and_is_replaced(
         assert [1.0, 3.0] == [answers[0], answers[2]]
         assert isinstance(answers[1], RewardFailed)
         assert reason == answers[1].reason
+        assert text == "die" or "within 1 s (rollout.prompts.rewardDeadlineSeconds)" in str(answers[1])
         assert 4.0 == await made.score(4, "ok")
         assert made.problem is None
 

@@ -33,6 +33,7 @@ from colocated_rl_api.prompts import (
     MathReward,
     Mix,
     PromptFile,
+    PromptFunction,
     Prompts,
     ReasoningGym,
     Reward,
@@ -42,7 +43,7 @@ from colocated_rl_api.prompts import (
 from colocated_rl_rollout.hub import fetch
 from colocated_rl_rollout.reward_endpoint import RewardEndpoint
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses
-from colocated_rl_rollout.rows import RowsUnusable
+from colocated_rl_rollout.rows import Row, RowsUnusable
 from colocated_rl_rollout.task_connection import ProcessLost, TaskConnection, TaskUnusable
 from colocated_rl_rollout.task_server import COMMAND
 from colocated_rl_rollout.task_wire import Greeting, Question
@@ -58,7 +59,7 @@ MEMORY_BYTES = 2**30
 PROGRAM = "import sys; sys.modules['pycosat'] = None; from colocated_rl_rollout.task_process import main; main()"
 WITHOUT_PYCOSAT = [sys.executable, "-W", "ignore", "-c", PROGRAM]  # whether or not this environment has it
 REWARDS = """
-import pathlib
+import os, pathlib; KEPT = []
 
 def score(response, row):
     if response == "print":
@@ -71,7 +72,19 @@ def score(response, row):
         return float(response)
     if response == "huge":
         return 1e38
+    if response.startswith("numpy"):
+        import numpy
+        return eval(response)
+    if response == "leak":
+        KEPT.append(bytearray(2**27))
+    if response == "fork":
+        os.fork()
+    if response == "exit":
+        raise SystemExit("with words")
     return len(response) / 4 if row["answer"] in response else -1
+
+def of_another_library(data_source, solution_str, ground_truth, extra_info=None): return 1.0
+async def later(response, row): return 1.0
 """
 
 
@@ -80,6 +93,7 @@ def write_file(directory: Path, *rows: object, **fields: Any) -> PromptFile:
     folder.mkdir(parents=True)
     (folder / "train.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / "large.py").write_text("MODEL = bytearray(2**31)")
     return prompt_file(**fields)
 
 
@@ -97,6 +111,8 @@ async def processes(
             prompts = Prompts(file=source)
         case HuggingFace():
             prompts = Prompts(hugging_face=source)
+        case PromptFunction():
+            prompts = Prompts(function=source)
         case ReasoningGym():
             prompts = Prompts(reasoning_gym=source)
         case Environment():
@@ -173,6 +189,27 @@ async def test_what_a_process_started_in_other_sessions_ends_with_it(tmp_path: P
         await until(lambda: all(_is_gone(each) for each in started), DEADLINE_S)
 
 
+WORDY = """
+import sys
+sys.stdin.readline()
+for size in (100_000, 10_000_000):
+    print('{"error": "' + "x" * size + '"}', flush=True)
+sys.stdin.readline()
+"""
+
+
+async def test_a_process_has_the_words_that_a_reward_takes_and_no_more(tmp_path: Path) -> None:
+    """Each might fill 64 MiB of the controller, for a number."""
+    with task_server(tmp_path, command=[sys.executable, "-c", WORDY]) as path:
+        async with asyncio.timeout(DEADLINE_S), TaskConnection.open(path) as connection:
+            await connection.send(b"\n", deadline_s=DEADLINE_S)
+            rows = await connection.receive(deadline_s=DEADLINE_S, most_bytes=100_100)
+            assert 100_000 == len(rows.error or "")
+            with pytest.raises(ProcessLost, match="wrote a line of more than 65536 bytes"):
+                await connection.receive(deadline_s=DEADLINE_S)
+        await asyncio.sleep(0)  # the connection is closed in the loop's next turn, and the server waits for that
+
+
 def _is_gone(process: Path) -> bool:
     """Or waits for its parent, here no first process of a container, to take note."""
     try:
@@ -204,7 +241,13 @@ async def test_the_task_that_needs_pycosat_says_what_the_image_lacks(tmp_path: P
 
 
 async def test_rows_of_a_file_come_once_in_each_pass_and_in_the_same_order_after_a_restart(tmp_path: Path) -> None:
-    conversation = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"}]
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": "[2, 2]"}}
+    conversation = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "tool_calls": [call]},  # a call needs no words beside it
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+    ]
     rows = [{"prompt": f"{number} + 1?", "answer": "1"} for number in range(40)]
     source = write_file(tmp_path, *rows, {"prompt": conversation, "answer": "4"})
     async with processes(source, tmp_path) as made:
@@ -231,6 +274,37 @@ async def test_a_function_of_ones_own_gives_any_reward_that_float32_can_be_train
             await made.score(0, "text")
         with pytest.raises(RewardFailed, match="1e\\+38 is no reward"):
             await made.score(0, "huge")
+
+
+async def test_numbers_of_any_library_are_rewards(tmp_path: Path) -> None:
+    """A float32 was none, though trainers know no other."""
+    given = {"numpy.float32(0.5)": 0.5, "numpy.int64(-2)": -2.0, "numpy.True_": 1.0, "numpy.array(0.25)": 0.25}
+    async with processes(write_file(tmp_path, {"prompt": "a", "answer": "x"}), tmp_path) as made:
+        assert [*given.values()] == [await made.score(0, response) for response in given]
+        for none in ("numpy.float32('nan')", "numpy.float16('inf')", "numpy.zeros(2)"):
+            with pytest.raises(RewardFailed) as failed:
+                await made.score(0, none)
+            assert "VerifierFailed" == failed.value.reason
+
+
+async def test_a_function_that_forks_or_exits_answers_for_itself_alone(tmp_path: Path) -> None:
+    """A fork that came back answered too, and each later reward went to the response before its own."""
+    async with processes(write_file(tmp_path, {"prompt": "a", "answer": "x"}), tmp_path) as made:
+        responses = ["x", "fork", "xx", "exit", "xxx", "fork", "xxxx"]
+        found = await asyncio.gather(*(made.score(0, each) for each in responses), return_exceptions=True)
+        (failed,) = [each for each in found if isinstance(each, RewardFailed)]
+        assert [0.25, -1.0, 0.5, failed, 0.75, -1.0, 1.0] == found
+        assert ("VerifierFailed", True) == (failed.reason, str(failed).startswith("SystemExit at "))
+        assert "words" not in str(failed)
+
+
+async def test_a_function_that_leaks_gets_another_process(tmp_path: Path) -> None:
+    """It had no memory for the rest of the job."""
+    async with processes(write_file(tmp_path, {"prompt": "a", "answer": "x"}), tmp_path) as made:
+        for _ in range(2):
+            with pytest.raises(RewardFailed, match="MemoryError"):
+                [await made.score(0, "leak") for _ in range(100)]
+        assert [-1.0, 0.25] == [await made.score(0, response) for response in ("leak", "x")]
 
 
 async def test_a_function_that_fails_is_told_by_place_and_not_by_words_that_quote_a_response(tmp_path: Path) -> None:
@@ -278,7 +352,7 @@ async def test_the_example_is_asked_and_scored(tmp_path: Path) -> None:
 async def test_a_function_that_takes_too_much_memory_fails_its_sample_alone(tmp_path: Path) -> None:
     """It ended the whole pod, and with it everything in flight."""
     async with processes(write_file(tmp_path, {"prompt": "a", "answer": "x"}), tmp_path) as made:
-        with pytest.raises(RewardFailed, match="MemoryError"):
+        with pytest.raises(RewardFailed, match=r"MemoryError at .*rewards.py.*may have 1024 MiB: raise spec"):
             await made.score(0, "much")
         assert 0.25 == await made.score(0, "x")
 
@@ -314,6 +388,19 @@ async def test_mathematics_is_compared_by_what_it_means(tmp_path: Path) -> None:
     (tmp_path / "mine/math/gsm.jsonl").write_text(json.dumps(rows[1]))
     async with processes(marked, tmp_path) as made:
         assert [1.0, 0.0] == [await made.score(0, response) for response in ("#### 72", "24")]
+    nested = prompt_file(
+        reward={"math": {"answerField": "reward_model.ground_truth"}},
+        prompt_field="data.prompt",
+        path="math/verl.jsonl",
+    )
+    row: Row = {
+        "data": {"prompt": [{"role": "user", "content": "?"}]},
+        "reward_model": {"ground_truth": "72", "style": "rule"},
+    }
+    (tmp_path / "mine/math/verl.jsonl").write_text(json.dumps(row))
+    async with processes(nested, tmp_path) as made:
+        assert row["data"]["prompt"] == (await made.questions(0, 1))[0].question
+        assert [1.0, 0.0] == [await made.score(0, response) for response in ("$72$", "24")]
 
 
 async def test_a_dataset_comes_from_the_hub_at_one_commit_and_once(tmp_path: Path) -> None:
@@ -341,6 +428,21 @@ async def test_a_dataset_comes_from_the_hub_at_one_commit_and_once(tmp_path: Pat
         async with processes(source.model_copy(update={"name": "us/other"}), tmp_path) as made:
             with pytest.raises(TaskUnusable, match=r"us/other at v1 can't be fetched from http.*404 Not Found"):
                 await made.data()
+
+
+async def test_the_hubs_own_conversion_to_parquet_is_read(tmp_path: Path) -> None:
+    """Of a dataset that has only CSV, or is a script: a branch that has no card."""
+    parquet = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1 + 1?"], "answer": [2]}), parquet)
+    files = {f"default/{split}/0000.parquet": parquet.getvalue().to_pybytes() for split in ("train", "test")}
+    hub = FakeHub("us/sums", files)
+    async with hub.listening() as endpoint:
+        source = HuggingFace(
+            name="us/sums", revision="refs/convert/parquet", endpoint=endpoint, reward=Reward(math=MathReward())
+        )
+        (path,) = await asyncio.to_thread(fetch, source, cache=tmp_path)
+    assert (["refs/convert/parquet"], ["default/train/0000.parquet"]) == (hub.revisions, hub.downloads)
+    assert files[hub.downloads[0]] == path.read_bytes()
 
 
 async def test_a_hub_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
@@ -376,8 +478,101 @@ async def test_a_module_that_another_of_its_name_hides_is_not_mistaken_for_it(tm
     second = first.model_copy(update={"claim_name": "yours"})
     prompts = Prompts(mix=Mix(sources=[WeightedSource(file=first), WeightedSource(file=second)]))
     async with asyncio.timeout(DEADLINE_S), task_processes(prompts, tmp_path) as made:
-        with pytest.raises(TaskUnusable, match=r"mix\.sources\[1\]\.file .*beside the file is hidden by .*mine"):
+        with pytest.raises(TaskUnusable, match=r"mix\.sources\[1\]\.file .*beside the rows is hidden by .*mine"):
             await made.data()
+
+
+MAKING = """
+import datetime, itertools, sys
+import numpy
+
+CALLS = itertools.count()
+
+def problem(number):
+    if number == 33:
+        raise ValueError(f"row {number} is secret")
+    more = {"on": datetime.date(2026, 1, 1), "of": numpy.arange(2)}
+    return {"prompt": f"{number} + 1?", "answer": numpy.int64(number + 1), **more}
+
+def score(response, row):
+    return float(int(response) == row["answer"] and row["on"] == "2026-01-01" and row["of"] == [0, 1])
+
+def drawn(number): return {"prompt": f"{next(CALLS)}?"}
+def text(number): return "1 + 1?"
+def question(number): return {"question": "1 + 1?"}
+def of_sets(number): return {"prompt": "1 + 1?", "of": {1}}
+def half(number): return {"prompt": "\\ud83d"}
+def no_key(number): sys.exit("KEY is not set")
+"""
+
+
+def made_by(directory: Path, name: str = "making:problem", **fields: Any) -> PromptFunction:
+    (directory / "mine").mkdir(exist_ok=True)
+    (directory / "mine/making.py").write_text(MAKING)
+    given = {"claim_name": "mine", "size": 30, "reward": {"function": "making:score"}, "seed": 3}
+    return PromptFunction(**{"name": name, **given, **fields})
+
+
+async def test_rows_that_a_function_makes_are_as_those_of_a_file(tmp_path: Path) -> None:
+    """Each once in a pass, in an order that comes back, plain, and another function says what responses are worth."""
+    source = made_by(tmp_path)
+    async with processes(source, tmp_path, count=2) as made:
+        asked = [(each.row, each.question) for each in await made.questions(0, 60)]
+        assert [1.0, 0.0] == [await made.score(7, response) for response in ("8", "9")]
+    every = sorted((number, f"{number} + 1?") for number in range(30))
+    assert [every, every] == [sorted(asked[:30]), sorted(asked[30:])]
+    assert asked[:30] not in (every, asked[30:])
+    async with processes(source, tmp_path) as made:
+        assert asked[20:50] == [(each.row, each.question) for each in await made.questions(20, 30)]
+
+
+async def test_a_row_that_a_function_does_not_make_is_told_by_place(tmp_path: Path) -> None:
+    async with processes(made_by(tmp_path, size=40), tmp_path) as made:
+        with pytest.raises(RewardFailed, match=r"^ValueError at .*making\.py:9, called at ") as failed:
+            await made.questions(0, 40)
+        assert "secret" not in str(failed.value)
+
+
+async def test_a_job_is_not_continued_over_what_another_function_makes(tmp_path: Path) -> None:
+    async with processes(made_by(tmp_path), tmp_path) as made:
+        first = (await made.data()).digest
+    (tmp_path / "mine/other.py").write_text(MAKING.replace("+ 1?", "+ 2?"))
+    async with processes(made_by(tmp_path, "other:problem"), tmp_path) as made:
+        assert first != (await made.data()).digest
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "making:drawn",
+            "function 'making:drawn' can't be used: row 0 is another one each time: make it of its number",
+        ),
+        ("making:text", "row 0: no JSON object"),
+        ("making:question", "row 0: has no 'prompt', only 'question': set promptField"),
+        ("making:of_sets", "a value of type set can't be said in JSON"),
+        ("making:half", "row 0: half of a character"),
+        ("making:no_key", "function 'making:no_key' can't be used: SystemExit: KEY is not set"),
+        ("making:nothing", "module making has no function nothing"),
+        ("making:score", "making:score can't be called with a number: missing a required argument: 'row'"),
+        ("elsewhere:problem", "No module named 'elsewhere'"),
+    ],
+)
+async def test_what_is_wrong_with_a_function_is_said_before_the_job_begins(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    async with processes(made_by(tmp_path, name), tmp_path) as made:
+        with pytest.raises(TaskUnusable, match=re.escape(said)):
+            await made.questions(0, 1)
+
+
+async def test_the_example_of_a_function_is_asked_and_scored(tmp_path: Path) -> None:
+    (tmp_path / "my-prompts").symlink_to(EXAMPLE)
+    prompts = Prompts.model_validate(yaml.safe_load((EXAMPLE / "function.yaml").read_text()), by_alias=True)
+    async with asyncio.timeout(DEADLINE_S), task_processes(prompts, tmp_path) as made:
+        (asked,) = await made.questions(0, 1)
+        left, _, right = str(asked.question).partition(" = ")[0].partition(" + ")
+        assert [1.0, 0.1] == [await made.score(asked.row, f"#### {int(left) + int(right) + more}") for more in (0, 1)]
 
 
 class RowKeeper:
@@ -405,13 +600,40 @@ class RowKeeper:
         (b'{"question": "a", "answer": 1}', {}, "has no 'prompt', only 'question', 'answer': set promptField"),
         (b'{"prompt": "a"}\n{"prompt": 7}', {}, "line 2 of train.jsonl: 'prompt' should be a text, or a list of"),
         (b'{"prompt": [{"text": "a"}]}', {}, "should be a text, or a list of messages with role and content"),
+        (b'{"prompt": [{"role": "user"}]}', {}, "should be a text, or a list of messages with role and content"),
         (b'{"prompt": "a"}', {"path": "math/other.jsonl"}, "file 'math/other.jsonl' can't be used: there is no file"),
         (b'{"prompt": "a"}', {"path": "math/rewards.py"}, "rewards.py: a file of prompts ends with one of .jsonl"),
         (b'{"prompt": "a"}', {"path": "math"}, "math is a directory that datasets.save_to_disk did not write"),
         (b'{"prompt": "a"}', {"reward": {"function": "rewards:scores"}}, "module rewards has no function scores"),
         (b'{"prompt": "a"}', {"reward": {"function": "rewarding:score"}}, "No module named 'rewarding'"),
+        (
+            b'{"prompt": "a"}',
+            {"reward": {"function": "rewards:of_another_library"}},
+            "rewards:of_another_library can't be called with a response and its row: missing a required argument",
+        ),
+        (b'{"prompt": "a"}', {"reward": {"function": "rewards:later"}}, "rewards:later is async: write it with def"),
+        (
+            b'{"prompt": "a"}',
+            {"reward": {"function": "large:score"}},
+            "MemoryError: ; its process may have 1024 MiB: raise spec.rollout.prompts.resources.limits.memory",
+        ),
         (b'{"prompt": "a"}', {"reward": {"math": {}}}, "line 1 of train.jsonl: has no 'answer', only 'prompt': set"),
         (b'{"prompt": "a", "answer": []}', {"reward": {"math": {}}}, "'answer' should be a number or a text"),
+        (
+            b'{"a": {"b": "c"}}',
+            {"promptField": "a.c"},
+            "line 1 of train.jsonl: has no 'a.c', only 'a': set promptField",
+        ),
+        (
+            b'{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}',
+            {},
+            "content, which is text or parts of it",
+        ),
+        (
+            b'{"prompt": "a", "level": {"of": [NaN]}}',
+            {"reward": {"http": {"url": "http://judge/"}}},
+            "line 1 of train.jsonl: 'level' has a number that is NaN or infinite, which no endpoint can be sent",
+        ),
         (b'{"prompt": "a", "answer": " "}', {"reward": {"math": {}}}, "'answer' has no answer in it"),
         (b'{"prompt": "a", "answer": "7"}', {"reward": {"math": {"answerAfter": "####"}}}, "has no '####' in it"),
     ],

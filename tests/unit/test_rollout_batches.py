@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
@@ -128,7 +128,6 @@ def test_more_ranks_than_samples_leave_some_ranks_without(tmp_path: Path) -> Non
     assert [1, 1, 1, 1, 0, 0] == sizes
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 500), max_size=60), st.integers(1, 9))
 def test_shards_hold_each_sample_once_and_are_balanced(lengths: list[int], shards: int) -> None:
     parts = partition(lengths, shards)

@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
+from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import virtual_time
 from bench.simulated_engines import SimulatedEngine
 from bench.simulated_job import Job, SimulatedEngines
+from colocated_rl_api.gate_wire import GateState
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.engine_client import EngineClient, GenerateRequest
+from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_rollout.engine_client import (
+    REST_AT_MOST_S,
+    REST_S,
+    AttemptLost,
+    EngineClient,
+    Generated,
+    GenerateRequest,
+)
 from colocated_rl_rollout.engines import BURST, PACE_S, Engines
+from colocated_rl_rollout.resume import Ending
+from colocated_rl_rollout.samples import Span, Tokens
+
+OPEN = GateState(open=True, epoch=1, incarnation="e1", version=WeightVersion(0, 1), in_flight=0)
+
+
+def tokens_of_one() -> Tokens:
+    return Tokens(np.array([5], np.int32), np.array([-1], np.float32), (Span(WeightVersion(0, 1), 0, 1),))
+
 
 MOVES = st.one_of(
     st.tuples(st.just("send"), st.integers(0, 12)),  # with at most so many requests at each
@@ -79,16 +101,73 @@ async def attempt(ends: asyncio.Event) -> None:
     await ends.wait()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(MOVES, max_size=40))
 def test_the_engine_with_the_fewest_requests_is_picked_whatever_came_before(moves: list[tuple[str, int]]) -> None:
     virtual_time.run(play([("open", 0), ("open", 1), *moves]))
 
 
-def test_h28_nobody_asks_for_what_repeats_the_prefix() -> None:
-    """Routed experts come for the prompt too, which is longer in each attempt: nothing here would read them."""
-    request = GenerateRequest([1, 2], 9, 1.0, end_ids=[2], stops=["x"], seed=1)
+class Broken(EngineClient):
+    """Brings nothing, but where it is told what to bring."""
+
+    brings: Generated | None = None
+
+    async def _post(self, body: bytes, read: Any) -> Generated:
+        if self.brings is None:
+            raise AttemptLost("as ever")
+        return self.brings
+
+
+def test_an_engine_that_brings_nothing_rests_twice_as_long_each_time_until_it_brings_something() -> None:
+    """Or one that refuses all would be asked without end, and hold up what the others could take."""
+
+    async def rest(client: EngineClient) -> float:
+        with suppress(AttemptLost):
+            await client.generate(GenerateRequest([1], 9, 1.0, end_ids=[2]))
+        now = asyncio.get_running_loop().time()
+        pause_s = max(0.0, client._rests_until - now)
+        assert client.takes_requests is (pause_s == 0)
+        await asyncio.sleep(pause_s)
+        return pause_s
+
+    async def main() -> None:
+        nobody: Any = None
+        client = Broken(Endpoint(pod="a", address="", port=1), nobody, settle_s=1, changed=lambda: None)
+        client._set(OPEN)
+        growing = [min(REST_S * 2**times, REST_AT_MOST_S) for times in range(12)]
+        assert growing == pytest.approx([await rest(client) for _ in range(12)])
+        client.brings = Generated(tokens_of_one(), Ending.INTERRUPTED)
+        assert 0 == await rest(client)
+        client.brings = None
+        assert growing[:2] == pytest.approx([await rest(client) for _ in range(2)])
+
+    virtual_time.run(main())
+
+
+def test_a_gate_that_opens_ends_the_rest_of_its_engine() -> None:
+    async def main() -> None:
+        nobody: Any = None
+        client = Broken(Endpoint(pod="a", address="", port=1), nobody, settle_s=1, changed=lambda: None)
+        client._set(OPEN)
+        with suppress(AttemptLost):
+            await client.generate(GenerateRequest([1], 9, 1.0, end_ids=[2]))
+        assert not client.takes_requests
+        for state in (OPEN.model_copy(update={"open": False, "version": None}), OPEN):
+            client._set(state)
+        assert client.takes_requests
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize(
+    ("first", "more"),
+    [(None, {}), (0, {"return_routed_experts": True, "routed_experts_start_len": 0}),
+     (7, {"return_routed_experts": True, "routed_experts_start_len": 7})],
+)  # fmt: skip
+def test_h28_routed_experts_are_asked_for_from_the_first_token_without(first: int | None, more: dict[str, Any]) -> None:
+    """They come for the prompt too, which is longer in each attempt."""
+    request = GenerateRequest([1, 2], 9, 1.0, end_ids=[2], stops=["x"], seed=1, experts_from=first)
     for stream in (False, True):
-        assert {"input_ids", "sampling_params", "return_logprob", "stream"} == set(
-            json.loads(request.body(stream=stream))
-        )
+        said = json.loads(request.body(stream=stream))
+        assert more == {name: said.pop(name) for name in more}
+        assert {"input_ids", "sampling_params", "return_logprob", "stream"} == set(said)

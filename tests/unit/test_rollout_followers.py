@@ -26,7 +26,7 @@ from colocated_rl_rollout.store import Store
 from fakes.interface import rollout_interface
 from fakes.rollout import until
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @dataclass

@@ -90,7 +90,7 @@ TOKENIZERS = {"bytes": byte_level(), "fallback": byte_fallback(), "metaspace": m
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_pieces_add_up_to_a_beginning_of_what_all_tokens_decode_to(name: str, data: st.DataObject) -> None:
     """However many come at a time; and no more of them is held back than a character or a row of bytes."""

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.engine_client import RequestRejected
-from colocated_rl_rollout.openai_replies import Pieces, Reply, settled, visible
+from colocated_rl_rollout.openai_replies import Pieces, Reply, extension, settled, visible
 from colocated_rl_rollout.openai_requests import (
+    MEMBERS_AT_MOST,
     ONLY,
     WITHOUT_EFFECT,
     Asked,
@@ -26,6 +28,7 @@ from colocated_rl_rollout.openai_requests import (
     prompt_of,
     read_body,
     read_chat,
+    read_reward,
     text_prompt_of,
 )
 from colocated_rl_rollout.resume import cut, stopped_at
@@ -108,7 +111,9 @@ def refusal(chat: Chat, body: str, kind: type[ChatBody] | type[TextBody] = ChatB
         ('"stop": 7', "stop", "a text, or a list of up to 16"),
         ('"stop": ""', "stop", "a text, or a list of up to 16"),
         ('"stop": ["fine", "<|im_start|>"]', "stop", "a special token is in no text"),
-        ('"stop_token_ids": [2]', "stop_token_ids", "not a parameter that is known here"),
+        ('"stop_token_ids": [2]', "stop_token_ids", "at its limit, or at a text in stop"),
+        ('"logit_processors": []', "logit_processors", "not a parameter that is known here"),
+        ('"min_tokens": 4', "min_tokens", "ends where the policy ends it"),
         ('"max_tokens": 0', "max_tokens", "1 at least"),
         ('"max_tokens": 8.5', "max_tokens", "a whole number"),
         ('"max_tokens": 4, "max_completion_tokens": 5', "max_tokens", "send one of them"),
@@ -147,6 +152,9 @@ def test_what_is_asked_wrongly_is_named_with_what_to_write(chat: Chat, body: str
     [
         ('"prompt": ["one", "two"]', "prompt.0", "several prompts are several requests"),
         ('"prompt": [[1, 2], [3]]', "prompt.0", "several prompts are several requests"),
+        ('"prompt": [[]]', "prompt", "has no token"),
+        ('"prompt": [""]', "prompt", "has no token"),
+        ('"prompt": []', "prompt", "has no token"),
         ('"prompt": "hi", "logprobs": 5', "logprobs", "0 in a completion"),
         ('"prompt": "hi", "echo": true', "echo", "not offered"),
         ('"prompt": "hi", "suffix": "there"', "suffix", "not offered"),
@@ -158,6 +166,60 @@ def test_what_is_asked_wrongly_of_a_text_is_named_too(chat: Chat, body: str, par
     refused = refusal(chat, body, TextBody)
     assert (400, param) == (refused.status, refused.param)
     assert said in str(refused)
+
+
+MANY = 2000
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "wrong"),
+    [
+        (TextBody, "prompt", [1.5] * MANY),
+        (TextBody, "prompt", [[1.5] * MANY]),
+        (TextBody, "prompt", ["one"] * MANY),
+        (TextBody, "stop", [7] * MANY),
+        (ChatBody, "messages", [{}] * MANY),
+        (ChatBody, "messages", [{"role": "user", "content": [{"type": "image_url"}] * MANY}]),
+        (ChatBody, "messages", [{"role": "assistant", "tool_calls": [{}] * MANY}]),
+        (ChatBody, "tools", [{}] * MANY),
+    ],
+)
+def test_of_many_faults_few_are_kept(
+    chat: Chat, kind: type[ChatBody] | type[TextBody], field: str, wrong: list[Any]
+) -> None:
+    """A prompt of two million numbers that are no ids took 8 GB, and the controller with it."""
+    base = {"model": "m", "prompt": "hi"} if kind is TextBody else {"model": "m", "messages": [{"role": "user"}]}
+    refused = answer_to(kind, json.dumps(base | {field: wrong}).encode(), chat)
+    assert isinstance(refused, RequestRefused)
+    assert refused.param
+    assert refused.param.startswith(field)
+    assert isinstance(refused.__cause__, ValidationError)
+    assert refused.__cause__.error_count() < 10
+
+
+def test_an_object_without_end_is_refused(chat: Chat) -> None:
+    said = {"model": "m", "prompt": "hi"} | {f"name{number}": 1 for number in range(MEMBERS_AT_MOST)}
+    refused = answer_to(TextBody, json.dumps(said).encode(), chat)
+    assert f"{MEMBERS_AT_MOST + 2} members" in str(refused)
+    with pytest.raises(RequestRefused, match=f"{MEMBERS_AT_MOST + 2} members"):
+        read_reward(json.dumps(said).encode())
+
+
+@pytest.mark.parametrize("body", ["[1]", '"a"', "null", '{"reward": 1, "reward": 2, "group": "a"}', '{"reward": NaN}'])
+def test_a_reward_that_is_none_is_refused_in_words(body: str) -> None:
+    with pytest.raises(RequestRefused, match=r"not a JSON object|stands twice|NaN is no number"):
+        read_reward(body.encode())
+
+
+@pytest.mark.parametrize("one", ["hi there", [5, 6, 7], [5]])
+def test_a_list_of_one_prompt_is_that_prompt(chat: Chat, one: str | list[int]) -> None:
+    """As libraries send it that could send several."""
+    alone, listed = (
+        answer_to(TextBody, json.dumps({"model": "m", "prompt": prompt}).encode(), chat) for prompt in (one, [one])
+    )
+    assert isinstance(alone, Asked)
+    assert isinstance(listed, Asked)
+    assert alone.prompt.tolist() == listed.prompt.tolist()
 
 
 def test_an_image_is_named_where_it_stands(chat: Chat) -> None:
@@ -225,6 +287,7 @@ def test_deep_and_broken_text_is_refused(chat: Chat) -> None:
         (f"{CALL}<tool_call>{{broken}}</tool_call>", None, []),
         ('<tool_call>{"name": "say", "arguments": {"text": "<tool_call></tool_call>"}}</tool_call>', "", ["say"]),
         ('<tool_call>{"name": "find", ' * 20_000 + "</tool_call>", None, []),  # is looked through once
+        (CALL.replace("it", "\\ud83d"), None, []),  # half a character
         ("no call", None, []),
     ],
 )
@@ -274,9 +337,9 @@ def test_pieces_add_up_to_the_whole(chat: Chat, text: str, stops: list[str], end
     )
     pieces = Pieces(reply, chat)
     chunks = [chunk for end in sorted(ends) for chunk in pieces.more(cut(tokens, end))]
-    chunks += pieces.rest(tokens, Finish.STOP, segments=1)
+    chunks += pieces.rest(tokens, Finish.STOP, extension(tokens, Finish.STOP, 1))
     choices = [chunk["choices"][0] for chunk in chunks]
-    whole = reply.whole(chat, tokens, Finish.STOP, segments=1)["choices"][0]
+    whole = reply.whole(chat, tokens, Finish.STOP, extension(tokens, Finish.STOP, 1))["choices"][0]
     streamed = "".join(choice["delta"].get("content", "") for choice in choices)
     assert (whole["message"]["content"] or "").strip() == streamed.strip()
     told = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.prompts import PromptSource
 from fakes.rollout import JobOnDisk, make_spec, until
 from fakes.tasks import task_processes
@@ -39,6 +40,72 @@ async def test_questions_that_can_not_be_made_are_a_problem_until_they_can(tmp_p
         running.cancel()
         await asyncio.wait([running])
     assert ["OSError: disk; asked again"] * 2 + [""] == told[:3]
+
+
+async def test_the_prompt_that_the_models_template_refuses_is_named(tmp_path: Path) -> None:
+    job = JobOnDisk.write(tmp_path, make_spec())
+    (tmp_path / "model/chat_template.jinja").write_text(
+        "{{ raise_exception('roles must alternate') if messages[0].content == '7 + 1 =' else messages[0].content }}"
+    )
+    async with task_processes(job.spec.rollout.prompts, tmp_path, command=[sys.executable, "-c", FAILS_TWICE]) as made:
+        chat = Chat(tmp_path / "model")
+        prompts = PromptSource(made, chat, max_prompt_tokens=200, position=0, changed=lambda: None, retry_s=0.01)
+        await prompts.run()
+    assert prompts.problem is not None
+    assert prompts.problem.message == (
+        "prompt 8 of the data: the model's chat template can't be rendered: TemplateError: roles must alternate"
+    )
+
+
+def says_rows(row: str) -> list[str]:
+    """A process with 128 rows; row: of a `place`."""
+    program = f"""
+import json, sys
+json.loads(sys.stdin.readline())
+print(json.dumps({{"value": {{"size": 128, "digest": "x"}}}}), flush=True)
+for line in sys.stdin:
+    start, count = json.loads(line)["questions"]
+    print(json.dumps({{"value": [({row}) for place in range(start, start + count)]}}), flush=True)
+"""
+    return [sys.executable, "-c", program]
+
+
+async def test_prompts_of_the_greatest_length_are_trained_and_longer_ones_counted(tmp_path: Path) -> None:
+    job = JobOnDisk.write(tmp_path, make_spec())
+    longest = len(job.chat.prompt_ids("xx"))
+    command = says_rows("place, 'x' * (1 + place % 4), False")
+    async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
+        prompts = PromptSource(processes, job.chat, max_prompt_tokens=longest, position=0, changed=lambda: None)
+        running = asyncio.create_task(prompts.run())
+        await until(lambda: prompts.too_long >= 64)
+        running.cancel()
+        await asyncio.wait([running])
+        found = [prompts.take() for _ in range(4)]
+    assert [0, 1, 4, 5] == [prompt.position for prompt in found if prompt]
+    assert [longest - 1, longest] * 2 == [len(prompt.ids) for prompt in found if prompt]
+
+
+async def test_a_prompt_of_no_token_is_named_and_not_taken_for_an_episode(tmp_path: Path) -> None:
+    """Its samples waited for somebody who plays, and the batch for them."""
+    job = JobOnDisk.write(tmp_path, make_spec())
+    (tmp_path / "model/chat_template.jinja").write_text("{{ messages[0].content | trim }}")
+    command = says_rows("place, 'x' if place < 9 else ' ', False")
+    async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
+        prompts = PromptSource(
+            processes, Chat(tmp_path / "model"), max_prompt_tokens=9, position=0, changed=lambda: None
+        )
+        await prompts.run()
+    assert prompts.problem
+    assert "prompt 10 of the data: the model's chat template makes no token of it" == prompts.problem.message
+
+
+async def test_what_is_held_out_is_asked_once_however_often_it_stands_there(tmp_path: Path) -> None:
+    job = JobOnDisk.write(tmp_path, make_spec())
+    prompts = job.spec.rollout.prompts
+    async with task_processes(prompts, tmp_path, command=says_rows("place, f'{place % 3} + 1 =', True")) as processes:
+        source = PromptSource(processes, job.chat, max_prompt_tokens=200, position=0, changed=lambda: None)
+        assert [0, 1, 2] == [prompt.position for prompt in await source.held_out(5)]
+        assert [0, 1] == [prompt.position for prompt in await source.held_out(2)]
 
 
 @pytest.mark.parametrize(("known", "problem"), [(None, None), ("x", None), ("y", "PromptsUnusable")])

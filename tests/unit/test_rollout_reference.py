@@ -120,6 +120,15 @@ async def test_every_finished_sample_gets_what_the_reference_says_of_its_own_tok
     assert 4 == scene.counted("scored")
 
 
+async def test_tunix_on_devices_of_its_own_a_group_comes_out_before_any_barrier(scene: Scene) -> None:
+    """As published of its stage: each as it comes, whatever else the batch waits for."""
+    scene.follow(*scene.pods)
+    for number in (1, 2):
+        group = make_group(number)
+        scene.want(group)
+        await until(lambda: scene.stage.has_scored(group))  # noqa: B023 - it is waited for here
+
+
 async def test_sample_that_is_scored_is_not_asked_again(scene: Scene) -> None:
     group = make_group()
     scene.follow(scene.pods[0])

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.resume import Ending, GarbledAnswer, finish_of, join, join_all, read_answer, remaining
+from colocated_rl_rollout.resume import (
+    Ending,
+    GarbledAnswer,
+    finish_of,
+    join,
+    join_all,
+    read_answer,
+    read_experts,
+    remaining,
+)
 from colocated_rl_rollout.samples import NO_TOKENS, Finish, Span, Tokens
 
 END = 2
@@ -96,6 +106,12 @@ def test_an_answer_that_contradicts_itself_is_refused(change: dict[str, Any]) ->
         read_answer(answer([5, 6], reason=change.pop("finish_reason", {"type": "abort"}), **change))
 
 
+def test_a_token_that_no_tokenizer_has_is_refused() -> None:
+    """It was kept, ended the controller when it was to be made text, and did so again after each restart."""
+    with pytest.raises(GarbledAnswer, match="below 0"):
+        read_answer(answer([5, -1], reason={"type": "stop"}))
+
+
 @pytest.mark.parametrize("body", [{}, {"meta_info": None}, {"output_ids": [1]}, {"meta_info": {"finish_reason": None}}])
 def test_an_answer_without_its_parts_is_refused(body: dict[str, Any]) -> None:
     if body == {"meta_info": {"finish_reason": None}}:
@@ -103,6 +119,23 @@ def test_an_answer_without_its_parts_is_refused(body: dict[str, Any]) -> None:
     else:
         with pytest.raises(GarbledAnswer):
             read_answer(body)
+
+
+def experts(*numbers: int) -> str:
+    return base64.b64encode(np.array(numbers, "<i4").tobytes()).decode()
+
+
+def test_experts_are_taken_as_the_engine_has_them() -> None:
+    read = read_experts({"meta_info": {"routed_experts": experts(1, 2, 3, 4, 70_000, 6)}}, rows=2)
+    assert [[1, 2, 3], [4, 70_000, 6]] == read.tolist()
+    assert np.int32 == read.dtype.type
+    assert 0 == len(read_experts({"meta_info": {}}, rows=2)), "an engine was lost before it said any"
+
+
+@pytest.mark.parametrize("said", [experts(1, 2, 3), experts(), "AAA", "AAAA", "é", 7, ["AAAA"]])
+def test_experts_of_other_tokens_are_refused(said: Any) -> None:
+    with pytest.raises(GarbledAnswer):
+        read_experts({"meta_info": {"routed_experts": said}}, rows=2)
 
 
 def test_an_end_before_the_first_token_is_refused() -> None:
@@ -116,7 +149,6 @@ def test_segments_of_one_version_become_one_span() -> None:
     assert [10, 11, 10, 11, 12, 13] == joined.ids.tolist()
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=10))
 def test_whatever_is_joined_each_token_keeps_its_version(segments: list[tuple[int, int]]) -> None:
     whole = NO_TOKENS

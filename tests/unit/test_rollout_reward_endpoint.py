@@ -125,6 +125,27 @@ async def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
     assert 3 == len(judge.asked)
 
 
+async def test_pauses_grow_and_are_as_long_as_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But never longer than a minute."""
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(pause_s: float) -> None:
+        pauses.append(pause_s)
+        await sleep(0)
+
+    busy = says("busy", 503)
+    asks = [says("", 429, **{"Retry-After": seconds}) for seconds in ("7", "3600", "-7", "soon", "²")]
+    async with endpoint(Judge([*[busy] * 4, *asks, GOOD]), attempts=10) as made:
+        made._first_pause_s = 0.1
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio, "sleep", noted)
+            assert 0.5 == await made.score("", {}, "")
+    for number, pause_s in enumerate([*pauses[:4], *[0.0] * 2, *pauses[6:]]):
+        assert 0.05 * 2**number <= pause_s <= 0.15 * 2**number or number in (4, 5)
+    assert [7, 60] == pauses[4:6]
+
+
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [

@@ -156,7 +156,7 @@ class SessionsMachine(RuleBasedStateMachine):
 
 
 TestSessions = SessionsMachine.TestCase
-TestSessions.settings = settings(max_examples=12, stateful_step_count=30, deadline=None)
+TestSessions.settings = settings(max_examples=12, stateful_step_count=30)
 
 
 def sessions_of(store: Store, registry: CollectorRegistry | None = None, **options: int) -> Sessions:
@@ -234,13 +234,18 @@ def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp
     registry = CollectorRegistry()
     store = Store(tmp_path, job_uid=JOB_UID)
     sessions = sessions_of(store, registry)
-    session = sessions.begin("s")
-    tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(3, 1), 0, 2),))
-    asyncio.run(
-        sessions.record(session, None, [], "", prompt=np.array([7], np.int32), tokens=tokens, finish=None, engine=None)
-    )
-    sessions.end(session)
-    asyncio.run(sessions.reward("s", 1.0, "g"))
+
+    async def reward(name: str, group: str) -> Session:
+        session = sessions.begin(name)
+        tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(3, 1), 0, 2),))
+        await sessions.record(
+            session, None, [], "", prompt=np.array([7], np.int32), tokens=tokens, finish=None, engine=None
+        )
+        sessions.end(session)
+        await sessions.reward(name, 1.0, group)
+        return session
+
+    session = asyncio.run(reward("s", "g"))
     store.trained_step = 4
     assert sessions.admit() is None
     assert session is sessions.find("s"), "step 5 may train it"
@@ -248,7 +253,11 @@ def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp
     assert sessions.admit() is None
     with pytest.raises(RequestRefused):
         sessions.find("s")
-    assert 2 == registry.get_sample_value("colocate_rollout_discarded_tokens_total", {"reason": "SessionTooStale"})
+    for number in range(sessions.group_size):
+        asyncio.run(reward(f"late-{number}", "h"))
+    assert sessions.admit() is None, "a group that is whole too late is none"
+    dropped = registry.get_sample_value("colocate_rollout_discarded_tokens_total", {"reason": "SessionTooStale"})
+    assert 2 * (1 + sessions.group_size) == dropped
     store.close()
 
 

@@ -9,6 +9,7 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pyarrow
 import pyarrow.ipc
@@ -39,11 +40,11 @@ def read(directory: Path, *names: str) -> list[Row]:
     return backwards[::-1]
 
 
-def write(path: Path, rows: list[Row]) -> None:
-    table = pyarrow.Table.from_pylist(rows)
+def write(path: Path, rows: list[Row] | pyarrow.Table) -> None:
+    table = rows if isinstance(rows, pyarrow.Table) else pyarrow.Table.from_pylist(rows)
     match path.suffix:
         case ".jsonl":
-            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
         case ".parquet":
             pyarrow.parquet.write_table(table, path, row_group_size=250)
         case ".arrow":
@@ -66,6 +67,11 @@ def test_rows_of_several_files_follow_one_another(tmp_path: Path) -> None:
     shards = data_files(tmp_path / "a-*.parquet")
     assert ["a-00001.parquet", "a-00002.parquet"] == [path.name for path in shards]
     assert ROWS == read(tmp_path, *(path.name for path in shards), "b.jsonl")
+
+
+def test_a_file_may_begin_with_the_mark_of_some_editors(tmp_path: Path) -> None:
+    (tmp_path / "all.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert [{"prompt": "a"}, {"prompt": "b"}] == read(tmp_path, "all.jsonl")
 
 
 def test_an_arrow_file_is_read_too(tmp_path: Path) -> None:
@@ -91,10 +97,32 @@ def test_a_directory_that_datasets_saved_is_read_in_its_order(tmp_path: Path) ->
 
 def test_what_json_has_no_word_for_becomes_text(tmp_path: Path) -> None:
     row = {"day": date(2026, 1, 2), "at": datetime(2026, 1, 2, 3, tzinfo=UTC), "price": Decimal("1.50"), "raw": b"\xff"}
-    write(tmp_path / "all.parquet", [row])
-    assert [{"day": "2026-01-02", "at": "2026-01-02T03:00:00+00:00", "price": "1.50", "raw": "/w=="}] == read(
-        tmp_path, "all.parquet"
-    )
+    write(tmp_path / "all.parquet", [row | {"id": UUID(int=1)}])
+    said = {"day": "2026-01-02", "at": "2026-01-02T03:00:00+00:00", "price": "1.50", "raw": "/w=="}
+    assert [said | {"id": "00000000-0000-0000-0000-000000000001"}] == read(tmp_path, "all.parquet")
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+def test_moments_are_read_though_they_have_nanoseconds(tmp_path: Path, ending: str) -> None:
+    """As pandas writes them: a file with such a column, which nobody had asked for, could not be used."""
+    moment = pyarrow.array([1_767_323_045_123_456_789, None], pyarrow.timestamp("ns", "UTC"))
+    offsets = pyarrow.array([0, 1, 2], pyarrow.int64())
+    columns = {
+        "at": moment,
+        "took": pyarrow.array([1_500_000_001, 0], pyarrow.duration("ns")),
+        "clock": pyarrow.array([3_600_000_000_001, 0], pyarrow.time64("ns")),
+        "inner": pyarrow.StructArray.from_arrays([moment], ["at"]),
+        "more": pyarrow.ListArray.from_arrays([0, 1, 2], moment),
+        "many": pyarrow.LargeListArray.from_arrays(offsets, moment),  # as polars writes them
+        "one": pyarrow.FixedSizeListArray.from_arrays(moment, 1),
+        "named": pyarrow.MapArray.from_arrays([0, 1, 2], pyarrow.array(["a", "b"]), moment),
+        "known": moment.dictionary_encode(),
+    }
+    write(tmp_path / f"all{ending}", pyarrow.table(columns))
+    said = "2026-01-02T03:04:05.123456+00:00"
+    row = {"at": said, "took": 1.5, "clock": "01:00:00", "inner": {"at": said}, "more": [said]}
+    row |= {"many": [said], "one": [said], "named": [["a", said]], "known": said}
+    assert row == read(tmp_path, f"all{ending}")[0]
 
 
 def test_a_copy_is_made_once_and_again_when_the_file_is_another(tmp_path: Path) -> None:

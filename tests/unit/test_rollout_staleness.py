@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_rl_rollout.staleness import NO_DEADLINE, Candidate, choose, deadline, room, staleness
@@ -108,7 +108,6 @@ class _Group:
     left: int = 0  # turns until it is complete
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=60, max_size=60),
     max_staleness=st.integers(0, 3),

@@ -91,6 +91,11 @@ class StoreMachine(RuleBasedStateMachine):
         found = self.samples(*states)
         return data.draw(st.sampled_from(found)) if found else None
 
+    def tokens(self) -> dict[int, tuple[int, int]]:
+        """How many each sample has, and how many of them were sent again."""
+        kept = [sample for group in self.store.groups.values() for sample in group.kept]
+        return {sample.id: (len(sample.tokens), sample.resent) for sample in kept}
+
     # ------------------------------------------------------------------------------------------------- operations
     @precondition(lambda self: len(self.store.groups) < 6)
     @rule()
@@ -197,15 +202,13 @@ class StoreMachine(RuleBasedStateMachine):
         """A clean end loses nothing at all."""
         before = Counter(self.store.counts)
         before[S.INTERRUPTED] += before.pop(S.RUNNING, 0)
-        tokens = {sample.id: len(sample.tokens) for group in self.store.groups.values() for sample in group.kept}
+        tokens = self.tokens()
         ended = self.store.ended
         self.let_go()
         self.store.close()
         self.store = Store(self.directory / str(self.life), job_uid=JOB)
         assert (ended, +before) == (self.store.ended, +self.store.counts)
-        assert tokens == {
-            sample.id: len(sample.tokens) for group in self.store.groups.values() for sample in group.kept
-        }
+        assert tokens == self.tokens()
 
     @rule(flushed=st.booleans())
     def crash(self, flushed: bool) -> None:
@@ -284,7 +287,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert (len(record.sha256) if record else 0) in (len(files), 0)
 
 
-StoreMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40)
 TestStore = StoreMachine.TestCase
 
 
@@ -330,7 +333,7 @@ async def test_two_controllers_do_not_share_a_volume(store: Store, tmp_path: Pat
     store.close()
 
 
-async def test_attempts_without_a_token_are_counted_until_one_brings_some(store: Store) -> None:
+async def test_attempts_without_a_token_are_counted_until_one_brings_some(store: Store, tmp_path: Path) -> None:
     """H6: an engine may abort a request before it begins, again and again."""
     sample = store.admit(prompt(0), size=1).samples[0]
     for count, idle in [(0, 1), (0, 2), (3, 0), (0, 1)]:
@@ -339,8 +342,12 @@ async def test_attempts_without_a_token_are_counted_until_one_brings_some(store:
         assert idle == sample.idle_attempts
     store.start(sample)
     store.park(sample)  # refused at a gate: nothing was tried
-    assert (4, 1) == (sample.attempts, sample.idle_attempts)
+    assert (4, 1, 3) == (sample.attempts, sample.idle_attempts, sample.resent)
     store.close()
+    again = Store(tmp_path, job_uid=JOB)
+    [sample] = again.waiting.values()
+    assert (4, 1, 3) == (sample.attempts, sample.idle_attempts, sample.resent)
+    again.close()
 
 
 async def test_starting_over_drops_what_was_kept(store: Store, tmp_path: Path) -> None:
@@ -369,6 +376,7 @@ async def test_the_newest_evaluation_survives_a_restart(store: Store, tmp_path: 
     again = Store(tmp_path, job_uid=JOB)
     assert again.evaluated is not None
     assert 0 == again.evaluated.step
+    assert [10, 0] == [each.step for each in again.evaluations()]
     again.close()
 
 
@@ -378,6 +386,16 @@ async def test_a_lost_store_goes_on_after_what_the_trainers_have(store: Store) -
     assert 13 == store.next_step
     record = seal(store, [completed_group(store)])
     assert (13, 1) == (record.step, store.sealed_groups)
+    store.close()
+
+
+async def test_a_batch_that_is_not_trained_stays_whatever_a_checkpoint_is_said_to_hold(store: Store) -> None:
+    step = seal(store, [completed_group(store)]).step
+    store.forget(step)
+    assert store.batch(step) is not None
+    store.commit(step)
+    store.forget(step)
+    assert store.batch(step) is None
     store.close()
 
 
@@ -417,11 +435,13 @@ async def test_counts_survive_what_retention_removes(store: Store, tmp_path: Pat
 @contextmanager
 def held_up(store: Store) -> Iterator[Callable[[], int]]:
     """The disk takes nothing; how many entries wait for it."""
+    sample = busy(store)
+    store._writer.flush(deadline_s=60)  # else it may take an earlier entry alone, and wait with that
     with closing(sqlite3.connect(store.path, isolation_level=None)) as blocker:
         blocker.execute("BEGIN IMMEDIATE")
-        store.park(busy(store))  # the writer takes this one, and waits with it
-        deadline = time.monotonic() + 5
+        store.park(sample)  # the writer takes this one, and waits with it
         waiting = store._writer._queue.qsize
+        deadline = time.monotonic() + 60
         while waiting():
             assert time.monotonic() < deadline
         yield waiting
@@ -631,6 +651,17 @@ async def test_a_failed_write_reaches_whoever_waits_and_whoever_comes_later(stor
         other.execute("DROP TABLE groups")
     store.admit(prompt(0), size=1)
     with pytest.raises(StoreFailed, match=r"could not be written: .*no such table.*what was committed is kept"):
+        await store.flushed()
+    with pytest.raises(StoreFailed):
+        store.admit(prompt(1), size=1)
+    store.close()
+
+
+@pytest.mark.parametrize("row", [(1,), (2**70, "too large"), ("half a character: \ud800", 1)])
+async def test_a_write_that_never_comes_to_the_database_fails_the_store_too(store: Store, row: tuple[Any, ...]) -> None:
+    """The thread ended of it, and everybody waited for a volume that was well."""
+    store.write(("INSERT INTO facts VALUES (?, ?)", [row]))
+    with pytest.raises(StoreFailed, match=r"could not be written: .*what was committed is kept"):
         await store.flushed()
     with pytest.raises(StoreFailed):
         store.admit(prompt(1), size=1)

@@ -14,16 +14,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 from safetensors.numpy import load_file
 
+from colocated_rl_api.job import AtMaxStaleness
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
-from colocated_rl_rollout.batches import shard_path
+from colocated_rl_rollout.batches import LEFT_BYTES, shard_path
 from colocated_rl_rollout.engine_client import EngineClient
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.prompts import PromptSource
-from colocated_rl_rollout.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST
+from colocated_rl_rollout.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST, RESENT_AT_MOST
 from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.samples import NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens, Trajectory
 from colocated_rl_rollout.sessions import Sessions
@@ -104,7 +105,12 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 def one_token(step: int = 0) -> Tokens:
-    return Tokens(np.array([7], np.int32), np.array([-1.0], np.float32), (Span(WeightVersion(step, 1), 0, 1),))
+    return some_tokens(1, step)
+
+
+def some_tokens(count: int, step: int = 0) -> Tokens:
+    spans = (Span(WeightVersion(step, 1), 0, count),)
+    return Tokens(np.full(count, 7, np.int32), np.full(count, -1.0, np.float32), spans)
 
 
 async def test_a_sample_that_makes_no_progress_is_replaced(scene: Scene) -> None:
@@ -121,13 +127,37 @@ async def test_a_sample_that_makes_no_progress_is_replaced(scene: Scene) -> None
     assert 2 == len(sample.group.kept)
 
 
-async def test_a_sample_is_not_resumed_for_ever(scene: Scene) -> None:
-    """H34: interrupted in every phase, and prefilled again each time."""
+async def test_a_group_is_given_up_when_twice_its_size_was_replaced(scene: Scene) -> None:
+    """Of two samples: the fifth time."""
+    group = scene.admit()[0].group
+    for times in range(1, 6):
+        assert (group.id in scene.store.groups, 2) == (True, len(group.kept))
+        scene.worker._replace(group.kept[0], SampleState.DISCARDED, "Tried", f"{times}")
+    assert {} == scene.store.groups
+    assert {(SampleState.DISCARDED, "Tried"): 5, (SampleState.DISCARDED, "GroupGivenUp"): 2} == scene.store.reasons
+
+
+@pytest.mark.parametrize("scene", [{"maxResponseTokens": 10 * ATTEMPTS_AT_MOST}], indirect=True)
+@pytest.mark.parametrize("each", [1, 10])
+async def test_a_sample_is_not_resumed_for_ever(scene: Scene, each: int) -> None:
+    """H34: interrupted in every phase, and prefilled again each time. One that grows evenly has all its attempts."""
     sample, _ = scene.admit()
     for _ in range(ATTEMPTS_AT_MOST):
         assert SampleState.FAILED is not sample.state
-        scene.attempt(sample, one_token())
+        scene.attempt(sample, some_tokens(each))
     assert {(SampleState.FAILED, "TooManyAttempts"): 1} == scene.store.reasons
+
+
+async def test_a_long_response_is_not_sent_again_for_ever(scene: Scene) -> None:
+    """Long before the bound on attempts, where each of them brings next to nothing."""
+    sample, _ = scene.admit()
+    limit = scene.worker._rollout.max_response_tokens
+    scene.attempt(sample, some_tokens(limit - 4))
+    while SampleState.FAILED is not sample.state:
+        assert sample.resent < RESENT_AT_MOST * limit
+        scene.attempt(sample, one_token() if sample.attempts % 15 == 0 else NO_TOKENS)
+    assert {(SampleState.FAILED, "TooManyTokensResent"): 1} == scene.store.reasons
+    assert sample.attempts < ATTEMPTS_AT_MOST
 
 
 async def test_a_full_volume_stops_admission_until_there_is_room(scene: Scene) -> None:
@@ -164,6 +194,21 @@ async def test_a_batch_that_the_volume_refuses_is_written_when_there_is_room(sce
     assert scene.store.problem
     assert "batch 1 could not be written: [Errno 28]" in scene.store.problem.message
     full.unlink()
+    await until(lambda: scene.store.sealed and not scene.store.problem)
+    scene.worker.drain()
+    await running
+
+
+async def test_a_batch_that_would_take_the_last_of_the_volume_is_not_begun(scene: Scene) -> None:
+    """Half of it was written, and the store beside it could not commit: the controller ended, again and again."""
+    for _ in range(3):
+        await scene.complete(1.0, 0.0)
+    scene.free[0] = LEFT_BYTES
+    running = asyncio.create_task(scene.worker.run())
+    said = "batch 1 could not be written: [Errno 28] 16 MiB are free"
+    await until(lambda: scene.store.problem and said in scene.store.problem.message)
+    assert not [*scene.store.batch_directory.iterdir()]
+    scene.free[0] = 1 << 40
     await until(lambda: scene.store.sealed and not scene.store.problem)
     scene.worker.drain()
     await running
@@ -225,6 +270,22 @@ async def test_a_group_of_sessions_survives_a_restart_and_is_given_up_whole_when
     scene.worker.discard_stale()
     assert not scene.store.groups
     assert {(SampleState.DISCARDED, "TooStale"): 2} == scene.store.reasons
+
+
+@pytest.mark.parametrize("scene", [{"atMaxStaleness": policy} for policy in ("Wait", "Mask", "Drop")], indirect=True)
+@pytest.mark.parametrize(("step", "is_too_old"), [(2, False), (3, True)])
+async def test_a_sample_that_is_finished_can_be_too_old_too(scene: Scene, step: int, is_too_old: bool) -> None:
+    """It waits for the rest of its group, whose other sample is younger: that one is kept."""
+    old, young = scene.admit()
+    for sample, made_by in ((old, 0), (young, 2)):
+        scene.store.start(sample)
+        scene.store.finish(sample, one_token(made_by), Finish.STOP)
+    scene.store.score(old, 1.0)
+    scene.store.trained_step = step - 1
+    scene.worker.discard_stale()
+    masks = scene.worker._rollout.at_max_staleness is AtMaxStaleness.MASK
+    assert (SampleState.DISCARDED if is_too_old and not masks else SampleState.COMPLETED) is old.state
+    assert (SampleState.SCORING, 2) == (young.state, len(old.group.kept)), "another one takes its place"
 
 
 @pytest.mark.parametrize("scene", [{"maxStaleness": 0, "maxConcurrency": 3}], indirect=True)

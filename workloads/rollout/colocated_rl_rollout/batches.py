@@ -10,13 +10,15 @@ take their places once the store knows of them, at its next opening if not befor
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import heapq
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,13 @@ from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_api.member_wire import Wire
 from colocated_rl_rollout.samples import Finish, Group, Sample
 from colocated_rl_rollout.staleness import staleness
+
+LEFT_BYTES = 16 * 1024 * 1024  # of the volume, by a batch: where the store can't commit, the controller ends
+
+
+def free_on_volume(at: Path) -> int:
+    """Bytes."""
+    return disk_usage(at).free
 
 
 class BatchRecord(Wire):
@@ -79,11 +88,12 @@ def write_batch(
     seed: int,
     oldest_step: int = 0,
     reference: Mapping[int, NDArray[np.float32]] | None = None,
+    free_bytes: Callable[[Path], int] = free_on_volume,
 ) -> BatchRecord:
     """Make the files of a batch durable and say what is in them. `groups` are complete, in the batch's order.
 
     oldest_step: tokens of weights before it are not trained. reference: what it says of each response, by sample; None
-    where nobody asked it yet.
+    where nobody asked it yet. Raises OSError.
     """
     rows = [row for group in groups for row in _rows(group)]
     spans = [span for row in rows for span in row.sample.tokens.spans]
@@ -118,15 +128,28 @@ def write_batch(
         segments=sum(sample.segments for sample in samples),
         truncated=sum(sample.finish is Finish.LENGTH for sample in samples),
         masked_tokens=sum(span.end - span.start for span in spans) - loss_tokens,
-        sha256=write_shards(directory, step, bodies),
+        sha256=write_shards(directory, step, bodies, free_bytes=free_bytes),
     )
 
 
-def write_shards(directory: Path, step: int, bodies: Sequence[bytes], *, beside: bool = False) -> tuple[str, ...]:
-    """Make the files of a batch durable; returns the digest of each. beside: those that it has stay as they are."""
+def write_shards(
+    directory: Path,
+    step: int,
+    bodies: Sequence[bytes],
+    *,
+    beside: bool = False,
+    free_bytes: Callable[[Path], int] = free_on_volume,
+) -> tuple[str, ...]:
+    """Make the files of a batch durable; returns the digest of each. beside: those that it has stay as they are.
+
+    A batch that would take the last of the volume is not begun. Raises OSError.
+    """
     if not directory.exists():
         directory.mkdir(parents=True)
         _sync_directory(directory.parent)
+    needed, free = sum(map(len, bodies)) + LEFT_BYTES, free_bytes(directory)
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free, and it takes {needed >> 20} MiB")
     for shard, body in enumerate(bodies):
         path = _dealt_path(directory, step, shard, len(bodies)) if beside else shard_path(directory, step, shard)
         _write_durably(path, body)

@@ -18,6 +18,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from colocated_rl_rollout.tool_calls import arguments_of
+
 RENDERING_ERRORS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
@@ -68,13 +70,17 @@ class Chat:
     def prompt_ids(self, question: str | list[dict[str, Any]]) -> tuple[int, ...]:
         """A user's question, or a conversation, as the model is asked it, up to where its answer begins.
 
+        A message is as a client of the gateway sends it: tables have every member in each message, most of them null.
         Raises ModelUnusable.
         """
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         try:
-            return self.encode(self.rendered(messages))
-        except Unrenderable as error:
+            ids = self.encode(self.rendered([as_rendered(message) for message in messages]))
+        except (Unrenderable, *RENDERING_ERRORS) as error:
             raise ModelUnusable(f"the model's chat template can't be rendered: {error}") from error
+        if not ids:
+            raise ModelUnusable("the model's chat template makes no token of it")
+        return ids
 
     def rendered(
         self,
@@ -118,6 +124,21 @@ class Chat:
         if (text := self._special.get("eos_token")) and (number := self._tokenizer.token_to_id(text)) is not None:
             found.append(number)
         return found
+
+
+def as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates want it: text in one piece, no null, arguments of calls as objects."""
+    said = {name: value for name, value in message.items() if value is not None}
+    content = said.get("content", "")
+    said["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if said["role"] == "developer":
+        said["role"] = "system"
+    if calls := said.pop("tool_calls", None):
+        said["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments_of(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return said
 
 
 class _GenerationBlocks(Extension):

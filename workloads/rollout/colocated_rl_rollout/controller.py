@@ -25,12 +25,13 @@ from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import MemberServer
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.elsewhere import telling_what_there_is
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.episodes import Episodes
 from colocated_rl_rollout.evaluation import Evaluation
 from colocated_rl_rollout.exports import Exports
 from colocated_rl_rollout.followers import Followers
-from colocated_rl_rollout.gateway import Gateway
+from colocated_rl_rollout.gateway import SAYS_EXPERTS, Gateway
 from colocated_rl_rollout.interface import interface
 from colocated_rl_rollout.metrics import Metrics, StoreGauges, TokenRate
 from colocated_rl_rollout.pages import data_routes, pages
@@ -141,6 +142,7 @@ class Controller:
             longest=spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens,
             temperature=spec.rollout.sampling.temperature,
             created=int(job.created.timestamp()),
+            says_experts=SAYS_EXPERTS in spec.rollout.engine_args,
         )
         self._reference: Reference | None = None
         if spec.seals_with_scores and settings.recording is None:
@@ -173,10 +175,10 @@ class Controller:
                 "episodes": self._episodes.run,
                 "evaluation": self._evaluation.prepare,
             }
-            served = gateway.routes()
+            served, around = gateway.routes(), [telling_what_there_is(self._metrics)]
         else:  # no engine would answer
             self._sealer = Replay(spec, store=store, recording=settings.recording, changed=self._dirty.set)
-            self._beside, served = {}, []
+            self._beside, served, around = {}, [], []
         registry.register(StoreGauges(store))
         self._followers = Followers(store, chat.text)
         self._facts = self._observe()
@@ -194,7 +196,7 @@ class Controller:
             facts=lambda: self._facts,
             accept=self._accept,
             remember_epoch=store.remember_epoch,
-            data=data_routes(store, tls, served),
+            data=data_routes(store, tls, served, around),
             pages=[
                 *pages(
                     store,
@@ -206,6 +208,7 @@ class Controller:
                 ),
                 *served,
             ],
+            around_pages=around,
             ports=settings.ports,
             registry=registry,
         )
@@ -213,6 +216,7 @@ class Controller:
     async def run(self) -> None:
         """Serve and generate until there is an end; what is accepted by then is durable."""
         try:
+            evaluations = await asyncio.to_thread(self._store.evaluations)
             async with self.member as member, asyncio.TaskGroup() as group:
                 log(
                     LOG,
@@ -220,6 +224,8 @@ class Controller:
                     epoch=self._store.epoch,
                     step=self._store.next_step,
                     samples=self._counts(),
+                    # those of the pods before, whose logs are gone
+                    evaluations=[one.model_dump(mode="json", by_alias=True) for one in evaluations],
                     ports=dataclasses.asdict(member.ports),
                 )
                 beside = {"engines": self._engines.run, "report": self._report, **self._beside}

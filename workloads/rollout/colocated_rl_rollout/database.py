@@ -20,6 +20,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from colocated_rl_api.logs import in_words
 from colocated_rl_rollout.tables import ENDS_ADDED, SCHEMA, SCHEMA_VERSION
 
 BUSY_MS = 10_000
@@ -140,12 +141,15 @@ class DatabaseWriter:
                 for sql, rows in statements:
                     self._database.executemany(sql, rows)
             self._database.execute("COMMIT")
-        except sqlite3.Error as error:  # a full disk, a lost volume, or a bug: all of them end the process
-            full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
+        except Exception as error:  # noqa: BLE001 - a full disk, a lost volume, or a bug: all of them end the process
+            full = (
+                getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+            )  # only what SQLite itself raises has it
             hint = "its volume is full: enlarge its claim or free some" if full else "what was committed is kept"
-            self._failure = StoreFailed(f"the store could not be written: {error!r}; {hint}")
+            self._failure = StoreFailed(f"the store could not be written: {in_words(error)}; {hint}")
             if self._database.in_transaction:
-                self._database.execute("ROLLBACK")
+                with contextlib.suppress(sqlite3.Error):  # the volume may be lost: nothing is written any more
+                    self._database.execute("ROLLBACK")
 
     def _answer(self, entries: Sequence[object]) -> None:
         futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}

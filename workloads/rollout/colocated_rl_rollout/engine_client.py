@@ -14,18 +14,20 @@ import logging
 import random
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pydantic
+from numpy.typing import NDArray
 
 from colocated_rl_api.gate_wire import GATE_LINE_S, GateState
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.logs import log
+from colocated_rl_api.logs import in_words, log
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
-from colocated_rl_rollout.resume import Ending, read_answer
+from colocated_rl_rollout.resume import NO_EXPERTS, Ending, read_answer, read_experts
 from colocated_rl_rollout.samples import NO_TOKENS, Tokens
 
 LOG = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class GenerateRequest:
     """One engine attempt: prompt with everything generated so far, and how many tokens may be added.
 
     seed: the same in each attempt of a response: an engine that honours it makes noise of seed and position.
+    experts_from: the first token whose routed experts are wanted, in the places of prompt and response; None: of none.
     """
 
     input_ids: list[int]
@@ -86,11 +89,13 @@ class GenerateRequest:
     end_ids: Collection[int]
     stops: Sequence[str] = ()
     seed: int | None = None
+    experts_from: int | None = None
 
     def body(self, *, stream: bool = False) -> bytes:
         """As the engine's /generate takes it. Everything its log-probabilities don't describe is off, explicitly."""
         own: dict[str, Any] = {"stop": list(self.stops)} if self.stops else {}
         own |= {} if self.seed is None else {"sampling_seed": self.seed}
+        experts = {"return_routed_experts": True, "routed_experts_start_len": self.experts_from}
         return json.dumps(
             {
                 "input_ids": self.input_ids,
@@ -109,6 +114,7 @@ class GenerateRequest:
                 },
                 "return_logprob": True,
                 "stream": stream,
+                **({} if self.experts_from is None else experts),
             },
             separators=(",", ":"),
         ).encode()
@@ -116,10 +122,11 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What one engine attempt brought."""
+    """What one engine attempt brought. experts: where they were wanted, of each token but the last."""
 
     tokens: Tokens
     ending: Ending
+    experts: NDArray[np.int32] = field(default_factory=lambda: NO_EXPERTS)
 
 
 NOTHING = Generated(NO_TOKENS, Ending.INTERRUPTED)
@@ -245,9 +252,9 @@ class EngineClient:
         back: an attempt that breaks afterwards is an interrupted one.
         """
         read = (
-            _Answer(self.name, self._max_answer_bytes)
+            _Answer(self.name, self._max_answer_bytes, request)
             if grew is None
-            else _Stream(self.name, self._max_answer_bytes, grew)
+            else _Stream(self.name, self._max_answer_bytes, request, grew)
         )
         try:
             async with asyncio.timeout_at(self._given_up_at) as attempt:
@@ -267,7 +274,7 @@ class EngineClient:
             if not late:
                 self._set(None, f"a request broke: {type(error).__name__}")
             if not len(read.so_far.tokens):
-                what = "given up: its gate is silent, or closed for too long" if late else f"broke: {error!r}"
+                what = "given up: its gate is silent, or closed for too long" if late else f"broke: {in_words(error)}"
                 raise AttemptLost(f"request to {self.name} {what}") from error
             generated = read.so_far
         self._count(len(generated.tokens))
@@ -304,9 +311,10 @@ class EngineClient:
 class _Answer:
     """The body of an answer, piece by piece. so_far: tokens that were told to somebody, and are never taken back."""
 
-    def __init__(self, name: str, max_bytes: int) -> None:
+    def __init__(self, name: str, max_bytes: int, request: GenerateRequest) -> None:
         self._name = name
         self._max_bytes = max_bytes
+        self._request = request
         self._bytes = bytearray()
         self.so_far = NOTHING
 
@@ -328,7 +336,12 @@ class _Answer:
 
     def _read(self, said: Any) -> Generated:
         try:
-            return Generated(*read_answer(said))
+            tokens, ending = read_answer(said)
+            first = self._request.experts_from
+            if first is None or not len(tokens):
+                return Generated(tokens, ending)
+            rows = len(self._request.input_ids) + len(tokens) - 1 - first  # the last one was drawn, and not read
+            return Generated(tokens, ending, read_experts(said, rows=rows))
         except ValueError as error:
             raise AnswerGarbled(f"answer of {self._name}: {error}") from error
 
@@ -336,8 +349,8 @@ class _Answer:
 class _Stream(_Answer):
     """An answer in events, each of which has all tokens so far."""
 
-    def __init__(self, name: str, max_bytes: int, grew: Callable[[Tokens], None]) -> None:
-        super().__init__(name, max_bytes)
+    def __init__(self, name: str, max_bytes: int, request: GenerateRequest, grew: Callable[[Tokens], None]) -> None:
+        super().__init__(name, max_bytes, request)
         self._grew = grew
 
     def feed(self, piece: bytes) -> None:

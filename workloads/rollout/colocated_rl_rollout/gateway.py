@@ -25,10 +25,11 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.chat import Chat, as_rendered
 from colocated_rl_rollout.clients import CLIENT_S, ClientGone, given, reading, soon
 from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.openai_replies import Pieces, Reply, listed, message_of, shown
+from colocated_rl_rollout.openai_answers import Extension
+from colocated_rl_rollout.openai_replies import Pieces, Reply, extension, listed, message_of, shown
 from colocated_rl_rollout.openai_requests import (
     Body,
     ChatBody,
@@ -36,7 +37,6 @@ from colocated_rl_rollout.openai_requests import (
     Form,
     RequestRefused,
     TextBody,
-    as_rendered,
     asked,
     prompt_of,
     read_body,
@@ -51,6 +51,7 @@ ReadT = TypeVar("ReadT")
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 READING_BYTES = 16 * MAX_REQUEST_BYTES  # of bodies at a time
 THREADS_AT_MOST = 3  # of at least five that the process has: batches are written and prompts made in the others
+SAYS_EXPERTS = "--enable-return-routed-experts"
 SESSION_HEADER = "X-Session-ID"
 SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 SILENCE_S = 15.0  # of a stream whose request waits; a comment says that somebody is there
@@ -60,7 +61,8 @@ DONE = b"data: [DONE]\n\n"
 
 class Gateway:
     """limit, temperature: of a request that does not say; the first also bounds the others, the second may change.
-    longest: tokens of a session's path, which is trained in one piece.
+    longest: tokens of a session's path, which is trained in one piece. says_experts: whether engines say where they
+    route tokens to.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Gateway:
         longest: int,
         temperature: float,
         created: int,
+        says_experts: bool,
     ) -> None:
         self._model = model
         self._chat = chat
@@ -85,6 +88,7 @@ class Gateway:
         self._longest = longest
         self.temperature = temperature
         self._created = created
+        self._says_experts = says_experts
         self._reading = Reading(READING_BYTES)
         self._threads = asyncio.Semaphore(THREADS_AT_MOST)
 
@@ -226,14 +230,18 @@ class Gateway:
                 f"temperature is {asking.temperature}, and the job's {self.temperature}: turns of a session use that"
             )
             raise RequestRefused(400, message, param="temperature", code="unsupported_value")
+        if asking.experts and not self._says_experts:
+            message = f"return_routed_experts: the job's engines don't say them without {SAYS_EXPERTS} in engineArgs"
+            raise RequestRefused(400, message, param="return_routed_experts", code="unsupported_value")
         reply = Reply(form, asking, self._model, int(time.time()), uuid.uuid4().hex)
         engine = place.parent.engine if place and place.parent else None
-        with self._turns.begin(asking, streams=form.streams, engine=engine) as turn:
+        is_own = place is not None and place.session.turned is not None
+        with self._turns.begin(asking, streams=form.streams, engine=engine, is_own=is_own) as turn:
             if form.streams:
                 return await self._stream(Stream(request), reply, turn, place)
             await turn.end()
             await self._record(place, reply, turn)
-            whole = reply.whole(self._chat, turn.tokens, turn.finish, segments=turn.segments)
+            whole = reply.whole(self._chat, turn.tokens, turn.finish, said_of(turn))
             return web.json_response(whole)
 
     async def _stream(self, stream: Stream, reply: Reply, turn: Turn, place: Place | None) -> web.StreamResponse:
@@ -252,7 +260,7 @@ class Gateway:
             self._metrics.refused_requests.labels(refused.status).inc()
             await stream.tell([refused.body()])
         else:
-            await stream.tell(pieces.rest(turn.tokens, turn.finish, segments=turn.segments))
+            await stream.tell(pieces.rest(turn.tokens, turn.finish, said_of(turn)))
             await stream.write(DONE)
         return await stream.end()
 
@@ -343,6 +351,10 @@ class Stream:
         async with reading(self._request, self._response):
             await self._response.write_eof()
         return self._response
+
+
+def said_of(turn: Turn) -> Extension:
+    return extension(turn.tokens, turn.finish, turn.segments, turn.experts if turn.asked.experts else None)
 
 
 def _shown(session: Session) -> bytes:

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colocated_rl_api.prompts import HuggingFace
-from colocated_rl_rollout.rows import ENDINGS, RowsUnusable
+from colocated_rl_api.prompts import FILE_ENDINGS, HuggingFace
+from colocated_rl_rollout.rows import RowsUnusable
 
 FIRST_PAUSE_S = 1.0  # doubled each time
 PATIENCE_S = 600.0  # below the deadline of a process's start
@@ -37,7 +37,8 @@ def fetch(source: HuggingFace, *, cache: Path, patience_s: float = PATIENCE_S) -
         except (httpx.HTTPError, OSError) as error:
             if not _may_pass(error) or time.monotonic() + pause_s > give_up:
                 what = f"{source.name} at {source.revision} can't be fetched from {source.endpoint}"
-                raise RowsUnusable(f"{what}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+                words = str(error).partition("\n")[0]  # some have none
+                raise RowsUnusable(f"{what}: {type(error).__name__}: {words}") from error
         time.sleep(pause_s)
         pause_s *= 2
 
@@ -71,12 +72,13 @@ def files_of(source: HuggingFace, names: Sequence[str], configs: Sequence[Mappin
         patterns = _patterns(source, configs)
         found = [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
     else:
-        found = [name for name in names if name.endswith(ENDINGS) and _names(name, source.split)]
+        found = [name for name in names if name.endswith(FILE_ENDINGS) and _names(name, source.split)]
         if source.config:
             found = [name for name in found if name.startswith(f"{source.config}/")]
     if not found:
         there = (
-            ", ".join(name for name in names if name.endswith(ENDINGS)) or f"none that ends with {', '.join(ENDINGS)}"
+            ", ".join(name for name in names if name.endswith(FILE_ENDINGS))
+            or f"none that ends with {', '.join(FILE_ENDINGS)}"
         )
         raise RowsUnusable(f"no file of {source.name} belongs to split {source.split!r}; its data files: {there}")
     return sorted(found)

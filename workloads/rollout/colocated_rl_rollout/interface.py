@@ -16,7 +16,14 @@ from colocated_rl_rollout.followers import BEGINS_AFTER, LINES
 from colocated_rl_rollout.gateway import SESSION_HEADER, SESSION_NAME
 from colocated_rl_rollout.openai_requests import ChatBody, Reward, TextBody
 from colocated_rl_rollout.openapi import EVENTS, JSON, SCHEMAS, Operation, Route, document
-from colocated_rl_rollout.pages import Progress, SamplesAsked, SampleShown, SamplesShown, ShardAsked
+from colocated_rl_rollout.pages import (
+    EvaluationsShown,
+    Progress,
+    SamplesAsked,
+    SampleShown,
+    SamplesShown,
+    ShardAsked,
+)
 
 PAGES = "Pages"
 BATCHES = "Batches"
@@ -34,7 +41,7 @@ TOKEN_SCHEME = "dataToken"
 ON_LOOPBACK = {"servers": [LOOPBACK]}
 ON_DATA_PORT = {"servers": [DATA_PORT], "security": [{TOKEN_SCHEME: []}]}
 ON_BOTH = {"servers": [LOOPBACK, DATA_PORT], "security": [{}, {TOKEN_SCHEME: []}]}
-NO_TOKEN = {"401": ("on the data port, without its token", None)}
+NO_TOKEN = {"401": ("on the data port, without its token", answers.ErrorAnswer)}
 REFUSED = {**NO_TOKEN, "default": ("refused, or ended; docs/gateway.md says when", answers.ErrorAnswer)}
 SESSION = {"schema": {"type": "string", "pattern": f"^{SESSION_NAME.pattern}$"}, "description": "a session's name"}
 IN_PATH = {"name": "session", "in": "path", "required": True, **SESSION}
@@ -82,6 +89,7 @@ def _turns(root: str, session: dict[str, Any]) -> dict[Route, Operation]:
 OPERATIONS: dict[Route, Operation] = {
     Route("GET", "/v1/state"): _page("Target and facts of the rollout controller", State),
     Route("GET", "/v1/progress"): _page("How far things are", Progress),
+    Route("GET", "/v1/evaluations"): _page("All evaluations, the newest last", EvaluationsShown),
     Route("GET", "/v1/samples"): Operation(
         tag=PAGES,
         summary="The newest samples; with follow each as it ends, a line of JSON each; or all, as a Parquet file",

@@ -12,7 +12,7 @@ from typing import Any
 
 from colocated_rl_api.prompts import MathReward
 from colocated_rl_rollout.gym import answer_in
-from colocated_rl_rollout.rows import Row
+from colocated_rl_rollout.rows import Row, RowsUnusable, member
 
 TIMEOUT_S = 5
 
@@ -20,11 +20,13 @@ TIMEOUT_S = 5
 def answer_fault(row: Row, reward: MathReward) -> str | None:
     """What is wrong with the answer that a row has."""
     field = reward.answer_field
-    if field not in row:
-        return f"has no {field!r}, only {', '.join(map(repr, row))}: set reward.math.answerField"
-    if isinstance(row[field], bool) or not isinstance(row[field], str | int | float):
+    try:
+        written = member(row, field)
+    except RowsUnusable as error:
+        return f"{error}: set reward.math.answerField"
+    if isinstance(written, bool) or not isinstance(written, str | int | float):
         return f"{field!r} should be a number or a text"
-    answer = answer_in(str(row[field]), reward.answer_after)
+    answer = answer_in(str(written), reward.answer_after)
     if answer is None:
         return f"{field!r} has no {reward.answer_after!r} in it: set reward.math.answerAfter"
     return None if answer else f"{field!r} has no answer in it"
@@ -44,7 +46,7 @@ def load_math_reward(reward: MathReward) -> Callable[[str, Row], float]:
             return []
 
     def score(response: str, row: Row) -> float:
-        text = answer_in(str(row[reward.answer_field]), reward.answer_after) or ""
+        text = answer_in(str(member(row, reward.answer_field)), reward.answer_after) or ""
         right = parse(text if "$" in text or "\\boxed" in text else f"${text}$") or parse(text)
         if not right:
             raise ValueError(f"{reward.answer_field!r} of its row is no mathematics: {text[:100]!r}")

@@ -18,6 +18,7 @@ from colocated_rl_rollout.samples import SampleState
 from colocated_rl_rollout.store import Store
 
 RATE_WINDOW_S = 30.0
+ALERTED_DISCARDS = ("TooStale", "SessionTooStale")
 
 
 class Metrics:
@@ -37,6 +38,8 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
+        for reason in ALERTED_DISCARDS:
+            self.discarded_tokens.labels(reason)  # Prometheus sees a first increase only of what was there before
         self.response_tokens = Histogram(
             "colocate_rollout_response_tokens",
             "Length of finished responses",
@@ -109,6 +112,8 @@ class StoreGauges(Collector):
             "batch_reward": [([], batch.reward_mean if batch else None)],
             "batch_staleness": [([], batch.staleness_mean if batch else None)],
             "evaluation_reward": [([], evaluated.mean if evaluated else None)],
+            "evaluation_reward_stderr": [([], evaluated.stderr if evaluated else None)],
+            "evaluation_reward_best": [([], evaluated.best if evaluated else None)],
             "store_size_bytes": [([], volume.total)],
             "store_free_bytes": [([], volume.free)],
         }
@@ -126,6 +131,8 @@ _STORE_GAUGES = (
     ("batch_reward", "Mean reward of the newest batch"),
     ("batch_staleness", "Mean staleness of its tokens, in steps"),
     ("evaluation_reward", "Mean reward of the newest evaluation"),
+    ("evaluation_reward_stderr", "Standard error of the mean reward"),
+    ("evaluation_reward_best", "Mean of the best answer to each prompt, where there are several"),
     ("store_size_bytes", "Of the store's volume"),
     ("store_free_bytes", "Of the store's volume"),
 )

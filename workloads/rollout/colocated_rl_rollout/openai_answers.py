@@ -20,12 +20,23 @@ class VersionSpan(TypedDict):
     end: int
 
 
+class RoutedExperts(TypedDict):
+    """Of a mixture of experts: which of them each token of prompt and response went to, in each layer."""
+
+    data: Annotated[str, Field(description="Base64 of int32, little-endian: rows times width, as the engine has them")]
+    rows: Annotated[
+        int, Field(description="a row for each token but the last; fewer where an engine was lost before it said more")
+    ]
+    width: Annotated[int, Field(description="layers times experts of a token")]
+
+
 class Extension(TypedDict):
     """What OpenAI's answers don't say. In a stream the last event with a choice has it."""
 
     interrupted: Annotated[bool, Field(description="cut off, and not resumed: `finish_reason` is `abort`")]
     segments: Annotated[int, Field(description="the pieces it was joined from")]
     weight_versions: list[VersionSpan]
+    routed_experts: NotRequired[Annotated[RoutedExperts, Field(description="with `return_routed_experts` alone")]]
 
 
 class Usage(TypedDict):

@@ -7,10 +7,14 @@ interrupted and not resumed, which `finish_reason` says as "abort".
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.growing_text import CUT_OFF, GrowingText
@@ -45,7 +49,7 @@ class Reply:
     id: str
 
     # ------------------------------------------------------------------------------------------------- at once
-    def whole(self, chat: Chat, tokens: Tokens, finish: Finish | None, *, segments: int) -> dict[str, Any]:
+    def whole(self, chat: Chat, tokens: Tokens, finish: Finish | None, said: Extension) -> dict[str, Any]:
         text, calls = self.read(chat, tokens, finish)
         choice: dict[str, Any] = {"index": 0, "finish_reason": _reason(finish, calls)}
         if self.form.chat:
@@ -60,7 +64,7 @@ class Reply:
             "choices": [choice],
             "usage": self.usage(tokens),
             **({"prompt_token_ids": self.asked.prompt.tolist()} if self.form.token_ids else {}),
-            EXTENSION: extension(tokens, finish, segments),
+            EXTENSION: said,
         }
 
     def read(self, chat: Chat, tokens: Tokens, finish: Finish | None) -> tuple[str, list[Call]]:
@@ -129,7 +133,7 @@ class Pieces:
         if piece and visible(text, self._reply.asked.stops) == text:
             yield from self._event(piece, tokens)
 
-    def rest(self, tokens: Tokens, finish: Finish | None, *, segments: int) -> Iterator[dict[str, Any]]:
+    def rest(self, tokens: Tokens, finish: Finish | None, said: Extension) -> Iterator[dict[str, Any]]:
         """Events for the rest, and what closes the stream."""
         text, calls = self._reply.read(self._chat, tokens, finish)
         new = text[self._length :]
@@ -139,7 +143,7 @@ class Pieces:
             called = [{"index": place, **call} for place, call in enumerate(self._reply.called(calls))]
             yield self._chunk({"delta": {"tool_calls": called}})
         closing = self._chunk(self._empty(), finish_reason=_reason(finish, calls))
-        yield closing | {EXTENSION: extension(tokens, finish, segments)}
+        yield closing | {EXTENSION: said}
         if self._reply.form.usage:
             yield {**self._chunk({}), "choices": [], "usage": self._reply.usage(tokens)}
 
@@ -209,13 +213,20 @@ def message_of(text: str, calls: Sequence[ToolCall]) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def extension(tokens: Tokens, finish: Finish | None, segments: int) -> Extension:
-    """What OpenAI's answers don't say."""
-    return {
+def extension(
+    tokens: Tokens, finish: Finish | None, segments: int, experts: NDArray[np.int32] | None = None
+) -> Extension:
+    """What OpenAI's answers don't say. experts: None where the client does not want them."""
+    said: Extension = {
         "interrupted": finish is None,
         "segments": segments,
         "weight_versions": versions_of(tokens),
     }
+    if experts is not None:
+        rows, width = experts.shape
+        data = base64.b64encode(experts.astype("<i4", copy=False).tobytes()).decode()
+        said["routed_experts"] = {"data": data, "rows": rows, "width": width}
+    return said
 
 
 def versions_of(tokens: Tokens) -> list[VersionSpan]:

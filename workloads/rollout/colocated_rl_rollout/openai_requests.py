@@ -3,7 +3,7 @@
 A parameter is taken, or it asks for nothing, or the request is refused: none is changed, and none is ignored that would
 change a completion. Refused is what can't be continued faithfully over a switch, and sampling that log-probabilities
 don't describe. Extensions: `resume: false` (an interrupted completion is returned as it is), `return_token_ids`,
-`chat_template_kwargs`.
+`return_routed_experts`, `chat_template_kwargs`.
 """
 
 from __future__ import annotations
@@ -12,29 +12,31 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
 import pydantic
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from colocated_rl_rollout.chat import Chat, Unrenderable
+from colocated_rl_rollout.chat import Chat, Unrenderable, as_rendered
 from colocated_rl_rollout.task_wire import RewardValue
-from colocated_rl_rollout.tool_calls import FORM, arguments_of, reads_calls_of
+from colocated_rl_rollout.tool_calls import FORM, reads_calls_of
 
 MESSAGES_AT_MOST = 4096
+MEMBERS_AT_MOST = 4096  # of one object
 TOKENS_AT_MOST = 2**31 - 1
 SEVERAL = "each completion is a request of its own: send several requests"
 SAMPLING = "log-probabilities would not describe how the tokens were drawn"
 GRAMMAR = "constrained decoding can't be continued faithfully over a switch"
 STRICT = "constrains nothing: a call is what the policy wrote"
+ENDS = "a response ends where the policy ends it, at its limit, or at a text in stop"
 ABSENT = "it is not offered here"
 ONLY: dict[str, tuple[Sequence[Any], str]] = {
     "n": ([1], SEVERAL),
     "best_of": ([1], SEVERAL),
     "top_p": ([1], SAMPLING),
-    "top_k": ([-1], SAMPLING),
+    "top_k": ([-1, 0], SAMPLING),
     "min_p": ([0], SAMPLING),
     "frequency_penalty": ([0], SAMPLING),
     "presence_penalty": ([0], SAMPLING),
@@ -44,6 +46,16 @@ ONLY: dict[str, tuple[Sequence[Any], str]] = {
     "tool_choice": (["auto", "none"], GRAMMAR),
     "parallel_tool_calls": ([True], GRAMMAR),
     "top_logprobs": ([0], "log-probabilities are of the tokens that were drawn alone"),
+    "length_penalty": ([1], SAMPLING),
+    "use_beam_search": ([False], SAMPLING),
+    "min_tokens": ([0], ENDS),
+    "ignore_eos": ([False], ENDS),
+    "stop_token_ids": ([[]], ENDS),
+    "skip_special_tokens": ([True], ABSENT),
+    "spaces_between_special_tokens": ([True], ABSENT),
+    "include_stop_str_in_output": ([False], ABSENT),
+    "add_generation_prompt": ([True], ABSENT),
+    "continue_final_message": ([False], ABSENT),
     "echo": ([False], ABSENT),
     "suffix": ([""], ABSENT),
     "modalities": ([["text"]], ABSENT),
@@ -105,6 +117,7 @@ class Asked:
     stops: tuple[str, ...] = ()
     seed: int | None = None
     resume: bool = True
+    experts: bool = False  # that tokens were routed to
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +141,7 @@ class Conversation:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+# Lists fail fast: each fault that is found is kept, and takes a thousand times what its item does in the body.
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -169,8 +183,8 @@ class GivenCall(OpenPart):
 
 class GivenMessage(OpenPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[GivenCall] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[GivenCall], Field(fail_fast=True)] | None = None
 
 
 def _with_what_is_taken_and_not_read(schema: dict[str, Any]) -> None:
@@ -188,12 +202,13 @@ class Body(Part):
     model: str
     max_tokens: int | None = Field(default=None, ge=1, le=TOKENS_AT_MOST)
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     resume: bool | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     logprobs: object = None
 
     @property
@@ -202,16 +217,27 @@ class Body(Part):
 
 
 class ChatBody(Body):
-    messages: list[GivenMessage] = Field(min_length=1, max_length=MESSAGES_AT_MOST)
+    messages: list[GivenMessage] = Field(min_length=1, max_length=MESSAGES_AT_MOST, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=TOKENS_AT_MOST)
     logprobs: bool | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=1024)
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+_OneText = Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]  # of libraries that send lists
+_OneOfIds = Annotated[list[_Ids], Field(min_length=1, max_length=1, fail_fast=True)]
+
+
 class TextBody(Body):
-    prompt: str | list[int]
+    prompt: str | _Ids | _OneText | _OneOfIds
     logprobs: int | None = Field(default=None, ge=0, le=0)
+
+    @property
+    def only_prompt(self) -> str | list[int]:
+        """Out of a list of one."""
+        is_listed = isinstance(self.prompt, list) and isinstance(next(iter(self.prompt), None), str | list)
+        return cast(str | list[int], self.prompt[0] if is_listed else self.prompt)
 
 
 class Reward(Part):
@@ -226,9 +252,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 def read_body(kind: type[BodyT], text: bytes, *, model: str) -> tuple[BodyT, Form]:
     """A request, and how it wants to be told. Raises RequestRefused."""
-    said = _read_json(text)
-    if not isinstance(said, dict):
-        raise RequestRefused(400, "the body is not a JSON object")
+    said = _read_object(text)
     may_call = said.get("tool_choice") != "none"
     for name, (taken, why) in ONLY.items():
         value = said.pop(name, None)
@@ -246,11 +270,13 @@ def read_body(kind: type[BodyT], text: bytes, *, model: str) -> tuple[BodyT, For
     return body, _form_of(body, may_call=may_call)
 
 
-def _read_json(text: bytes) -> Any:
+def _read_object(text: bytes) -> dict[str, Any]:
     """As everybody reads it: a name that stands twice, or a number that is none, each reader takes otherwise."""
 
     def once(members: list[tuple[str, Any]]) -> dict[str, Any]:
         read = dict(members)
+        if len(members) > MEMBERS_AT_MOST:
+            raise RequestRefused(400, f"an object has {len(members)} members, and may have {MEMBERS_AT_MOST}")
         if len(read) < len(members):
             names = [name for name, _ in members]
             twice = next(name for name in names if names.count(name) > 1)
@@ -261,15 +287,18 @@ def _read_json(text: bytes) -> Any:
         raise RequestRefused(400, f"the body is not JSON: {number} is no number there")
 
     try:
-        return json.loads(text, object_pairs_hook=once, parse_constant=none)
+        said = json.loads(text, object_pairs_hook=once, parse_constant=none)
     except (ValueError, RecursionError) as error:
         raise RequestRefused(400, f"the body is not JSON: {error}"[:300]) from error
+    if not isinstance(said, dict):
+        raise RequestRefused(400, "the body is not a JSON object")
+    return said
 
 
 def read_reward(text: bytes) -> Reward:
     """Raises RequestRefused."""
     try:
-        return Reward.model_validate_json(text)
+        return Reward.model_validate(_read_object(text))
     except pydantic.ValidationError as error:
         raise _refused(error) from error
 
@@ -310,12 +339,13 @@ def prompt_of(conversation: Conversation, chat: Chat) -> tuple[int, ...]:
 def text_prompt_of(body: TextBody, chat: Chat) -> tuple[int, ...]:
     """Raises RequestRefused."""
     _check_stops(body, chat)
-    if isinstance(body.prompt, list):
-        if any(not 0 <= token < chat.vocabulary for token in body.prompt):
+    prompt = body.only_prompt
+    if isinstance(prompt, list):
+        if any(not 0 <= token < chat.vocabulary for token in prompt):
             raise RequestRefused(400, f"prompt has ids outside of 0 to {chat.vocabulary - 1}", param="prompt")
-        return _not_empty(tuple(body.prompt), "prompt")
+        return _not_empty(tuple(prompt), "prompt")
     try:
-        return _not_empty(chat.encode(body.prompt, special=True), "prompt")
+        return _not_empty(chat.encode(prompt, special=True), "prompt")
     except Unrenderable as error:
         raise RequestRefused(400, f"the prompt can't be read: {error}", param="prompt") from error
 
@@ -350,22 +380,8 @@ def asked(body: Body, prompt: tuple[int, ...], *, limit: int, temperature: float
         body.stops,
         body.seed,
         body.resume is not False,
+        bool(body.return_routed_experts),
     )
-
-
-def as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates want it: text in one piece, no null, arguments of calls as objects."""
-    said = {name: value for name, value in message.items() if value is not None}
-    content = said.get("content", "")
-    said["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    if said["role"] == "developer":
-        said["role"] = "system"
-    if calls := said.pop("tool_calls", None):
-        said["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": arguments_of(call["function"]["arguments"])}}
-            for call in calls
-        ]
-    return said
 
 
 def _check_stops(body: Body, chat: Chat) -> None:

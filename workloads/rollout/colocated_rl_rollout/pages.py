@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from typing_extensions import TypedDict  # the standard library's can't be read by pydantic before Python 3.12
 
 from colocated_rl_api.batch import DIGEST_HEADER
-from colocated_rl_api.member_wire import RolloutFacts
+from colocated_rl_api.member_wire import EvaluationResult, RolloutFacts
 from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.batches import BatchRecord, shard_path
@@ -94,6 +95,10 @@ class SamplesShown(TypedDict):
     samples: Annotated[list[SampleShown], Field(description="the newest first; those in a checkpoint are only counted")]
 
 
+class EvaluationsShown(TypedDict):
+    evaluations: list[EvaluationResult]
+
+
 class Ended(TypedDict):
     state: SampleState
     reason: str
@@ -106,8 +111,13 @@ class Progress(TypedDict):
     endedWithoutTraining: list[Ended]
 
 
-def data_routes(store: Store, tls: MemberTls, gateway: Iterable[web.AbstractRouteDef]) -> web.Application:
-    """The data port: `GET /v1/batches/STEP?shard=RANK`, any number of times, always the same bytes; and the gateway."""
+def data_routes(
+    store: Store, tls: MemberTls, gateway: Iterable[web.AbstractRouteDef], around: Iterable[Middleware]
+) -> web.Application:
+    """The data port: `GET /v1/batches/STEP?shard=RANK`, any number of times, always the same bytes; and the gateway.
+
+    around: what stands between the token and all of them.
+    """
 
     async def serve_shard(request: web.Request) -> web.StreamResponse:
         step, shard = int(request.match_info["step"]), _asked(request, ShardAsked).shard
@@ -123,6 +133,7 @@ def data_routes(store: Store, tls: MemberTls, gateway: Iterable[web.AbstractRout
         return web.FileResponse(path, headers=headers)
 
     application = data_application(tls, max_request_bytes=MAX_REQUEST_BYTES)
+    application.middlewares.extend(around)
     application.add_routes([web.get(r"/v1/batches/{step:\d{1,9}}", serve_shard), *gateway])
     return application
 
@@ -166,11 +177,16 @@ def pages(
         )
         return web.json_response({"samples": rows})
 
+    async def show_evaluations(_: web.Request) -> web.Response:
+        found = await asyncio.to_thread(store.evaluations)
+        return web.json_response({"evaluations": [each.model_dump(mode="json", by_alias=True) for each in found]})
+
     async def show_interface(_: web.Request) -> web.Response:
         return web.json_response(interface())
 
     return [
         web.get("/v1/progress", show_progress),
+        web.get("/v1/evaluations", show_evaluations),
         web.get("/v1/samples", show_samples),
         web.get("/openapi.json", show_interface),
     ]

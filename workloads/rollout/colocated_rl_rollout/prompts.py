@@ -18,7 +18,7 @@ from colocated_rl_rollout.chat import Chat, ModelUnusable
 from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.samples import Prompt
 from colocated_rl_rollout.task_connection import OTHER_DATA, TaskUnusable
-from colocated_rl_rollout.task_wire import Question
+from colocated_rl_rollout.task_wire import Asked
 
 LOG = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class PromptSource:
         of_kind = [(position, asked) for position, asked in enumerate(questions, start) if asked.held_out is held_out]
         self.held_out_seen += 0 if held_out else len(questions) - len(of_kind)
         # in a thread: of prompts of many thousand tokens a chunk takes seconds
-        tokens = await asyncio.to_thread(lambda: [self._ids(asked.question) for _, asked in of_kind])
+        tokens = await asyncio.to_thread(lambda: [self._ids(asked) for _, asked in of_kind])
         for (position, asked), ids in zip(of_kind, tokens, strict=True):
             if len(ids) > self._max_prompt_tokens:
                 self.too_long += 1
@@ -135,8 +135,11 @@ class PromptSource:
             found.append(Prompt(position, asked.row, ids))
         return found
 
-    def _ids(self, question: Question | None) -> tuple[int, ...]:
-        return () if question is None else self._chat.prompt_ids(question)
+    def _ids(self, asked: Asked) -> tuple[int, ...]:
+        try:
+            return () if asked.question is None else self._chat.prompt_ids(asked.question)
+        except ModelUnusable as error:
+            raise ModelUnusable(f"prompt {asked.row + 1} of the data: {error}") from error
 
     def _left_out(self) -> str:
         return (

@@ -9,7 +9,7 @@ header or in the columns, no result depends on that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
-from colocated_rl_rollout.batches import BatchRecord, partition, shard_path, write_shards
+from colocated_rl_api.logs import in_words
+from colocated_rl_rollout.batches import BatchRecord, free_on_volume, partition, shard_path, write_shards
 
 Columns = dict[str, NDArray[Any]]
 REFERENCE = "reference_logp"
@@ -41,7 +42,15 @@ class Taken:
     rewards: list[list[float]]
 
 
-def take_batch(recording: Path, directory: Path, *, step: int, shards: int, needs_scores: bool = False) -> Taken:
+def take_batch(
+    recording: Path,
+    directory: Path,
+    *,
+    step: int,
+    shards: int,
+    needs_scores: bool = False,
+    free_bytes: Callable[[Path], int] = free_on_volume,
+) -> Taken:
     """Copy batch `step` into `directory`, for so many trainer ranks. needs_scores: those of a reference, in the batch.
 
     Raises RecordingUnusable, OSError.
@@ -69,7 +78,7 @@ def take_batch(recording: Path, directory: Path, *, step: int, shards: int, need
         reward_mean=float(np.mean(whole["reward"], dtype=np.float64)),
         staleness=dict(sorted(Counter(ages.tolist()).items())),
         truncated=int(whole["truncated"].sum()),
-        sha256=write_shards(directory, step, bodies),
+        sha256=write_shards(directory, step, bodies, free_bytes=free_bytes),
     )
     return Taken(record, list(rewards.values()))
 
@@ -88,26 +97,30 @@ def _read(recording: Path, step: int) -> tuple[list[BatchHeader], list[Columns]]
     shards = 1
     while len(headers) < shards:
         path = shard_path(recording, step, len(headers))
-        if not path.exists():
-            raise RecordingUnusable(f"the recording has no batch {step}: {path} is not there")
-        header, found = _read_shard(path)
+        try:
+            header, found = _read_shard(path)
+        except FileNotFoundError:
+            raise RecordingUnusable(f"the recording has no batch {step}: {path} is not there") from None
+        except OSError as error:
+            raise RecordingUnusable(f"{path} can't be read: {in_words(error)}") from error
         shards = header.shards
         headers.append(header)
         columns.append(found)
     alike = {header.model_copy(update={"shard": 0}) for header in headers}
+    named = {frozenset(found) for found in columns}
     numbers = [header.shard for header in headers]
     samples = sum(len(found[END]) for found in columns)
     loss_tokens = sum(int(found["loss_mask"].sum()) for found in columns)
     header = headers[0]
     is_whole = (header.step, header.samples, header.loss_tokens) == (step, samples, loss_tokens)
-    if len(alike) > 1 or numbers != [*range(shards)] or not is_whole:
+    if len(alike) > 1 or len(named) > 1 or numbers != [*range(shards)] or not is_whole:
         raise RecordingUnusable(f"files of batch {step} in {recording} do not belong together: copy them again")
     return headers, columns
 
 
 def _read_shard(path: Path) -> tuple[BatchHeader, Columns]:
     try:
-        with safe_open(path, framework="np") as file:
+        with path.open("rb"), safe_open(path, framework="np") as file:  # which takes what it may not read for missing
             header = BatchHeader.model_validate_json((file.metadata() or {}).get(HEADER_KEY, ""))
             columns: Columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, ValidationError) as error:

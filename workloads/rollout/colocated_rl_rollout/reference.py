@@ -18,7 +18,7 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from colocated_rl_api.logs import log
+from colocated_rl_api.logs import in_words, log
 from colocated_rl_api.member_wire import Endpoint, Problem
 from colocated_rl_api.reference_wire import BYTES_OF_A_TOKEN, SCORE_PATH
 from colocated_rl_member.data import DataClient
@@ -222,7 +222,7 @@ class Reference:
                 finally:
                     pod.under_way.discard(attempt)
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one
-            raise NotScored(f"{pod.endpoint.pod} did not answer: {error!r}") from error
+            raise NotScored(f"{pod.endpoint.pod} did not answer: {in_words(error)}") from error
         wanted = BYTES_OF_A_TOKEN * (len(ids) - start)
         logp = np.frombuffer(answer, "<f4") if len(answer) == wanted else np.full(1, np.nan, np.float32)
         if not np.isfinite(logp).all():

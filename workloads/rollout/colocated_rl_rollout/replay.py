@@ -56,6 +56,7 @@ class Replay(Sealer):
             step=step,
             shards=trainer_ranks(self._spec),
             needs_scores=self._spec.seals_with_scores,
+            free_bytes=self._store.free_bytes,
         )
         try:
             taken = await self._written(step, take)

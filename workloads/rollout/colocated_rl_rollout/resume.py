@@ -7,18 +7,22 @@ an answer whose ids, log-probabilities and versions do not describe the same tok
 
 from __future__ import annotations
 
+import base64
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_rollout.samples import NO_TOKENS, Finish, Span, Tokens
 
 ATTEMPTS_AT_MOST = 64  # of one response: each prefills again what is there (H34)
 IDLE_ATTEMPTS_AT_MOST = 16  # in a row that brought no token (H6)
+RESENT_AT_MOST = ATTEMPTS_AT_MOST // 2  # times its limit: what so many attempts send again of one that grows evenly
+NO_EXPERTS = np.empty((0, 0), np.int32)
 
 
 class GarbledAnswer(ValueError):
@@ -53,16 +57,41 @@ def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Ending]:
         raise error if isinstance(error, GarbledAnswer) else GarbledAnswer(str(error)) from error
     if ending is not Ending.INTERRUPTED and not len(tokens):
         raise GarbledAnswer(f"it ended with {ending} before its first token")
+    if (tokens.ids < 0).any():  # an engine that overlaps its steps has such in the places of tokens to come
+        raise GarbledAnswer("a token id is below 0")
     if not np.isfinite(tokens.logp).all() or (tokens.logp > 1e-4).any():
         raise GarbledAnswer("a log-probability is not a finite number of at most 0")
     return tokens, ending
+
+
+def read_experts(answer: Mapping[str, Any], *, rows: int) -> NDArray[np.int32]:
+    """Experts that `rows` tokens were routed to: [rows, layers * experts], none where the answer does not say.
+
+    Raises GarbledAnswer.
+    """
+    said = answer["meta_info"].get("routed_experts")
+    if said is None:
+        return NO_EXPERTS
+    try:
+        ids = np.frombuffer(base64.b64decode(said, validate=True), "<i4")
+    except (TypeError, ValueError) as error:
+        raise GarbledAnswer(f"its routed experts are no numbers: {error}") from error
+    if not rows or not ids.size or ids.size % rows:
+        raise GarbledAnswer(f"{ids.size} numbers are no routed experts of {rows} tokens")
+    return ids.reshape(rows, -1)
+
+
+def join_experts(so_far: NDArray[np.int32], more: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Rows that an attempt added come after those that were there: it was asked for no others (H28)."""
+    parts = [rows for rows in (so_far, more) if len(rows)]
+    return np.concatenate(parts) if parts else NO_EXPERTS
 
 
 def _read_spans(meta: Mapping[str, Any], length: int) -> tuple[Span, ...]:
     """Spans of a finished answer, or the one version that a chunk names: weights change only while nothing runs."""
     listed = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
     spans = tuple(
-        Span(WeightVersion.parse(span["version"]), span["start"], span["end"])
+        Span(WeightVersion.parse(span["version"]), int(span["start"]), int(span["end"]))
         for span in listed
         if span["end"] > span["start"]
     )
@@ -127,12 +156,17 @@ def remaining(tokens: Tokens, *, limit: int) -> int:
     return limit - len(tokens)
 
 
-def exhausted(*, attempts: int, idle_attempts: int) -> tuple[str, str] | None:
-    """Reason and message, when a response that is not at its end gets no further attempt."""
+def exhausted(*, attempts: int, idle_attempts: int, resent: int, limit: int) -> tuple[str, str] | None:
+    """Reason and message, when a response that is not at its end gets no further attempt.
+
+    resent: its tokens that attempts were sent, each as often as it was. limit: of the response. Tokens.
+    """
     if idle_attempts >= IDLE_ATTEMPTS_AT_MOST:
         return "NoProgress", f"{idle_attempts} attempts brought no token"
     if attempts >= ATTEMPTS_AT_MOST:
         return "TooManyAttempts", f"not ended after {attempts} attempts"
+    if resent >= RESENT_AT_MOST * limit:
+        return "TooManyTokensResent", f"not ended after {resent} tokens were sent again, with a limit of {limit}"
     return None
 
 

@@ -23,12 +23,19 @@ import pydantic
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Problem
 from colocated_rl_api.prompts import Prompts
-from colocated_rl_rollout.task_connection import OTHER_DATA, RESTART_S, ProcessLost, TaskConnection, TaskUnusable
+from colocated_rl_rollout.task_connection import (
+    MAX_LINE_BYTES,
+    MAX_ROWS_BYTES,
+    OTHER_DATA,
+    RESTART_S,
+    ProcessLost,
+    TaskConnection,
+    TaskUnusable,
+)
 from colocated_rl_rollout.task_wire import QUESTIONS, SCORE, Asked, Data, Question, Reply, Row
 
 LOG = logging.getLogger(__name__)
 
-REPLY_DEADLINE_S = 30.0
 AT_ONCE = 32  # requests on the way to one process
 DEATHS_PER_REQUEST = 2
 REWARD_UNAVAILABLE = "RewardUnavailable"  # an endpoint's silence, which says nothing about a response
@@ -55,6 +62,7 @@ class Endpoint(Protocol):
 class _Request:
     line: bytes
     kind: pydantic.TypeAdapter[Any]  # of what answers it
+    most_bytes: int  # of that
     reply: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     deaths: int = 0
 
@@ -72,14 +80,13 @@ class TaskProcesses:
         count: int,
         socket: Path,
         endpoints: Mapping[int, Endpoint] | None = None,
-        reply_deadline_s: float = REPLY_DEADLINE_S,
     ) -> None:
         self._prompts = prompts
         self._endpoints = endpoints or {}
         self._data: asyncio.Future[Data] = asyncio.get_running_loop().create_future()
         self._count = count
         self._socket = socket
-        self._reply_deadline_s = reply_deadline_s
+        self._reply_deadline_s = prompts.reward_deadline_seconds
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()
         self._unusable: TaskUnusable | None = None
         self._problem: Problem | None = None
@@ -101,14 +108,15 @@ class TaskProcesses:
 
     async def questions(self, start: int, count: int) -> list[Asked]:
         """Those of the positions [start, start + count). Raises RewardFailed, TaskUnusable."""
-        found: list[Asked] = await self._ask({"questions": [start, count]}, QUESTIONS)
+        found: list[Asked] = await self._ask({"questions": [start, count]}, QUESTIONS, MAX_ROWS_BYTES)
         if len(found) != count:
             raise RewardFailed("ReplyGarbled", f"{len(found)} questions came, {count} were asked for")
         return found
 
     async def score(self, index: int, response: str) -> float:
         """Reward of a response to the question of row `index`. Raises RewardFailed, TaskUnusable."""
-        scored: float | Row = await self._ask({"score": [index, response]}, SCORE)
+        most_bytes = MAX_ROWS_BYTES if self._endpoints else MAX_LINE_BYTES
+        scored: float | Row = await self._ask({"score": [index, response]}, SCORE, most_bytes)
         if not isinstance(scored, Row):
             return scored
         endpoint = self._endpoints.get(scored.source)
@@ -122,10 +130,10 @@ class TaskProcesses:
             for number in range(self._count):
                 group.create_task(self._keep_up(), name=f"task-process-{number}")
 
-    async def _ask(self, request: dict[str, Any], kind: pydantic.TypeAdapter[Any]) -> Any:
+    async def _ask(self, request: dict[str, Any], kind: pydantic.TypeAdapter[Any], most_bytes: int) -> Any:
         if self._unusable is not None:
             raise self._unusable
-        asked = _Request(json.dumps(request).encode() + b"\n", kind)
+        asked = _Request(json.dumps(request).encode() + b"\n", kind, most_bytes)
         self._requests.put_nowait(asked)
         return await asked.reply
 
@@ -158,17 +166,18 @@ class TaskProcesses:
         self._problem = None
 
     async def _work_off(self, process: TaskConnection) -> None:
-        """Answer what is waiting, at most AT_ONCE requests."""
+        """Answer what is waiting: this process's share of it, or slow ones would wait behind each other here."""
         batch = [await self._requests.get()]
-        while len(batch) < AT_ONCE and not self._requests.empty():
+        share = -(-(1 + self._requests.qsize()) // self._count)
+        while len(batch) < min(share, AT_ONCE):
             batch.append(self._requests.get_nowait())
         try:
             await process.send(b"".join(request.line for request in batch), deadline_s=self._reply_deadline_s)
             while batch:
-                reply = await process.receive(deadline_s=self._reply_deadline_s)
+                reply = await process.receive(deadline_s=self._reply_deadline_s, most_bytes=batch[0].most_bytes)
                 _resolve(batch.pop(0), reply)
         except TimeoutError as error:
-            late = f"no reward within {self._reply_deadline_s:.0f} s"
+            late = f"nothing within {self._reply_deadline_s} s (rollout.prompts.rewardDeadlineSeconds)"
             _fail(batch.pop(0), RewardFailed("RewardTimedOut", late))
             raise ProcessLost(late) from error
         except ProcessLost:

@@ -1,4 +1,4 @@
-"""Rows of data files, each found again by its number: JSON lines, Parquet, Arrow, and what `datasets` saved to disk.
+"""Rows, each found again by its number: of JSON lines, Parquet, Arrow, of what `datasets` saved, or made by a function.
 
 JSON lines are read where they lie. Of other files a copy in JSON lines is made once, in the cache: so rows are the same
 plain values whatever they were read from, each is one read away, and none of the data stays in memory. Times, dates and
@@ -20,11 +20,13 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
+
+from colocated_rl_api.prompts import FILE_ENDINGS, JSON_LINES, PARQUET
 
 Row = dict[str, Any]
 
 BATCH_ROWS = 256  # decoded at once
-ENDINGS = JSON_LINES, PARQUET, ARROW = ".jsonl", ".parquet", ".arrow"
 
 
 class RowsUnusable(ValueError):
@@ -48,7 +50,7 @@ class Rows:
             ]
             self.digest = hashed.hexdigest()
             self._ends = list(itertools.accumulate(map(len, self._places)))
-            if not len(self):
+            if not any(self._ends):
                 raise RowsUnusable(f"{', '.join(path.name for path in paths)}: no rows")
             self.close = opened.pop_all().close
 
@@ -61,6 +63,47 @@ class Rows:
         file.seek(places[number - self._ends[place]])  # from the end of the file's rows
         row: Row = json.loads(file.readline())
         return row
+
+
+class MadeRows:
+    """Rows that a function makes, each whenever it is asked for, as plain as those of a file.
+
+    digest: of the first, the middle and the last: enough to tell another function, or one that is not the same in each
+    process. Raises RowsUnusable, also for a row that is another one when it is made again.
+    """
+
+    def __init__(self, make: Callable[[int], Any], *, size: int, check: Callable[[Row], str | None]) -> None:
+        self._make, self._size, self._check = make, size, check
+        hashed = hashlib.sha256()
+        for number in sorted({0, size // 2, size - 1}):
+            line = self._line(number)
+            if line != self._line(number):
+                raise RowsUnusable(f"row {number} is another one each time: make it of its number, and seed with that")
+            hashed.update(line)
+        self.digest = hashed.hexdigest()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, number: int) -> Row:
+        row: Row = json.loads(self._line(number))
+        return row
+
+    def _line(self, number: int) -> bytes:
+        line = json.dumps(self._make(number), default=_plain).encode()
+        if fault := _fault(line, self._check):
+            raise RowsUnusable(f"row {number}: {fault}")
+        return line
+
+
+def member(row: Row, field: str) -> Any:
+    """Of a row, or of an object in it: `reward_model.ground_truth`. Raises RowsUnusable, in words about a row."""
+    found: Any = row
+    for name in [field] if field in row else field.split("."):
+        if not isinstance(found, dict) or name not in found:
+            raise RowsUnusable(f"has no {field!r}, only {', '.join(map(repr, row))}")
+        found = found[name]
+    return found
 
 
 def _hashing(lines: Iterable[bytes], hashed: hashlib._Hash) -> Iterator[bytes]:
@@ -90,7 +133,9 @@ def _saved_files(directory: Path) -> list[Path]:
     state = directory / "state.json"
     if not state.exists():
         raise RowsUnusable(f"{directory.name} is a directory that datasets.save_to_disk did not write: name its files")
-    return [directory / file["filename"] for file in _read_json(state)["_data_files"]]
+    if not (files := _read_json(state)["_data_files"]):
+        raise RowsUnusable(f"{directory.name}: no rows")
+    return [directory / file["filename"] for file in files]
 
 
 def _read_json(path: Path) -> Any:
@@ -112,7 +157,7 @@ def _look_through(path: Path, lines: Iterator[bytes], check: Callable[[Row], str
 
 def _fault(line: bytes, check: Callable[[Row], str | None]) -> str | None:
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         return f"no UTF-8: byte 0x{line[error.start]:02x} at place {error.start + 1}"
     except (ValueError, RecursionError) as error:
@@ -131,8 +176,8 @@ def _as_json_lines(path: Path, cache: Path) -> Path:
     """The file itself, or its copy. Raises RowsUnusable."""
     if path.suffix == JSON_LINES:
         return path
-    if path.suffix not in ENDINGS:
-        raise RowsUnusable(f"{path.name}: a file of prompts ends with one of {', '.join(ENDINGS)}")
+    if path.suffix not in FILE_ENDINGS:
+        raise RowsUnusable(f"{path.name}: a file of prompts ends with one of {', '.join(FILE_ENDINGS)}")
     is_it = path.stat()
     name = hashlib.sha256(f"{path.absolute()} {is_it.st_size} {is_it.st_mtime_ns}".encode()).hexdigest()[:32]
     copy = cache / f"{name}{JSON_LINES}"
@@ -161,9 +206,42 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
         else:
             batches = _ipc_batches(path)
         for batch in batches:
-            yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
+            kinds = [_in_microseconds(column.type) for column in batch.columns]
+            columns = [  # what is as it should be is left alone: not all that is nested can be cast
+                column if kind == column.type else column.cast(kind, safe=False)
+                for column, kind in zip(batch.columns, kinds, strict=True)
+            ]
+            yield from pyarrow.record_batch(columns, names=batch.schema.names).to_pylist()
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise RowsUnusable(f"{path.name} can't be read: {error}") from error
+
+
+def _in_microseconds(kind: Any) -> Any:
+    """A type whose moments Python has: of nanoseconds it refuses those that have some."""
+    import pyarrow
+
+    match kind:
+        case pyarrow.TimestampType(unit="ns"):
+            return pyarrow.timestamp("us", kind.tz)
+        case pyarrow.DurationType(unit="ns"):
+            return pyarrow.duration("us")
+        case pyarrow.Time64Type(unit="ns"):
+            return pyarrow.time64("us")
+        case pyarrow.ListType():
+            return pyarrow.list_(kind.value_field.with_type(_in_microseconds(kind.value_type)))
+        case pyarrow.LargeListType():  # as polars writes them
+            return pyarrow.large_list(kind.value_field.with_type(_in_microseconds(kind.value_type)))
+        case pyarrow.FixedSizeListType():
+            return pyarrow.list_(kind.value_field.with_type(_in_microseconds(kind.value_type)), kind.list_size)
+        case pyarrow.MapType():
+            return pyarrow.map_(kind.key_type, kind.item_field.with_type(_in_microseconds(kind.item_type)))
+        case pyarrow.DictionaryType():
+            value_type = _in_microseconds(kind.value_type)
+            return kind if value_type == kind.value_type else value_type
+        case pyarrow.StructType():
+            return pyarrow.struct([field.with_type(_in_microseconds(field.type)) for field in kind])
+        case _:
+            return kind
 
 
 def _ipc_batches(path: Path) -> Iterator[Any]:
@@ -180,7 +258,7 @@ def _ipc_batches(path: Path) -> Iterator[Any]:
                 yield file.get_batch(number)
 
 
-def _plain(value: object) -> str | float:
+def _plain(value: Any) -> Any:
     """Of what JSON has no word for."""
     match value:
         case datetime() | date() | time():
@@ -191,5 +269,9 @@ def _plain(value: object) -> str | float:
             return str(value)
         case bytes():
             return base64.b64encode(value).decode()
+        case UUID():
+            return str(value)
+        case _ if callable(getattr(value, "tolist", None)):  # numpy's and torch's
+            return value.tolist()
         case _:
             raise RowsUnusable(f"a value of type {type(value).__name__} can't be said in JSON")

@@ -146,6 +146,7 @@ class Sample:
     segments: int = 0  # that `tokens` were joined from
     attempts: int = 0  # engine attempts that ended
     idle_attempts: int = 0  # of them, the last ones in a row that brought no token
+    resent: int = 0  # of `tokens`, what those attempts were sent, to be prefilled again
     finish: Finish | None = None
     reward: float | None = None
     ended: int | None = None  # its place among all that ended, from 1 on

@@ -22,7 +22,6 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from colocated_rl_rollout.batches import (
     BatchRecord,
     batch_bytes,
     batch_is_there,
+    free_on_volume,
     remove_all_but,
     remove_batch,
     take_places,
@@ -76,6 +76,7 @@ class Store:
     waiting: samples that wait for an engine, by id.
     counts: samples by state; they add up to every sample ever admitted.
     reasons: samples by state and reason, for the states that have one.
+    free_bytes: of the volume that a path is on.
     ended: samples that ever ended, each of which has its place among them. followers: set when another one does.
     """
 
@@ -85,14 +86,14 @@ class Store:
         *,
         job_uid: str,
         keeps_batches: bool = False,
-        free_bytes: Callable[[Path], int] = lambda at: disk_usage(at).free,
+        free_bytes: Callable[[Path], int] = free_on_volume,
     ) -> None:
         """Open or make the store. keeps_batches: also those that no trainer needs any more.
 
         Raises StoreFailed when it can't be used, or belongs to another job.
         """
         self._keeps_batches = keeps_batches
-        self._free_bytes = free_bytes
+        self.free_bytes = free_bytes
         self.problem: Problem | None = None
         self.batch_directory = directory / "batches"
         self.path = directory / "store.sqlite3"
@@ -165,7 +166,7 @@ class Store:
         """Whether the volume has room for more than what is accepted already; otherwise `problem` says what to do."""
         newest = self._batches.get(self.sealed.step) if self.sealed else None
         needed = SPARE_BYTES + 2 * batch_bytes(self.batch_directory, newest)
-        free = self._free_bytes(self.batch_directory.parent)
+        free = self.free_bytes(self.batch_directory.parent)
         if free >= needed:
             self.problem = None
         elif self.problem is None:
@@ -232,7 +233,7 @@ class Store:
         brought = len(segment) > 0
         ended = self._end_attempt(sample, SampleState.INTERRUPTED, segment if keep else NO_TOKENS, brought=brought)
         if not keep:
-            sample.tokens, sample.segments = NO_TOKENS, 0
+            sample.tokens, sample.segments, sample.resent = NO_TOKENS, 0, 0
             ended.append((tables.DROP_SEGMENTS, [(sample.id,)]))
         self._writer.write(*ended)
 
@@ -355,7 +356,8 @@ class Store:
         Raises StoreFailed; then each batch is as it was, or dealt anew.
         """
         known = [record for step, record in self._batches.items() if step > self._saved_step]
-        for before in [record for record in known if len(record.sha256) != shards]:
+        others = [record for record in known if len(record.sha256) != shards]
+        for before in others:
             try:
                 record = deal_anew(self.batch_directory, before, shards=shards)
             except (RecordingUnusable, OSError) as error:
@@ -371,7 +373,8 @@ class Store:
             if self.sealed is not None and self.sealed.step == record.step:
                 self.sealed = record
             log(LOG, "batch dealt anew", step=record.step, ranks=shards, ranks_before=len(before.sha256))
-        remove_all_but(self.batch_directory, self._batches.values())
+        if others:
+            remove_all_but(self.batch_directory, self._batches.values())
 
     def commit(self, step: int) -> bool:
         """Every rank has trained the batches up to `step`; False when that was known."""
@@ -452,6 +455,11 @@ class Store:
             )
         )
 
+    def evaluations(self) -> list[EvaluationResult]:
+        """All that were finished, the newest last, as far as they are durable. Blocks."""
+        found = self.rows("SELECT result FROM evaluations ORDER BY number")
+        return [EvaluationResult.model_validate_json(row["result"]) for row in found]
+
     # ------------------------------------------- moves: made in memory at once, returned for the caller's one entry
     def _new_samples(self, group: Group, count: int) -> Statement:
         first = self.counts.total() + 1
@@ -467,6 +475,7 @@ class Store:
         attempted = sample.state is SampleState.RUNNING
         sample.playing_since = None
         sample.attempts += attempted
+        sample.resent += attempted * len(sample.tokens)
         sample.idle_attempts = 0 if brought else sample.idle_attempts + 1
         statements: list[Statement] = []
         if len(segment):
@@ -551,12 +560,13 @@ class Store:
             samples[sample.id] = sample
             if sample.state in WAITING:
                 self.waiting[sample.id] = sample
-        for sample_id, ids, logp, spans in database.execute(
-            "SELECT sample_id, ids, logp, spans FROM segments ORDER BY sample_id, attempt"
+        for sample_id, attempt, ids, logp, spans in database.execute(
+            "SELECT sample_id, attempt, ids, logp, spans FROM segments ORDER BY sample_id, attempt"
         ):
-            sample = samples[sample_id]
-            sample.tokens = join(sample.tokens, tables.unpacked(ids, logp, spans))
+            sample, segment = samples[sample_id], tables.unpacked(ids, logp, spans)
+            sample.tokens = join(sample.tokens, segment)
             sample.segments += 1
+            sample.resent += (sample.attempts - attempt) * len(segment)
         self._sealed_samples = dict(
             database.execute(
                 "SELECT step, COUNT(*) FROM samples JOIN groups ON groups.id = group_id"

@@ -20,7 +20,8 @@ from colocated_rl_rollout.task_wire import Data, Greeting, Reply
 
 START_DEADLINE_S = 900.0  # data may have to be fetched, and all of it is looked at
 RESTART_S = 1.0  # before a process that died is replaced; with jitter
-MAX_LINE_BYTES = 64 * 1024 * 1024
+MAX_LINE_BYTES = 64 * 1024  # of a reward, or what kept it from being one
+MAX_ROWS_BYTES = 64 * 1024 * 1024  # of a row, or several questions
 OTHER_DATA = (
     "the rows are not those that the job began with, and what was asked is not found again among them: put the former "
     "files back, or make a new job"
@@ -86,18 +87,24 @@ class TaskConnection:
         except ConnectionError as error:
             raise ProcessLost("task process closed its input") from error
 
-    async def receive(self, *, deadline_s: float | None) -> Reply:
+    async def receive(self, *, deadline_s: float | None, most_bytes: int = MAX_LINE_BYTES) -> Reply:
         """The next line. Raises ProcessLost, TimeoutError."""
         try:
             async with asyncio.timeout(deadline_s):
-                line = await self.reader.readline()
-        except ValueError as error:
-            raise ProcessLost(f"task process wrote a line of more than {MAX_LINE_BYTES} bytes") from error
-        except ConnectionError as error:
+                line = await self._line(most_bytes)
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
             raise ProcessLost("task process ended") from error
-        if not line.endswith(b"\n"):
-            raise ProcessLost("task process ended")
         try:
             return Reply.model_validate_json(line)
         except pydantic.ValidationError as error:
             raise ProcessLost("task process wrote what is no reply") from error
+
+    async def _line(self, most_bytes: int) -> bytes:
+        """No more of it is held than it may have, and what the reader takes at a time."""
+        line = bytearray()
+        while len(line) <= most_bytes:
+            try:
+                return bytes(line + await self.reader.readuntil())
+            except asyncio.LimitOverrunError as longer:
+                line += await self.reader.readexactly(longer.consumed)
+        raise ProcessLost(f"task process wrote a line of more than {most_bytes} bytes")

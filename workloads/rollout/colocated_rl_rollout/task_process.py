@@ -22,17 +22,21 @@ from typing import Any, Literal, TextIO
 
 from colocated_rl_rollout.player import play
 from colocated_rl_rollout.task_wire import Greeting, Reply
-from colocated_rl_rollout.tasks import SourceUnusable, Tasks, described, make_tasks
+from colocated_rl_rollout.tasks import SourceUnusable, Tasks, described, make_tasks, short_of_memory
 
 MIB = 1024 * 1024
 MEMORY_LIMIT = "/sys/fs/cgroup/memory.max"
 LEAST_MEMORY_BYTES = 1024 * MIB  # libraries of the tasks take a third of it
+MEMORY_ERRORS = 2  # in a row: what is leaked does not come back
 
 
 def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, container_bytes: int | None) -> None:
-    """Answer until the input ends."""
+    """Answer until the input ends, or there is no memory any more."""
+    own = os.getpid()
 
     def reply(said: Reply) -> None:
+        if os.getpid() != own:
+            os._exit(1)  # a fork of a verifier's that came back here: its parent answers
         replies.write(said.model_dump_json(exclude_defaults=True) + "\n")
         replies.flush()
 
@@ -47,14 +51,19 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
         reply(Reply(error=str(error)))
         return
     reply(Reply(value=tasks.data))
+    without_memory = 0
     for line in requests:
         try:
             value = _answer(tasks, json.loads(line))
-        except Exception as error:  # noqa: BLE001 - of another's code; one answer fails, the rest go on
+        except BaseException as error:  # noqa: BLE001 - of another's code, which exits too; one answer fails, the rest go on
+            without_memory = without_memory + 1 if isinstance(error, MemoryError) else 0
             reason: Literal["RewardTimedOut", "VerifierFailed"]
             reason = "RewardTimedOut" if isinstance(error, TimeoutError) else "VerifierFailed"
             reply(Reply(error=_told(error), reason=reason))
+            if without_memory == MEMORY_ERRORS:
+                return  # another process takes over
         else:
+            without_memory = 0
             reply(Reply(value=value))
 
 
@@ -68,7 +77,7 @@ def _answer(tasks: Tasks, request: dict[str, Any]) -> Any:
             raise ValueError(f"no such request: {sorted(other)}")
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """Words where they are ours. Others' may quote a prompt or a response, and what is said here is logged: only where
     they were raised.
     """
@@ -76,7 +85,7 @@ def _told(error: Exception) -> str:
     if str(frames[-1][0].f_globals.get("__name__")).startswith("colocated_rl_"):
         return described(error)
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
-    return f"{type(error).__name__} at {', called at '.join(places[:-4:-1])}"[:1000]
+    return f"{type(error).__name__} at {', called at '.join(places[:-4:-1])}"[:1000] + short_of_memory(error)
 
 
 def memory_bytes(container_bytes: int | None, *, processes: int) -> int | None:

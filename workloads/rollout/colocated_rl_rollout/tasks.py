@@ -10,18 +10,29 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import resource
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from colocated_rl_api.prompts import Environment, HuggingFace, PromptFile, Prompts, ReasoningGym, Source
+from colocated_rl_api.prompts import (
+    Environment,
+    HuggingFace,
+    PromptFile,
+    PromptFunction,
+    Prompts,
+    ReasoningGym,
+    Source,
+)
 from colocated_rl_rollout.environments import EnvironmentTasks, EnvironmentUnusable, EpisodeGivenUp
 from colocated_rl_rollout.gym import GymTask
 from colocated_rl_rollout.passes import Passes
 from colocated_rl_rollout.rewarded_rows import RewardedRows
 from colocated_rl_rollout.rows import RowsUnusable
 from colocated_rl_rollout.task_wire import Asked, Data, Question, Row
+
+SHORT_OF_MEMORY = ("cannot allocate memory", "failed to map segment")
 
 
 class Task(Protocol):
@@ -106,17 +117,26 @@ def make_tasks(prompts: Prompts, *, claims: Path, cache: Path) -> Tasks:
     for number, (source, weight) in enumerate(prompts.sources):
         try:
             task = _make_task(source, claims=claims, cache=cache)
-        except Exception as error:  # of another's code too
+        except (Exception, SystemExit) as error:  # of another's code too
             place = f"mix.sources[{number}]." if prompts.mix else ""
             raise SourceUnusable(f"{place}{source.title} can't be used: {described(error)}") from error
         parts.append(Part(task, weight, source.held_out_percent))
     return Tasks(parts, seed=prompts.seed)
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     """In words for a person, with its type where only that tells anything."""
     kind = "" if isinstance(error, RowsUnusable | EnvironmentUnusable | EpisodeGivenUp) else f"{type(error).__name__}: "
-    return f"{kind}{error}"[:1000].encode(errors="replace").decode()
+    return f"{kind}{error}"[:1000].encode(errors="replace").decode() + short_of_memory(error)
+
+
+def short_of_memory(error: BaseException) -> str:
+    """What to do about it, of an error for want of memory: neither Python nor a loader of libraries says how much."""
+    size, _ = resource.getrlimit(resource.RLIMIT_AS)
+    is_short = isinstance(error, MemoryError) or any(said in str(error).lower() for said in SHORT_OF_MEMORY)
+    if not is_short or size == resource.RLIM_INFINITY:
+        return ""
+    return f"; its process may have {size >> 20} MiB: raise spec.rollout.prompts.resources.limits.memory"
 
 
 def _make_task(source: Source, *, claims: Path, cache: Path) -> Task:
@@ -125,7 +145,7 @@ def _make_task(source: Source, *, claims: Path, cache: Path) -> Task:
             return GymTask(source)
         case Environment():
             return EnvironmentTasks(source)
-        case PromptFile() | HuggingFace():
+        case PromptFile() | HuggingFace() | PromptFunction():
             return RewardedRows(source, claims=claims, cache=cache)
 
 

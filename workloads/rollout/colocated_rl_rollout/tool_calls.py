@@ -54,6 +54,7 @@ def arguments_of(written: Any) -> Any:
 def _call(text: str) -> ToolCall | None:
     try:
         said = json.loads(text)
+        json.dumps(said, ensure_ascii=False).encode()  # half a character may be escaped, and could not be sent on
     except (ValueError, RecursionError):
         return None
     match said:

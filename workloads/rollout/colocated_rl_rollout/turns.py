@@ -1,8 +1,9 @@
 """Turns: the completions that clients of the gateway ask for, from their arrival to their end.
 
 Owns parking, resume and retry of a turn, as the store and the worker do of a sample, and by the same rules (`resume`).
-A turn waits here while no engine takes it: so many at most, each for so long at most. A switch that interrupts it adds
-a segment; its client sees one completion. `worker` sends them, as it sends everything.
+A turn waits here while no engine takes it: so many at most, each for so long at most, but for those of the job's own
+episodes, which are bounded and wait as samples do. A switch that interrupts it adds a segment; its client sees one
+completion. `worker` sends them, as it sends everything.
 
 In memory alone: a turn lasts as long as its client's connection, so what a kill loses nobody was told. A client that
 leaves takes its turn with it, also at the engine.
@@ -18,6 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from colocated_rl_api.logs import log
 from colocated_rl_rollout.chat import Chat
 from colocated_rl_rollout.engine_client import (
@@ -31,12 +35,22 @@ from colocated_rl_rollout.engine_client import (
 from colocated_rl_rollout.engines import Engines
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.openai_requests import Asked, RequestRefused
-from colocated_rl_rollout.resume import cut, exhausted, finish_of, join, remaining, stopped_at
+from colocated_rl_rollout.resume import (
+    NO_EXPERTS,
+    cut,
+    exhausted,
+    finish_of,
+    join,
+    join_experts,
+    remaining,
+    stopped_at,
+)
 from colocated_rl_rollout.samples import NO_TOKENS, Finish, Tokens
 
 LOG = logging.getLogger(__name__)
 
 TOKENS_HELD_AT_MOST = 32 * 1024 * 1024  # prompts and limits of all turns together
+EXPERTS_WEIGH = 128  # times what a token does: 1.5 kB with 48 layers and 8 experts
 RETRY_S = 10
 TOO_LONG = ("context length", "longer than", "maximum allowed length")  # as SGLang 0.5.23 says it
 
@@ -46,6 +60,8 @@ class Turn:
     """One completion. Changed by `Turns` alone.
 
     tokens: of ended attempts; joined and cut at a stop string. so_far: with those of the attempt under way.
+    resent: of tokens, what ended attempts were sent, to be prefilled again.
+    experts: that tokens of prompt and response were routed to, where the client wants them.
     finish: None until it has ended, and of one that was interrupted and is not resumed.
     grew: set when there is more to see; whoever looks clears it.
     """
@@ -54,10 +70,13 @@ class Turn:
     asked: Asked
     streams: bool = False
     engine: str | None = None  # that has its prefix
+    is_own: bool = False  # of an episode that the job plays
     tokens: Tokens = NO_TOKENS
     so_far: Tokens = NO_TOKENS
+    experts: NDArray[np.int32] = field(default_factory=lambda: NO_EXPERTS)
     attempts: int = 0
     idle_attempts: int = 0
+    resent: int = 0
     segments: int = 0
     finish: Finish | None = None
     ended: bool = False
@@ -68,7 +87,7 @@ class Turn:
 
     @property
     def held(self) -> int:
-        return len(self.asked.prompt) + self.asked.limit
+        return (len(self.asked.prompt) + self.asked.limit) * (EXPERTS_WEIGH if self.asked.experts else 1)
 
     async def end(self) -> None:
         """Returns when it has ended. Raises RequestRefused."""
@@ -111,10 +130,15 @@ class Turns:
 
     # ------------------------------------------------------------------------------------------------- for the gateway
     @contextmanager
-    def begin(self, asked: Asked, *, streams: bool = False, engine: str | None = None) -> Iterator[Turn]:
+    def begin(
+        self, asked: Asked, *, streams: bool = False, engine: str | None = None, is_own: bool = False
+    ) -> Iterator[Turn]:
         """A turn, for as long as its client is there. Raises RequestRefused."""
-        turn = Turn(self._count + 1, asked, streams and self._keeps, engine)
-        self._refuse_beyond_bounds(turn)
+        turn = Turn(self._count + 1, asked, streams and self._keeps, engine, is_own)
+        if self._ending:
+            raise _ended()
+        if not is_own:
+            self._refuse_beyond_bounds(turn)
         self._count = turn.number
         self._turns[turn.number] = turn
         self._held += turn.held
@@ -131,8 +155,6 @@ class Turns:
                     turn.attempt.cancel()
 
     def _refuse_beyond_bounds(self, turn: Turn) -> None:
-        if self._ending:
-            raise _ended()
         if len(self._turns) >= self._at_most or (self._turns and self._held + turn.held > TOKENS_HELD_AT_MOST):
             message = f"{len(self._turns)} requests are held, {len(self._waiting)} of them until an engine is open"
             raise RequestRefused(429, f"{message}: send it later", code="too_many_requests", retry_s=RETRY_S)
@@ -190,6 +212,7 @@ class Turns:
             self._chat.end_ids,
             asked.stops,
             asked.seed,
+            len(turn.experts) if asked.experts else None,
         )
 
         def grew(segment: Tokens) -> None:
@@ -205,11 +228,13 @@ class Turns:
             self._park(turn)
         except GateRefused as error:
             log(LOG, "turn's attempt lost", logging.DEBUG, gate=engine.name, turn=turn.number, reason=str(error))
+            turn.resent += len(turn.tokens)
             self._interrupt(turn)
         except RequestRejected as error:
             self._refuse(turn, refusal_of(error))
         else:
             self._metrics.resent_tokens.inc(len(turn.tokens))
+            turn.resent += len(turn.tokens)
             self._accept(turn, generated)
 
     def _accept(self, turn: Turn, generated: Generated) -> None:
@@ -217,6 +242,7 @@ class Turns:
         whole = join(turn.tokens, generated.tokens)
         stop = stopped_at(whole.ids.tolist(), asked.stops, self._chat.text)
         turn.tokens = turn.so_far = whole if stop is None else cut(whole, stop)
+        turn.experts = join_experts(turn.experts, generated.experts)[: len(asked.prompt) + len(turn.tokens) - 1]
         turn.segments += brought
         turn.finish = (
             finish_of(whole, generated.ending, limit=asked.limit, end_ids=self._chat.end_ids)
@@ -235,13 +261,15 @@ class Turns:
         turn.idle_attempts = 0 if brought else turn.idle_attempts + 1
         if not turn.asked.resume:
             self._end(turn, "interrupted")
-        elif end := exhausted(attempts=turn.attempts, idle_attempts=turn.idle_attempts):
+        elif end := exhausted(
+            attempts=turn.attempts, idle_attempts=turn.idle_attempts, resent=turn.resent, limit=turn.asked.limit
+        ):
             self._refuse(
                 turn, RequestRefused(503, f"no engine ended it: {end[1]}", code="no_progress", retry_s=RETRY_S)
             )
         else:
             if not self._keeps:
-                turn.tokens = turn.so_far = NO_TOKENS
+                turn.tokens, turn.so_far, turn.experts = NO_TOKENS, NO_TOKENS, NO_EXPERTS
             self._park(turn)
 
     # ------------------------------------------------------------------------------------------------- waiting
@@ -250,7 +278,8 @@ class Turns:
             self._refuse(turn, _ended())
             return
         self._waiting[turn.number] = turn
-        turn.deadline = asyncio.get_running_loop().call_later(self._parked_at_most_s, self._give_up, turn)
+        if not turn.is_own:
+            turn.deadline = asyncio.get_running_loop().call_later(self._parked_at_most_s, self._give_up, turn)
 
     def _unpark(self, turn: Turn) -> None:
         self._waiting.pop(turn.number, None)

@@ -304,7 +304,12 @@ class Worker(Sealer):
         self._limit_attempts(sample)
 
     def _limit_attempts(self, sample: Sample) -> None:
-        if end := exhausted(attempts=sample.attempts, idle_attempts=sample.idle_attempts):
+        if end := exhausted(
+            attempts=sample.attempts,
+            idle_attempts=sample.idle_attempts,
+            resent=sample.resent,
+            limit=self._rollout.max_response_tokens,
+        ):
             self._replace(sample, SampleState.FAILED, *end)
 
     async def _score(self, sample: Sample) -> None:
@@ -447,6 +452,7 @@ class Worker(Sealer):
             seed=self._rollout.prompts.seed,
             oldest_step=step - 1 - self._max_staleness,
             reference=self._scores_of(groups),
+            free_bytes=self._store.free_bytes,
         )
         while (record := await self._written(step, write)) is None:  # noqa: ASYNC110 - a volume has no event
             await asyncio.sleep(self._full_retry_s)

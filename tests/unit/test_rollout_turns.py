@@ -1,0 +1,142 @@
+"""How long a client's completion waits, and how many are held."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from bench import virtual_time
+from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_rollout.chat import Chat
+from colocated_rl_rollout.engine_client import AttemptLost, Generated, GenerateRequest
+from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.openai_requests import Asked, RequestRefused
+from colocated_rl_rollout.resume import ATTEMPTS_AT_MOST, Ending
+from colocated_rl_rollout.samples import Finish, Span, Tokens
+from colocated_rl_rollout.turns import EXPERTS_WEIGH, TOKENS_HELD_AT_MOST, Turns
+from fakes.rollout import write_model
+
+PARKED_S = 60.0
+
+
+def turns_of(chat: Chat) -> Turns:
+    metrics = Metrics(CollectorRegistry())
+    return Turns(chat, metrics, keeps=True, changed=lambda: None, at_most=9, parked_at_most_s=PARKED_S)
+
+
+class SlowEngines:
+    """One engine, that takes an hour for an attempt.
+
+    endings: of attempts; None: it is lost. tokens: of the first one; each later one brings one token.
+    """
+
+    name = "a"
+
+    def __init__(self, *endings: Ending | None, tokens: int = 1) -> None:
+        self._endings = iter(endings)
+        self._tokens = tokens
+
+    def pick(self, *, preferred: str | None, at_most: int) -> SlowEngines:
+        return self
+
+    def send(
+        self, group: asyncio.TaskGroup, engine: object, attempt: Coroutine[Any, Any, None], *, name: str
+    ) -> asyncio.Task[None]:
+        return group.create_task(attempt, name=name)
+
+    async def generate(self, request: GenerateRequest, grew: object) -> Generated:
+        await asyncio.sleep(3600)
+        if (ending := next(self._endings)) is None:
+            raise AttemptLost("its connection broke")
+        count, self._tokens = self._tokens, 1
+        spans = (Span(WeightVersion(0, 1), 0, count),)
+        return Generated(Tokens(np.full(count, 7, np.int32), np.full(count, -1, np.float32), spans), ending)
+
+
+@pytest.mark.parametrize(("waits_s", "is_told"), [((0, 0), False), ((58, 58), False), ((0, 61), True), ((61,), True)])
+def test_only_time_without_an_engine_counts_and_at_a_stretch(
+    tmp_path: Path, waits_s: tuple[float, ...], is_told: bool
+) -> None:
+    chat = Chat(write_model(tmp_path / "model"))
+
+    async def main() -> Finish | None:
+        turns = turns_of(chat)
+        engines: Any = SlowEngines(Ending.INTERRUPTED, Ending.STOP)
+        with turns.begin(Asked(np.array([5], np.int32), 9, 1.0)) as turn:
+            async with asyncio.TaskGroup() as group:
+                for wait_s in waits_s:
+                    await asyncio.sleep(wait_s)
+                    turns.send(engines, group, at_most=9)
+                    await asyncio.sleep(3601)
+            await turn.end()
+        assert 2 == turn.segments
+        return turn.finish
+
+    if is_told:
+        with pytest.raises(RequestRefused, match="no engine took it within 60 s") as refused:
+            virtual_time.run(main())
+        assert 504 == refused.value.status
+    else:
+        assert Finish.STOP is virtual_time.run(main())
+
+
+def test_a_turn_of_the_jobs_own_episode_waits_as_samples_do(tmp_path: Path) -> None:
+    """A step that took longer failed all episodes that were under way."""
+    chat = Chat(write_model(tmp_path / "model"))
+
+    async def main() -> Finish | None:
+        turns = turns_of(chat)
+        engines: Any = SlowEngines(Ending.STOP)
+        with turns.begin(Asked(np.array([5], np.int32), 9, 1.0), is_own=True) as turn:
+            await asyncio.sleep(100 * PARKED_S)
+            async with asyncio.TaskGroup() as group:
+                turns.send(engines, group, at_most=9)
+            await turn.end()
+        return turn.finish
+
+    assert Finish.STOP is virtual_time.run(main())
+
+
+def test_a_long_completion_is_not_sent_again_for_ever(tmp_path: Path) -> None:
+    """Almost all of it comes at once, and then a token in fifteen attempts."""
+    chat = Chat(write_model(tmp_path / "model"))
+
+    async def main() -> int:
+        turns = turns_of(chat)
+        engines: Any = SlowEngines(*[Ending.INTERRUPTED, *[None] * 14] * 4, tokens=28)
+        with turns.begin(Asked(np.array([5], np.int32), 32, 1.0)) as turn:
+            async with asyncio.TaskGroup() as group:
+                while not turn.ended:
+                    turns.send(engines, group, at_most=9)
+                    await asyncio.sleep(3601)
+            with pytest.raises(RequestRefused, match="tokens were sent again, with a limit of 32") as refused:
+                await turn.end()
+        assert 503 == refused.value.status
+        return turn.attempts
+
+    assert virtual_time.run(main()) < ATTEMPTS_AT_MOST
+
+
+@pytest.mark.parametrize("wants_experts", [False, True])
+async def test_so_many_tokens_are_held_and_one_completion_whatever_its_size(
+    tmp_path: Path, wants_experts: bool
+) -> None:
+    """Prompts and limits together; with routed experts a token is many times as large."""
+    turns = turns_of(Chat(write_model(tmp_path / "model")))
+    size = TOKENS_HELD_AT_MOST // (EXPERTS_WEIGH if wants_experts else 1)
+
+    def asked(tokens: int) -> Asked:
+        return Asked(np.array([5], np.int32), tokens - 1, 1.0, experts=wants_experts)
+
+    with turns.begin(asked(2 * size)), pytest.raises(RequestRefused, match="send it later"), turns.begin(asked(2)):
+        pass
+    with turns.begin(asked(size - 4)), turns.begin(asked(4)):
+        with pytest.raises(RequestRefused) as refused, turns.begin(asked(2)):
+            pass
+        assert 429 == refused.value.status
