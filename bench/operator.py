@@ -17,7 +17,6 @@ import itertools
 import os
 import re
 import resource
-import socket
 import sys
 import tempfile
 import time
@@ -40,6 +39,7 @@ from colocated_rl_api import names
 from colocated_rl_api.ladder import TIME_SLICED, Rung
 from colocated_rl_operator.cluster import ClusterAccess
 from colocated_rl_operator.metrics import PREFIX
+from colocated_rl_trainer.conformance.ranks import free_port
 from real_operator import Operator, cluster_without_nodes, kubeconfig_of, running_operator
 
 T = TypeVar("T")
@@ -81,12 +81,10 @@ class Running:
 
 @asynccontextmanager
 async def running(access: ClusterAccess, name: str) -> AsyncIterator[Running]:
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+    with tempfile.TemporaryDirectory() as folder:
         kubeconfig = Path(folder) / "kubeconfig"
         kubeconfig.write_text(kubeconfig_of(access))
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+        port = free_port()
         with contextlib.redirect_stdout(io.StringIO()):
             async with running_operator(kubeconfig, name, {"METRICS_PORT": str(port)}) as operator:
                 os.sched_setaffinity(operator.process.pid, {OPERATOR_CORE})

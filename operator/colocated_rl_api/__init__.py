@@ -5,4 +5,4 @@
 `weights` the two kinds of files that change hands, `names` every name that two processes must agree on.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"

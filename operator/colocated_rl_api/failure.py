@@ -75,8 +75,9 @@ class FailureCause(StrEnum):
 
     ENGINE_LOST = (
         "EngineLost",
-        "An engine ended by itself, or its agent ended it because nobody could tell its state any more. maxTries "
-        "counts how often since it last served.",
+        "An engine ended by itself, or its agent ended it because nobody could tell its state any more. Where a "
+        "trainer of its pod ended too, as with their container, that is the cause. maxTries counts how often since it "
+        "last served.",
         (FailureAction.RESTART_ENGINE, *_OF_A_POD),
     )
     TRAINER_DIED = "TrainerDied", "A trainer rank ended by itself, or its agent ended it past a deadline.", _OF_A_STEP

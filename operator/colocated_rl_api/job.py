@@ -137,6 +137,14 @@ _OWNED_FLAGS = Rule(
     "or that is not supported yet: "
     f"remove it'.format([self.engineArgs.filter(a, {_IS_OWNED})[0]])",
 )
+_HAS_WORDS = "a.startsWith('--') && a.split('=')[0].contains(' ')"
+_WORDS_SAID = "engineArgs has %s, more than one word: write --flag=value, or --flag and value as two items"
+_WORDS = Rule(
+    field="engineArgs",
+    rule=f"!has(self.engineArgs) || !self.engineArgs.exists(a, {_HAS_WORDS})",
+    message="engineArgs has one item for each word: --flag=value, or --flag and value as two items",
+    said=f"'{_WORDS_SAID}'.format([self.engineArgs.filter(a, {_HAS_WORDS})[0]])",
+)
 _CONCURRENCY = Rule(
     field="maxConcurrency",
     rule="!has(self.maxConcurrency) || self.maxConcurrency <= (self.maxStaleness + 1) * self.batchSize",
@@ -206,6 +214,7 @@ class Rollout(Part):
     model_config = ConfigDict(
         json_schema_extra=rules(
             _OWNED_FLAGS,
+            _WORDS,
             _CONCURRENCY,
             _OFFLOAD,
             *_own("engine"),
@@ -242,7 +251,10 @@ class Rollout(Part):
         "under a short pause.",
     )
     engine_args: list[Annotated[str, Field(max_length=256)]] = Field(
-        default_factory=list, max_length=64, description="Further flags of the SGLang server, one list item each word."
+        default_factory=list,
+        max_length=64,
+        description="Further flags of the SGLang server, one list item each word. Without --tp-size and --pp-size an "
+        "engine spans all devices of its pod by tensor parallelism.",
     )
     prompts: Prompts = Field(description="Source of prompts and rewards.")
     max_prompt_tokens: int = Field(default=1024, ge=1, le=10_000_000, description="Longer prompts are not used.")
@@ -330,6 +342,9 @@ class Rollout(Part):
                     f"engineArgs has {arg}, which is or abbreviates a flag that the operator sets, that no switch "
                     "survives or that is not supported yet: remove it"
                 )
+        for arg in self.engine_args:
+            if arg.startswith("--") and " " in arg.split("=")[0]:
+                raise ValueError(_WORDS_SAID % arg)
         if len(set(self.offload)) != len(self.offload):
             raise ValueError(f"offload is a set: {', '.join(self.offload)} has one of them twice")
         if self.offload and EngineMemory.KV_CACHE not in self.offload:
@@ -540,7 +555,9 @@ class Checkpoint(Part):
         default=2, ge=1, le=1000, description="Checkpoints kept, with the sealed batches since the oldest of them."
     )
     volume: Volume = Field(
-        default_factory=Volume, description="Claimed ReadWriteMany when replicas is above 1 as the job begins."
+        default_factory=Volume,
+        description="Claimed ReadWriteMany when replicas is above 1 as the job begins. Has to hold keep + 1 "
+        "checkpoints, of the reference trainer 12 bytes for each parameter of the model.",
     )
 
 
@@ -571,6 +588,7 @@ _ROOM = Rule(
     field="rollout.engineArgs",
     rule="!has(self.gpus) || self.gpus.count == 0 || !has(self.rollout.offload) || size(self.rollout.offload) > 0 || "
     "has(self.rollout.colocateWith) && self.rollout.colocateWith == '' || "
+    f"has(self.mode) && self.mode != '{Mode.FULL}' || "
     "has(self.rollout.engineArgs) && self.rollout.engineArgs.exists(a, "
     + " || ".join(f"a.startsWith('{flag}')" for flag in _ROOM_FLAGS)
     + ")",
@@ -740,6 +758,7 @@ class ColocatedRLJobSpec(Part):
         rollout = self.rollout
         if (
             self.gpus.count
+            and self.mode is Mode.FULL
             and not (rollout.offload or rollout.is_apart)
             and not any(arg.startswith(_ROOM_FLAGS) for arg in rollout.engine_args)
         ):

@@ -136,7 +136,7 @@ class Ladder:
 
     def slowest(self, standings: Iterable[Rung]) -> Rung:
         """The lowest rung of a group; UNKNOWN for an empty one."""
-        return min(standings, key=self.place, default=Rung.UNKNOWN)
+        return min(set(standings), key=self.place, default=Rung.UNKNOWN)
 
     def standing(self, pod: PodFacts | None, at: WeightVersion) -> Rung:
         """Where a GPU pod stands on the way to serving version `at`; UNKNOWN without facts.

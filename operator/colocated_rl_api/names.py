@@ -59,10 +59,8 @@ BIN_DIR = "/run/colocate/bin"  # the runner, copied by the init container; read-
 SOCKET_DIR = "/run/colocate/sock"  # runner.sock, trainer-<rank>.sock; shared by agent and GPU container
 BATCH_DIR = "/run/colocate/batches"  # shards: the agent writes, trainers read; and a reference's scores beside them
 WEIGHTS_DIR = "/weights"  # volume of the exports: in memory, or shared where engines have pods of their own
-EXPORTS_DIR = (
-    "/weights/exports"  # trainers write, engine reads, the agent makes it and removes what is old: in a directory
-)
-# of its own it may, at the volume's root not, which is sticky
+# trainers write, engines read; the agent makes it, so that it may remove what is old: the volume's root is sticky
+EXPORTS_DIR = "/weights/exports"
 MODEL_DIR = "/model"  # spec.model's claim, read-only
 RECORDED_DIR = "/recorded"  # spec.recorded's claim, read-only; rollout controller only
 PROMPTS_DIR = "/prompts"  # claims of spec.rollout.prompts, each by its name, read-only; task server only
@@ -80,6 +78,7 @@ ENV_POD_IP = "POD_IP"
 ENV_POD_NAMESPACE = "POD_NAMESPACE"
 ENV_ROLE = "COLOCATE_ROLE"  # one of GPU_ROLES
 ENV_REPLICA = "COLOCATE_REPLICA"
+ENV_GRACE = "COLOCATE_GRACE_S"  # of the pod; read by the runner
 
 
 def claim_name(job: str, job_uid: str, volume: str) -> str:

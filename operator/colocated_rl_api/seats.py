@@ -7,6 +7,7 @@ it here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from colocated_rl_api import names
 from colocated_rl_api.job import Mode
@@ -33,12 +34,12 @@ class Seats:
     engines: tuple[str, ...]
     references: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def gpu(self) -> tuple[str, ...]:
         """Of all pods that climb: with engines, trainers or both."""
         return tuple(dict.fromkeys((*self.trainers, *self.engines)))
 
-    @property
+    @cached_property
     def all(self) -> tuple[str, ...]:
         return (*self.gpu, *self.references, ROLLOUT_SEAT)
 

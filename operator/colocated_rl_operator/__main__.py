@@ -32,11 +32,12 @@ from colocated_rl_operator.members import Members
 from colocated_rl_operator.metrics import Metrics
 from colocated_rl_operator.probes import Probes
 from colocated_rl_operator.settings import Settings
+from colocated_rl_operator.watches import keep_watching
 
 LOG = logging.getLogger("colocated_rl_operator")
 
 START_RETRY_S = 2.0
-MADE_BEFORE_GC = 20_000  # objects; with Python's 700 a third of each pass went to what members had just said
+MADE_BEFORE_GC = 100_000  # objects: what a thousand members say at one rung, five times over; Python's 700 took a third
 
 run = uvloop.run  # asyncio's TLS takes five times the memory for each member
 
@@ -99,6 +100,7 @@ async def lead(settings: Settings, access: ClusterAccess, metrics: Metrics, leas
                 confirm=lease.confirm,
             )
             office = handlers.Office(access, doors, wakeups)
+            keep_watching()
             os.environ["POD_ID"] = settings.identity  # else kopf asks for the name of its user, and the UID has none
             try:
                 await kopf.operator(

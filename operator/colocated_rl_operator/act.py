@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from colocated_rl_api import names
@@ -23,7 +24,7 @@ from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator import belongings, resources
 from colocated_rl_operator.actions import CreatePod, DeletePod
 from colocated_rl_operator.authority import Authority
-from colocated_rl_operator.case import Case, Pods, Queue, list_again
+from colocated_rl_operator.case import Case, Pods, Queue, job_of, list_again
 from colocated_rl_operator.errors import ApiError, Conflict, Refused
 from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Kube
@@ -50,6 +51,7 @@ LOG = logging.getLogger(__name__)
 
 AT_ONCE = 16  # calls to the API server for one job
 STALL_RETRY_S = 30.0
+REPAIR_S = 300.0  # between looks at what somebody may have deleted or changed: no watch tells
 MAX_EXPIRE_RETRY_S = 3600.0
 NAME_RETRY_S = 1.0
 DELETE_GRACE_S = 30  # of pods whose job is deleted
@@ -75,6 +77,7 @@ class Doors:
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
     queue: Queue = field(default_factory=Queue)
     bury_after_s: float = BURY_AFTER_S
+    repair_s: float = REPAIR_S
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], datetime] = lambda: datetime.now(UTC).replace(microsecond=0)
 
@@ -101,11 +104,14 @@ async def claim(case: Case, doors: Doors) -> bool:
 async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     """Do what the plan says; returns after how many seconds to look again although nothing changed."""
     if decided.is_expired:
-        return await _expire(case, seen, doors)
+        return await _expire(case, seen, decided, doors)
     if decided.raises:
         await _record_epoch(case, seen, decided, doors)
     _send_targets(case, seen.job, decided, doors)
-    retry_s = None if decided.is_over else await _bring_about(case, seen, decided, doors)
+    if decided.pods or not decided.is_over:
+        retry_s = await _bring_about(case, seen, decided, doors)
+    else:
+        retry_s = case.stall = None
     report_s = 0.0 if decided.raises else _report(case, seen, decided, doors)
     if decided.is_over and not seen.is_over:
         report_s = 0.0  # from here on its time to live runs
@@ -155,8 +161,6 @@ def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float
     is_new, news = status.phase is not before.phase, list[News]()
     if is_new:
         log(LOG, "phase", epoch=status.epoch, step=status.step, phase=status.phase)
-    if is_new and status.phase is Phase.ROLLOUT and seen.memory.last_switch_s is not None:
-        doors.metrics.switch_s.observe(seen.memory.last_switch_s)
     if is_new and status.phase is Phase.COMPLETE:
         news.append(News("Normal", Reason.COMPLETED, all_done(seen.job, status.model), action="Complete"))
     if backs_off(status) and not backs_off(before) and decided.wait is not None:
@@ -183,13 +187,16 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
     done: list[asyncio.Task[bool]] = []
     try:
         makes_pods = any(isinstance(action, CreatePod) for action in decided.pods)
-        if case.tried_of != seen.job.generation and (makes_pods or not decided.pods):
+        if case.tried_of != seen.job.generation and not seen.members:
             await _try_pods(seen.job, doors)
             case.tried_of = seen.job.generation
-        is_stale = case.objects_of != seen.job.generation and not seen.rests
-        if is_stale or makes_pods:
+        is_stale = case.objects_of != seen.job.generation and not (seen.rests or decided.is_over)
+        is_late = _repair_in_s(case, seen, decided, doors) == 0
+        if makes_pods:
+            await _make_objects(seen.job, doors, were_there=bool(case.status.lineage))
+        if is_stale or is_late or makes_pods:
             await _apply_objects(seen.job, doors)
-            case.objects_of = seen.job.generation
+            case.objects_of, case.applied_at = seen.job.generation, doors.clock()
         limit = asyncio.Semaphore(AT_ONCE)
         async with asyncio.TaskGroup() as group:
             done = [group.create_task(_change_pod(case, seen.job, each, limit, doors)) for each in decided.pods]
@@ -201,7 +208,16 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
         case.stall = None
     if case.stall is not None:
         return STALL_RETRY_S
-    return None if all(task.result() for task in done) else NAME_RETRY_S
+    if not all(task.result() for task in done):
+        return NAME_RETRY_S
+    return _repair_in_s(case, seen, decided, doors)
+
+
+def _repair_in_s(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+    """Until objects are applied again. None in a switch, which has no time for the API server, and at rest."""
+    if seen.rests or decided.is_over or set(decided.standings.values()) != {seen.job.ladder.top}:
+        return None
+    return max(0.0, case.applied_at + doors.repair_s - doors.clock())
 
 
 def _stall(case: Case, message: str, *, action: str) -> None:
@@ -213,7 +229,7 @@ def _stall(case: Case, message: str, *, action: str) -> None:
 
 async def _try_pods(job: Job, doors: Doors) -> None:
     """Ask the server what it thinks of pods as the job wants them, of one of each role: before any of them is made,
-    and while the job is still suspended. Raises Refused.
+    and while the job is still suspended. Not later: beside those that there are, a quota has no room. Raises Refused.
     """
     of_each_role = {role_of(seat): seat for seat in (*job.gpu_seats, *job.reference_seats)}.values()
     gpu, rollout = job.spec.pod_templates.gpu, job.spec.pod_templates.rollout
@@ -230,12 +246,26 @@ async def _try_pods(job: Job, doors: Doors) -> None:
                 raise
 
 
-async def _apply_objects(job: Job, doors: Doors) -> None:
-    with contextlib.suppress(Conflict):  # made at an earlier look; its name contains the job's UID
-        await doors.kube.create_secret(job.namespace, belongings.tls_secret(job, doors.authority.job_files(job.uid)))
+async def _make_objects(job: Job, doors: Doors, *, were_there: bool) -> None:
+    """What is made once, and may have grown since. were_there: then a refusal is no news, for where a quota is used up
+    the server refuses an object before it sees that there is one; what was lost since, pods will say.
+    """
+
+    async def make(making: Awaitable[object]) -> None:
+        try:
+            await making
+        except Conflict:
+            pass  # its name contains the job's UID
+        except Refused:
+            if not were_there:
+                raise
+
+    await make(doors.kube.create_secret(job.namespace, belongings.tls_secret(job, doors.authority.job_files(job.uid))))
     for claim in belongings.claims(job):
-        with contextlib.suppress(Conflict):  # there, and perhaps larger by now: a claim can't be made smaller again
-            await doors.kube.create_claim(job.namespace, claim)
+        await make(doors.kube.create_claim(job.namespace, claim))
+
+
+async def _apply_objects(job: Job, doors: Doors) -> None:
     for body in belongings.applied(job, operator_namespace=doors.namespace):
         await doors.kube.apply(job.namespace, body)
 
@@ -277,7 +307,7 @@ async def dismiss(case: Case, decided: Plan, doors: Doors, woken: asyncio.Event)
     await case.record.commit(leaving(before=case.status, at=doors.wall()))
 
 
-async def _expire(case: Case, seen: Observation, doors: Doors) -> float | None:
+async def _expire(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     """Its end is written before it goes, also when it goes at once. The rest is that of every deletion.
 
     Returns after how many seconds to try again.
@@ -288,6 +318,7 @@ async def _expire(case: Case, seen: Observation, doors: Doors) -> float | None:
         await doors.kube.delete_job(case.about.namespace, case.about.name, uid=case.about.uid)
     except Refused as error:
         _stall(case, str(error), action="DeleteJob")
+        _report(case, seen, decided, doors)
         ttl_s, ended_at = seen.job.spec.ttl_seconds_after_finished or 0, seen.finished_at or seen.now
         return expire_again_s(overdue_s=seen.now - ended_at - ttl_s)
     log(LOG, "job expired", reason="ttlSecondsAfterFinished is over")
@@ -301,21 +332,25 @@ def expire_again_s(*, overdue_s: float) -> float:
 
 async def delete_pods(about: About, doors: Doors) -> None:
     """Every pod of the job, at once. Garbage collection would come to it too, half a minute later or more."""
+    await _insist(partial(_delete_each, about, doors))
+
+
+async def _insist(delete: Callable[[], Awaitable[None]]) -> None:
+    """Several times, if need be. Raises the last ApiError."""
     for tries_left in reversed(range(DELETE_TRIES)):
         try:
-            await _delete_each(about, doors)
+            await delete()
             return
         except ApiError as error:
             if not tries_left:
                 raise
-            log(LOG, "pods not deleted, trying again", logging.WARNING, reason=str(error))
+            log(LOG, "not deleted, trying again", logging.WARNING, reason=str(error))
         await asyncio.sleep(DELETE_RETRY_S)
 
 
 async def _delete_each(about: About, doors: Doors) -> None:
     """Raises the first error, after every pod had its turn."""
-    pods = await doors.kube.list_pods(about.namespace, about.uid)
-    found = [(pod["metadata"]["name"], pod["metadata"]["uid"]) for pod in pods]
+    found = await _pods_of(about, doors)
     deletions = (doors.kube.delete_pod(about.namespace, name, uid=uid, grace_s=DELETE_GRACE_S) for name, uid in found)
     for outcome in await asyncio.gather(*deletions, return_exceptions=True):
         if outcome is not None:
@@ -323,16 +358,29 @@ async def _delete_each(about: About, doors: Doors) -> None:
 
 
 async def bury(about: About, doors: Doors) -> None:
-    """Forget GPU pods of a deleted job that did not end. The store's pod is never forced: its volume may be in use."""
+    """Forget GPU pods of a deleted job that did not end. The store's pod is never forced: its volume may be in use.
+
+    And let go of the job, where kopf could not: it asks once, and goes by the next change of the job after that.
+    """
     await asyncio.sleep(doors.bury_after_s)
     try:
-        for pod in await doors.kube.list_pods(about.namespace, about.uid):
-            name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
-            if pod["metadata"]["labels"][names.ROLE_LABEL] != names.ROLE_ROLLOUT:
-                await doors.kube.delete_pod(about.namespace, name, uid=uid, grace_s=0)
-                log(LOG, "pod forgotten", logging.WARNING, pod=name, reason="its job is deleted and it did not end")
+        await _insist(partial(_forget_pods, about, doors))
+        await _insist(partial(doors.kube.drop_finalizer, about.namespace, about.name, uid=about.uid))
     except ApiError as error:
         log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(error))
+
+
+async def _forget_pods(about: About, doors: Doors) -> None:
+    for name, uid in await _pods_of(about, doors):
+        if not name.startswith(f"{about.name}-{ROLLOUT_SEAT}-"):
+            await doors.kube.delete_pod(about.namespace, name, uid=uid, grace_s=0)
+            log(LOG, "pod forgotten", logging.WARNING, pod=name, reason="its job is deleted and it did not end")
+
+
+async def _pods_of(about: About, doors: Doors) -> list[tuple[str, str]]:
+    """Names and UIDs; without pods that merely have the labels of one, such as a person's copy of it."""
+    found = [pod for pod in await doors.kube.list_pods(about.namespace, about.uid) if job_of(pod) == about.uid]
+    return [(pod["metadata"]["name"], pod["metadata"]["uid"]) for pod in found]
 
 
 def _all_stopped(case: Case, doors: Doors) -> bool:

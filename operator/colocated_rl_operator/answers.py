@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.ladder import Rung
+from colocated_rl_api.seats import role_of
 from colocated_rl_operator.actions import DeletePod, PodAction
 from colocated_rl_operator.observation import Climb, Member, Observation, Tally
 from colocated_rl_operator.reasons import Cause, Waiting
@@ -159,7 +160,12 @@ def after_absence(seen: Observation, now: Climb | None, message: str) -> Decisio
         return _fail(seen, now, failure, said)
     if now.restarts + said.counts > seen.job.spec.backoff_limit:
         return _give_up(seen, now, message)
-    tally = replace(_answered(now.tally, failure, said), step=max(now.step, now.tally.step), tries=failure.tries + 1)
+    tally = replace(
+        _answered(now.tally, failure, said),
+        pod_restarts=now.tally.pod_restarts + said.counts,
+        step=max(now.step, now.tally.step),
+        tries=failure.tries + 1,
+    )
     climb = replace(now, restarts=now.restarts + said.counts, tally=tally)
     decision = raise_epoch(seen, climb, Cause.PODS_NOT_READY, message)
     wait_s = queue_s(seen, decision.climb)
@@ -204,7 +210,8 @@ def _has_had_its_answer(seen: Observation, now: Climb, failure: Failure) -> bool
 
 def _has_trainers(seen: Observation, failure: Failure) -> bool:
     """A pod of the lineage is at fault. To lose one of engines alone costs the trainers nothing."""
-    return any(pod.seat in seen.job.lineage_seats for pod in failure.pods)
+    lineage = role_of(seen.job.lineage_seats[0])
+    return any(role_of(pod.seat) == lineage for pod in failure.pods)
 
 
 def _fail(seen: Observation, now: Climb, failure: Failure, said: Answer) -> Decision:
@@ -272,9 +279,12 @@ def _finished(seen: Observation, now: Climb) -> int:
 
 
 def rest_after_roll_back(seen: Observation, following: Climb) -> Hold | None:
-    """A step that was rolled back is tried again when its back-off is over, from when engines served again."""
+    """A step that was rolled back is tried again when its back-off is over, from when engines served again.
+
+    It is the only kind that has failed and is gone on to once more, whatever has been answered since.
+    """
     tally = following.tally
-    if tally.action != FailureAction.ROLL_BACK or not tally.tries_at(following.step):
+    if not tally.tries_at(following.step):
         return None
     due = seen.memory.reached.get(seen.job.ladder.top, seen.now) + backoff_s(seen, tally.tries - 1)
     message = f"step {following.step} failed {_count(tally.tries, 'time')}: rollout goes on before it is tried again"
@@ -303,9 +313,11 @@ def standstill(seen: Observation, *, since: float, tries: int, message: str) -> 
 
 
 def lost_engines(seen: Observation) -> Iterator[Failure]:
+    """Not of pods whose trainer has ended too: the end of their container is both, and the trainer's has an answer."""
+    dead = {member.uid for member in seen.dead}
     for member in seen.gpu_members:
         failures = max((engine.failures for engine in member.pod_facts.engines), default=0) if member.pod_facts else 0
-        if failures:
+        if failures and member.uid not in dead:
             often = f", {failures} times since it last served" if failures > 1 else ""
             message = f"the engine of {_named((member,), 'no last words')} was lost{often}"
             yield Failure(FailureCause.ENGINE_LOST, message, (member,), seen.now, failures - 1)
@@ -339,7 +351,8 @@ def starts(seen: Observation) -> str:
 
 def _replaced(seen: Observation) -> str:
     """Pods that no longer fill their seat, as far as they are still there to be asked why."""
-    gone = [member for member in seen.members if member.seat in seen.job.gpu_seats and not member.is_usable]
+    climbing = set(seen.job.gpu_seats)
+    gone = [member for member in seen.members if member.seat in climbing and not member.is_usable]
     newest = {member.seat: member for member in sorted(gone, key=lambda member: member.attempt)}
     told = [f"{member.name} ({_why_gone(member)})" for member in newest.values()]
     return f"replaced: {listed(told)}" if told else "a GPU pod was replaced"

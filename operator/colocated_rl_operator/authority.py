@@ -9,7 +9,7 @@ under the job's name alone.
 from __future__ import annotations
 
 import base64
-import secrets
+import logging
 import ssl
 import tempfile
 from dataclasses import dataclass
@@ -19,10 +19,14 @@ from typing import Any, Protocol
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from colocated_rl_api import names
+from colocated_rl_api.logs import log
 from colocated_rl_operator.errors import ApiUnreachable, Conflict, NotFound
+
+LOG = logging.getLogger(__name__)
 
 SECRET_NAME = "colocated-rl-authority"
 CA_KEY_FILE = "ca.key"
@@ -76,8 +80,14 @@ class Authority:
             names.CA_FILE: _certificate_pem(self.certificate).decode("ascii"),
             names.CERT_FILE: _certificate_pem(certificate).decode("ascii"),
             names.KEY_FILE: _key_pem(key).decode("ascii"),
-            names.DATA_TOKEN_FILE: secrets.token_urlsafe(32),
+            names.DATA_TOKEN_FILE: self._data_token(job_uid),
         }
+
+    def _data_token(self, job_uid: str) -> str:
+        secret = self.key.private_numbers().private_value.to_bytes((self.key.key_size + 7) // 8)
+        return (
+            HKDF(hashes.SHA256(), length=32, salt=None, info=f"data token of {job_uid}".encode()).derive(secret).hex()
+        )
 
     def operator_context(self) -> ssl.SSLContext:
         """Client side of members' control ports: trusts this authority alone, shows the operator's certificate."""
@@ -122,6 +132,7 @@ async def find_authority(api: SecretApi, namespace: str) -> Authority:
         await api.create_secret(namespace, _secret(made, namespace))
     except Conflict:  # another replica was first
         return _from_secret(await api.read_secret(namespace, SECRET_NAME), namespace)
+    log(LOG, "authority made", reason=f"there was no Secret {namespace}/{SECRET_NAME}: older jobs trust another one")
     return made
 
 

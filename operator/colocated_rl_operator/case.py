@@ -9,13 +9,12 @@ member that comes back, and others may be in the middle of a switch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from colocated_rl_api import names
 from colocated_rl_api.job_status import ColocatedRLJobStatus
-from colocated_rl_operator.errors import NotFound
+from colocated_rl_operator.errors import JobGone, NotFound
 from colocated_rl_operator.events import About
 from colocated_rl_operator.kube import Body, Kube
 from colocated_rl_operator.members import Address, Answer
@@ -44,7 +43,7 @@ class Pods:
         if pods is None:
             return
         known = pods.get(uid, pod)
-        if known is not None and _version(known) <= _version(pod):
+        if known is not None and version_of(known) <= version_of(pod):
             pods[uid] = pod
 
     def remove(self, job_uid: str, uid: str) -> None:
@@ -115,7 +114,6 @@ class Look:
     seat: str
     attempt: int
     address: Address | None  # of its member, if that should answer
-    make: Callable[..., Member] | None = None  # with what its member says
     answer: Answer | None = None
     member: Member | None = None
 
@@ -137,6 +135,7 @@ class Case:
     restarts: dict[str, int] = field(default_factory=dict)  # of its containers, when its member answered last
     tried_of: int | None = None  # generation whose pods the server took when it was asked
     objects_of: int | None = None  # generation whose objects were applied
+    applied_at: float = 0.0  # when they were
     stall: Stall | None = None
 
     @property
@@ -167,9 +166,14 @@ async def look(case: Case, kube: Kube, pods: Pods, *, now: float) -> None:
 
 async def _look_for_the_first_time(case: Case, kube: Kube, pods: Pods) -> None:
     about = case.about
-    job = await kube.read_job(about.namespace, about.name)
+    try:
+        job = await kube.read_job(about.namespace, about.name)
+    except NotFound as error:
+        if not error.is_kind_known:
+            raise
+        raise JobGone(str(error)) from error
     if job["metadata"]["uid"] != about.uid:
-        raise NotFound(f"job {about.namespace}/{about.name} is another one now: this one is gone")
+        raise JobGone(f"job {about.namespace}/{about.name} is another one now: this one is gone")
     pods.know(about.uid)
     await list_again(case, kube, pods)
     case.record.take(job)
@@ -194,5 +198,6 @@ def job_of(pod: Body) -> str | None:
     return job_uid if job_uid in owners else None
 
 
-def _version(pod: Body) -> int:
-    return int(pod["metadata"]["resourceVersion"])
+def version_of(item: Body) -> int:
+    """Of an object; of two states of one the newer has the higher."""
+    return int(item["metadata"]["resourceVersion"])

@@ -3,6 +3,7 @@
 OperatorError
 ├─ BadSetting          whoever deployed it     -> exits at start with one line
 ├─ JobInvalid          whoever wrote the job   -> condition Stalled, reason InvalidSpec; looked at again on each change
+├─ JobGone             nobody's                -> its loop ends, its pods are deleted
 ├─ ApiError            the API server's answer
 │  ├─ ApiUnreachable   nobody's                -> this pass ends, the next one tries again; members stay where they are
 │  ├─ Conflict         somebody wrote first    -> read again, plan again
@@ -28,6 +29,10 @@ class JobInvalid(OperatorError):
     """The spec breaks a rule that the API server could not see, or the record is in words of a newer operator."""
 
 
+class JobGone(OperatorError):
+    """There is no such job any more, whatever a watch says."""
+
+
 class ApiError(OperatorError):
     """An answer of the API server other than success. `status` is its HTTP status; None: no answer."""
 
@@ -37,7 +42,7 @@ class ApiError(OperatorError):
 
 
 class ApiUnreachable(ApiError):
-    """No answer, or one that says "later" (429, 5xx, an expired token)."""
+    """No answer, or one that says "later" (429, 5xx, an expired token, a quota that two counted at once)."""
 
 
 class Conflict(ApiError):

@@ -6,6 +6,7 @@ all. Reasons come from `reasons` and are stable.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from collections import OrderedDict
@@ -22,7 +23,7 @@ LOG = logging.getLogger(__name__)
 
 REMEMBERED = 4096
 SERIES_S = 600.0  # the same thing after this long is news again
-MAX_NOTE = 1024
+MAX_NOTE_BYTES = 1024
 
 
 class EventApi(Protocol):
@@ -65,9 +66,11 @@ class Events:
         written = self._written.get(key)
         try:
             if written is not None and (now - written.at).total_seconds() < SERIES_S:
-                await self._repeat(about, written, now)
-                return
-            event = self._event(about, kind, reason, note[:MAX_NOTE], action, now)
+                with contextlib.suppress(NotFound):  # somebody deleted it: it is news again
+                    await self._repeat(about, written, now)
+                    return
+            short = note.encode()[:MAX_NOTE_BYTES].decode(errors="ignore")
+            event = self._event(about, kind, reason, short, action, now)
             await self._api.create_event(about.namespace, event)
         except ApiError as error:
             log(LOG, "event not written", logging.WARNING, reason=str(error), about=reason)
@@ -80,12 +83,8 @@ class Events:
     async def _repeat(self, about: About, written: _Written, now: datetime) -> None:
         written.count += 1
         written.at = now
-        try:
-            await self._api.repeat_event(
-                about.namespace, written.name, {"count": written.count, "lastObservedTime": _micro_time(now)}
-            )
-        except NotFound:
-            log(LOG, "event is gone, not counted", logging.DEBUG, about=written.name)
+        series = {"count": written.count, "lastObservedTime": _micro_time(now)}
+        await self._api.repeat_event(about.namespace, written.name, series)
 
     def _event(self, about: About, kind: str, reason: str, note: str, action: str, now: datetime) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import kopf
@@ -18,10 +19,11 @@ import kopf
 from colocated_rl_api import names
 from colocated_rl_api.logs import bind, log
 from colocated_rl_operator.act import Doors, bury, delete_pods
-from colocated_rl_operator.case import Case, Wakeups, job_of
+from colocated_rl_operator.case import Case, Wakeups, job_of, version_of
 from colocated_rl_operator.cluster import ClusterAccess
-from colocated_rl_operator.errors import OperatorError
+from colocated_rl_operator.errors import JobGone, OperatorError
 from colocated_rl_operator.events import About
+from colocated_rl_operator.kube import Body
 from colocated_rl_operator.reconcile import end, one_pass
 from colocated_rl_operator.record import Record
 
@@ -30,6 +32,8 @@ LOG = logging.getLogger(__name__)
 OURS = {names.MANAGED_BY_LABEL: names.MANAGED_BY}
 DISMISS_S = 15.0  # for a daemon to end by itself, on deletion and on exit; then it is cancelled
 CANCEL_S = 5.0
+LOGIN_RETRY_S = 1.0
+CONNECTION_LIFE = timedelta(days=3650)
 REST, MAX_REST_S = 20.0, 0.2  # between passes, unless there is hurry: so many times what the last one took, and no more
 
 
@@ -40,9 +44,10 @@ class Office:
     access: ClusterAccess
     doors: Doors
     wakeups: Wakeups
-    seen: dict[str, object] = field(default_factory=dict)  # of each job: what a wake-up depends on
+    jobs: dict[str, Body] = field(default_factory=dict)  # the newest state of each, by UID: a watch may go back
     driven: set[str] = field(default_factory=set)  # jobs that have had their daemon in this process
     burials: set[asyncio.Task[None]] = field(default_factory=set)  # of jobs that are gone
+    has_logged_in: bool = False
 
     def see_off(self, about: About) -> None:
         """A job is gone, and some of its pods perhaps not."""
@@ -75,9 +80,8 @@ async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.persistence.diffbase_storage = NoDiffs()
     settings.posting.enabled = False  # a new Event object for each log line
     settings.scanning.disabled = True  # else it lists namespaces and CRDs; __main__ has waited for ours
-    settings.watching.label_selectors["pods"] = (
-        f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY}"  # else every pod there is
-    )
+    # else every pod there is
+    settings.watching.label_selectors["pods"] = f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY}"
     settings.watching.connect_timeout = 10
     settings.watching.server_timeout = 300
     settings.watching.client_timeout = 310
@@ -91,7 +95,11 @@ async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
 
 @kopf.on.login()
 async def login(memo: Any, **_: Any) -> kopf.ConnectionInfo:
-    return connection(memo.office.access)
+    office = memo.office
+    if office.has_logged_in:
+        await asyncio.sleep(LOGIN_RETRY_S)
+    office.has_logged_in = True
+    return connection(office.access)
 
 
 def is_ours(spec: Any, **_: Any) -> bool:
@@ -128,14 +136,20 @@ def note_pod(event: Any, office: Office) -> None:
 
 def note_job(event: Any, office: Office) -> None:
     """Wake the loop for what a person changed; our own status writes come back here too."""
-    metadata = event["object"]["metadata"]
-    matter = (metadata["generation"], metadata.get("deletionTimestamp"))
-    if office.seen.get(metadata["uid"]) != matter:
-        office.seen[metadata["uid"]] = matter
-        office.wakeups.wake(metadata["uid"])
+    job, uid = event["object"], event["object"]["metadata"]["uid"]
+    known = office.jobs.get(uid)
     if event["type"] == "DELETED":
-        office.seen.pop(metadata["uid"], None)
-        office.driven.discard(metadata["uid"])
+        office.jobs.pop(uid, None)
+        office.driven.discard(uid)
+    elif known is None or version_of(known) <= version_of(job):
+        office.jobs[uid] = job
+    if known is None or _matter(known) != _matter(office.jobs.get(uid)):
+        office.wakeups.wake(uid)
+
+
+def _matter(job: Body | None) -> object:
+    """What a wake-up depends on."""
+    return job and (job["metadata"]["generation"], job["metadata"].get("deletionTimestamp"))
 
 
 async def let_go_of_undriven(event: Any, office: Office) -> None:
@@ -154,26 +168,37 @@ async def let_go_of_undriven(event: Any, office: Office) -> None:
 async def drive_job(body: Any, stopped: Any, office: Office) -> None:
     """Until the job is deleted or this process ends. Never returns before: kopf would not start it again."""
     about, doors = _about(body["metadata"]), office.doors
-    woken, hurried = office.wakeups.of(about.uid), office.wakeups.hurry(about.uid)
+    woken = office.wakeups.of(about.uid)
     case = Case(Record(about, doors.kube, doors.events, failed=woken.set))
     office.driven.add(about.uid)
     stopping = asyncio.ensure_future(stopped.wait())
     stopping.add_done_callback(lambda _: office.wakeups.wake(about.uid))
     with bind(job=about.name, job_uid=about.uid):
         try:
-            while not stopped:
-                office.wakeups.clear(about.uid)  # before observing: a change during the pass must not be lost
-                with doors.metrics.pass_s.time():
-                    wait_s = await one_pass(case, body, doors)
-                await _within(wait_s, woken)
-                await _within(min(REST * case.thought_s, MAX_REST_S), hurried)
-            if kopf.DaemonStoppingReason.RESOURCE_DELETED in stopped.reason:
-                await _let_go(case, body, office, woken)
+            await _drive(case, stopped, office)
+            if not stopped or kopf.DaemonStoppingReason.RESOURCE_DELETED in stopped.reason:
+                await _let_go(case, office.jobs.get(about.uid, body), office, woken)
         finally:
             stopping.cancel()
             doors.queue.forget(about.uid)
             doors.members.keep(about.uid, ())  # kopf would wait for these tasks when it ends
             await case.record.close()
+
+
+async def _drive(case: Case, stopped: Any, office: Office) -> None:
+    """Pass by pass, until asked to stop or the job is on its way out, whatever kopf has heard last."""
+    uid, doors = case.about.uid, office.doors
+    woken, hurried = office.wakeups.of(uid), office.wakeups.hurry(uid)
+    try:
+        while not stopped and (job := office.jobs.get(uid)) and not job["metadata"].get("deletionTimestamp"):
+            office.wakeups.clear(uid)  # before observing: a change during the pass must not be lost
+            with doors.metrics.pass_s.time():
+                wait_s = await one_pass(case, job, doors)
+            await _within(wait_s, woken)
+            await _within(min(REST * case.thought_s, MAX_REST_S), hurried)
+    except JobGone as error:
+        log(LOG, "the job is gone", logging.WARNING, reason=str(error))
+        office.jobs.pop(uid, None)
 
 
 async def _let_go(case: Case, body: Any, office: Office, woken: asyncio.Event) -> None:
@@ -202,8 +227,13 @@ async def _within(wait_s: float | None, event: asyncio.Event) -> None:
 
 
 def connection(access: ClusterAccess) -> kopf.ConnectionInfo:
-    """kopf's way to the same API server. A rotated token comes in with the next login, after its first 401."""
+    """kopf's way to the same API server. A rotated token comes in with the next login, after its first 401.
+
+    A token that was not rotated is given again too, because a 401 may be of the moment, and a broken TLS connection
+    counts as one. kopf ends when it sees what failed before: no two of these are equal.
+    """
     return kopf.ConnectionInfo(
+        expiration=datetime.now(UTC) + CONNECTION_LIFE,
         server=access.server,
         ca_data=access.ca_pem,
         token=access.token(),

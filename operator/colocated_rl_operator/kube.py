@@ -6,6 +6,7 @@
 | list_jobs | rl.colocate.dev colocatedrljobs | list | those that are watched |
 | write_status | rl.colocate.dev colocatedrljobs/status | patch | of the job |
 | delete_job | rl.colocate.dev colocatedrljobs | delete | of the job |
+| drop_finalizer | rl.colocate.dev colocatedrljobs | patch | of the job |
 | list_pods | pods | list | of the job |
 | create_pod, delete_pod | pods | create, delete | of the job |
 | create_claim | persistentvolumeclaims | create | of the job |
@@ -19,24 +20,30 @@ kopf adds: colocatedrljobs list, watch, patch (its finalizer) and pods list, wat
 references that block deletion need update on colocatedrljobs/finalizers. Applying needs create as well as patch: the
 server asks for both when the object is new.
 
-Answers are translated into `errors`; nobody above sees HTTP. Every call has a deadline and a bounded answer.
+Answers are translated into `errors`; nobody above sees HTTP. Every call has a deadline and a bounded answer. What hangs
+is a webhook as a rule, over one kind of object in some namespaces: of each kind there, few calls are under way at once,
+so they hold up none of another kind or namespace.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import aiohttp
 
 from colocated_rl_api import names
+from colocated_rl_api.logs import in_words
 from colocated_rl_operator.cluster import ClusterAccess
 from colocated_rl_operator.errors import ApiError, ApiUnreachable, Conflict, NotFound, Refused
 
-REQUEST_DEADLINE_S = 20.0
+REQUEST_DEADLINE_S = 20.0  # waiting for its turn included
+AT_ONCE = 32  # of one kind and namespace
 MAX_ANSWER_BYTES = 64 * 1024 * 1024  # a list of the pods of the largest job
 
 Body = dict[str, Any]
@@ -58,12 +65,13 @@ class Kube:
         self._access = access
         self._count = count or (lambda verb, resource, code: None)
         self._session: aiohttp.ClientSession | None = None
+        self._turns = WeakValueDictionary[tuple[str, str], asyncio.Semaphore]()  # those that somebody has or awaits
 
     async def __aenter__(self) -> Self:
         secure = self._access.server.startswith("https:")
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._access.ssl_context() if secure else False, limit=64),
-            timeout=aiohttp.ClientTimeout(total=REQUEST_DEADLINE_S),
+            connector=aiohttp.TCPConnector(ssl=self._access.ssl_context() if secure else False, limit=0),
+            timeout=aiohttp.ClientTimeout(),
             trust_env=False,
         )
         return self
@@ -99,6 +107,24 @@ class Kube:
         options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         with contextlib.suppress(NotFound, Conflict):
             await self._call("delete", names.PLURAL, _job_path(namespace, name), options)
+
+    async def drop_finalizer(self, namespace: str, name: str, *, uid: str) -> None:
+        """Ours, of that very job, if it is being deleted and has it still."""
+        with contextlib.suppress(NotFound):
+            job = await self.read_job(namespace, name)
+            metadata, finalizers = job["metadata"], job["metadata"].get("finalizers", [])
+            if metadata["uid"] != uid or "deletionTimestamp" not in metadata or names.FINALIZER not in finalizers:
+                return
+            patch = [
+                {"op": "replace", "path": "/metadata/resourceVersion", "value": metadata["resourceVersion"]},
+                {
+                    "op": "add",
+                    "path": "/metadata/finalizers",
+                    "value": [item for item in finalizers if item != names.FINALIZER],
+                },
+            ]
+            path = _job_path(namespace, name)
+            await self._call("patch", names.PLURAL, path, patch, "application/json-patch+json")
 
     # --------------------------------------------------------------------------------------------------------- pods
     async def list_pods(self, namespace: str, job_uid: str) -> list[Body]:
@@ -183,42 +209,50 @@ class Kube:
         assert self._session is not None, "enter the context first"
         what = f"{verb} {path}"
         data = None if body is None else json.dumps(body)
-        code = 0
+        code, content = 0, bytearray()
         try:
             headers = {**self._access.headers(), "Accept": "application/json", "Content-Type": content_type}
-            async with self._session.request(
-                verb, self._access.server + path, params=query, data=data, headers=headers, allow_redirects=False
-            ) as answer:
+            async with (
+                asyncio.timeout(REQUEST_DEADLINE_S),
+                self._turn(path, resource),
+                self._session.request(
+                    verb, self._access.server + path, params=query, data=data, headers=headers, allow_redirects=False
+                ) as answer,
+            ):
                 code = answer.status
-                content = await answer.content.read(MAX_ANSWER_BYTES + 1)
-                while len(content) <= MAX_ANSWER_BYTES and not answer.content.at_eof():
-                    content += await answer.content.read(MAX_ANSWER_BYTES + 1 - len(content))
+                async for piece in answer.content.iter_any():
+                    content += piece
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise ApiError(f"{what}: the answer is longer than {MAX_ANSWER_BYTES} bytes", code)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ApiUnreachable(f"{what}: no answer from the API server: {error!r}") from error
+            raise ApiUnreachable(f"{what}: no answer from the API server: {in_words(error)}") from error
         finally:
             self._count(verb, resource, code)
-        if len(content) > MAX_ANSWER_BYTES:
-            raise ApiError(f"{what}: the answer is longer than {MAX_ANSWER_BYTES} bytes", code)
         if code >= 300:
-            raise _translate(what, code, content)
+            raise _translate(verb, path, code, content)
         try:
             answer_body: Body = json.loads(content)
         except ValueError as error:
             raise ApiUnreachable(f"{what}: {code}, and no JSON: something in between answered") from error
         return answer_body
 
+    def _turn(self, path: str, resource: str) -> asyncio.Semaphore:
+        namespace = path.partition("/namespaces/")[2].partition("/")[0]  # "": of all
+        return self._turns.setdefault((namespace, resource), asyncio.Semaphore(AT_ONCE))
 
-def _translate(what: str, code: int, content: bytes) -> ApiError:
+
+def _translate(verb: str, path: str, code: int, content: bytearray) -> ApiError:
     try:
         status = json.loads(content)
         words, is_named = str(status["message"]), "name" in (status.get("details") or {})
+        exists = status.get("reason") == "AlreadyExists"
     except (ValueError, KeyError, TypeError):
-        words, is_named = content[:200].decode("utf-8", "replace"), False
-    message = f"{what}: {code} {words}"
+        words, is_named, exists = content[:200].decode("utf-8", "replace"), False, False
+    message = f"{verb} {path}: {code} {words}"
     match code:
         case 404:
             return NotFound(message, code, is_kind_known=is_named)
-        case 409:
+        case 409 if verb != "post" or exists:  # else a quota was being counted by two at once: nothing was made
             return Conflict(message, code)
         case 400 | 403 | 413 | 422:
             return Refused(message, code)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NoReturn, Protocol
 
-from colocated_rl_api.logs import log
+from colocated_rl_api.logs import in_words, log
 from colocated_rl_operator.errors import ApiError, Conflict, NotFound
 
 LOG = logging.getLogger(__name__)
@@ -131,9 +131,9 @@ class Lease:
             asked_at = time.monotonic()
             try:
                 async with asyncio.timeout(self._attempt_s):
-                    taken = await self._try_to_take(api, asked_at)
+                    taken = await self._try_to_take(api)
             except (ApiError, TimeoutError) as error:
-                log(LOG, "lease not taken, waiting as a candidate", logging.WARNING, reason=repr(error))
+                log(LOG, "lease not taken, waiting as a candidate", logging.WARNING, reason=in_words(error))
                 taken = None
             if taken is not None:
                 self._beat_at = time.monotonic()  # nobody beats for a candidate
@@ -143,8 +143,9 @@ class Lease:
             await self._pause(self._terms.retry_s / 2)  # an orderly hand-over takes less than retry_s
         return None
 
-    async def _try_to_take(self, api: LeaseApi, asked_at: float) -> dict[str, Any] | None:
+    async def _try_to_take(self, api: LeaseApi) -> dict[str, Any] | None:
         """None while it is another's."""
+        asked_at = time.monotonic()
         namespace, name = self._terms.namespace, self._terms.name
         try:
             lease = await api.read_lease(namespace, name)
@@ -154,7 +155,7 @@ class Lease:
             return await api.create_lease(namespace, self._signed(blank, taken=True))
         version = lease["metadata"]["resourceVersion"]
         if self._watched is None or self._watched[0] != version:
-            self._watched = (version, asked_at)
+            self._watched = (version, time.monotonic())  # it may be as young as the answer
         if not self._is_free(lease["spec"], asked_at - self._watched[1]):
             return None
         return await api.replace_lease(namespace, self._signed(lease, taken=True))
@@ -181,7 +182,7 @@ class Lease:
                 lease = await self._replace(api, lease)
             self._renewed_at = now
         except (ApiError, TimeoutError) as error:
-            log(LOG, "lease not renewed, trying again", logging.WARNING, reason=repr(error))
+            log(LOG, "lease not renewed, trying again", logging.WARNING, reason=in_words(error))
         return lease
 
     async def _replace(self, api: LeaseApi, lease: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +201,7 @@ class Lease:
                 await api.replace_lease(self._terms.namespace, lease)
             log(LOG, "lease released")
         except (ApiError, TimeoutError) as error:
-            log(LOG, "lease not released, it runs out by itself", logging.WARNING, reason=repr(error))
+            log(LOG, "lease not released, it runs out by itself", logging.WARNING, reason=in_words(error))
 
     def _signed(self, lease: dict[str, Any], *, taken: bool) -> dict[str, Any]:
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

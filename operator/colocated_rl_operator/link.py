@@ -4,9 +4,9 @@ Written by hand because it is the operator's whole cost of a switch: a message i
 queue or a turn of the event loop between the socket and whoever decides, and what is sent to a thousand members is
 made once. A text frame is one message; fragments, compression and binary frames were never offered and end it.
 
-Memory is bounded: nothing above MAX_MESSAGE_BYTES is read, and of what a slow member has not taken, only the newest
-frame is kept: frames carry targets, and a newer one replaces an older one. A member that takes nothing for
-SEND_DEADLINE_S, or from which nothing comes between two pings, is lost.
+Memory is bounded: nothing above MAX_MESSAGE_BYTES is read, and little of it at once; and of what a slow member has not
+taken, only the newest frame is kept: frames carry targets, and a newer one replaces an older one. A member that takes
+nothing for SEND_DEADLINE_S, or from which nothing comes between two pings, is lost.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import base64
 import hashlib
 import os
+import socket
 import ssl
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn, cast
@@ -25,6 +26,7 @@ from colocated_rl_operator.errors import ContractBroken
 SEND_DEADLINE_S = 10.0
 CLOSE_S = 1.0
 MAX_HEAD_BYTES = 8 * 1024
+MAX_UNREAD_BYTES = 32 * 1024  # in the kernel: TLS keeps room, several times over, for as much as ever came at once
 GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 TEXT, CLOSE, PING, PONG = 0x1, 0x8, 0x9, 0xA
 FINAL, MASKED = 0x80, 0x80
@@ -133,6 +135,8 @@ class Link(asyncio.BufferedProtocol):
     # ----------------------------------------------------------------------------------------- called by the event loop
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if (unread := self._transport.get_extra_info("socket")) is not None:
+            unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MAX_UNREAD_BYTES)
         head = (
             f"GET /v1/link HTTP/1.1\r\nHost: {self._host}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
             f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {self._key.decode()}\r\n\r\n"
@@ -217,12 +221,26 @@ class Link(asyncio.BufferedProtocol):
         self._over.set()
 
 
-async def connect(host: str, port: int, *, tls: ssl.SSLContext, server_name: str, ping_s: float, hear: Hear) -> Link:
-    """Returns when the first message was heard. Raises OSError or ContractBroken; the caller sets the deadline."""
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+async def reach(host: str, port: int) -> socket.socket:
+    """A TCP connection. Raises OSError; the caller sets the deadline."""
+    reached = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    reached.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(reached, (host, port))
+    except BaseException:
+        reached.close()
+        raise
+    return reached
+
+
+async def connect(reached: socket.socket, *, tls: ssl.SSLContext, server_name: str, ping_s: float, hear: Hear) -> Link:
+    """Returns when the first message was heard. Raises OSError or ContractBroken; the caller sets the deadline.
+
+    reached: is closed with the link, or when there comes none.
+    """
     _, link = await asyncio.get_running_loop().create_connection(
-        lambda: Link(host=address, ping_s=ping_s, hear=hear),
-        *(host, port),
+        lambda: Link(host=server_name, ping_s=ping_s, hear=hear),
+        sock=reached,
         ssl=tls,
         server_hostname=server_name,
         ssl_shutdown_timeout=CLOSE_S,

@@ -16,7 +16,8 @@ import random
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -25,7 +26,7 @@ from typing import NoReturn, Protocol, Self
 import pydantic
 
 from colocated_rl_api import names
-from colocated_rl_api.logs import bind, log
+from colocated_rl_api.logs import bind, in_words, log
 from colocated_rl_api.member_wire import (
     HEARTBEAT_S,
     WIRE_VERSION,
@@ -38,16 +39,14 @@ from colocated_rl_api.member_wire import (
     from_member,
 )
 from colocated_rl_operator.errors import ContractBroken
-from colocated_rl_operator.link import TEXT, Link, connect, make_frame
+from colocated_rl_operator.link import TEXT, Link, connect, make_frame, reach
 
 LOG = logging.getLogger(__name__)
 
-HANDSHAKE_DEADLINE_S = 10.0  # connection, TLS, upgrade, hello
+HANDSHAKE_DEADLINE_S = 10.0  # TLS, upgrade, hello; as much before it for the connection
 RETRY_S, MAX_RETRY_S = 0.1, 2.0
 HANDSHAKES_AT_ONCE = 64
-KINDS_OF_TARGETS = (
-    4  # that one pass sends at most: to the rollout controller, to pods that are new in the epoch, to the rest
-)
+KINDS_OF_TARGETS = 4  # no pass sends as many: to the rollout controller, to pods new in the epoch, to the rest
 
 Target = PodTarget | RolloutTarget
 Facts = PodFacts | RolloutFacts
@@ -124,7 +123,8 @@ class Members:
     """Every member of every job, while its context is entered.
 
     tls: client side, with the operator's certificate. changed: called with a job's UID when one of its members has
-    something new. lost: called once for each connection that ended without our wish (metrics).
+    something new. lost: called once for each connection that ended without our wish (metrics). rest: how the seconds
+    between two attempts at one member pass.
     """
 
     def __init__(
@@ -134,9 +134,11 @@ class Members:
         *,
         lost: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        rest: Callable[[float], Awaitable[None]] = asyncio.sleep,
         ping_s: float = HEARTBEAT_S,
     ) -> None:
         self._tls = tls
+        self._rest = rest
         self._ping_s = ping_s
         self._changed = changed
         self._lost = lost
@@ -227,12 +229,12 @@ class Members:
                     reason, is_broken = str(error), True
                     log(LOG, "member broke the contract", logging.ERROR, reason=reason)
                 except (TimeoutError, OSError) as error:
-                    reason = repr(error)
+                    reason = in_words(error)
                 if self._forget(member, reason):
                     delay_s = RETRY_S
                 if is_broken:
                     delay_s = MAX_RETRY_S
-                await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
+                await self._rest(delay_s * random.uniform(0.5, 1.5))
                 delay_s = min(2 * delay_s, MAX_RETRY_S)
 
     def _forget(self, member: _Member, reason: str) -> bool:
@@ -250,15 +252,19 @@ class Members:
 
     async def _converse(self, member: _Member) -> NoReturn:
         """One connection, from handshake to its end, which it raises."""
-        address = member.address
-        async with self._handshakes, asyncio.timeout(HANDSHAKE_DEADLINE_S):
-            link = await connect(
-                *(address.host, address.port),
-                tls=self._tls,
-                server_name=names.member_server_name(member.job.uid),
-                ping_s=self._ping_s,
-                hear=partial(self._hear, member),
-            )
+        async with asyncio.timeout(HANDSHAKE_DEADLINE_S):  # without a turn: those of lost nodes would take them all
+            reached = await reach(member.address.host, member.address.port)
+        with ExitStack() as until_its_turn:
+            until_its_turn.callback(reached.close)
+            async with self._handshakes, asyncio.timeout(HANDSHAKE_DEADLINE_S):
+                until_its_turn.pop_all()
+                link = await connect(
+                    reached,
+                    tls=self._tls,
+                    server_name=names.member_server_name(member.job.uid),
+                    ping_s=self._ping_s,
+                    hear=partial(self._hear, member),
+                )
         try:
             await link.ended()
         except asyncio.CancelledError:

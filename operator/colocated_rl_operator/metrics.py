@@ -23,7 +23,7 @@ from collections import Counter as Tally
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from colocated_rl_api.job_status import Phase
-from colocated_rl_operator.reasons import Reason
+from colocated_rl_operator.reasons import Cause, Reason
 
 PREFIX = "colocated_rl_operator_"
 FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -46,6 +46,8 @@ class Metrics:
             PREFIX + "switch_seconds", "Switch, training excluded", buckets=SLOW, registry=registry
         )
         self.raised = Counter(PREFIX + "epochs_raised", "Epochs by cause", ["cause"], registry=registry)
+        for cause in Cause:
+            self.raised.labels(cause)  # Prometheus sees a first increase only of what was there before
         self.targets = Counter(PREFIX + "targets_sent", "Targets sent", registry=registry)
         self.requests = Counter(
             PREFIX + "api_requests", "Answers of the API server", ["verb", "resource", "code"], registry=registry

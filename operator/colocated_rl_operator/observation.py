@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import attrgetter
 
 from colocated_rl_api import names
@@ -22,8 +22,6 @@ from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
 from colocated_rl_api.member_wire import Endpoint, PodFacts, RolloutFacts, TrainerFacts, Version
 from colocated_rl_api.seats import ROLLOUT_SEAT, Seats, role_of, seats_for
 from colocated_rl_operator.reasons import Cause
-
-MANY = 8192  # pods of one process whose endpoints are made once
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Job:
             references=(reference and reference.replicas) or 0,
         )
 
-    @cached_property
+    @property
     def gpu_seats(self) -> tuple[str, ...]:
         """Of all pods that climb: with engines, trainers or both."""
         return self.seats.gpu
@@ -130,11 +128,6 @@ def rests(job: Job, climb: Climb | None) -> bool:
     return job.spec.suspend if climb is None else climb.cause.rests
 
 
-@lru_cache(maxsize=MANY)
-def _data_port(pod: str, address: str) -> Endpoint:
-    return Endpoint(pod=pod, address=address, port=names.DATA_PORT)
-
-
 _how_far = attrgetter("state", "incarnation", "step", "scored", "exported", "saved", "finished")
 """Of a rank: what changes when it gets on."""
 
@@ -170,7 +163,17 @@ class Member:
     silent_since: float | None = None  # running, and not connected since
     highest_epoch: int = 0  # that it ever accepted, as it says
     facts: PodFacts | RolloutFacts | None = None
-    _stood: dict[tuple[int, WeightVersion], Rung] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stood: tuple[WeightVersion, Rung] | None = field(default=None, init=False, repr=False, compare=False)
+    _trainers: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    def saying(
+        self, facts: PodFacts | RolloutFacts | None, *, highest_epoch: int, silent_since: float | None
+    ) -> Member:
+        """The same pod with what its member says now. A thousand are made at each rung: anew, in five times as long."""
+        found: Member = object.__new__(Member)
+        said = {"facts": facts, "highest_epoch": highest_epoch, "silent_since": silent_since}
+        vars(found).update(vars(self), **said, _stood=None, _trainers=None)
+        return found
 
     @property
     def is_usable(self) -> bool:
@@ -197,27 +200,32 @@ class Member:
     def pod_facts(self) -> PodFacts | None:
         return self.facts if isinstance(self.facts, PodFacts) else None
 
-    @property
-    def data_port(self) -> Endpoint | None:
-        return None if self.address is None else _data_port(self.name, self.address)
-
     @cached_property
+    def data_port(self) -> Endpoint | None:
+        if self.address is None:
+            return None
+        return Endpoint(pod=self.name, address=self.address, port=names.DATA_PORT)
+
+    @property
     def trainers(self) -> int:
         """Digest of how far its ranks are."""
-        ranks = self.pod_facts.trainers if self.pod_facts else ()
-        return hash(tuple(map(_how_far, ranks)))
+        digest = self._trainers
+        if digest is None:
+            ranks = self.pod_facts.trainers if self.pod_facts else ()
+            digest = vars(self)["_trainers"] = hash(tuple(map(_how_far, ranks)))
+        return digest
 
     def standing(self, ladder: Ladder, climb: Climb) -> Rung:
         """Towards the climb's version. Facts from before its epoch don't count: they may be overtaken.
 
         A pod that reported under an older target may still be moving; its answer under this epoch says where it is.
         """
-        facts, key = self.pod_facts, (climb.epoch, climb.version)
+        facts, stood = self.pod_facts, self._stood
         if facts is None or facts.epoch != climb.epoch:
             return Rung.UNKNOWN
-        if key not in self._stood:
-            self._stood[key] = ladder.standing(facts, climb.version)
-        return self._stood[key]
+        if stood is None or stood[0] != climb.version:
+            stood = vars(self)["_stood"] = (climb.version, ladder.standing(facts, climb.version))
+        return stood[1]
 
     @property
     def rollout_facts(self) -> RolloutFacts | None:
@@ -258,6 +266,7 @@ class Observation:
     started_at: float | None = None  # or resumed; None while the job is suspended
     finished_at: float | None = None  # completed or failed
     has_elder: bool = False  # an older job of this operator is queued
+    refusal: str = ""  # what the API server said to the last attempt at the job's objects, if it refused
     memory: Memory = Memory()
 
     @cached_property

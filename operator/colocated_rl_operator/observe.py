@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 import pydantic
@@ -58,6 +57,7 @@ def observe(
             started_at=None if job.spec.suspend else _moment(status.start_time or at, now, at),
             finished_at=_moment(status.completion_time, now, at) if status.completion_time else None,
             has_elder=queue.has_elder(job),
+            refusal=case.stall.message if case.stall else "",
             memory=case.memory,
         )
     )
@@ -84,10 +84,13 @@ def _log_rungs(seen: Observation, before: Memory) -> None:
 
 
 def read_job(body: Mapping[str, Any]) -> Job:
-    """Raises JobInvalid, which names the field, its value and what is expected."""
+    """Raises JobInvalid, which names the field, its value and what is expected.
+
+    A field that is not known here is of a newer CRD, most likely a default of its: the server refuses everybody else's.
+    """
     metadata = body["metadata"]
     try:
-        spec = ColocatedRLJobSpec.model_validate_json(json.dumps(body["spec"]))
+        spec = ColocatedRLJobSpec.model_validate_json(json.dumps(body["spec"]), extra="ignore")
     except pydantic.ValidationError as error:
         raise JobInvalid("; ".join(_complaint(item) for item in error.errors(include_url=False)[:5])) from error
     return Job(
@@ -152,15 +155,16 @@ def _looks(case: Case, job: Job, pods: Pods) -> list[Look]:
 def _member(case: Case, look: Look, answer: Answer | None, now: float) -> Member:
     if look.member is None or look.answer is not answer:
         facts = answer.facts if answer else None
-        if look.make is None or look.member is None or (look.member.facts is None) != (facts is None):
-            look.make = _look_at(case, look, now, is_heard=facts is not None)
+        member = look.member
+        if member is None or (member.facts is None) != (facts is None):
+            member = _look_at(case, look, now, is_heard=facts is not None)
         silent_since, highest_epoch = (answer.silent_since, answer.highest_epoch) if answer else (None, 0)
-        look.member = look.make(facts=facts, silent_since=silent_since, highest_epoch=highest_epoch)
+        look.member = member.saying(facts, highest_epoch=highest_epoch, silent_since=silent_since)
         look.answer = answer
     return look.member
 
 
-def _look_at(case: Case, look: Look, now: float, *, is_heard: bool) -> Callable[..., Member]:
+def _look_at(case: Case, look: Look, now: float, *, is_heard: bool) -> Member:
     """All of a member but what it says itself.
 
     Moments are those at which this process saw the pod and its end begin: clocks of others count for nothing.
@@ -173,8 +177,7 @@ def _look_at(case: Case, look: Look, now: float, *, is_heard: bool) -> Callable[
     ends_at = None
     if metadata.get("deletionTimestamp"):
         ends_at = case.ending_since.setdefault(uid, now) + metadata.get("deletionGracePeriodSeconds", 0)
-    return partial(
-        Member,
+    return Member(
         seat=look.seat,
         attempt=look.attempt,
         name=look.name,
@@ -202,10 +205,11 @@ def _fate(status: Body, *, is_deleted: bool) -> FailureCause | None:
 
 
 def _memory_kills(status: Body) -> int:
+    """A webhook may have put containers beside ours, which end on their own account."""
     for container in status.get("containerStatuses", ()):
         state, last = container.get("state", {}), container.get("lastState", {})
         ended = state.get("terminated") or last.get("terminated") or {}
-        if ended.get("reason") == "OOMKilled":
+        if container["name"] == names.GPU_CONTAINER and ended.get("reason") == "OOMKilled":
             return int(container.get("restartCount", 0)) + ("terminated" in state)
     return 0
 

@@ -85,12 +85,19 @@ def stop(seen: Observation) -> Plan:
 
 
 def _keep(seen: Observation) -> Plan:
-    """A finished job, until its time is over."""
-    ttl_s, now = seen.job.spec.ttl_seconds_after_finished, seen.now
-    if ttl_s is None or seen.finished_at is None:
+    """A finished job, until its time is over. A pod that ran on without its member would hold its devices for ever."""
+    ttl_s, now, ended_at = seen.job.spec.ttl_seconds_after_finished, seen.now, seen.finished_at
+    if ended_at is None:
         return Plan(climb=seen.climb, is_over=True)
-    until = seen.finished_at + ttl_s
-    return Plan(climb=seen.climb, is_over=True, is_expired=now >= until, wake_at=until if now < until else None)
+    until = None if ttl_s is None else ended_at + ttl_s
+    pods_until = ended_at + STOP_DEADLINE_S if seen.current else None
+    return Plan(
+        climb=seen.climb,
+        is_over=True,
+        is_expired=until is not None and now >= until,
+        pods=tuple(map(_outlives, seen.current.values())) if pods_until is not None and now >= pods_until else (),
+        wake_at=min((each for each in (until, pods_until) if each is not None and now < each), default=None),
+    )
 
 
 def _follow(seen: Observation, *, raises: bool, message: str) -> Plan:
@@ -149,7 +156,8 @@ def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
         message = f"not complete {spec.active_deadline_seconds} s after its start: activeDeadlineSeconds is over"
         return raise_epoch(seen, now, Cause.DEADLINE, message)
     if awaited_since is not None and seen.now >= awaited_since + spec.pods_ready_deadline_seconds:
-        message = f"not every member answered within {spec.pods_ready_deadline_seconds} s: {_absentees(seen)}"
+        why = _absentees(seen) + (f"; refused: {seen.refusal}" if seen.refusal else "")
+        message = f"not every member answered within {spec.pods_ready_deadline_seconds} s: {why}"
         return after_absence(seen, now, message)
     return None
 
@@ -457,6 +465,11 @@ def _end(member: Member) -> DeletePod:
     if member.phase is PodPhase.PENDING:
         return DeletePod(member.name, member.uid, None, f"pod {member.name} never ran, and need not", is_fault=False)
     return DeletePod(member.name, member.uid, None, f"pod {member.name} did not stop within {STOP_DEADLINE_S:.0f} s")
+
+
+def _outlives(member: Member) -> DeletePod:
+    why = f"pod {member.name} still ran {STOP_DEADLINE_S:.0f} s after its job: a container in it that is not ours"
+    return DeletePod(member.name, member.uid, None, why)
 
 
 def _let_go(reference: Member) -> DeletePod:

@@ -8,6 +8,7 @@ from typing import Protocol, Self
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from colocated_rl_api.listening import EVERYWHERE, listen
 from colocated_rl_operator.metrics import Metrics
 
 MAX_LEASE_AGE_S = 60.0  # the Lease's own thread ends the process long before
@@ -40,7 +41,7 @@ class Probes:
 
     async def __aenter__(self) -> Self:
         await self._runner.setup()
-        await web.TCPSite(self._runner, "0.0.0.0", self._asked_port).start()
+        await web.SockSite(self._runner, listen(EVERYWHERE, self._asked_port)).start()
         return self
 
     async def __aexit__(

@@ -78,7 +78,7 @@ class Cause(Told):
     DEADLINE = (
         "DeadlineExceeded",
         "The job was active for longer than activeDeadlineSeconds: it has failed.",
-        "make a new job with more time; it may start from this one's checkpoints",
+        "make a new job with more time, which begins with its spec.model; while a job runs the deadline may be raised",
     )
     SUSPENDED = (
         "Suspended",
@@ -152,7 +152,8 @@ class Reason(Told):
         "OperatorCutOff",
         "Every pod is ready, and the operator reaches none of those that it has reached before. What runs goes on, the "
         "next switch waits, and no deadline of the pods runs.",
-        "look at the network between the operator and the job's pods",
+        "look at the network between the operator and the job's pods, and at its log: after `authority made` the job's "
+        "pods have to be made again",
     )
     BACKING_OFF = (
         "BackingOff",
@@ -187,7 +188,8 @@ class Reason(Told):
     )
     POD_DELETED = (
         "PodDeleted",
-        "A pod was deleted because its member stayed silent or did not stop, or because its node did not end it.",
+        "A pod was deleted because its member stayed silent or did not stop, because its node did not end it, or "
+        "because a container that is not the operator's kept it running after its job.",
         "the message says which, and the last words of its container if there are any; look at its node",
     )
     ANOTHER_OPERATOR = (

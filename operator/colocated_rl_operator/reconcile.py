@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from colocated_rl_api.logs import log
-from colocated_rl_operator.act import Doors, act, claim, dismiss, refuse
+from colocated_rl_operator.act import Doors, act, claim, delete_pods, dismiss, refuse
 from colocated_rl_operator.case import RELIST_S, Case, look
-from colocated_rl_operator.errors import ApiError, JobInvalid, StaleEpoch
+from colocated_rl_operator.errors import ApiError, JobGone, JobInvalid, NotFound, StaleEpoch
 from colocated_rl_operator.observation import Observation
 from colocated_rl_operator.observe import observe, read_job
 from colocated_rl_operator.plan import Plan, plan, stop
@@ -22,13 +22,16 @@ RETRY_S = 1.0  # after an answer of the API server that stopped a pass
 
 
 async def one_pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | None:
-    """Returns after how many seconds to look again although nothing changed; None: not at all."""
+    """Returns after how many seconds to look again although nothing changed; None: not at all. Raises JobGone."""
     wait_s: float | None = RETRY_S
     try:
         wait_s = await _pass(case, body, doors)
     except* StaleEpoch as errors:
         log(LOG, "somebody else raised the epoch", logging.WARNING, reason=str(errors.exceptions[0]))
         await doors.confirm()
+        case.forget()
+    except* NotFound as errors:
+        log(LOG, "something is gone, perhaps the job: looking again", logging.WARNING, reason=str(errors.exceptions[0]))
         case.forget()
     except* ApiError as errors:
         log(LOG, "pass not finished, trying again", logging.WARNING, reason=str(errors.exceptions[0]))
@@ -64,12 +67,20 @@ def _observe(case: Case, body: Mapping[str, Any], doors: Doors) -> Observation:
     now, at = doors.clock(), doors.wall()
     if case.job is None or case.job.generation != body["metadata"]["generation"]:
         case.job = read_job(body)
-    return observe(case, case.job, pods=doors.pods, members=doors.members, queue=doors.queue, now=now, at=at)
+    before = case.memory.last_switch_s
+    seen = observe(case, case.job, pods=doors.pods, members=doors.members, queue=doors.queue, now=now, at=at)
+    if (switch_s := seen.memory.last_switch_s) is not None and switch_s != before:
+        doors.metrics.switch_s.observe(switch_s)
+    return seen
 
 
 async def end(case: Case, body: Mapping[str, Any], doors: Doors, woken: asyncio.Event) -> None:
-    """The job is being deleted."""
-    await look(case, doors.kube, doors.pods, now=doors.clock())
+    """The job is being deleted, or is gone."""
+    try:
+        await look(case, doors.kube, doors.pods, now=doors.clock())
+    except JobGone:
+        await delete_pods(case.about, doors)  # nobody can be told
+        return
     if not await claim(case, doors):
         return
     try:

@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.logs import log
-from colocated_rl_operator.errors import ApiUnreachable, Conflict, StaleEpoch
+from colocated_rl_operator.errors import ApiUnreachable, Conflict, OperatorError, StaleEpoch
 from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Body
 from colocated_rl_operator.reasons import Told
@@ -89,7 +89,11 @@ class Record:
         """Write it now; what was noted before is overtaken. Raises StaleEpoch, ApiError."""
         self._noted = None
         async with self._one_call:
-            await self._write(status)
+            try:
+                await self._write(status)
+            except OperatorError:
+                self.status = self._written  # without what it overtook, so that the next report is a difference again
+                raise
         self.status = status
 
     def note(self, status: ColocatedRLJobStatus | None, *news: News) -> None:

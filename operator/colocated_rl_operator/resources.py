@@ -140,7 +140,8 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
     """Of a pod with engine and trainers, or with either where they are apart. Only trainers write what they share."""
     spec, trains = job.spec, role != names.ROLE_ENGINE
     gpus = spec.gpus if trains else spec.engine_gpus
-    return _pod_spec(grace_s=GPU_GRACE_S, claims=_claims(gpus)) | {
+    grace_s = spec.pod_templates.gpu.spec.termination_grace_period_seconds or GPU_GRACE_S
+    return _pod_spec(grace_s=grace_s, claims=_claims(gpus)) | {
         "initContainers": [
             {
                 "name": "runner",
@@ -160,7 +161,7 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
                 "terminationMessagePolicy": LAST_WORDS,
                 "restartPolicy": "Always",  # a sidecar: it starts before the GPU container and ends after it
                 "securityContext": RESTRICTED | {"runAsUser": AGENT_USER},
-                "resources": _fixed(cpu="200m", memory="512Mi"),
+                "resources": _fixed(cpu="200m", memory="2Gi"),  # of which its gate takes 1.4 at all of its bounds
                 "env": [*_env(HOME="/tmp"), *_identity(), *_env(**{names.ENV_ROLE: role, names.ENV_REPLICA: replica})],
                 "ports": _ports(),
                 "startupProbe": _probe(period_s=1, failures=120),
@@ -184,7 +185,7 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
                 "command": [f"{names.BIN_DIR}/runner"],
                 "securityContext": RESTRICTED,
                 "resources": _gpu_resources(gpus),
-                "env": _env(**_homeless(names.SCRATCH_DIR)),
+                "env": _env(**_homeless(names.SCRATCH_DIR), **{names.ENV_GRACE: str(grace_s)}),
                 "volumeMounts": [
                     _mount("bin", names.BIN_DIR, read_only=True),
                     _mount("sock", names.SOCKET_DIR),
@@ -375,12 +376,14 @@ def _probe(*, period_s: int, failures: int, path: str = "/healthz") -> Object:
     return {"httpGet": get, "periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
 
 
-def _fixed(**amounts: str) -> Object:
-    return {"requests": dict(amounts), "limits": {"memory": amounts["memory"]}}
+def _fixed(*, cpu: str, memory: str) -> Object:
+    """Of a container of ours. No limit of CPU: who is throttled in the data path makes devices wait for it."""
+    return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}}
 
 
 def _resources(resources: Resources) -> Object:
-    return {"requests": dict(resources.requests), "limits": dict(resources.limits)}
+    """What a field does not request is requested up to its limit."""
+    return {"requests": {**resources.limits, **resources.requests}, "limits": dict(resources.limits)}
 
 
 def _gpu_resources(gpus: Gpus) -> Object:

@@ -373,13 +373,15 @@ def _model(seen: Observation) -> str | None:
 
 def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
     """Pods that report a problem, and GPU pods that don't stand where most of their role do."""
-    usual = {role: _most_common(seen, plan, role) for role in {role_of(seat) for seat in seen.job.gpu_seats}}
+    usual: dict[str, Rung | None] = {}
+    if len(set(plan.standings.values())) > 1:
+        usual = {role: _most_common(seen, plan, role) for role in {role_of(seat) for seat in seen.job.gpu_seats}}
     found: list[tuple[bool, str, Rung | None, Problem | None]] = []
     for member in seen.current.values():
         rung, problem = plan.standings.get(member.name), member.facts.problem if member.facts else None
         if problem is None and member.trouble is not None:
             problem = Problem(reason=Reason.POD_NOT_RUNNING, message=member.trouble[:1024])
-        if problem is not None or (rung is not None and rung is not usual[role_of(member.seat)]):
+        if problem is not None or (usual and rung is not None and rung is not usual[role_of(member.seat)]):
             found.append((problem is None, member.name, rung, problem))
     return [
         PodOutOfLine(name=name, rung=rung, reason=problem.reason, message=problem.message)

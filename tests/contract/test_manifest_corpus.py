@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from contract.api_server import Answer, ApiServer, Document
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -374,7 +374,7 @@ def changes(draw: st.DrawFn) -> list[tuple[tuple[str, ...], object]]:
     return made
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, derandomize=True)
 @given(changes=changes())
 def test_server_and_models_agree_around_every_bound(
     api: ApiServer, changes: list[tuple[tuple[str, ...], object]]

@@ -144,11 +144,12 @@ class FakeApiServer:
 
     def _post(self, path: str, body: Body, *, is_trial: bool) -> web.Response:
         full = f"{path}/{body['metadata']['name']}"
+        if is_trial and (words := self.refused_pod(body)) is not None:
+            return _status(422, words)
         if full in self.objects:
-            return _status(409, f"{full} already exists")
+            return _status(409, f"{full} already exists", reason="AlreadyExists")
         if is_trial:
-            words = self.refused_pod(body)
-            return web.json_response(body, status=201) if words is None else _status(422, words)
+            return web.json_response(body, status=201)
         return web.json_response(self.put(full, body), status=201)
 
     def _replace(self, path: str, body: Body, version: str | None) -> web.Response:
@@ -172,8 +173,17 @@ class FakeApiServer:
             changes = {change["path"]: change["value"] for change in body}
             if changes["/metadata/resourceVersion"] != old["metadata"]["resourceVersion"]:
                 return _status(409, "the object has been modified")
+            if "/metadata/finalizers" in changes:
+                return self._finalize(path, changes["/metadata/finalizers"])
             return web.json_response(self.set_status(path, changes["/status"]))
         return web.json_response(self.put(path, {**old, **body}))
+
+    def _finalize(self, path: str, finalizers: list[str]) -> web.Response:
+        old = self.objects[path]
+        if not finalizers and "deletionTimestamp" in old["metadata"]:
+            self.remove(path)
+            return web.json_response(old)
+        return web.json_response(self.put(path, {**old, "metadata": {**old["metadata"], "finalizers": finalizers}}))
 
     def _delete(self, path: str, options: Body) -> web.Response:
         if path not in self.objects:
@@ -199,8 +209,8 @@ def _not_found(path: str) -> web.Response:
     return web.json_response(body, status=404)
 
 
-def _status(code: int, message: str) -> web.Response:
-    return web.json_response({"kind": "Status", "code": code, "message": message}, status=code)
+def _status(code: int, message: str, *, reason: str = "") -> web.Response:
+    return web.json_response({"kind": "Status", "code": code, "message": message, "reason": reason}, status=code)
 
 
 def _now() -> str:

@@ -44,6 +44,14 @@ class Authority:
         context.load_cert_chain(directory / names.CERT_FILE, directory / names.KEY_FILE)
         return context
 
+    def server_context(self, directory: Path, *, server_name: str) -> ssl.SSLContext:
+        """Of a server under that name; `directory` keeps the files, the authority's certificate among them."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._write(directory, common_name=server_name, server_name=server_name)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(directory / names.CERT_FILE, directory / names.KEY_FILE)
+        return context
+
     def _write(self, directory: Path, *, common_name: str, server_name: str | None) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign(common_name, key, server_name=server_name)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 
+from colocated_rl_api.member_wire import Wire
 from colocated_rl_api.weights import Probe
+from colocated_rl_trainer import rank_server
 from colocated_rl_trainer.rank import Loop, Watch
 from colocated_rl_trainer.rank_server import serve
+from colocated_rl_trainer.settings import RankSettings
 from fakes.toy_trainer import ToyLoop
 
 
@@ -25,11 +29,45 @@ class LoadsOtherWeights(ToyLoop):
         return step
 
 
+class ForgetsItsMomentum(ToyLoop):
+    """Its checkpoints hold weights, and nothing of the optimizer."""
+
+    _momentum = 0.0
+
+    def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
+        told = super().train(step, shard, watch)
+        self._momentum = 0.9 * self._momentum + step
+        self._numbers = [number + self._momentum for number in self._numbers]
+        return told
+
+
 class TakesATornShard(ToyLoop):
     def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
         watch.progress()
         watch.mark_dirty()
+        self._numbers[0] += step
         return {}
+
+
+class NeverLearns(ToyLoop):
+    def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
+        before = self._numbers
+        told = super().train(step, shard, watch)
+        self._numbers = before
+        return told
+
+
+class ReturnsNothing(ToyLoop):
+    def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
+        super().train(step, shard, watch)
+        return None  # type: ignore[return-value]
+
+
+class FailsItsThirdStep(ToyLoop):
+    def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
+        if step == 3:
+            raise ArithmeticError("told to")
+        return super().train(step, shard, watch)
 
 
 class MakesNoProgress(ToyLoop):
@@ -70,6 +108,22 @@ class PromisesWhatItHasNotYet(ToyLoop):
         return super().replay_from() + 1
 
 
+class RefusesInWebPages(ToyLoop):
+    """As many a web framework does where nobody says otherwise."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        super().__init__(settings)
+        rank_server._Handler._write = _write_page  # type: ignore[method-assign, assignment]
+
+
+def _write_page(handler: rank_server._Handler, code: HTTPStatus, body: Wire) -> None:
+    content = b"<html>no</html>" if code >= HTTPStatus.BAD_REQUEST else body.model_dump_json(by_alias=True).encode()
+    handler.send_response(code)
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
 class DiesOfAFullVolume(ToyLoop):
     def save(self, step: int, keep: int) -> None:
         try:
@@ -81,8 +135,9 @@ class DiesOfAFullVolume(ToyLoop):
 DEFECTS: Mapping[str, type[Loop]] = {
     defect.__name__: defect
     for defect in (
-        ForgetsItsCheckpoints, LoadsOtherWeights, TakesATornShard, MakesNoProgress, WritesOnlyInItsFirstPod,
-        DiffersByPod, WritesInEveryPod, PromisesWhatItHasNotYet, DiesOfAFullVolume,
+        ForgetsItsCheckpoints, LoadsOtherWeights, ForgetsItsMomentum, TakesATornShard, NeverLearns, ReturnsNothing,
+        FailsItsThirdStep, MakesNoProgress, WritesOnlyInItsFirstPod, DiffersByPod, WritesInEveryPod,
+        PromisesWhatItHasNotYet, RefusesInWebPages, DiesOfAFullVolume,
     )
 }  # fmt: skip
 

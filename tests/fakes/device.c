@@ -1,15 +1,17 @@
-/* libnvidia-ml of one device. Its memory is that of the processes which say so in a file of FAKE_DEVICE named by their
-   pid, in bytes, for as long as they live: as with a real one, what a killed process held comes free by itself. */
+/* libnvidia-ml of FAKE_DEVICES devices. Their memory is that of the processes which say so in a file of FAKE_DEVICE, in
+   bytes, for as long as they live: as with a real one, what a killed process held comes free by itself. A file is named
+   by the pid, of what it has on every device, or PID.DEVICE. */
 #include <dirent.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct { unsigned long long total, free, used; } memory;
 
 int nvmlInit_v2(void) { return 0; }
 int nvmlShutdown(void) { return 0; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = atoi(getenv("FAKE_DEVICES")); return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(size_t)(index + 1); return 0; }
 
 int nvmlDeviceGetMemoryInfo(void *handle, memory *found) {
@@ -23,6 +25,8 @@ int nvmlDeviceGetMemoryInfo(void *handle, memory *found) {
         char path[4096];
         unsigned long long bytes;
         if (pid <= 0 || kill(pid, 0) != 0) continue;
+        const char *device = strchr(entry->d_name, '.');
+        if (device && handle != (void *)(size_t)(atoi(device + 1) + 1)) continue;
         snprintf(path, sizeof path, "%s/%s", root, entry->d_name);
         FILE *file = fopen(path, "r");
         if (!file) continue;

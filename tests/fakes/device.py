@@ -1,4 +1,4 @@
-"""A GPU of which only the memory is there: what the runner reads of it, and who holds how much.
+"""GPUs of which only the memory is there: what the runner reads of it, and who holds how much.
 
 The driver's library is a real one (`device.c`), so the runner's way to it is the one it takes to a real device.
 """
@@ -14,7 +14,8 @@ TOTAL_BYTES = 80 * GIB
 
 
 class Device:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, count: int = 1) -> None:
+        self._count = count
         self._libraries, self._held = root / "driver", root / "held"
         self._libraries.mkdir()
         self._held.mkdir()
@@ -24,8 +25,9 @@ class Device:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a runner whose container has the device; its children inherit it."""
-        return {"LD_LIBRARY_PATH": str(self._libraries), "FAKE_DEVICE": str(self._held)}
+        """Of a runner whose container has the devices; its children inherit it."""
+        found = {"LD_LIBRARY_PATH": str(self._libraries), "FAKE_DEVICE": str(self._held)}
+        return found | {"FAKE_DEVICES": str(self._count)}
 
     def hold(self, held_bytes: int, pid: int | None = None) -> None:
         (self._held / str(pid or os.getpid())).write_text(str(held_bytes))

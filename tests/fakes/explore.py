@@ -1,19 +1,27 @@
 """Looks at every state of `fakes.model`, and says from which of them no end can be reached.
 
-By hand, in the folder of the tests, for bounds that no layer has time for:
-`python -m fakes.explore --pods 3 --deaths 1 --of operator` looks at two million states, in six minutes and 2.3 GiB.
+By hand for bounds that no layer has time for: `make explore BOUNDS="--pods 2 --deaths 2"`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from array import array
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
-from builders import make_job
-from fakes.model import MORTAL, Model, alike
-from fakes.model_pod import Broken
+from builders import PLACED, make_job
+from colocated_rl_api.ladder import Placement
+from fakes.model import MORTAL, Model, State
+from fakes.model_pod import Broken, must
+from fakes.packed import Moves, Packing
+from fakes.values import Values
+
+ANEW = 100  # one state of so many
+OFTEN = 250_000  # states after which a search by hand says how far it is
 
 
 @dataclass(frozen=True)
@@ -31,67 +39,122 @@ class Explored:
         return f"states: {self.states}, moves: {self.moves}, never looked at: {self.frontier}, ends: {ends}"
 
 
+def bounds_of(model: Model) -> str:
+    """For people."""
+    job, who = model.job, ", ".join(model.mortal) or "nobody"
+    pods = f"{'with a reference, ' if job.ladder.scores else ''}pods: {len(job.gpu_seats)}"
+    return f"{job.ladder.placement}, {pods}, deaths: {model.deaths} of {who}, suspensions: {model.suspensions}"
+
+
 def explore(model: Model, *, limit: int) -> Explored:
-    """Every state that can be reached, or the first `limit`. Raises Broken, with the way that led there."""
-    start = alike(model.start())
-    numbers, states, came_from = {start: 0}, [start], [(0, "")]
-    before: list[list[int]] = [[]]  # by number of a state, those that it follows
-    ends, moves, done = Counter[str](), 0, 0
-    while done < len(states) and len(states) < limit:
-        state = states[done]
-        if state.operator.is_over:
-            assert state.operator.climb is not None
-            ends[state.operator.climb.cause] += 1
-        try:
-            following = model.successors(state)
-        except Broken as error:
-            raise Broken(f"{error}, after {'; '.join(_way(came_from, done))}") from error
-        for what, after in following:
-            moves += 1
-            number = numbers.get(after)
-            if number is None:
-                number = numbers[after] = len(states)
-                states.append(after)
-                came_from.append((done, what))
-                before.append([])
-            before[number].append(done)
-        done += 1
-    hopeful = _all_before([number for number, state in enumerate(states) if state.operator.is_over], before)
-    lost = [number for number in range(done) if number not in hopeful]
-    frontier = len(states) - done
-    return Explored(len(states), moves, ends, frontier, [_way(came_from, number) for number in lost[:5]])
+    """Every state that can be reached, or no more than `limit`. Raises Broken, with the way that led there."""
+    search = Search(model)
+    search.look(limit)
+    return search.outcome()
 
 
-def _all_before(ends: list[int], before: list[list[int]]) -> set[int]:
-    found, todo = set(ends), ends
-    while todo:
-        for earlier in before[todo.pop()]:
-            if earlier not in found:
-                found.add(earlier)
-                todo.append(earlier)
-    return found
+class Search:
+    """States by number, in the order in which they were found: about 300 bytes each.
 
+    anew: one of so many is looked at in full all the same, and what was remembered must be what follows it.
+    """
 
-def _way(came_from: list[tuple[int, str]], number: int) -> list[str]:
-    way = []
-    while number:
-        number, what = came_from[number]
-        way.append(what)
-    return way[::-1]
+    def __init__(self, model: Model, *, anew: int = ANEW) -> None:
+        start = model.start()
+        self._anew = anew
+        self.model, self._packing = model, Packing(start, may_swap=model.may_swap)
+        self._moves = Moves(model, self._packing)
+        self._numbers = {self._packing.pack(start): 0}
+        self._found = [*self._numbers]
+        self._after, self._ends_at = array("I"), array("Q", [0])  # of each, those that follow it
+        self._words = Values[str]()
+        self._came_from, self._by = array("I", [0]), array("H", [0])
+        self._ends: dict[int, str] = {}
+
+    @property
+    def looked_at(self) -> int:
+        return len(self._ends_at) - 1
+
+    @property
+    def frontier(self) -> int:
+        return len(self._found) - self.looked_at
+
+    def states(self) -> Iterator[State]:
+        return map(self._packing.unpack, self._found)
+
+    def look(self, limit: int) -> None:
+        """At so many more, or at all that are left."""
+        for number in range(self.looked_at, self.looked_at + limit):
+            if not self.frontier:
+                break
+            packed = self._found[number]
+            try:
+                following = self._moves.successors(packed)
+                if number % self._anew == 0:
+                    must(following == self._moves.in_full(packed), "what is remembered differs from what is so")
+            except Broken as error:
+                raise Broken(f"{error}, after {'; '.join(self._way(number))}") from error
+            if not following and (state := self._packing.unpack(packed)).operator.is_over:
+                assert state.operator.climb is not None
+                self._ends[number] = state.operator.climb.cause
+            for what, after in following:
+                self._after.append(self._number(after, number, what))
+            self._ends_at.append(len(self._after))
+
+    def _number(self, packed: bytes, before: int, what: str) -> int:
+        number = self._numbers.setdefault(packed, len(self._found))
+        if number == len(self._found):
+            self._found.append(packed)
+            self._came_from.append(before)
+            self._by.append(self._words.number(what))
+        return number
+
+    def outcome(self) -> Explored:
+        lost = islice((number for number, has_hope in enumerate(self._hopeful()) if not has_hope), 5)
+        ways = [self._way(number) for number in lost]
+        return Explored(len(self._found), len(self._after), Counter(self._ends.values()), self.frontier, ways)
+
+    def _hopeful(self) -> bytearray:
+        """Of each that was looked at, whether an end can be reached from it."""
+        hopeful, grows = bytearray(len(self._found)), True
+        for number in self._ends:
+            hopeful[number] = True
+        while grows:
+            grows = False
+            for number in reversed(range(self.looked_at)):  # most of what follows has a higher number
+                if not hopeful[number] and any(map(hopeful.__getitem__, self._following(number))):
+                    grows = hopeful[number] = True
+        return hopeful[: self.looked_at]
+
+    def _following(self, number: int) -> array[int]:
+        return self._after[self._ends_at[number] : self._ends_at[number + 1]]
+
+    def _way(self, number: int) -> list[str]:
+        way = []
+        while number:
+            way.append(self._words[self._by[number]])
+            number = self._came_from[number]
+        return way[::-1]
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m fakes.explore", description="Every state within these bounds.")
+    parser.add_argument("--placement", type=Placement, choices=[*Placement], default=Placement.TIME_SLICED)
     parser.add_argument("--pods", type=int, default=2)
     parser.add_argument("--deaths", type=int, default=0)
     parser.add_argument("--of", nargs="*", choices=MORTAL, default=MORTAL, help="what may die")
     parser.add_argument("--suspensions", type=int, default=0)
-    parser.add_argument("--limit", type=int, default=10_000_000, help="states; each takes about 1.2 KiB")
+    parser.add_argument("--limit", type=int, default=50_000_000, help="states; each takes about 300 bytes")
     bounds = parser.parse_args(arguments)
-    job = make_job(replicas=bounds.pods, steps=1, checkpoint={"everySteps": 1})
+    job = make_job(replicas=bounds.pods, steps=1, checkpoint={"everySteps": 1}, **PLACED[bounds.placement])
     model = Model(job, deaths=bounds.deaths, of=bounds.of, suspensions=bounds.suspensions)
-    explored = explore(model, limit=bounds.limit)
-    sys.stdout.write(f"{explored.words()}\n" + "".join(f"no end after {'; '.join(way)}\n" for way in explored.hopeless))
+    search = Search(model)
+    while search.frontier and search.looked_at < bounds.limit:
+        search.look(min(OFTEN, bounds.limit - search.looked_at))
+        sys.stderr.write(f"looked at {search.looked_at} states, {search.frontier} are left\n")
+    explored = search.outcome()
+    sys.stdout.write(f"{bounds_of(model)}, {explored.words()}\n")
+    sys.stdout.writelines(f"no end after {'; '.join(way)}\n" for way in explored.hopeless)
     return 1 if explored.hopeless or explored.frontier else 0
 
 

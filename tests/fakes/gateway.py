@@ -19,6 +19,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCo
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.rewards import TaskProcesses
 from colocated_rl_rollout.settings import read_settings
@@ -75,6 +76,33 @@ class GatewayScene:
 
 
 @asynccontextmanager
+async def controller_running(
+    job: JobOnDisk,
+    gates: Sequence[Endpoint],
+    *,
+    processes: TaskProcesses | None = None,
+    registry: CollectorRegistry | None = None,
+    arguments: Sequence[str] = (),
+) -> AsyncIterator[tuple[Controller, OperatorEnd, openai.AsyncOpenAI]]:
+    """One that was told of these engines, and a client on its pod's loopback."""
+    settings = read_settings([*job.arguments, *arguments], job.environment)
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        silent = SilentProcesses(job.spec, job.directory)
+        controller = Controller(settings, session, processes or silent, registry or CollectorRegistry())
+        serving = asyncio.create_task(controller.run())
+        try:
+            await until(lambda: controller.member.ports.control or serving.done())
+            operator = await stack.enter_async_context(job.operator(controller.member.ports.control))
+            await operator.send(1, gates)
+            yield controller, operator, await stack.enter_async_context(openai_client(controller.member.ports.pages))
+        finally:
+            controller.drain()
+            async with asyncio.timeout(DEADLINE_S):
+                await serving
+
+
+@asynccontextmanager
 async def gateway_running(
     directory: Path,
     answer: Callable[[str], str | list[int]] = lambda question: ANSWER,
@@ -90,28 +118,17 @@ async def gateway_running(
         (directory / "model" / "chat_template.jinja").write_text(template)
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
         gate = FakeGate("job-gpu-0-0", job.tls, Scripted(directory / "model", answer))
         await stack.enter_async_context(gate.listening())
-        settings = read_settings([*job.arguments, *arguments], job.environment)
-        processes: TaskProcesses = SilentProcesses(job.spec, directory)
+        processes: TaskProcesses | None = None
         if tasks:
             prompts = job.spec.rollout.prompts
             processes = await stack.enter_async_context(
                 task_processes(prompts, directory, command=tasks, path=job.tasks)
             )
-        controller = Controller(settings, session, processes, registry)
-        serving = asyncio.create_task(controller.run())
-        try:
-            await until(lambda: controller.member.ports.control or serving.done())
-            operator = await stack.enter_async_context(job.operator(controller.member.ports.control))
-            await operator.send(1, (gate.endpoint,))
-            client = await stack.enter_async_context(openai_client(controller.member.ports.pages))
-            yield GatewayScene(job, gate, operator, controller, registry, client)
-        finally:
-            controller.drain()
-            async with asyncio.timeout(DEADLINE_S):
-                await serving
+        running = controller_running(job, (gate.endpoint,), processes=processes, registry=registry, arguments=arguments)
+        controller, operator, client = await stack.enter_async_context(running)
+        yield GatewayScene(job, gate, operator, controller, registry, client)
 
 
 def text_of(completion: ChatCompletion) -> str | None:

@@ -211,7 +211,7 @@ class Group:
         if self.ladder.serves_on and self._serve_on(pod, target):
             return True
         if self.ladder.reaches(rung, target.rung):
-            return rung is self.ladder.top and self._save(pod, target.step)
+            return rung is self.ladder.top and self._save(pod, target)
         if not self.ladder.takes_turns:
             is_due = self._lets_trainers_work(target) and not _is_done(pod, target)
             return is_due and self._train(pod, target)
@@ -399,8 +399,9 @@ class Group:
             return self._open(pod)
         return True
 
-    def _save(self, pod: GpuPod, step: int) -> bool:
-        due = step == self.job.spec.steps or step % self.job.spec.checkpoint.every_steps == 0
+    def _save(self, pod: GpuPod, target: PodTarget) -> bool:
+        step = target.step
+        due = target.is_last or step % self.job.spec.checkpoint.every_steps == 0
         rank = pod.trainer
         if not due or not rank.is_alive or rank.step != step or rank.saved == step:
             return False

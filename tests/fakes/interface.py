@@ -41,7 +41,12 @@ class Interface:
         found = min(
             (known for known, pattern in self._patterns.items() if pattern.fullmatch(path)),
             key=lambda known: "{" in known,
+            default="",
         )
+        if method.lower() not in self._paths.get(found, {}):
+            assert status == (405 if found else 404)
+            self._validate(("components", "schemas", "ErrorAnswer"), json.loads(body))
+            return
         place = ("paths", found, method.lower())
         responses = self._paths[found][method.lower()]["responses"]
         response = str(status) if str(status) in responses else "default"

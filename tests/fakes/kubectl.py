@@ -16,7 +16,7 @@ from aiohttp import web
 
 from fakes.cluster_api import ClusterApi
 
-START_DEADLINE_S = 20.0
+START_DEADLINE_S = 60.0
 
 # Joins the socket that it is told to the one of the fake, byte by byte, as long as it runs.
 _PROGRAM = """\

@@ -1,6 +1,7 @@
-"""An operator that only stays connected, on the loop of the real one: prints what a connection takes, in KiB.
+"""An operator that only raises epochs, on the loop of the real one: prints what a connection takes, in KiB.
 
-Reads a line of JSON: the authority's files, and the ports of members that all say the same of themselves.
+Reads a line of JSON: the authority's files, and the ports of members that all say the same of themselves. The second
+figure is what it takes when its member has answered in two more epochs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from builders import UID
 from colocated_rl_api import names
+from colocated_rl_api.ladder import Rung
+from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_operator.__main__ import run
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.members import Address, Members
@@ -25,22 +28,27 @@ def resident_kib() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
 
 
-async def measure(authority: Authority, ports: Sequence[int]) -> float:
+async def measure(authority: Authority, ports: Sequence[int]) -> tuple[float, float]:
     heard = asyncio.Event()
     addresses = [Address(f"pod-{port}", "uid-0", names.ROLE_GPU, "127.0.0.1", port) for port in ports]
     async with Members(authority.operator_context(), lambda job_uid, *, hurry=True: heard.set()) as members:
 
-        async def connect(number: int) -> int:
+        async def answered(number: int, epoch: int) -> int:
             members.keep(UID, addresses[:number])
-            while members.connected < number:
+            target = PodTarget(epoch=epoch, goal=Goal.CLIMB, step=0, lineage=1, rung=Rung.SEALED)
+            while not all(answer.facts and answer.facts.epoch == epoch for answer in members.answers(UID).values()):
                 heard.clear()
+                members.send(UID, dict.fromkeys(members.answers(UID), target))
                 await heard.wait()
             return resident_kib()
 
-        return (-await connect(FIRST) + await connect(len(ports))) / (len(ports) - FIRST)
+        few, all_of_them = await answered(FIRST, 1), await answered(len(ports), 1)
+        usual = (all_of_them - few) / (len(ports) - FIRST)
+        await answered(len(ports), 2)
+        return usual, usual + (await answered(len(ports), 3) - all_of_them) / len(ports)
 
 
 if __name__ == "__main__":
     told = json.loads(sys.stdin.readline())
     files = {name: text.encode() for name, text in told["authority"].items()}
-    print(run(measure(Authority.read(files), told["ports"])))  # noqa: T201
+    print(*run(measure(Authority.read(files), told["ports"])))  # noqa: T201

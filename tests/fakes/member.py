@@ -25,7 +25,10 @@ Body = dict[str, Any]
 
 
 class FakeMember:
-    """One member of a job, while it lives. holds: whether it stays where it stands under a target."""
+    """One member of a job, while it lives.
+
+    holds: whether it stays where it stands under a target. told: called when it has another one.
+    """
 
     def __init__(
         self, group: Group, pod: GpuPod | RolloutPod, *, name: str, job_uid: str, host: str, tls: Path, control: int
@@ -33,6 +36,7 @@ class FakeMember:
         self.group = group
         self.pod = pod
         self.holds: Callable[[PodTarget | RolloutTarget], bool] = lambda target: False
+        self.told: Callable[[], None] = lambda: None
         self.seen: list[PodTarget | RolloutTarget] = []
         self.listens = False
         self._moved = asyncio.Event()
@@ -69,12 +73,14 @@ class FakeMember:
         self.seen.append(target)
         self.group.accept(self.pod, target)
         self.poke()
+        self.told()
 
     def _accept_rollout(self, target: RolloutTarget) -> None:
         assert isinstance(self.pod, RolloutPod)
         self.seen.append(target)
         self.pod.target = target
         self.poke()
+        self.told()
 
     def poke(self) -> None:
         """Something changed: move on, and tell the operator."""
@@ -121,7 +127,7 @@ class FakeKubelet:
         self.group = group
         self.members: dict[str, FakeMember] = {}
         self.tasks = tasks
-        self.moved = asyncio.Event()  # any member did something; for tests that wait
+        self.moved = asyncio.Event()  # any member did something, or was told to; for tests that wait
         self._directory = directory
         self._read_secret = read_secret
         self._set_status = set_status
@@ -204,6 +210,7 @@ class FakeKubelet:
             control=names.CONTROL_PORT,
         )
         member.holds = lambda target: seat in self.holds and self.holds[seat](target)
+        member.told = self.moved.set
         self.members[metadata["uid"]] = member
         await self._set_status(pod, {"phase": "Running", "podIP": host})
         await member.live(self.poke_all)

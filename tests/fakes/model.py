@@ -16,13 +16,26 @@ Each move is checked, against the truth and not against what anybody believes:
 * I6 nothing is released, resumed or updated on top of a call whose outcome nobody knows
 
 Time passes only when nothing else can happen: then the plan is asked again at the moment that it named.
+
+Two things are left out, because what they would add differs in nothing that is checked (`in_all_orders` looks at them
+all the same, and a test compares):
+
+* *Which pod is which.* Pods of a role are made at once and do the same, but for rank 0, which alone leaves the job's
+  model and at whose address trainers meet. Until one of them would do something else with that rank, or is lost,
+  nothing depends on who has it: so nobody has it yet, and then any of them may turn out to be the one, in the first
+  seat. All others may change places, in the order of their attempts: the plan knows a seat by its pod's UID, and a
+  group by the UIDs of its pods, which is another whenever one is made again. Not so under a failure policy: it names
+  nodes, and answers failures in the order of seats.
+* *Who ends first.* Once all steps are done and that is on record, nothing that one pod does, hears or suffers changes
+  what another may, and the operator waits for all: any order can be sorted into one in which they end one by one, with
+  as many deaths. Not so while an operator may die, who is everybody's, or where pods share a volume.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -47,7 +60,8 @@ from colocated_rl_operator.plan import Plan, plan
 from colocated_rl_operator.reasons import Cause
 from fakes.model_pod import (
     CALLS,
-    NO_RANKS,
+    FIRST,
+    OTHER,
     Broken,
     Pod,
     Rank,
@@ -59,22 +73,18 @@ from fakes.model_pod import (
     check,
     chosen,
     facts_of,
+    last_barrier,
     must,
     rank_view,
     standing_of,
 )
+from fakes.values import Hashed, Values
 
 MORTAL = ("agent", "connection", "engine", "operator", "pod", "trainer")
 WAITS = 4  # one after another, at most: a deadline, and the back-offs that follow it
 
 
-class Seen(NamedTuple):
-    """What a report says, as far as a plan may depend on it, and the epoch that its pod would never go back from.
-
-    Facts count under the epoch they were reported in, and an epoch stands for one version: of gate, engine and export
-    it is the rung that matters, towards the target that the pod holds.
-    """
-
+class _Seen(NamedTuple):
     role: str
     epoch: int
     durable: int
@@ -82,6 +92,18 @@ class Seen(NamedTuple):
     version: WeightVersion | None
     rank: Rank
     stopped: bool
+
+
+class Seen(Hashed, _Seen):
+    """What a report says, as far as a plan may depend on it, and the epoch that its pod would never go back from.
+
+    Facts count under the epoch they were reported in, and an epoch stands for one version: of gate, engine and export
+    it is the rung that matters, towards the target that the pod holds.
+    """
+
+    def as_first(self) -> Seen:
+        """The same of a pod with rank 0."""
+        return self._replace(rank=self.rank.as_first())
 
 
 class Rollout(NamedTuple):
@@ -135,6 +157,33 @@ class State(NamedTuple):
         return self._replace(pods=pods)
 
 
+class _ShownRank(NamedTuple):
+    is_alive: bool
+    lineage: int | None
+    step: int | None
+
+
+class Shown(NamedTuple):
+    """What there is of a pod for all others, and for an operator beside its report. Who asks for more gets an error."""
+
+    attempt: int
+    alive: bool
+    there: bool
+    epoch: int
+    gate_open: bool
+    stood: tuple[tuple[int, Rung], ...]
+    ladder: Ladder
+    exports: frozenset[WeightVersion] | None
+    is_first: bool
+    rank: _ShownRank
+
+    @classmethod
+    def of(cls, pod: Pod) -> Shown:
+        rank = _ShownRank(pod.rank.is_alive, pod.rank.lineage, pod.rank.step)
+        place = (pod.attempt, pod.alive, pod.there, pod.epoch, pod.gate_open)
+        return cls(*place, pod.stood, pod.ladder, pod.exports, pod.is_first, rank)
+
+
 class Decided(NamedTuple):
     """A plan, its targets as they are sent, and where the slowest of those stands whose standing it knows."""
 
@@ -145,7 +194,10 @@ class Decided(NamedTuple):
 
 
 class Model:
-    """deaths, suspensions: how many may happen. of: what may die. The others are what a seeded defect leaves out."""
+    """deaths, suspensions: how many may happen. of: what may die. in_all_orders: nothing is left out.
+
+    The others are what a seeded defect leaves out.
+    """
 
     def __init__(
         self,
@@ -154,6 +206,7 @@ class Model:
         deaths: int,
         of: Collection[str] = MORTAL,
         suspensions: int = 0,
+        in_all_orders: bool = False,
         has_journal: bool = True,
         has_fence: bool = True,
         has_precondition: bool = True,
@@ -163,12 +216,21 @@ class Model:
         self.deaths = deaths
         self.mortal = of
         self.suspensions = suspensions
+        self.in_all_orders = in_all_orders
+        self.may_swap = not in_all_orders and job.spec.failure_policy is None
         self._suspended_job = replace(job, spec=job.spec.model_copy(update={"suspend": True}))
         self.has_journal = has_journal
         self.has_fence = has_fence
         self.has_precondition = has_precondition
         self.plans = 0  # that were made
+        self._admit = cache(partial(admit, has_fence=has_fence))  # of a pod that was seen before, all is known
+        self._check, self._act, self._standing_of = cache(check), cache(acted), cache(standing_of)
+        self._restart, self._called_unheard = (
+            cache(agent_restarts),
+            cache(partial(called_unheard, has_journal=has_journal)),
+        )
         self._plans: dict[object, Decided] = {}
+        self._climbs, self._told = Values[Climb | None](), Values[Seen]()
         self._actions: dict[Pod, tuple[do.Action, ...]] = {}
         self._seen: dict[Pod, Seen] = {}
         self._reports: dict[Seen, PodFacts] = {}  # one that says just that
@@ -176,7 +238,9 @@ class Model:
     def start(self) -> State:
         """Every pod runs, and nobody knows anybody."""
         nobody = (None,) * len(self.job.gpu_seats)
-        pods = tuple(self._new_pod(seat, self._first_rank(seat)) for seat in self.job.gpu_seats)
+        pods = tuple(self._new_pod(seat, OTHER) for seat in self.job.gpu_seats)
+        if not self.may_swap or self._shares_a_volume:
+            pods = first_of(pods, 0)
         return State(
             pods,
             Rollout(),
@@ -186,44 +250,111 @@ class Model:
             suspensions=self.suspensions,
         )
 
-    def _first_rank(self, seat: str) -> Rank:
-        seats = self.job.trainer_seats
-        return NO_RANKS[seats.index(seat) if seat in seats else 0]
+    @property
+    def _shares_a_volume(self) -> bool:
+        """To which the pod with rank 0 writes."""
+        return self.job.spec.placement is Placement.DISAGGREGATED
 
     def _new_pod(self, seat: str, rank: Rank) -> Pod:
-        writes = self.job.spec.placement is Placement.DISAGGREGATED and seat == self.job.trainer_seats[0]
+        writes = self._shares_a_volume and seat == self.job.trainer_seats[0]
         exports = frozenset[WeightVersion]() if writes else None
         return Pod(ladder=self.job.ladder, keeps=self._keeps, role=role_of(seat), exports=exports, rank=rank)
 
     def successors(self, state: State) -> list[tuple[str, State]]:
         """What may happen, and what then is so. Raises Broken."""
-        return [*self.moves(state), *self._befalls(state)]
+        if state.operator.is_over:
+            return []
+        if apart := self._told_apart(state):
+            return apart
+        if not (self.end_alone(state) and (moves := self._moves_one_by_one(state))):
+            moves = [*self._moves(state), *self._befalls(state)]
+        return self._as_values(moves)
 
     def moves(self, state: State) -> list[tuple[str, State]]:
         """Those in which nobody dies, and no person has a say."""
         if state.operator.is_over:
             return []
-        at_once = chain(self._rollout_acts(state), self._operator_passes(state, late=False))
-        found = [*islice(at_once, 1)]  # nobody gains by waiting
+        return self._told_apart(state) or self._as_values(self._moves(state))
+
+    def moves_of(self, state: State, index: int) -> list[tuple[str, State]]:
+        """Of one pod, which depend on what others show alone."""
+        return self._as_values(self._moves_of(state, index))
+
+    def deaths_of(self, state: State, index: int) -> list[tuple[str, State]]:
+        """Likewise."""
+        return self._as_values(self._deaths(state, index))
+
+    def befalls_all(self, state: State) -> list[tuple[str, State]]:
+        """What happens to no pod."""
+        return self._as_values(self._befalls_all(state))
+
+    def is_quiet(self, state: State) -> bool:
+        """Nothing happens at once, which depends on what pods show and operator and rollout controller know alone."""
+        return not self._moves_at_once(state)
+
+    def _moves(self, state: State) -> list[tuple[str, State]]:
+        found = self._moves_at_once(state)
         if not found:
-            found = [*self._targets_arrive(state), *self._reports_arrive(state), *self._agents_act(state)]
-        return self._as_values(found or self._operator_passes(state, late=True))
+            found = [move for index in range(len(state.pods)) for move in self._moves_of(state, index)]
+            if state.sleeper is not None:
+                found.append(("old leader", decided_on(state._replace(sleeper=None), state.sleeper)))
+        return found or [*self._operator_passes(state, late=True)]
+
+    def _moves_at_once(self, state: State) -> list[tuple[str, State]]:
+        """Nobody gains by waiting."""
+        return [*islice(chain(self._rollout_acts(state), self._operator_passes(state, late=False)), 1)]
+
+    def _moves_of(self, state: State, index: int) -> Iterator[tuple[str, State]]:
+        """Of one pod."""
+        yield from self._targets_arrive(state, index)
+        yield from self._reports_arrive(state, index)
+        yield from self._agent_acts(state, index)
+
+    def end_alone(self, state: State) -> bool:
+        """Pods do, each for itself: see above."""
+        climb, is_settled = state.operator.climb, not (state.suspend or state.suspensions or state.sleeper)
+        has_ended = climb is not None and climb.cause is Cause.ALL_STEPS_DONE
+        is_led = not (state.deaths and "operator" in self.mortal)
+        return has_ended and is_led and is_settled and not (self.in_all_orders or self._shares_a_volume)
+
+    def _moves_one_by_one(self, state: State) -> list[tuple[str, State]]:
+        """Of the first pod that has any; whom nothing is left to do may still die."""
+        if found := self._moves_at_once(state):
+            return found + self._befalls(state)
+        for index in range(len(state.pods)):
+            moves = [*self._moves_of(state, index)]
+            found += [*moves, *self._deaths(state, index)]
+            if moves:
+                return found
+        return []
 
     def _befalls(self, state: State) -> list[tuple[str, State]]:
-        found: list[tuple[str, State]] = []
-        if state.operator.is_over:
-            return found
-        if state.deaths:
-            deaths = self._somebody_dies(state._replace(deaths=state.deaths - 1))
-            found += [death for death in deaths if death[0].split()[0] in self.mortal]
+        deaths = [death for index in range(len(state.pods)) for death in self._deaths(state, index)]
+        return deaths + self._befalls_all(state)
+
+    def _befalls_all(self, state: State) -> list[tuple[str, State]]:
+        found = []
+        if state.deaths and state.operator.climb is not None and "operator" in self.mortal:
+            found.append(("operator dies", self._next_leader(state._replace(deaths=state.deaths - 1))))
         if state.suspend:
             found.append(("resumed", state._replace(suspend=False)))
         elif state.suspensions:
             found.append(("suspended", state._replace(suspend=True, suspensions=state.suspensions - 1)))
-        return self._as_values(found)
+        return found
 
     def _as_values(self, found: Iterable[tuple[str, State]]) -> list[tuple[str, State]]:
-        return [(what, alike(self._without_the_refused(after))) for what, after in found]
+        return [(what, self._without_the_refused(after)) for what, after in found]
+
+    def _told_apart(self, state: State) -> list[tuple[str, State]]:
+        """Whoever may have rank 0, once that makes a difference; else nothing."""
+        pods = state.pods
+        if pods[0].is_first or not any(map(self.tells_apart, pods)):
+            return []
+        return [(f"{index} has rank 0", with_first(state, index)) for index in range(len(pods))]
+
+    def tells_apart(self, pod: Pod) -> bool:
+        """It is lost, or would do something else if it had rank 0."""
+        return not pod.alive or self._choices(pod) != self._choices(pod.as_first())
 
     def _without_the_refused(self, state: State) -> State:
         """Old targets that would change nothing have arrived, whenever they do."""
@@ -242,8 +373,9 @@ class Model:
             yield "operator, late" if late else "operator", after
 
     def _plan(self, state: State, *, late: bool) -> Decided:
-        places = tuple((pod.attempt, pod.alive, pod.there) for pod in state.pods)
-        key = (state.operator._replace(sent=()), state.rollout, places, late, state.suspend)
+        operator, places = state.operator, tuple((pod.attempt, pod.alive, pod.there) for pod in state.pods)
+        climb = self._climbs.number(operator.climb)
+        key = (climb, operator[1:-1], state.rollout, places, late, state.suspend)
         decided = self._plans.get(key)
         if decided is None:
             self.plans += 1
@@ -269,6 +401,7 @@ class Model:
             else:
                 targets.append((self._place_of(name), Target.of(target)))
         slowest = min(made.standings.values(), key=self.job.ladder.place, default=Rung.UNKNOWN)
+        made = replace(made, climb=self._climbs.kept(made.climb))
         return Decided(made, rollout, tuple(targets), slowest)
 
     def observe(self, state: State) -> Observation:
@@ -384,8 +517,8 @@ class Model:
             index = self.job.gpu_seats.index(seat)
             if isinstance(action, CreatePod):
                 must(not pods[index].alive, f"two pods in {action.seat}")
-                before = pods[index]
-                pods[index] = self._new_pod(seat, NO_RANKS[before.rank.number])._replace(
+                before, rank = pods[index], FIRST if pods[index].is_first else OTHER
+                pods[index] = self._new_pod(seat, rank)._replace(
                     attempt=action.attempt, stood=before.stood, exports=before.exports
                 )
             else:
@@ -394,30 +527,23 @@ class Model:
         return state._replace(pods=tuple(pods), operator=operator, rollout=rollout)
 
     # --------------------------------------------------------------------------------------------------------- channels
-    def _targets_arrive(self, state: State) -> Iterator[tuple[str, State]]:
-        for index, pod in enumerate(state.pods):
-            if not pod.alive or pod.stopped:
-                continue
-            sent, stale = state.operator.sent[index], state.stale[index]
-            if sent is not None and sent != pod.target:
-                after = admit(pod, sent, has_fence=self.has_fence)
-                if after != pod:
-                    yield f"target {index}", state.with_pod(index, after)
-            if stale is not None:
-                after = admit(pod, stale, has_fence=self.has_fence)
-                gone = state._replace(stale=put(state.stale, index, None))
-                yield f"old target {index}", gone.with_pod(index, after)
-        if state.sleeper is not None:
-            yield "old leader", decided_on(state._replace(sleeper=None), state.sleeper)
+    def _targets_arrive(self, state: State, index: int) -> Iterator[tuple[str, State]]:
+        pod, sent, stale = state.pods[index], state.operator.sent[index], state.stale[index]
+        if not pod.alive or pod.stopped:
+            return
+        if sent is not None and sent != pod.target:
+            after = self._admit(pod, sent)
+            if after != pod:
+                yield f"target {index}", state.with_pod(index, after)
+        if stale is not None:
+            after = self._admit(pod, stale)
+            gone = state._replace(stale=put(state.stale, index, None))
+            yield f"old target {index}", gone.with_pod(index, after)
 
-    def _reports_arrive(self, state: State) -> Iterator[tuple[str, State]]:
-        operator = state.operator
-        for index, pod in enumerate(state.pods):
-            if pod.alive and (seen := self.report(pod)) != operator.known[index]:
-                yield (
-                    f"report {index}",
-                    state._replace(operator=operator._replace(known=put(operator.known, index, seen))),
-                )
+    def _reports_arrive(self, state: State, index: int) -> Iterator[tuple[str, State]]:
+        pod, operator = state.pods[index], state.operator
+        if pod.alive and (seen := self.report(pod)) != operator.known[index]:
+            yield f"report {index}", state._replace(operator=operator._replace(known=put(operator.known, index, seen)))
 
     def report(self, pod: Pod) -> Seen:
         if (told := self._seen.get(pod)) is not None:
@@ -434,23 +560,25 @@ class Model:
         seen = Seen(pod.role, pod.epoch, pod.durable.epoch, standing_of(pod), version, rank, pod.stopped)
         if seen not in self._reports:
             self._reports[seen] = facts_of(pod)
-        self._seen[pod] = seen
+        seen = self._seen[pod] = self._told.kept(seen)
+        if not pod.is_first:
+            self.report(pod.as_first())  # as which it may turn out
         return seen
 
     # ----------------------------------------------------------------------------------------------------------- agents
-    def _agents_act(self, state: State) -> Iterator[tuple[str, State]]:
-        for index, pod in enumerate(state.pods):
-            if not pod.alive or pod.stopped:
-                continue
-            for action in self._choices(pod):
-                check(pod, action, exports_of(state))
-                self._check_closing(state, pod, action)
-                name = f"{type(action).__name__} {index}"
-                if (after := self._effect(state, index, action)) is not None:
-                    yield name, after
-                elif self._is_alone(state, index):
-                    broken = rank_view(pod.rank).broke("nobody answers")
-                    yield f"{name} fails", state.with_pod(index, pod._replace(rank=Rank.of(broken)))
+    def _agent_acts(self, state: State, index: int) -> Iterator[tuple[str, State]]:
+        pod = state.pods[index]
+        if not pod.alive or pod.stopped:
+            return
+        for action in self._choices(pod):
+            self._check(pod, action, exports_of(state))
+            self._check_closing(state, pod, action)
+            name = f"{type(action).__name__} {index}"
+            if (after := self._effect(state, index, action)) is not None:
+                yield name, after
+            elif self._is_alone(state, index):
+                broken = rank_view(pod.rank).broke("nobody answers")
+                yield f"{name} fails", state.with_pod(index, pod._replace(rank=Rank.of(broken)))
 
     def _check_closing(self, state: State, pod: Pod, action: do.Action) -> None:
         """A resident engine that is well closes its gate when every pod has the new weights, or for good."""
@@ -473,36 +601,36 @@ class Model:
                 if not self._others_joined(state, index, -1):
                     return None
                 loaded = before.rank._replace(state=TrainerState.OFFLOADED, step=saved, saved=saved)
-                pod = before._replace(rank=loaded)
+                pod = before._replace(rank=loaded).noted()
             case do.Score(step=step):
                 must(rollout.dropped < step <= rollout.sealed, f"batch {step} is not in the store")
                 must(before.rank.step == step - 1, "a batch is scored out of order")
                 if not self._others_joined(state, index, step - 1):
                     return None
-                pod = before._replace(rank=before.rank._replace(scored=step, state=TrainerState.ONLOADED))
+                pod = before._replace(rank=before.rank._replace(scored=step, state=TrainerState.ONLOADED)).noted()
             case do.Train(step=step):
                 must(rollout.dropped < step <= rollout.sealed, f"batch {step} is not in the store")
                 must(before.rank.step == step - 1, "a batch out of order")
                 must(not before.ladder.scores or before.rank.scored == step, "a batch that no reference has scored")
                 if not self._others_joined(state, index, step - 1):
                     return None
-                pod = before._replace(rank=before.rank._replace(step=step, state=TrainerState.ONLOADED))
+                pod = before._replace(rank=before.rank._replace(step=step, state=TrainerState.ONLOADED)).noted()
             case do.Save(step=step):
                 saved = max(saved, step)
-                pod = before._replace(rank=before.rank._replace(saved=step))
+                pod = before._replace(rank=before.rank._replace(saved=step)).noted()
             case do.Finish(version=version):
                 must(saved >= version.step, "a model is left that no checkpoint has")
-                pod = before._replace(rank=before.rank._replace(finished=version))
+                pod = before._replace(rank=before.rank._replace(finished=version)).noted()
             case do.FetchShards(step=step) if not rollout.dropped < step <= rollout.sealed:
                 return None
             case _:
-                pod = act(before, action)
+                pod = self._act(before, action)
         must(
             not pod.rank.is_on_device or pod.engine is None or pod.engine.has_given_up or pod.ladder.serves_on,
             "engine and trainer share the device",
         )
-        after = state._replace(saved=saved).with_pod(index, pod := pod.noted())
-        was, now = standing_of(before), standing_of(pod)
+        after = state._replace(saved=saved).with_pod(index, pod)
+        was, now = self._standing_of(before), self._standing_of(pod)
         is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB
         is_rise = not pod.ladder.reaches(was, now) and not isinstance(action, do.KillEngine)  # a loss is no going on
         joins = pod.role == names.ROLE_ENGINE and pod.target is not None and pod.target.version == state.operator.served
@@ -544,33 +672,40 @@ class Model:
         if not rollout.there:
             return
         if rollout.goal is Goal.STOP:
-            after = rollout._replace(stopped=True)
-        else:
-            after = rollout._replace(trained=rollout.told_trained, dropped=rollout.told_saved)
-            if not self.job.ladder.serves or any(pod.alive and pod.gate_open for pod in state.pods):
-                after = after._replace(sealed=max(after.sealed, after.trained + 1))
-        if after != rollout:
+            if not rollout.stopped:
+                yield "rollout", state._replace(rollout=rollout._replace(stopped=True))
+            return
+        sealed, trained, dropped = rollout.sealed, rollout.told_trained, rollout.told_saved
+        if not self.job.ladder.serves or any(pod.alive and pod.gate_open for pod in state.pods):
+            sealed = max(sealed, trained + 1)
+        if (sealed, trained, dropped) != (rollout.sealed, rollout.trained, rollout.dropped):
+            after = rollout._replace(sealed=sealed, trained=trained, dropped=dropped)
             yield "rollout", state._replace(rollout=after)
 
-    def _somebody_dies(self, state: State) -> Iterator[tuple[str, State]]:
-        for index, pod in enumerate(state.pods):
-            if not pod.alive or pod.stopped:
-                continue
-            unheard = state._replace(operator=state.operator.lost(index))
-            yield f"agent {index} dies", unheard.with_pod(index, agent_restarts(pod))
-            for action in self._choices(pod):
-                if isinstance(action, CALLS):
-                    left = agent_restarts(called_unheard(pod, action, has_journal=self.has_journal))
-                    yield f"agent {index} dies in {type(action).__name__}", unheard.with_pod(index, left)
-            if pod.engine is not None:
-                yield f"engine {index} dies", state.with_pod(index, pod.without_engine().noted())
-            if pod.rank.is_alive:
-                yield f"trainer {index} dies", state.with_pod(index, pod.without_trainer())
-            if state.operator.known[index] is not None:
-                yield f"connection {index} breaks", unheard
-            yield f"pod {index} dies", unheard.with_pod(index, pod._replace(alive=False))
-        if state.operator.climb is not None:
-            yield "operator dies", self._next_leader(state)
+    def _deaths(self, state: State, index: int) -> list[tuple[str, State]]:
+        """In one pod, of what may die."""
+        if not state.deaths:
+            return []
+        found = self._somebody_dies(state._replace(deaths=state.deaths - 1), index)
+        return [death for death in found if death[0].split()[0] in self.mortal]
+
+    def _somebody_dies(self, state: State, index: int) -> Iterator[tuple[str, State]]:
+        pod = state.pods[index]
+        if not pod.alive or pod.stopped:
+            return
+        unheard = state._replace(operator=state.operator.lost(index))
+        yield f"agent {index} dies", unheard.with_pod(index, self._restart(pod))
+        for action in self._choices(pod):
+            if isinstance(action, CALLS):
+                left = self._restart(self._called_unheard(pod, action))
+                yield f"agent {index} dies in {type(action).__name__}", unheard.with_pod(index, left)
+        if pod.engine is not None:
+            yield f"engine {index} dies", state.with_pod(index, pod.without_engine().noted())
+        if pod.rank.is_alive:
+            yield f"trainer {index} dies", state.with_pod(index, pod.without_trainer())
+        if state.operator.known[index] is not None:
+            yield f"connection {index} breaks", unheard
+        yield f"pod {index} dies", unheard.with_pod(index, pod._replace(alive=False))
 
     def _next_leader(self, state: State) -> State:
         """It knows what is recorded. The old one was only paused, with a plan in its hands."""
@@ -589,23 +724,22 @@ class Model:
 
 
 # ------------------------------------------------------------------------------------------------------------- plumbing
-def alike(state: State) -> State:
-    """One of the states that differ only in which pod of a role is which: all were made at once."""
-    if len(state.pods) == 1 or len({pod.attempt for pod in state.pods}) > 1:
-        return state
-    operator = state.operator
-    rows = sorted(zip(state.pods, operator.known, operator.sent, state.stale, strict=True), key=_rank_of)
-    pods, known, sent, stale = zip(*rows, strict=True)
-    if (pods, known, sent, stale) == (state.pods, operator.known, operator.sent, state.stale):
-        return state
-    return state._replace(pods=pods, operator=operator._replace(known=known, sent=sent), stale=stale)
+def first_of(pods: tuple[Pod, ...], index: int) -> tuple[Pod, ...]:
+    """With rank 0 in one of them, which takes the first seat."""
+    return (pods[index].as_first(), *pods[:index], *pods[index + 1 :])
 
 
-@cache
-def last_barrier(ladder: Ladder, places: int) -> Rung | None:
-    """Of so many rungs, from the foot."""
-    passed = [each for each in ladder.rungs[: max(0, places)] if each in ladder.barriers]
-    return passed[-1] if passed else None
+def with_first(state: State, index: int) -> State:
+    def begin(items: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (items[index], *items[:index], *items[index + 1 :])
+
+    first, *others = begin(state.operator.known)
+    operator = state.operator._replace(known=(first and first.as_first(), *others), sent=begin(state.operator.sent))
+    return state._replace(pods=first_of(state.pods, index), operator=operator, stale=begin(state.stale))
+
+
+def acted(pod: Pod, action: do.Action) -> Pod:
+    return act(pod, action).noted()
 
 
 def must_have_stood(pods: tuple[Pod, ...], epoch: int, barrier: Rung | None, what: str) -> None:
@@ -633,10 +767,6 @@ def with_pod_or_without(rollout: Rollout, action: PodAction) -> Rollout:
         must(not rollout.there, "two pods of the store")
         return rollout._replace(goal=Goal.CLIMB, stopped=False, attempt=action.attempt, there=True)
     return rollout._replace(stopped=True, there=False)
-
-
-def _rank_of(row: tuple[Pod, object, object, object]) -> tuple[int, int]:
-    return names.GPU_ROLES.index(row[0].role), hash(row)
 
 
 def exports_of(state: State) -> frozenset[WeightVersion] | None:

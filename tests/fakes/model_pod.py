@@ -30,6 +30,7 @@ from colocated_rl_api.member_wire import (
     TrainerState,
 )
 from colocated_rl_member.fence import EpochFence
+from fakes.values import Hashed
 
 KILLED = -9
 NEVER = 1e12
@@ -128,6 +129,9 @@ class Rank(NamedTuple):
             "broken" if view.broken else None,
         )
 
+    def as_first(self) -> Rank:
+        return self._replace(number=0)
+
     @property
     def is_alive(self) -> bool:
         return self.state is not TrainerState.ABSENT
@@ -160,15 +164,12 @@ class Target(NamedTuple):
 
 
 NO_ENGINE = Belief.of(EngineView())
-NO_RANKS = tuple(Rank.of(RankView(number)) for number in range(8))
+FIRST, OTHER = (
+    Rank.of(RankView(number)) for number in range(2)
+)  # of a pod that is new; any rank but 0 is like another
 
 
-class Pod(NamedTuple):
-    """stood: by epoch, the highest rung at which its seat has stood under a target of it.
-
-    exports: on the volume that pods share, in the pod with rank 0, which alone writes and removes; None in all others.
-    """
-
+class _Pod(NamedTuple):
     attempt: int = 0
     alive: bool = True
     journal: int = 0
@@ -177,7 +178,7 @@ class Pod(NamedTuple):
     in_flight: int = 0
     engine: Engine | None = None
     belief: Belief = NO_ENGINE
-    rank: Rank = NO_RANKS[0]
+    rank: Rank = OTHER
     whole: WeightVersion | None = None
     shards: int | None = None
     stopped: bool = False
@@ -188,9 +189,23 @@ class Pod(NamedTuple):
     role: str = names.ROLE_GPU
     exports: frozenset[WeightVersion] | None = None
 
+
+class Pod(Hashed, _Pod):
+    """stood: by epoch, the highest barrier at which its seat has stood under a target of it.
+
+    exports: on the volume that pods share, in the pod with rank 0, which alone writes and removes; None in all others.
+    """
+
     @property
     def epoch(self) -> int:
         return self.target.epoch if self.target else 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank.number == 0
+
+    def as_first(self) -> Pod:
+        return self._replace(rank=self.rank.as_first())
 
     @property
     def durable(self) -> Journal:
@@ -200,11 +215,12 @@ class Pod(NamedTuple):
         return self._replace(journal=JOURNALS.after(self.journal, *records))
 
     def noted(self) -> Pod:
-        """With the rung at which it stands now."""
+        """With the last barrier below which it does not stand now."""
         if self.target is None or self.target.goal is Goal.STOP:
             return self
-        stood = dict(self.stood)
-        stood[self.epoch] = max(standing_of(self), stood.get(self.epoch, Rung.UNKNOWN), key=self.ladder.place)
+        stood, ladder = dict(self.stood), self.ladder
+        passed = last_barrier(ladder, ladder.place(standing_of(self))) or Rung.UNKNOWN
+        stood[self.epoch] = max(passed, stood.get(self.epoch, Rung.UNKNOWN), key=ladder.place)
         return self._replace(stood=tuple(sorted(stood.items())))
 
     def without_engine(self) -> Pod:
@@ -214,6 +230,13 @@ class Pod(NamedTuple):
 
     def without_trainer(self) -> Pod:
         return self._replace(rank=Rank.of(rank_view(self.rank).gone(KILLED)))
+
+
+@cache
+def last_barrier(ladder: Ladder, places: int) -> Rung | None:
+    """Of so many rungs, from the foot."""
+    passed = [each for each in ladder.rungs[: max(0, places)] if each in ladder.barriers]
+    return passed[-1] if passed else None
 
 
 class Journals:

@@ -1,20 +1,27 @@
-"""A reference that a test steers: its route over real TLS, and log-probabilities that follow from tokens alone."""
+"""A reference that a test steers: its route over real TLS, and log-probabilities that follow from tokens alone.
+
+What it answers is held to what the real one answers by `contract/test_reference_contract.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import numpy as np
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from numpy.typing import NDArray
 
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.reference_wire import MAX_SAMPLE_BYTES, SCORE_PATH, ScoreError
 from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
+
+ERRORS = {400: "BadRequest", 401: "TokenNeeded", 404: "NotFound"}
 
 
 def reference_logp(ids: NDArray[np.int32], temperature: float) -> NDArray[np.float32]:
@@ -25,7 +32,7 @@ def reference_logp(ids: NDArray[np.int32], temperature: float) -> NDArray[np.flo
 class FakeReference:
     """One pod. holds: nobody is answered meanwhile. faults: status of the next answers, 0 for one that is cut short."""
 
-    def __init__(self, name: str, tls: MemberTls) -> None:
+    def __init__(self, name: str, tls: MemberTls, *, vocabulary: int = 2**31) -> None:
         self.name = name
         self.faults: deque[int] = deque()
         self.is_down = False  # every answer is 503
@@ -34,6 +41,7 @@ class FakeReference:
         self._free = asyncio.Event()
         self._free.set()
         self._tls = tls
+        self._vocabulary = vocabulary
         self._port = 0
 
     @property
@@ -48,7 +56,8 @@ class FakeReference:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[FakeReference]:
-        application = data_application(self._tls, max_request_bytes=MAX_SAMPLE_BYTES)
+        application = data_application(self._tls, max_request_bytes=MAX_SAMPLE_BYTES + 1)
+        application.middlewares.insert(0, _in_its_words)
         application.add_routes([web.post(SCORE_PATH, self._score)])
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
@@ -62,8 +71,7 @@ class FakeReference:
             await runner.cleanup()
 
     async def _score(self, request: web.Request) -> web.Response:
-        ids = np.frombuffer(await request.read(), "<i4")
-        start, temperature = int(request.query["start"]), float(request.query["temperature"])
+        ids, start, temperature = await self._question(request)
         self.asked.append((len(ids), start, temperature))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -74,6 +82,37 @@ class FakeReference:
         status = self.faults.popleft() if self.faults else 503 if self.is_down else 200
         logp = reference_logp(ids, temperature)[start:].tobytes()
         if status > 200:
-            words = ScoreError(error="Fault", message=f"as the test has it: {status}")
-            return web.Response(status=status, text=words.model_dump_json(by_alias=True))
+            return web.Response(status=status, text=f"as the test has it: {status}")
         return web.Response(body=logp if status else logp[:-4], content_type="application/octet-stream")
+
+    async def _question(self, request: web.Request) -> tuple[NDArray[np.int32], int, float]:
+        """Raises HTTPBadRequest."""
+        if (request.content_length or 0) > MAX_SAMPLE_BYTES:
+            raise web.HTTPBadRequest(text="larger than any sample", headers={"Connection": "close"})
+        body = await request.read()
+        try:
+            start, temperature = int(request.query["start"]), float(request.query["temperature"])
+            ids = np.frombuffer(body, "<i4")
+        except (KeyError, ValueError) as error:
+            raise web.HTTPBadRequest(text=f"no question: {error}") from error
+        is_of_the_model = 1 <= start < len(ids) and 0 <= ids.min() <= ids.max() < self._vocabulary
+        if not (is_of_the_model and math.isfinite(temperature) and temperature > 0):
+            raise web.HTTPBadRequest(text="no question that a model has an answer to")
+        return ids, start, temperature
+
+
+@web.middleware
+async def _in_its_words(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Everything but an answer is a `ScoreError`."""
+    try:
+        answer = await handler(request)
+    except web.HTTPException as refused:
+        answer = refused
+    if answer.status == 200:
+        return answer
+    assert isinstance(answer, web.Response)
+    said = ScoreError(error=ERRORS.get(answer.status, "Fault"), message=answer.text or "")
+    refusal = web.json_response(text=said.model_dump_json(by_alias=True), status=answer.status)
+    if answer.keep_alive is False or answer.headers.get("Connection") == "close":
+        refusal.force_close()
+    return refusal

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from colocated_rl_api.prompts import Prompts
-from colocated_rl_rollout.rewards import REPLY_DEADLINE_S, Endpoint, TaskProcesses
+from colocated_rl_rollout.rewards import Endpoint, TaskProcesses
 from colocated_rl_rollout.task_server import COMMAND, listen, serve
 
 
@@ -47,15 +47,12 @@ async def task_processes(
     count: int = 1,
     command: Sequence[str] = COMMAND,
     container_bytes: int | None = None,
-    reply_deadline_s: float = REPLY_DEADLINE_S,
     endpoints: Mapping[int, Endpoint] | None = None,
     path: Path | None = None,
 ) -> AsyncIterator[TaskProcesses]:
     """Processes that are kept up until the end of the block."""
     with task_server(directory, command=command, container_bytes=container_bytes, path=path) as socket_path:
-        made = TaskProcesses(
-            prompts, count=count, socket=socket_path, endpoints=endpoints, reply_deadline_s=reply_deadline_s
-        )
+        made = TaskProcesses(prompts, count=count, socket=socket_path, endpoints=endpoints)
         running = asyncio.create_task(made.run())
         try:
             yield made

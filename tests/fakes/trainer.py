@@ -4,9 +4,9 @@
 
 The weight of version STEP-LINEAGE is STEP + LINEAGE / 8. Checkpoints are files named by their step, the model that it
 leaves is a copy of its export. A test makes it fail by a file `fault` beside its socket, with one line ROUTE ACTION,
-used once: ROUTE and crash, hang, slow or error, and also `export torn`, `export lies` (the probe is of other weights),
-`offload leaks` and `load unscoring`. A file `asked` there has the routes of all requests, in order. With FAKE_DEVICE in
-its environment it says there what it holds of the device.
+used once: ROUTE and crash, hang, slow, error or held (until there is a file `go`), and also `export torn`, `export
+lies` (the probe is of other weights), `offload leaks` and `load unscoring`. A file `asked` there has the routes of all
+requests, in order. With FAKE_DEVICE in its environment it says there what it holds of the device.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Rank:
         self.socket = Path(environment["COLOCATE_TRAINER_SOCKET"])
         self.checkpoints = Path(environment["COLOCATE_CHECKPOINTS"])
         self.rank, self.lineage = int(environment["RANK"]), int(environment["COLOCATE_LINEAGE"])
+        self.device = int(environment["LOCAL_RANK"])
         self.lock = threading.Lock()
         self.state = "Starting"
         self.step: int | None = None
@@ -54,7 +55,7 @@ class Rank:
     def hold(self, gb: float) -> None:
         """For `fakes/device.c`."""
         if (directory := os.environ.get("FAKE_DEVICE")) is not None:
-            (Path(directory) / str(os.getpid())).write_text(str(int(gb * 2**30)))
+            (Path(directory) / f"{os.getpid()}.{self.device}").write_text(str(int(gb * 2**30)))
 
     def status(self) -> dict[str, Any]:
         return {
@@ -64,20 +65,22 @@ class Rank:
         }  # fmt: skip
 
     def fail_if_told(self, route: str) -> str:
-        """The fault for this route, taken away; crashes and hangs happen here."""
+        """The fault for this route, taken away, by one of the ranks; crashes and hangs happen here."""
         path = self.socket.parent / "fault"
         try:
             asked, action = path.read_text().split()
+            if asked != route:
+                return ""
+            path.unlink()
         except FileNotFoundError:
             return ""
-        if asked != route:
-            return ""
-        path.unlink()
         if action == "crash":
             print("RuntimeError: told to crash", flush=True)  # noqa: T201 - last words
             os._exit(17)
         if action == "slow":
             time.sleep(1.0)
+        while action == "held" and not (self.socket.parent / "go").exists():
+            time.sleep(0.01)
         if action == "hang":
             threading.Event().wait()
         return action
@@ -119,7 +122,8 @@ class Rank:
         assert self.step is not None
         directory = Path(body["directory"])
         weight = self.step + self.lineage / 8
-        write_export(directory, version=body["version"], weight=weight, probe_error=0.5 if fault == "lies" else 0.0)
+        if self.device == 0:  # one rank of each pod writes
+            write_export(directory, version=body["version"], weight=weight, probe_error=0.5 if fault == "lies" else 0.0)
         if fault == "torn":
             (directory / "model.safetensors").write_bytes(b"torn")
         self.exported = body["version"]

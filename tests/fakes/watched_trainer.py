@@ -32,8 +32,14 @@ PLACES = (
 """In the order of a step: before and after each request, and where a half of it is done."""
 
 forking = multiprocessing.get_context("forkserver")
-forking.set_forkserver_preload(  # what takes long; ours would not be found: the server has no path of the tests
-    ["torch", "torch.distributed", "transformers.core_model_loading", "transformers.models.qwen3.modeling_qwen3"]
+forking.set_forkserver_preload(  # what takes long; nothing of the tests: the server has no path of theirs
+    [
+        "colocated_rl_trainer.loop",
+        "pytest",
+        "torch.distributed.checkpoint.state_dict",
+        "transformers.core_model_loading",
+        "transformers.models.qwen3.modeling_qwen3",
+    ]
 )
 
 

@@ -24,6 +24,11 @@ def next_token(weight: float, before: int, position: int) -> int:
     return 3 + int(weight * 31 + before * 7 + position) % 300
 
 
+def experts_of(token: int, weight: float) -> list[int]:
+    """That a token goes to, of two layers with two each."""
+    return [token % 61, (token + int(weight * 8)) % 61, (token + 1) % 61, int(weight * 8)]
+
+
 def weights_checksum(weight: float) -> str:
     """As an engine says it of what it holds."""
     return hashlib.sha256(struct.pack("<f", weight)).hexdigest()

@@ -19,7 +19,7 @@ from colocated_rl_operator.authority import SECRET_NAME, Authority, find_authori
 from colocated_rl_operator.cluster import ClusterAccess
 from colocated_rl_operator.errors import ApiUnreachable, Conflict, NotFound, Refused
 from colocated_rl_operator.events import SERIES_S, About, Events
-from colocated_rl_operator.kube import Kube
+from colocated_rl_operator.kube import AT_ONCE, Kube
 from fakes.api_server import FakeApiServer
 
 JOB_PATH = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}/sums"
@@ -40,7 +40,7 @@ async def kube(api: FakeApiServer) -> AsyncIterator[Kube]:
 # --------------------------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("code", "error"),
-    [(409, Conflict), (403, Refused), (422, Refused), *((code, ApiUnreachable) for code in (401, 429, 500, 503))],
+    [(403, Refused), (422, Refused), *((code, ApiUnreachable) for code in (401, 409, 410, 429, 500, 503))],
 )
 async def test_answers_become_errors_that_say_what_was_asked(
     api: FakeApiServer, kube: Kube, code: int, error: type[Exception]
@@ -48,6 +48,14 @@ async def test_answers_become_errors_that_say_what_was_asked(
     api.refuse_next(code)
     with pytest.raises(error, match=rf"post /api/v1/namespaces/default/pods: {code} refused by the test"):
         await kube.create_pod("default", {"metadata": {"name": "x"}})
+
+
+async def test_a_conflict_of_a_new_object_is_that_there_is_one(api: FakeApiServer, kube: Kube) -> None:
+    """A quota that two count at once is a conflict too: the job's Secret was taken for made, and never was."""
+    pod = {"metadata": {"name": "x"}}
+    await kube.create_pod("default", pod)
+    with pytest.raises(Conflict, match="already exists"):
+        await kube.create_pod("default", pod)
 
 
 async def test_a_server_that_is_not_there_is_unreachable() -> None:
@@ -68,6 +76,33 @@ async def test_something_in_between_that_answers_is_no_api_server(code: int, say
     async with TestServer(application) as server, Kube(ClusterAccess(str(server.make_url("")).rstrip("/"))) as kube:
         with pytest.raises(ApiUnreachable, match=says):
             await kube.read_job("default", "sums")
+
+
+async def test_calls_that_hang_hold_up_none_of_another_kind_or_namespace() -> None:
+    """A webhook of one namespace that answered no pod took every connection there was: no job was switched any more."""
+    hanging, heard, end = 0, asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal hanging
+        if request.path == "/api/v1/namespaces/held/pods":
+            hanging += 1
+            heard.set()
+            await end.wait()
+        return web.json_response({"metadata": {"name": "x"}, "items": []})
+
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(application) as server, Kube(ClusterAccess(str(server.make_url("")).rstrip("/"))) as kube:
+        async with asyncio.TaskGroup() as tasks:
+            held = [tasks.create_task(kube.create_pod("held", {})) for _ in range(4 * AT_ONCE)]
+            while hanging < AT_ONCE:
+                heard.clear()
+                await heard.wait()
+            assert [] == await kube.list_pods("default", UID)
+            await kube.write_status("held", "sums", resource_version="1", status={})
+            assert AT_ONCE == hanging
+            end.set()
+        assert all(task.result() for task in held)
 
 
 async def test_a_missing_object_is_told_from_a_missing_kind(api: FakeApiServer, kube: Kube) -> None:
@@ -94,6 +129,22 @@ async def test_a_status_is_written_only_over_the_version_that_was_read(api: Fake
     assert {"step": 1} == replaced["status"]  # the whole status: what is not written is gone
 
 
+async def test_our_finalizer_alone_is_dropped_and_only_of_a_job_on_its_way_out(api: FakeApiServer, kube: Kube) -> None:
+    finalizers = ["theirs", names.FINALIZER]
+    manifest = make_manifest()
+    job = api.put(JOB_PATH, {**manifest, "metadata": {**manifest["metadata"], "finalizers": finalizers}})
+    uid = job["metadata"]["uid"]
+    await kube.drop_finalizer("default", "sums", uid=uid)
+    assert job == api.objects[JOB_PATH]
+    job = api.put(JOB_PATH, {**job, "metadata": {**job["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
+    await kube.drop_finalizer("default", "sums", uid="another")
+    assert job == api.objects[JOB_PATH]
+    await kube.drop_finalizer("default", "sums", uid=uid)
+    assert ["theirs"] == api.objects[JOB_PATH]["metadata"]["finalizers"]
+    api.remove(JOB_PATH)
+    await kube.drop_finalizer("default", "sums", uid=uid)
+
+
 async def test_deleting_spares_another_pod_of_the_same_name(api: FakeApiServer, kube: Kube) -> None:
     path = "/api/v1/namespaces/default/pods/x"
     api.put(path, {"metadata": {"name": "x"}})
@@ -115,6 +166,24 @@ async def test_the_same_event_is_counted_and_a_new_one_is_made(api: FakeApiServe
     now += timedelta(seconds=SERIES_S)
     await events.tell(about, "Normal", "NextStep", "step 1", action="RaiseEpoch")
     assert 3 == len(api.all("events"))
+
+
+async def test_an_event_that_somebody_deleted_is_told_anew(api: FakeApiServer, kube: Kube) -> None:
+    """It was counted where nobody could see it, for as long as it went on happening."""
+    events, about = Events(kube, instance="test"), About("default", "sums", UID)
+    for _ in range(2):
+        await events.tell(about, "Warning", "BackingOff", "x", action="BackOff")
+        [event] = api.all("events")
+        api.remove(f"/apis/events.k8s.io/v1/namespaces/default/events/{event['metadata']['name']}")
+
+
+async def test_a_long_note_is_cut_to_what_the_server_takes_in_bytes(api: FakeApiServer, kube: Kube) -> None:
+    """1024 characters of a trainer's last words may be three times as many bytes, and then there was no event."""
+    await Events(kube, instance="test").tell(
+        About("default", "sums", UID), "Warning", "TrainerDied", 1024 * "\u2588", action="RaiseEpoch"
+    )
+    [event] = api.all("events")
+    assert 341 * "\u2588" == event["note"]
 
 
 async def test_a_lost_event_stops_nobody(api: FakeApiServer, kube: Kube) -> None:
@@ -153,7 +222,14 @@ def test_a_jobs_certificate_serves_its_own_name_and_nothing_else() -> None:
     purposes = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     assert [ExtendedKeyUsageOID.SERVER_AUTH] == list(purposes)
     assert names.OPERATOR_CLIENT_NAME not in str(certificate.subject)
-    assert files[names.DATA_TOKEN_FILE] != authority.job_files(UID)[names.DATA_TOKEN_FILE]
+
+
+def test_a_jobs_data_token_is_its_own_and_stays_the_same() -> None:
+    """Members keep the one they began with, whatever becomes of the job's Secret."""
+    one, other = Authority.new(), Authority.new()
+    tokens = [each.job_files(uid)[names.DATA_TOKEN_FILE] for each, uid in ((one, UID), (one, "another"), (other, UID))]
+    assert 3 == len(set(tokens))
+    assert tokens[0] == Authority.read(one.files()).job_files(UID)[names.DATA_TOKEN_FILE]
 
 
 def test_the_operator_trusts_its_own_authority_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from colocated_rl_operator.lease import Lease, LeaseTerms
 from fakes.api_server import FakeApiServer
 
 PATH = "/apis/coordination.k8s.io/v1/namespaces/operators/leases/colocated-rl-operator"
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @dataclass
@@ -86,12 +87,12 @@ async def test_the_first_candidate_leads_and_renews(api: FakeApiServer) -> None:
 
 
 async def test_a_released_lease_is_taken_at_once(api: FakeApiServer) -> None:
-    first, second = make_lease(api, "a"), make_lease(api, "b")
+    first, second = (make_lease(api, each, scale=2 * DEADLINE_S) for each in "ab")
     await first.acquire()
     waiting = asyncio.create_task(second.acquire())
     async with beating(first):
         await first.release()
-    async with asyncio.timeout(0.9):  # less than the duration
+    async with asyncio.timeout(DEADLINE_S):  # less than the duration
         await waiting
     assert "b 2" == holder(api)
     await second.release()
@@ -107,6 +108,25 @@ async def test_a_holder_that_is_gone_loses_the_lease_after_its_duration(api: Fak
         await lease.acquire()
     assert asyncio.get_running_loop().time() - started >= 1.0
     assert "b 5" == holder(api)
+    await lease.release()
+
+
+async def test_a_lease_is_as_young_as_the_answer_that_tells_of_it(api: FakeApiServer) -> None:
+    """It counted from the question: its holder may have renewed it while the answer was on its way."""
+    answered_at: list[float] = []
+
+    class Slow(Kube):
+        async def read_lease(self, namespace: str, name: str) -> dict[str, Any]:
+            if not answered_at:
+                await asyncio.sleep(0.15)  # less than an attempt may take
+                answered_at.append(time.monotonic())
+            return await super().read_lease(namespace, name)
+
+    api.put(PATH, {"metadata": {"name": "colocated-rl-operator"}, "spec": {"holderIdentity": "gone"}})
+    lease = make_lease(api, "b", door=Slow)
+    async with asyncio.timeout(DEADLINE_S):
+        await lease.acquire()
+    assert time.monotonic() - answered_at[0] >= 1.0
     await lease.release()
 
 

@@ -6,7 +6,9 @@ Members move as fast as they can, so what is measured is the operator's own time
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -20,8 +22,21 @@ from colocated_rl_api import names
 from colocated_rl_api.ladder import RESIDENT, Placement, Rung
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_operator.act import expire_again_s
+from colocated_rl_operator.handlers import drive_job, note_job
 from colocated_rl_operator.metrics import Metrics
-from fakes.world import DEADLINE_S, JOB_PATH, SPEC, World, change, condition, stay_in_rollout, stood
+from colocated_rl_operator.plan import STOP_DEADLINE_S
+from fakes.world import (
+    DEADLINE_S,
+    JOB_PATH,
+    SPEC,
+    Operator,
+    Stopper,
+    World,
+    change,
+    condition,
+    stay_in_rollout,
+    stood,
+)
 
 resident = pytest.mark.parametrize("world", [{"rollout": RESIDENT_ROLLOUT}], indirect=True, ids=["resident"])
 
@@ -190,6 +205,55 @@ async def test_a_claim_that_somebody_enlarged_stays_as_it_is(world: World) -> No
     assert not [line for line in world.api.requests if line.startswith("PATCH") and "/persistentvolumeclaims/" in line]
 
 
+@pytest.mark.parametrize("plural", ["networkpolicies", "configmaps"])
+async def test_what_somebody_deleted_or_changed_comes_back_while_the_job_runs(world: World, plural: str) -> None:
+    """Only the next pod or the next edit of the job brought it back: until then anybody could reach its ports."""
+
+    def found() -> Any:
+        return [{**each, "metadata": each["metadata"]["name"]} for each in world.api.all(plural)]
+
+    stay_in_rollout(world)
+    world.api.watch(plural, lambda event, body: world.kubelet.moved.set())
+    async with world.operator(repair_s=0.05):
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        before, [path] = found(), [path for path in world.api.objects if f"/{plural}/" in path]
+        world.api.remove(path)
+        await world.until(lambda: before == found())
+        world.api.put(path, {**world.api.objects[path], "spec": {}, "data": {}})
+        await world.until(lambda: before == found())
+
+
+async def test_a_switch_does_not_wait_for_repairs(world: World) -> None:
+    world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 2)
+    async with world.operator(repair_s=0):
+        await world.until(lambda: world.status.get("phase") == "Switching" and world.status["targetStep"] == 2)
+        world.api.hold(lambda path, body: "/configmaps/" in path)
+        world.kubelet.let_go("gpu-1")
+        await world.until(lambda: all(stood(world, Rung.SERVING, step=2)))
+        world.api.let_go()
+        await world.until(lambda: world.status.get("phase") == "Complete")
+
+
+async def test_a_secret_that_somebody_deleted_comes_back_with_the_same_token(world: World) -> None:
+    """The next pod of the job had another one than the members that went on: nobody let it in, nor it anybody."""
+
+    def token() -> str:
+        [secret] = world.api.all("secrets")
+        return str(secret["stringData"][names.DATA_TOKEN_FILE])
+
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        before = token()
+        [path] = [path for path in world.api.objects if "/secrets/" in path]
+        world.api.remove(path)
+        lost = world.kubelet.of_seat("gpu-1")
+        world.kubelet.end(lost.pod.uid)
+        world.api.remove(f"/api/v1/namespaces/default/pods/{lost.server.hello.pod}")
+        await world.until(lambda: world.status["cause"] == "PodReplaced")
+    assert before == token()
+
+
 # --------------------------------------------------------------------------------------------------------------- faults
 @pytest.mark.parametrize("rung", [Rung.PAUSED, Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED])
 async def test_a_killed_operator_is_taken_over_in_the_middle_of_a_switch(world: World, rung: Rung) -> None:
@@ -214,7 +278,7 @@ async def test_one_slow_pod_holds_the_other_at_the_barrier(world: World) -> None
 
 
 async def test_a_lost_pod_is_made_anew_and_the_trainers_start_together_again(world: World) -> None:
-    async with world.operator():
+    async with world.operator() as operator:
         world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == 1)
         await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step", 0) >= 1)
         victim = world.kubelet.of_seat("gpu-1")
@@ -222,8 +286,11 @@ async def test_a_lost_pod_is_made_anew_and_the_trainers_start_together_again(wor
         world.kubelet.end(victim.pod.uid)
         world.api.set_status(path, {"phase": "Failed", "reason": "Evicted"})
         await world.until(lambda: world.status["cause"] == "PodReplaced")
+        await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("lineage") == 2)
+        assert 1 == mean_ms(operator.metrics.switch_s)[1], "to come back after a loss is no switch"
         world.kubelet.let_go("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
+    assert 3 == mean_ms(operator.metrics.switch_s)[1]
     assert "/api/v1/namespaces/default/pods/sums-gpu-1-1" in world.api.objects
     assert (2, 1) == (world.status["lineage"], world.status["restarts"])
 
@@ -274,6 +341,29 @@ async def test_gpu_pods_of_a_deleted_job_do_not_wait_for_a_node_that_is_gone(wor
     assert "deletionTimestamp" in world.api.all("pods")[0]["metadata"]
 
 
+async def test_of_a_deleted_job_no_pod_is_deleted_but_its_own_whatever_their_labels(world: World) -> None:
+    """A person's copy of a pod went with the job; a pod without its role's label ended the burial of all others."""
+    stay_in_rollout(world)
+    async with world.operator(bury_after_s=0.1) as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        for pod in world.api.all("pods"):
+            metadata = pod["metadata"]
+            labels = {key: value for key, value in metadata["labels"].items() if key != names.ROLE_LABEL}
+            world.api.put(pod_path(metadata["name"]), {**pod, "metadata": {**metadata, "labels": labels}})
+        copied = {"name": "copy", "labels": {names.JOB_UID_LABEL: world.body["metadata"]["uid"]}}
+        world.api.put(pod_path("copy"), {"metadata": copied, "spec": {}, "status": {"phase": "Running"}})
+        for uid in list(world.kubelet.members):
+            world.kubelet.end(uid)
+        operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
+        left = {"copy", "sums-rollout-0"}
+        await world.until(lambda: left == {pod["metadata"]["name"] for pod in world.api.all("pods")})
+    assert "deletionTimestamp" not in world.api.objects[pod_path("copy")]["metadata"]
+
+
+def pod_path(name: str) -> str:
+    return f"/api/v1/namespaces/default/pods/{name}"
+
+
 @pytest.mark.parametrize("code", [429, 500])
 async def test_a_hiccup_of_the_api_server_leaves_no_pod_of_a_deleted_job(world: World, code: int) -> None:
     """One deletion that failed took back the others, and all were left to garbage collection."""
@@ -301,6 +391,86 @@ async def test_a_job_with_a_broken_spec_is_dismissed_too(world: World) -> None:
         async with asyncio.timeout(DEADLINE_S):
             await operator.task
     assert all(pod["metadata"].get("deletionTimestamp") for pod in world.api.all("pods"))
+
+
+# ------------------------------------------------------------------------------ what a watch says in disorder, or never
+def event_of(world: World, kind: str) -> dict[str, Any]:
+    return {"type": kind, "object": json.loads(json.dumps(world.api.objects[JOB_PATH]))}
+
+
+def delete_job(world: World) -> None:
+    """As the server marks it, for as long as it has a finalizer."""
+    job = world.api.objects[JOB_PATH]
+    marked = {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": [names.FINALIZER]}
+    world.api.put(JOB_PATH, {**job, "metadata": {**job["metadata"], **marked}})
+
+
+async def ended(operator: Operator) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        await operator.task
+
+
+async def test_a_state_of_the_past_takes_nothing_back_of_what_a_person_wrote(world: World) -> None:
+    """The loop went by what came last: a job that was to be suspended ran on."""
+    stay_in_rollout(world)
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        before = event_of(world, "MODIFIED")
+        change(world, suspend=True)
+        note_job(before, operator.office)
+        await world.until(lambda: world.status.get("phase") == "Suspended")
+
+
+async def test_a_job_that_went_unsaid_is_let_go(world: World) -> None:
+    """Deleted before it had a finalizer, and kopf stops no loop for that. It read a job that is not there, for ever."""
+    stay_in_rollout(world)
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        world.api.remove(JOB_PATH)
+        await ended(operator)
+        await world.until(lambda: not world.api.all("pods"))
+
+
+async def test_pods_of_a_job_that_is_found_gone_have_their_grace(world: World) -> None:
+    """They were left to garbage collection, and forgotten 45 s later though their own grace was not over."""
+    stay_in_rollout(world)
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        changed = event_of(world, "MODIFIED")
+        changed["object"]["metadata"] |= {"generation": 7, "resourceVersion": "1000000"}
+        for uid in list(world.kubelet.members):
+            world.kubelet.end(uid)
+        del world.api.objects[JOB_PATH]  # and no watch says so
+        note_job(changed, operator.office)
+        await ended(operator)
+    assert {30} == {pod["metadata"]["deletionGracePeriodSeconds"] for pod in world.api.all("pods")}
+
+
+async def test_a_job_of_the_past_is_not_begun_again(world: World) -> None:
+    """Its last state but one came after its deletion: a loop began, and made its pods anew."""
+    stay_in_rollout(world)
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        before = event_of(world, "MODIFIED")
+        delete_job(world)
+        await ended(operator)
+        await world.until(lambda: not world.api.all("pods"))
+        for is_there in (True, False):
+            if not is_there:
+                world.api.remove(JOB_PATH)
+            note_job(before, operator.office)
+            async with asyncio.timeout(DEADLINE_S):
+                await drive_job(before["object"], Stopper(), operator.office)
+    assert [] == world.api.all("pods")
+
+
+async def test_a_finalizer_that_kopf_could_not_drop_is_dropped_after_a_while(world: World) -> None:
+    stay_in_rollout(world)
+    async with world.operator(bury_after_s=0.1) as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        delete_job(world)
+        await ended(operator)
+        await world.until(lambda: JOB_PATH not in world.api.objects)
 
 
 # ------------------------------------------------------------------------------------------------- suspend and resume
@@ -418,6 +588,24 @@ async def test_a_finished_job_is_deleted_when_its_time_is_over_also_by_the_next_
     assert "DELETE" == next(line for line in world.api.requests[::-1] if line.endswith("/sums")).split()[0]
 
 
+async def test_a_pod_that_outlives_its_job_goes_and_the_others_keep_their_logs(world: World) -> None:
+    """A webhook had put a container into it that knew of no end: the GPUs of a complete job were never free again."""
+    clock, path = Clock(), "/api/v1/namespaces/default/pods/sums-gpu-1-0"
+    async with world.operator(wall=clock.wall):
+        await world.until(lambda: world.status.get("completionTime"))
+        await world.until(lambda: has_freed_everything(world))
+    world.api.set_status(path, {"phase": "Running", "podIP": "127.0.0.1"})
+    async with world.operator(wall=clock.wall) as operator:
+        await world.until(lambda: operator.office.doors.pods.of(world.body["metadata"]["uid"]))
+        assert path in world.api.objects
+    clock.passed = timedelta(seconds=STOP_DEADLINE_S)
+    async with world.operator(wall=clock.wall):
+        await world.until(lambda: path not in world.api.objects)
+        await world.until(lambda: "PodDeleted" in reasons_of_events(world))
+    assert {"Succeeded"} == {pod["status"]["phase"] for pod in world.api.all("pods")}
+    assert 2 == len(world.api.all("pods"))
+
+
 async def test_a_job_without_time_to_live_after_its_end_is_seen_complete_before_it_goes(world: World) -> None:
     change(world, ttlSecondsAfterFinished=0)
     phases: list[str | None] = []
@@ -428,7 +616,9 @@ async def test_a_job_without_time_to_live_after_its_end_is_seen_complete_before_
 
 
 async def test_a_deletion_that_the_server_refuses_is_said_once_and_not_asked_for_all_the_time(world: World) -> None:
-    """An expired job was deleted, and its status written, each second, with a line in the log each time."""
+    """An expired job was deleted, and its status written, each second, with a line in the log each time. Then events
+    alone said so, which are gone after an hour.
+    """
     change(world, ttlSecondsAfterFinished=0)
     tries = 0
 
@@ -442,6 +632,8 @@ async def test_a_deletion_that_the_server_refuses_is_said_once_and_not_asked_for
     world.api.forbidden = is_deletion
     async with world.operator() as operator:
         await world.until(lambda: "ObjectRefused" in reasons_of_events(world))
+        await world.until(lambda: condition(world, "Stalled") == ("True", "ObjectRefused"))
+        assert ("True", "Completed") == condition(world, "Complete")
         writes = len(status_writes(world))
         before = tries
         operator.office.wakeups.wake(world.body["metadata"]["uid"])
@@ -521,6 +713,24 @@ async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_trie
     assert ("False", "NotStalled") == condition(world, "Stalled")
 
 
+async def test_a_job_that_queues_because_the_server_refused_its_pods_says_so(world: World) -> None:
+    """For as long as it was queued it said that there was no pod, and nobody saw the policy that denied them."""
+    passed_s = 0.0
+    world.api.set_status(JOB_PATH, {"operator": "operators/lease"})
+    world.api.refuse_next(403)
+    async with world.operator(clock=lambda: time.monotonic() + passed_s) as operator:
+        await world.until(lambda: "ObjectRefused" in str(world.status.get("conditions")))
+        refused = told(world, "Stalled")
+        passed_s = 3600.0
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: world.status.get("phase") == "Queued")
+    assert f"refused: {refused}" in told(world, "Reconciling")
+
+
+def told(world: World, kind: str) -> str:
+    return str(next(item["message"] for item in world.status["conditions"] if item["type"] == kind))
+
+
 def stalled(metrics: Metrics) -> dict[str, float]:
     """Jobs that wait for a person, by why: what the alert goes by."""
     found = (each for each in metrics.registry.collect() if each.name == "colocated_rl_operator_jobs_stalled")
@@ -545,6 +755,21 @@ async def test_pods_that_the_server_would_refuse_stall_the_job_before_any_is_mad
     assert ("False", "NotStalled") == condition(world, "Stalled")
     trials = [line for line in world.api.requests if line.endswith("/pods?dryRun=All")]
     assert 2 == len(trials), "refused, then taken, and not asked at each look"
+
+
+async def test_pods_that_are_there_are_not_tried_again_where_a_quota_has_room_for_no_more(world: World) -> None:
+    """A new leader's trial was refused, and a job that ran was told to be stalled until the quota grew."""
+    change(world, podTemplates={"rollout": {"spec": {"priorityClassName": "high"}}})
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        epoch = world.status["epoch"]
+    world.api.refused_pod = lambda pod: "exceeded quota"
+    async with world.operator():
+        await world.until(lambda: world.status["epoch"] > epoch)
+        world.kubelet.let_go("rollout")
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert not {"ObjectRefused"} & reasons_of_events(world)
 
 
 async def test_a_pod_of_a_deleted_job_of_the_same_name_is_waited_for(world: World) -> None:
@@ -610,6 +835,17 @@ async def test_steps_that_are_lowered_complete_the_job(world: World) -> None:
         world.kubelet.let_go("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert (2, 2) == (world.status["step"], world.status["targetStep"])
+
+
+async def test_a_step_that_is_made_the_last_one_after_the_fact_is_saved_all_the_same(world: World) -> None:
+    world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == 1)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step") == 1)
+        assert {0} == world.group.checkpoints
+        change(world, steps=1)
+        world.kubelet.let_go("rollout")
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert max(world.group.checkpoints) == world.status["step"]
 
 
 async def test_an_epoch_raised_by_somebody_else_is_gone_beyond_after_a_look_at_the_lease(world: World) -> None:

@@ -37,14 +37,16 @@ DECIDED = {
     "supported yet": "the former one with a choice more",
     f".spec.rollout.engineArgs: a rule more: engineArgs may not set {', '.join(OWNED_ENGINE_FLAGS)}, nor an "
     "abbreviation of one": "and --allow-auto-truncate: prompts were cut, and trained whole",
+    ".spec.rollout.engineArgs: a rule more: engineArgs has one item for each word: --flag=value, or --flag and value "
+    "as two items": "no engine starts with one that has two",
     ".spec.rollout.engineArgs: a rule more: with offload [] engine and trainer are on the GPUs together: add "
     "--mem-fraction-static and its value to engineArgs, so that the engine leaves the trainer its memory": (
         "the former one, but for engines with devices of their own"
     ),
     ".spec.rollout.prompts.reasoningGym: a rule more: prompts come from exactly one of reasoningGym, file, "
-    "huggingFace, environment and mix": "the former one with a choice more",
+    "huggingFace, function, environment and mix": "the former one with choices more",
     ".spec.rollout.prompts.mix.sources[].reasoningGym: a rule more: a source of a mix is exactly one of reasoningGym, "
-    "file, huggingFace and environment": "the former one with a choice more",
+    "file, huggingFace, function and environment": "the former one with choices more",
 }
 """What a person has looked at, and why it may be: a rule that binds nobody who was there, a loss that is announced."""
 

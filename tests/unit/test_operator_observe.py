@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from builders import CREATED, UID, make_job
+from builders import CREATED, UID, facts_at, make_climb, make_job, make_member
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.case import RELIST_S, Case, Pods, Queue, look
@@ -26,6 +27,7 @@ from fakes.api_server import FakeApiServer
 
 Body = dict[str, Any]
 NOBODY = "127.0.0.1"
+V2 = WeightVersion(2, 1)
 
 
 def make_pod(name: str = "sums-rollout-0", version: int = 1, **parts: Any) -> Body:
@@ -107,6 +109,15 @@ def test_an_end_without_a_word_is_told_with_its_reason(office: Office) -> None:
         "gpu: Error, 1 restarts, last ended with code 137 (OOMKilled)"
         == office.only(make_pod(containerStatuses=[killed])).trouble
     )
+
+
+def test_only_the_gpu_container_is_asked_for_its_memory(office: Office) -> None:
+    """What a webhook had put before it, killed once, hid each later end of it."""
+    killed = {"exitCode": 137, "reason": "OOMKilled"}
+    beside = container("injected", restarts=7, last=killed, running={})
+    assert 0 == office.only(make_pod(containerStatuses=[beside])).memory_kills
+    ours = container("gpu", restarts=1, last=killed, running={})
+    assert 1 == office.only(make_pod(version=2, containerStatuses=[beside, ours])).memory_kills
 
 
 def test_a_container_that_runs_again_is_in_trouble_until_its_member_answers(office: Office) -> None:
@@ -227,3 +238,14 @@ def test_of_two_jobs_of_one_second_always_the_same_is_older() -> None:
     for job in jobs:
         queue.note(job, is_queued=True)
     assert [False, True] == [queue.has_elder(job) for job in jobs]
+
+
+def test_nothing_of_what_a_member_said_before_is_left_when_it_says_more() -> None:
+    before, now, climb = facts_at(Rung.TRAINED, V2), facts_at(Rung.EXPORTED, V2), make_climb(2)
+    member = make_member("gpu-0", facts=before, highest_epoch=1)
+    assert Rung.TRAINED is member.standing(TIME_SLICED, climb)
+    assert member.trainers
+    fresh = make_member("gpu-0", facts=now, highest_epoch=2)
+    later = member.saying(now, highest_epoch=2, silent_since=None)
+    assert fresh == later
+    assert (Rung.EXPORTED, fresh.trainers) == (later.standing(TIME_SLICED, climb), later.trainers)

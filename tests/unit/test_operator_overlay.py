@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from builders import make_job
+from colocated_rl_agent import runner
 from colocated_rl_api import names
 from colocated_rl_api.pod_template import OWNED_PATHS, OWNED_VARIABLES, OWNED_VOLUME_PREFIXES, OWNED_VOLUMES
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
@@ -95,6 +96,15 @@ def test_variables_and_mounts_go_to_the_container_that_they_are_said_of() -> Non
     assert {name: containers(usual)[name] for name in others} == {name: containers(laid)[name] for name in others}
 
 
+def test_the_runner_is_told_how_long_its_pod_may_take_to_end() -> None:
+    """It ends its children in time by itself, and took every pod's grace for a minute."""
+    laid = gpu_pod({"spec": {"terminationGracePeriodSeconds": 90}})
+    usual = pod(gpu_seat(0))
+    for body, grace_s in ((laid, 90), (usual, resources.GPU_GRACE_S)):
+        assert grace_s == body["spec"]["terminationGracePeriodSeconds"]
+        assert {"name": runner.GRACE, "value": str(grace_s)} in containers(body)["gpu"]["env"]
+
+
 NOT = {"key": "metadata.name", "operator": "NotIn", "values": ["bad"]}
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
@@ -150,7 +160,7 @@ def test_devices_of_a_claim_are_not_counted_too() -> None:
     gpus = {"count": 8, "resourceClaimTemplateName": "eight", "resources": {"limits": {"memory": "1Gi"}}}
     body = pod(gpu_seat(0), gpus=gpus)
     assert [{"name": "gpus", "resourceClaimTemplateName": "eight"}] == body["spec"]["resourceClaims"]
-    expected = {"requests": {}, "limits": {"memory": "1Gi"}, "claims": [{"name": "gpus"}]}
+    expected = {"requests": {"memory": "1Gi"}, "limits": {"memory": "1Gi"}, "claims": [{"name": "gpus"}]}
     assert expected == containers(body)["gpu"]["resources"]
     assert not any("claims" in each["resources"] for name, each in containers(body).items() if name != "gpu")
     assert "resourceClaims" not in pod(ROLLOUT_SEAT, gpus=gpus)["spec"]

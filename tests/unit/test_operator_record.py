@@ -15,7 +15,7 @@ from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.reasons import Cause
 from colocated_rl_operator.record import News, Record
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Server:
@@ -117,15 +117,21 @@ async def test_an_event_comes_after_the_status_that_it_tells_of(server: Server, 
     assert [1, 2, "one", "two"] == server.written
 
 
-async def test_an_epoch_is_written_after_what_is_under_way_and_instead_of_what_waits(
-    server: Server, record: Record
-) -> None:
+async def overtaking(server: Server, record: Record) -> asyncio.Task[None]:
+    """An epoch, 3, that is to be written while a status, 1, is under way and another, 2, waits; no answer comes yet."""
     server.answers.clear()
     record.note(at(1))
     await under_way()
     record.note(at(2))
     committing = asyncio.create_task(record.commit(at(3, epoch=2)))
     await under_way()
+    return committing
+
+
+async def test_an_epoch_is_written_after_what_is_under_way_and_instead_of_what_waits(
+    server: Server, record: Record
+) -> None:
+    committing = await overtaking(server, record)
     assert not committing.done()
     server.answers.set()
     await committing
@@ -165,6 +171,17 @@ async def test_what_can_not_be_written_is_the_loops_to_know(server: Server, reco
     with pytest.raises(type(error)):
         record.check()
     record.check()  # said once
+
+
+async def test_what_an_epoch_overtook_in_vain_is_not_taken_for_written(server: Server, record: Record) -> None:
+    """It stood for the newest status, and was not written before something else changed."""
+    committing = await overtaking(server, record)
+    server.faults = [ApiUnreachable("away"), ApiUnreachable("away")]
+    server.answers.set()
+    with pytest.raises(ApiUnreachable):
+        await committing
+    await until(record)
+    assert ([], at(0)) == (server.written, record.status)
 
 
 async def test_what_is_noted_is_still_written_when_the_process_ends(server: Server, record: Record) -> None:

@@ -53,6 +53,25 @@ def test_every_container_passes_the_restricted_profile(seat: str) -> None:
     assert kinds <= {"emptyDir", "secret", "configMap", "persistentVolumeClaim"}
 
 
+@pytest.mark.parametrize("seat", [gpu_seat(0), "engine-0", "trainer-0", "reference-0", ROLLOUT_SEAT])
+def test_every_container_requests_the_memory_that_it_may_take(seat: str) -> None:
+    """Agents asked for 512Mi and were allowed 2Gi: under pressure a node evicts first who is over its request."""
+    limits = {"resources": {"limits": {"memory": "9Gi"}}}
+    rollout = OWN_ROLLOUT | limits | {"prompts": OWN_ROLLOUT["prompts"] | limits, "gpus": {"count": 2} | limits}
+    reference = {"colocateWith": "", "replicas": 1, "gpus": {"count": 1} | limits}
+    body = pod(seat, gpus={"count": 2} | limits, rollout=rollout, reference=reference)
+    for each in containers(body):
+        asked, most = each["resources"]["requests"], each["resources"]["limits"]
+        assert most.items() <= asked.items(), each["name"]
+        assert "memory" in most
+
+
+def test_what_a_field_requests_is_requested() -> None:
+    resources = {"requests": {"memory": "2Gi", "cpu": "1"}, "limits": {"memory": "8Gi"}}
+    body = pod(ROLLOUT_SEAT, rollout=OWN_ROLLOUT | {"resources": resources})
+    assert resources == container(body, names.ROLLOUT_CONTAINER)["resources"]
+
+
 def test_trainers_write_beside_their_batches_only_where_a_reference_has_something_to_keep() -> None:
     assert mounts(pod(gpu_seat(0)), names.GPU_CONTAINER)["batches"]
     assert not mounts(pod(gpu_seat(0), reference={}), names.GPU_CONTAINER)["batches"]
@@ -83,11 +102,14 @@ def test_reward_code_has_a_user_of_its_own_and_nothing_but_a_socket_and_its_prom
     file = {"claimName": "mine", "path": "train.jsonl", "reward": {"function": "rewards:score"}}
     endpoint = {"url": "http://judge/", "secretName": "judge"}
     judged = {"claimName": "yours", "path": "*.parquet", "reward": {"http": endpoint}}
-    mix = {"sources": [{"file": file}, {"file": {**file, "path": "b.jsonl"}}, {"file": judged}]}
+    made = {"name": "making:problem", "reward": {"math": {}}}
+    functions = [{"function": made}, {"function": {**made, "claimName": "zoo"}}]
+    mix = {"sources": [{"file": file}, {"file": {**file, "path": "b.jsonl"}}, {"file": judged}, *functions]}
     prompts = {"mix": mix, "image": "mine", "resources": {"limits": {"memory": "8Gi"}}}
     body = pod(ROLLOUT_SEAT, rollout={"prompts": prompts, "batchSize": 4, "groupSize": 2})
     rewards, rollout = container(body, names.REWARDS_CONTAINER), container(body, names.ROLLOUT_CONTAINER)
-    assert {"tasks": False, "rewards-tmp": False, "prompts-0": True, "prompts-1": True} == mounts(body, rewards["name"])
+    claims = {f"prompts-{number}": True for number in range(3)}
+    assert {"tasks": False, "rewards-tmp": False, **claims} == mounts(body, rewards["name"])
     own = {"store": False, "tls": True, "tasks": True, "reward-token-0": True}
     assert own.items() <= mounts(body, rollout["name"]).items()
     assert not any(name.startswith("prompts") for name in mounts(body, rollout["name"]))
@@ -99,7 +121,7 @@ def test_reward_code_has_a_user_of_its_own_and_nothing_but_a_socket_and_its_prom
     volumes = {volume["name"]: volume for volume in body["spec"]["volumes"]}
     assert {"claimName": "mine", "readOnly": True} == volumes["prompts-0"]["persistentVolumeClaim"]
     paths = [mount["mountPath"] for mount in rewards["volumeMounts"] if mount["name"].startswith("prompts")]
-    assert [f"{names.PROMPTS_DIR}/mine", f"{names.PROMPTS_DIR}/yours"] == paths
+    assert [f"{names.PROMPTS_DIR}/{claim}" for claim in ("mine", "yours", "zoo")] == paths
     token = volumes["reward-token-0"]["secret"]
     entry = "reward-token"  # not "token": a job could have the token of any service account of its namespace sent off
     assert ("judge", [{"key": entry, "path": entry}]) == (token["secretName"], token["items"])

@@ -300,6 +300,27 @@ def test_rollout_goes_on_before_a_rolled_back_step_is_tried_again() -> None:
     assert 1 == again.tally.tries_at(2)
 
 
+@pytest.mark.parametrize("ruled", [True, False], ids=["by-a-rule", "without-a-rule"])
+def test_a_pod_made_again_while_a_rolled_back_step_waits_does_not_end_its_back_off(*, ruled: bool) -> None:
+    """It did: the answer to the pod's loss stood where the roll-back had, which nobody then knew of."""
+    rules = [rule("TrainerDied", action="RollBack"), *([rule("PodFailed", action="RestartPod")] * ruled)]
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(*rules, backoff_s=20)))
+    back = following(seen, plan(seen))
+    lost = changed(back, 1, phase=PodPhase.FAILED, fate=FailureCause.POD_FAILED, facts=None)
+    lost = following(lost, plan(lost)) if ruled else lost
+    again = make_member("gpu-1", 1, facts=back.members[0].facts)
+    whole = remember(replace(lost, members=(lost.members[0], again, lost.members[2])))
+    climb = climb_of(plan(whole))
+    assert (1, Cause.POD_REPLACED, "RestartPod") == (climb.step, climb.cause, climb.tally.action)
+    serving = facts_at(Rung.SERVING, climb.version, epoch=climb.epoch)
+    told = rollout_facts(sealed=2, trained=1, epoch=climb.epoch)
+    members = (*(replace(each, facts=serving) for each in whole.members[:2]), replace(whole.members[2], facts=told))
+    up = remember(replace(following(whole, plan(whole)), members=members))
+    assert not plan(up).raises
+    assert Waiting.BACKOFF is getattr(plan(up).wait, "reason", None)
+    assert (2, Cause.NEXT_STEP) == (climb_of(plan(later(up, 40))).step, climb_of(plan(later(up, 40))).cause)
+
+
 def test_the_first_climb_has_nothing_to_go_back_to() -> None:
     job = make_job(failurePolicy=ROLL_BACK)
     pods: list[PodFacts | None] = [facts_at(Rung.RELEASED, WeightVersion(0, 1), epoch=1)] * 2
@@ -371,6 +392,16 @@ def test_a_lost_engine_is_the_agent_s_business_until_a_rule_says_otherwise() -> 
     assert (["sums-gpu-0-0"], ("node-0",)) == (gone(decided), climb_of(decided).tally.avoids)
     assert "was lost, 3 times since it last served" in decided.message
     assert not plan(engine_lost(climbing(Rung.OFFLOADED, Rung.SERVING), 0, 30)).raises
+
+
+def test_a_container_that_was_ended_for_its_memory_is_answered_as_that_and_not_as_its_engines_loss() -> None:
+    """Engine and trainer end with it, and the engine's rule took the pod."""
+    rules = policy(rule("EngineLost", action="ReplacePodElsewhere"), rule("OutOfMemory", action="FailJob"))
+    seen = climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules)
+    killed = climb_of(plan(dead(engine_lost(seen, 0, 1), memory_kills=1)))
+    assert (Cause.FAILURE_POLICY, "OutOfMemory") == (killed.cause, killed.tally.cause)
+    other = climb_of(plan(dead(engine_lost(seen, 0, 1), 1)))
+    assert "EngineLost" == other.tally.cause, "in another pod than that whose trainer died"
 
 
 LOST: list[tuple[FailureCause, dict[str, Any]]] = [
@@ -539,6 +570,8 @@ def test_a_rule_may_end_a_job_whose_pods_do_not_come_again_and_again() -> None:
     assert seen.climb is not None
     first = climb_of(plan(seen))
     assert (Cause.PODS_NOT_READY, 1) == (first.cause, first.restarts)
-    assert Cause.BACKOFF_LIMIT is climb_of(plan(replace(seen, climb=replace(seen.climb, restarts=1)))).cause
+    given_up = plan(replace(seen, climb=replace(first, cause=Cause.RESUMED)))
+    assert Cause.BACKOFF_LIMIT is climb_of(given_up).cause
+    assert "backoffLimit 1 is used up by 1 pod restart and 0 step retries" in given_up.message
     tried = replace(seen.climb, tally=Tally(step=2, tries=2))
     assert Cause.FAILURE_POLICY is climb_of(plan(replace(seen, climb=tried))).cause

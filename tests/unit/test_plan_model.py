@@ -25,11 +25,13 @@ from colocated_rl_api.ladder import Ladder, Placement, Rung
 from colocated_rl_operator import plan
 from colocated_rl_operator.observation import Job, Observation
 from colocated_rl_operator.reasons import Cause
-from fakes.explore import Explored, explore
-from fakes.model import Model
+from fakes.explore import Explored, Search, bounds_of, explore
+from fakes.left_out import must_mean_the_same, searched
+from fakes.model import Model, Shown
 from fakes.model_pod import Broken, facts_of
 
 MOST_STATES = 2_000_000
+STATES_ANEW = 1000
 MOST_MOVES = 2000  # of one walk
 DEATHS_AT = 0.02  # of the moves of a walk
 
@@ -42,7 +44,7 @@ def job(replicas: int, placement: Placement = Placement.TIME_SLICED, *, referenc
 @cache
 def walked(replicas: int, placement: Placement, *, deaths: int, reference: bool) -> Model:
     """One for all walks over the same states: it knows what it has planned."""
-    return Model(job(replicas, placement, reference=reference), deaths=deaths)
+    return Model(job(replicas, placement, reference=reference), deaths=deaths, in_all_orders=True)
 
 
 def assert_all_is_well(explored: Explored) -> None:
@@ -77,9 +79,8 @@ def test_every_state_is_safe_and_leads_to_an_end(
 ) -> None:
     model = Model(job(replicas, placement, reference=reference), deaths=deaths, suspensions=suspensions)
     explored = explore(model, limit=MOST_STATES)
-    bounds = f"{placement}, reference: {reference}, pods: {replicas}, deaths: {deaths}, suspensions: {suspensions}"
     with capsys.disabled():
-        sys.stdout.write(f"\n{bounds}, {explored.words()}\n")
+        sys.stdout.write(f"\n{bounds_of(model)}, {explored.words()}\n")
     assert_all_is_well(explored)
 
 
@@ -140,7 +141,41 @@ def test_a_plan_depends_on_nothing_that_the_models_reports_leave_out(placement: 
     assert compared > 100
 
 
+@pytest.mark.parametrize(
+    ("placement", "replicas", "of"),
+    [
+        (Placement.TIME_SLICED, 2, ()),
+        (Placement.TRAIN_ONLY, 2, ("connection",)),
+        (Placement.ROLLOUT_ONLY, 2, ("pod",)),
+    ],
+)
+def test_what_a_search_leaves_out_differs_in_nothing_from_what_it_looks_at(
+    placement: Placement, replicas: int, of: tuple[str, ...]
+) -> None:
+    few, each = (searched(job(replicas, placement), of=of, in_all_orders=whole) for whole in (False, True))
+    for search in (few, each):
+        assert_all_is_well(search.outcome())
+    assert 2 * few.looked_at < each.looked_at
+    must_mean_the_same(few, each)
+
+
+@pytest.mark.parametrize("placement", Placement)
+def test_what_is_remembered_of_other_states_is_what_follows_each(placement: Placement) -> None:
+    search = Search(Model(job(2, placement, reference=True), deaths=1, suspensions=1), anew=1)
+    search.look(STATES_ANEW)
+    assert search.looked_at == STATES_ANEW
+
+
 # --------------------------------------------------------------------------------------- the checks themselves can fail
+def test_a_pod_that_shows_others_too_little_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As though none knew whether another's rank has joined."""
+    nobody = Shown.of(Model(job(2), deaths=0).start().pods[0])
+    shown = Shown.of
+    monkeypatch.setattr(Shown, "of", lambda pod: shown(pod)._replace(rank=nobody.rank))
+    with pytest.raises(Broken, match="what is remembered differs from what is so"):
+        Search(Model(job(2), deaths=0), anew=1).look(MOST_STATES)
+
+
 def test_a_forgotten_journal_write_is_noticed() -> None:
     with pytest.raises(Broken, match=r"released twice|resumed twice|other weights"):
         explore(Model(job(1), deaths=1, has_journal=False), limit=MOST_STATES)

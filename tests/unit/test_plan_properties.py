@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from builders import IN_ONE_POD, PLACED, TOGETHER, make_job
@@ -165,7 +165,7 @@ def walk(
     placement=st.sampled_from(IN_ONE_POD),
     reference=st.booleans(),
 )
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @example(seed=0, replicas=2, faults=0, placement=Placement.TIME_SLICED, reference=False)
 def test_every_walk_ends_and_no_invariant_breaks(
     seed: int, replicas: int, faults: int, placement: Placement, reference: bool
@@ -182,7 +182,7 @@ def test_every_walk_ends_and_no_invariant_breaks(
     faults=st.integers(1, 6),
     placement=st.sampled_from(TOGETHER),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_other_weights(
     seed: int, replicas: int, faults: int, placement: Placement
 ) -> None:
@@ -197,7 +197,7 @@ def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_othe
     placement=st.sampled_from(IN_ONE_POD),
     policy=policies(),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_every_walk_under_any_policy_ends_and_no_invariant_breaks(
     seed: int, replicas: int, faults: int, placement: Placement, policy: dict[str, Any]
 ) -> None:

@@ -143,6 +143,20 @@ def test_nobody_trains_before_every_reference_has_scored(ladder: Ladder) -> None
 
 
 @on_both_ladders
+def test_tunix_on_shared_devices_nothing_is_scored_before_the_batch_is_there(ladder: Ladder) -> None:
+    """As published of its stage: nothing comes out until the barrier, then the whole batch, then the next stage."""
+    pods = [facts_at(Rung.SERVING, V0, ladder=ladder)] * 2
+    collecting, sealed = (
+        climbing(ladder, *pods, climb=make_climb(0), rollout=rollout_facts(sealed=step)) for step in (0, 1)
+    )
+    assert (False, {Rung.SERVING}) == (bool(plan(collecting).raises), asked_rungs(collecting))
+    climb = plan(sealed).climb
+    assert climb is not None
+    assert V1 == climb.version
+    assert {Rung.SCORED} == asked_rungs(climbing(ladder, BELOW[ladder], BELOW[ladder]))
+
+
+@on_both_ladders
 def test_a_batch_that_is_scored_is_not_trained_for_the_store(ladder: Ladder) -> None:
     decided = plan(climbing(ladder, Rung.SCORED, Rung.SCORED))
     (target,) = [target for target in decided.targets.values() if isinstance(target, RolloutTarget)]

@@ -31,7 +31,7 @@ from colocated_rl_operator.observe import read_job
 from colocated_rl_operator.plan import patience_s, plan
 from colocated_rl_operator.reasons import Cause, ConditionType, Waiting
 from colocated_rl_operator.resources import PodImages
-from colocated_rl_operator.status import SHARING, report
+from colocated_rl_operator.status import SCORING, SHARING, report
 
 V1 = WeightVersion(1, 1)
 IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
@@ -78,6 +78,22 @@ def test_no_ladder_has_a_rung_for_it(placement: Placement) -> None:
     assert SEATS == job.reference_seats
     assert not {*SEATS} & {*job.gpu_seats}
     assert (*job.gpu_seats, *SEATS, "rollout") == job.seats.all
+
+
+@pytest.mark.parametrize("placement", [Placement.TIME_SLICED, Placement.RESIDENT, Placement.DISAGGREGATED])
+@pytest.mark.parametrize("reference", [ReferencePlacement.WITH_TRAINER, ReferencePlacement.OWN_DEVICES])
+def test_f45_each_role_is_offloaded_for_the_devices_that_it_shares_itself(
+    placement: Placement, reference: ReferencePlacement
+) -> None:
+    """In one job one role may share the trainers' devices, and another have its own."""
+    is_apart = reference is ReferencePlacement.OWN_DEVICES
+    job = make_job(replicas=1, **(APART if is_apart else {"reference": {}}), **PLACED[placement])
+    assert (Rung.RELEASED in job.ladder.rungs) == (placement is Placement.TIME_SLICED), "engines give memory up"
+    assert (Rung.SCORED in job.ladder.rungs) != is_apart, "the reference takes its turn before the step"
+    status = status_of(seen_with(*(READY if is_apart else ()), job=job))
+    assert (placement, reference) == (status.placement, status.reference and status.reference.placement)
+    _, sharing = condition(status, ConditionType.GPU_SHARING_READY)
+    assert SHARING[placement][1] + SCORING[reference] == sharing
 
 
 def test_it_is_there_where_samples_are_made_and_only_there() -> None:

@@ -1,0 +1,147 @@
+"""A job on a real API server without nodes: the operator as its process, and a kubelet that tests play.
+
+Pods are real objects that no node runs: `FakeKubelet` plays their kubelet, with members on loopback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from builders import make_job, make_manifest
+from colocated_rl_api.member_wire import Goal
+from colocated_rl_operator.cluster import ClusterAccess
+from fakes.group import Group
+from fakes.member import FakeKubelet
+from real_operator import (
+    JOBS,
+    NAMESPACE,
+    OPERATORS,
+    PODS,
+    Api,
+    Body,
+    Operator,
+    kubeconfig_of,
+    running_operator,
+)
+
+DEADLINE_S = 40.0
+CANDIDATE = "waiting for the lease"
+LEASE_PATH = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATORS}/leases/colocated-rl-operator"
+LEASE = {"LEASE_DURATION_S": "3", "LEASE_RENEW_DEADLINE_S": "2", "LEASE_RETRY_S": "0.5"}
+
+
+@dataclass
+class World:
+    api: Api
+    group: Group
+    kubelet: FakeKubelet
+    kubeconfig: Path  # of operators
+    job: Body = field(default_factory=dict)
+    operators: int = 0
+
+    @property
+    def status(self) -> Body:
+        status: Body = self.job.get("status", {})
+        return status
+
+    @property
+    def is_complete(self) -> bool:
+        return self.status.get("phase") == "Complete"
+
+    def condition(self, kind: str) -> Body:
+        found: Body = next((item for item in self.status.get("conditions", []) if item["type"] == kind), {})
+        return found
+
+    def note_job(self, event: str, job: Body) -> None:
+        if job["metadata"]["name"] != self.group.job.name:
+            return
+        self.job = {} if event == "DELETED" else job
+        self.kubelet.moved.set()
+
+    async def until(self, what: Callable[[], object], *, deadline_s: float = DEADLINE_S) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not what():
+                    self.kubelet.moved.clear()
+                    await self.kubelet.moved.wait()
+        except TimeoutError:
+            pytest.fail(f"did not happen in {deadline_s} s; status {json.dumps(self.status, indent=1)}")
+
+    @asynccontextmanager
+    async def operator(self, lease: Mapping[str, str] = LEASE) -> AsyncIterator[Operator]:
+        self.operators += 1
+        name = f"operator-{self.operators}"
+        async with running_operator(self.kubeconfig, name, lease, self.kubelet.moved.set) as operator:
+            yield operator
+
+    def stay_in_rollout(self) -> None:
+        """No batch is sealed."""
+        self.kubelet.hold("rollout", under=lambda target: target.goal is Goal.CLIMB)
+
+
+@asynccontextmanager
+async def open_real_world(
+    access: ClusterAccess, directory: Path, spec: Body, *, operators: ClusterAccess | None = None
+) -> AsyncIterator[World]:
+    """A job on the cluster, with a kubelet for its pods; afterwards nothing of it is left.
+
+    operators: another way to the API server, for the operators alone.
+    """
+    connector = aiohttp.TCPConnector(ssl=access.ssl_context())
+    async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
+        api = Api(access, session)
+
+        async def set_status(pod: Body, status: Body) -> None:
+            path = f"{PODS}/{pod['metadata']['name']}/status"
+            status = status | {"podIPs": [{"ip": status["podIP"]}]}
+            await api.call("PATCH", path, {"status": status}, "application/merge-patch+json")
+
+        async def read_secret(name: str) -> dict[str, str]:
+            secret = await api.call("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}")
+            return {key: base64.b64decode(value).decode() for key, value in secret["data"].items()}
+
+        async def ended(pod: Body) -> None:
+            return None  # the server forgets a pod without a node at once
+
+        group = Group(make_job(**spec))
+        kubelet = FakeKubelet(
+            group, directory, read_secret=read_secret, set_status=set_status, ended=ended, tasks=tasks
+        )
+        world = World(api, group, kubelet, _write_kubeconfig(operators or access, directory / "kubeconfig"))
+        watches = [
+            tasks.create_task(api.watch(PODS, kubelet.note)),
+            tasks.create_task(api.watch(JOBS, world.note_job)),
+        ]
+        try:
+            world.job = await api.call("POST", JOBS, make_manifest(**spec))
+            yield world
+        finally:
+            await _clean(api)
+            kubelet.end_all()
+            for watch in watches:
+                watch.cancel()
+
+
+def _write_kubeconfig(access: ClusterAccess, path: Path) -> Path:
+    path.write_text(kubeconfig_of(access))
+    path.chmod(0o600)
+    return path
+
+
+async def _clean(api: Api) -> None:
+    for job in await api.all(JOBS):
+        path = f"{JOBS}/{job['metadata']['name']}"
+        await api.call("PATCH", path, {"metadata": {"finalizers": None}}, "application/merge-patch+json")
+        await api.call("DELETE", path)
+    for pod in await api.all(PODS):
+        await api.call("DELETE", f"{PODS}/{pod['metadata']['name']}", {"gracePeriodSeconds": 0})
+    await api.call("DELETE", LEASE_PATH)
