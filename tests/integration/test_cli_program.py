@@ -36,7 +36,7 @@ from fakes.kubectl import Played, play_kubectl
 from setup.layout import CHECKOUT
 
 RECORDED = json.loads((CHECKOUT.root / "tests/unit/records/run.json").read_text())
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 Run = Callable[..., "Done"]
 
@@ -125,6 +125,22 @@ def test_a_job_that_moves_is_explained_with_code_0(run: Run) -> None:
     assert "Nothing is wrong. It waits for: rollout fills batch 3: 3 of 8 samples finished" in done.stdout
 
 
+def test_what_is_no_log_line_in_a_log_is_passed_over(run: Run, api: ClusterApi) -> None:
+    """A word in braces ended explain with a traceback."""
+    api.logs["sums-gpu-0-0", "agent"] += '{not json}\n{"no": "moment"}\n'
+    assert Exit.FINE == run("explain", "sums").code
+
+
+@pytest.mark.parametrize("command", ["explain", "top --once", "timeline", "samples", "bundle --file"])
+def test_a_pod_without_its_label_ends_no_command(run: Run, api: ClusterApi, command: str, tmp_path: Path) -> None:
+    """Somebody took it away, and every command ended with a traceback: also the one for broken jobs."""
+    del api.pods[0]["metadata"]["labels"][names.ROLE_LABEL]
+    word, *options = command.split()
+    done = run(word, "sums", *options, *([str(tmp_path / "sums.tar.gz")] if options == ["--file"] else []))
+    assert (Exit.PROBLEM if word == "explain" else Exit.FINE) == done.code
+    assert word != "explain" or "NoPod" in done.stdout
+
+
 def test_a_job_that_does_not_move_is_explained_with_code_1(run: Run, api: ClusterApi) -> None:
     api.pods[0]["status"] = {
         "phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", "message": "no room"}]
@@ -150,10 +166,15 @@ def test_samples_and_evaluations_are_tables_json_and_yaml(run: Run, api: Cluster
     words = run("samples", "sums", "--text").stdout
     assert ["7: trained, reward 1", "  prompt", "    1 + 1 = ?", "  response", "    -"] == words.splitlines()
     assert b"text=1" in api.forwarded[-1]
+    run("samples", "sums", "--limit", "0")
+    assert b"limit=0" in api.forwarded[-1]
     assert 7 == json.loads(run("samples", "sums", "-o", "json").stdout)[0]["id"]
     evaluated = run("eval", "sums").stdout.splitlines()
     assert [["0", "0.1855"], ["2", "0.5"], ["10", "0.7969"]] == [line.split()[:2] for line in evaluated[1:4]]
     assert "step: 0" in run("eval", "sums", "-o", "yaml").stdout
+    log = api.logs["sums-rollout-0", "rollout"]
+    api.logs["sums-rollout-0", "rollout"] = log.replace('"evaluation ended"', '"evaluation ended", "best": 0.9')
+    assert ["0", "0.1855", "0.9"] == [run("eval", "sums").stdout.splitlines()[1].split()[at] for at in (0, 1, 3)]
 
 
 def test_a_timeline_can_be_kept_and_made_again_without_the_cluster(run: Run, kubectl: Played, tmp_path: Path) -> None:
@@ -266,7 +287,15 @@ def test_without_the_right_to_forward_ports_the_job_is_explained_from_its_status
         ["top", "sums", "--twice"],
         ["timeline"],
         ["validate", "no-such-file"],
+        ["validate", "/"],
         ["init", "a"],
+        ["init", "sums", "--model", "m", "--task", "t", "--file", "/no/such/folder/job.yaml"],
+        ["explain", "Sums"],
+        ["explain", "pods/sums"],
+        ["explain", "sums/status"],
+        ["samples", "sums", "--limit", "-1"],
+        ["timeline", "--records", sys.executable],
+        ["timeline", "--records", "/dev/null"],
         [],
     ],
 )
@@ -274,6 +303,56 @@ def test_wrong_words_are_code_2(run: Run, words: list[str]) -> None:
     done = run(*words)
     assert (Exit.USAGE, "") == (done.code, done.stdout)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["crlj/sums", "colocatedrljobs/sums", "colocatedrljobs.rl.colocate.dev/sums"])
+def test_a_job_may_be_named_as_kubectl_names_objects(run: Run, name: str) -> None:
+    assert "default/sums: not suspended already" in run("resume", name).stdout
+
+
+@pytest.mark.parametrize("bytes_", [b"\xff\xfe", "steps: \u00b2".encode("latin-1")])
+def test_what_is_no_utf8_is_code_2(kubectl: Played, bytes_: bytes) -> None:
+    """Also where Python would let it through, because the locale says nothing."""
+    done = subprocess.run(
+        [sys.executable, "-m", "colocated_rl_cli", "validate", "-"],
+        env={**kubectl.environment, "LC_ALL": "C"}, input=bytes_, capture_output=True, check=False,
+    )  # fmt: skip
+    assert (Exit.USAGE, b"", 1) == (done.returncode, done.stdout, len(done.stderr.splitlines()))
+
+
+def test_standard_input_that_is_named_twice_has_nothing_the_second_time(kubectl: Played) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "colocated_rl_cli", "validate", "-", "-"],
+        env=kubectl.environment, input=b"kind: [", capture_output=True, check=False,
+    )  # fmt: skip
+    assert Exit.PROBLEM == done.returncode
+    assert b"no ColocatedRLJob in it" in done.stdout + done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+WRITERS = (["--help"], ["completion", "bash"], ["top", "sums"], ["explain", "sums", "-o", "json"])
+
+
+@pytest.mark.parametrize("words", WRITERS, ids=" ".join)
+def test_who_reads_no_further_makes_no_noise(kubectl: Played, words: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "colocated_rl_cli", *words],
+        env=kubectl.environment, stdout=writing, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    os.close(writing)
+    assert (Exit.FINE, b"") == (done.returncode, done.stderr)
+
+
+def test_what_can_not_be_written_is_code_2(kubectl: Played) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "colocated_rl_cli", "completion", "bash"],
+            env=kubectl.environment, stdout=full, stderr=subprocess.PIPE, check=False,
+        )  # fmt: skip
+    assert (Exit.USAGE, 1) == (done.returncode, len(done.stderr.splitlines()))
+    assert b"No space left on device" in done.stderr
 
 
 def test_without_kubectl_it_says_so(run: Run, tmp_path: Path, kubectl: Played) -> None:
@@ -289,17 +368,25 @@ def test_what_kubectl_complains_of_is_told(run: Run, tmp_path: Path, kubectl: Pl
     complains.write_text("#!/bin/sh\necho 'error: context \"x\" does not exist' >&2\nexit 1\n")
     complains.chmod(0o755)
     kubectl.environment["KUBECTL"] = str(complains)
-    for words in (["top", "sums"], ["top", "sums", "-n", "default"]):
-        done = run(*words)
+    for words, to_do in (([], "use-context"), (["--context", "x"], "get-contexts"), (["-n", "default"], "")):
+        done = run("top", "sums", *words)
         assert Exit.NO_ANSWER == done.code
         assert 'context "x" does not exist' in done.stderr
+        assert to_do in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------ what it leaves behind
 def test_context_and_namespace_are_kubectls(run: Run, kubectl: Played) -> None:
     run("top", "sums", "--once", "--context", "other", "--kubeconfig", "some/file")
+    run("--context", "other", "--kubeconfig", "some/file", "top", "sums", "--once")
+    assert 4 == len(kubectl.calls())
     for words in kubectl.calls():
         assert {"--context=other", "--kubeconfig=some/file"} <= set(words)
+
+
+def test_the_namespace_may_stand_before_the_command_or_after_it(run: Run) -> None:
+    for words in (["-n", "team", "explain", "sums"], ["explain", "sums", "--namespace", "team"]):
+        assert "colocated-rl explain: job team/sums: " in run(*words).stderr
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
@@ -388,6 +475,29 @@ def test_top_uses_the_whole_screen_follows_its_size_and_gives_it_back(kubectl: P
         screen.wait_for(r"\x1b\[\?1049l.*Complete.*step 3 of 3")
 
 
+def test_top_reads_the_log_of_a_pod_that_has_ended_once(kubectl: Played, api: ClusterApi) -> None:
+    """All of it was read again twice a second, for as long as somebody looked on."""
+    ended = _pod("gpu-0")
+    ended["metadata"] |= {"name": "sums-gpu-0-1", "uid": "uid-ended"}
+    ended["status"] = {"phase": "Failed", "containerStatuses": [{"name": "agent", "state": {"terminated": {}}}]}
+    api.pods.insert(0, ended)
+    lines = api.logs["sums-gpu-0-0", "agent"]
+    api.logs["sums-gpu-0-1", "agent"] = lines.replace("sums-gpu-0-0", "sums-gpu-0-1")
+
+    def reads(pod: str) -> int:
+        return api.asked.count(f"GET /api/v1/namespaces/default/pods/{pod}/log")
+
+    command = [sys.executable, "-m", "colocated_rl_cli", "top", "sums"]
+    with Screen(command, kubectl.environment, columns=100, rows=30) as screen:
+        screen.wait_for("sums-gpu-0-1 .*Serving")
+        until = time.monotonic() + DEADLINE_S
+        while reads("sums-gpu-0-0") < 4:  # the fake ends a log at once, as a container that ends does
+            assert time.monotonic() < until, "a pod that runs is followed"
+            time.sleep(0.01)  # another process asks: nothing to await
+        screen.process.terminate()
+    assert 1 == reads("sums-gpu-0-1")
+
+
 def test_top_ends_when_its_terminal_is_gone(kubectl: Played) -> None:
     command = [sys.executable, "-m", "colocated_rl_cli", "top", "sums"]
     with Screen(command, kubectl.environment, columns=100, rows=30) as screen:
@@ -433,6 +543,8 @@ def test_questions_are_asked_on_a_terminal(kubectl: Played, tmp_path: Path) -> N
         (["samples", "sums", "--state", "tr"], ["trained"]),
         (["completion", ""], ["bash", "fish", "zsh"]),
         (["nothing", ""], []),
+        (["-n", "team", "ex"], ["explain"]),
+        (["-n", "team", "samples", "sums", "--state", "tr"], ["trained"]),
     ],
 )
 def test_words_are_completed(words: list[str], expected: list[str]) -> None:

@@ -104,15 +104,29 @@ async def test_a_port_forward_that_breaks_is_made_again_and_no_sample_is_told_tw
 ) -> None:
     async with started(kubectl, "--follow", "-o", "json") as process:
         for group in range(4):
+            if group:
+                kubectl.cut_links()
             completed_group(scene.store)
             assert [2 * group + 1, 2 * group + 2] == [(await row(process))["ended"] for _ in range(2)]
-            kubectl.cut_links()
         del api.jobs["sums"]
         scene.followers.end()
         code, complaints = await ended(process)
     assert Exit.FINE == code
-    assert 4 == complaints.count("it is asked again\n")
-    assert "Traceback" not in complaints
+    assert 3 == complaints.count("it is asked again\n") == complaints.count("\n")
+
+
+async def test_a_port_forward_that_breaks_as_the_job_goes_is_told_and_not_made_again(
+    scene: Scene, api: ClusterApi, kubectl: Played
+) -> None:
+    async with started(kubectl, "--follow", "-o", "json") as process:
+        completed_group(scene.store)
+        assert [1, 2] == [(await row(process))["ended"] for _ in range(2)]
+        del api.jobs["sums"]
+        kubectl.cut_links()
+        code, complaints = await ended(process)
+    assert (Exit.FINE, 1) == (code, complaints.count("\n"))
+    assert "cut off" in complaints
+    assert "asked again" not in complaints
 
 
 async def test_samples_that_a_checkpoint_took_meanwhile_are_missed_aloud(

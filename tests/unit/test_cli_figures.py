@@ -166,6 +166,12 @@ def test_unknown_and_broken_lines_are_passed_over() -> None:
     assert () == read_figures(odd).spans
 
 
+def test_a_rung_of_a_newer_agent_is_passed_over() -> None:
+    newer = rises("a", [("Quantized", 31.0)], step=1)
+    assert read_figures(one_switch()) == read_figures(one_switch() + newer)
+    assert standings(one_switch()) == standings(one_switch() + newer)
+
+
 def test_a_batch_sealed_again_after_a_restart_counts_once() -> None:
     figures = read_figures([sealed(1, staleness={"0": 10}), sealed(1, staleness={"0": 10}, ts=5.0)])
     assert 1 == len(figures.batches)
@@ -174,6 +180,14 @@ def test_a_batch_sealed_again_after_a_restart_counts_once() -> None:
 def test_staleness_adds_up_tokens_of_all_batches() -> None:
     figures = read_figures([sealed(1, staleness={"0": 10}), sealed(2, staleness={"1": 4, "0": 6})])
     assert {0: 16, 1: 4} == staleness_tokens(figures)
+
+
+def test_evaluations_of_a_controller_that_is_gone_are_those_with_which_the_next_one_begins() -> None:
+    """Its log goes with its pod: a job that was suspended showed those since its resumption alone."""
+    earlier = [{"step": step, "mean": 0.2, "stderr": 0.02, "samples": 400, "best": 0.5} for step in (0, 10)]
+    begun = {"ts": 15.0, "event": "rollout controller ready", "evaluations": earlier}
+    found = read_figures([begun, evaluated(20, 0.9)]).evaluations
+    assert [(0, None, 0.5), (10, None, 0.5), (20, 20.0, None)] == [(one.step, one.ts, one.best) for one in found]
 
 
 def test_the_first_evaluation_is_of_step_0_and_the_last_is_the_newest() -> None:

@@ -76,5 +76,5 @@ def test_batches_that_the_first_does_not_keep_are_not_promised() -> None:
 def test_the_name_of_the_new_job_is_one_and_what_is_no_job_is_not_written() -> None:
     long = "a" * 29 + "-" + "b" * 10
     assert f"{'a' * 29}-bb-rollout" == made(one_side.rollout_only(job(long), name=None, steps=None)).metadata.name
-    with pytest.raises(UsageError, match=r"no job can be made of sums: .*metadata\.name Sums must be"):
+    with pytest.raises(UsageError, match=r"no job can be made of sums: .*metadata\.name: Sums must be"):
         one_side.rollout_only(job(), name="Sums", steps=None)

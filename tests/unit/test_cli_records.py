@@ -125,6 +125,11 @@ TOKEN = "hf_abcdefghijklmnopqrstuv"
         ("pulling from https://user:pa55w0rd@registry.example.com/x", "pa55w0rd"),
         ("curl -H 'authorization: basic dXNlcjpwYXNz'", "dXNlcjpwYXNz"),
         ("github_pat_11ABCDEFG0123456789abc", "11ABCDEFG"),
+        (r'{"event": "config {\"api_key\": \"hunter2 and more\"}"}', "hunter2"),
+        ("store redis://:pa55w0rd@cache:6379", "pa55w0rd"),
+        ("started as: judge --api-key hunter2 --port 80", "hunter2"),
+        ("private_key: hunter2", "hunter2"),
+        ("passphrase = hunter2", "hunter2"),
     ],
 )
 def test_what_looks_like_a_secret_is_taken_out_of_texts(text: str, secret: str) -> None:
@@ -142,10 +147,17 @@ def test_what_looks_like_a_secret_is_taken_out_of_texts(text: str, secret: str) 
         "job default/sums: step 3 of 30",
         "https://registry.example.com/rl/gpu:1.0",
         "max_tokens=48",
+        "sglang --max-total-tokens 32768 --tokenizer-path /model",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
     assert text == scrub_text(text)
+
+
+def test_a_long_word_costs_no_more_than_its_length() -> None:
+    """A line of base64 took the square of it: minutes, for a hundred kilobytes."""
+    word = "a1-" * 200_000
+    assert word == scrub_text(word)
 
 
 def test_secrets_are_taken_out_of_objects() -> None:
@@ -169,7 +181,12 @@ def test_secrets_are_taken_out_of_objects() -> None:
             ],
             "volumes": [{"name": "tls", "secret": {"secretName": "sums-tls"}}],
         },
-        "config": {"learningRate": 1e-6, "wandbToken": "abc", "maxResponseTokens": 48, "nested": [{"password": "abc"}]},
+        "config": {
+            "learningRate": 1e-6,
+            "wandbToken": "abc",
+            "maxResponseTokens": 48,
+            "nested": [{"passwords": ["abc"]}],
+        },
     }
     kept = scrub(pod)
     assert "abc" not in json.dumps(kept).replace(REMOVED, "")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from builders import make_manifest
 from colocated_rl_api.job import ColocatedRLJob
 from colocated_rl_cli.errors import UsageError
 from colocated_rl_cli.manifest import judge
 from colocated_rl_cli.starter import Wishes, manifest
-from colocated_rl_cli.yaml_text import Place, Unreadable, plain, read
+from colocated_rl_cli.yaml_text import Place, Unreadable, plain, read, written
 from setup.layout import CHECKOUT
 
 CORPUS = CHECKOUT.root / "tests/scenarios/manifests"
@@ -71,6 +74,29 @@ def test_a_typo_is_told_with_the_name_that_was_meant() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("written", "instead", "words"),
+    [
+        (
+            "model: {claimName: model}",
+            "model: my-model",
+            "should be an object with fields claimName, path, not 'my-model'",
+        ),
+        ("steps: 3", 'steps: "3"', "should be a whole number, not '3': write it without quotes"),
+        ("steps: 3", "steps: three", "should be a whole number, not 'three'"),
+        ("steps: 3", "steps: 3\n  suspend: 1", "should be true or false, not 1"),
+        ("batchSize: 8", "batchSize: 8\n    engineArgs: --tp-size=8", "should be a list, not '--tp-size=8'"),
+        ("{name: chain_sum}", "chain_sum", "not 'chain_sum'"),
+        ("name: sums", "name: My_Sums", "My_Sums must be at most 40 of"),
+    ],
+)
+def test_what_a_field_should_be_is_said_in_words_of_manifests(written: str, instead: str, words: str) -> None:
+    """Not `a valid dictionary or instance of Model`."""
+    [(_, _, message)] = faults(JOB.replace(written, instead))
+    assert words in message
+    assert "metadata.name" not in message, "the field stands before it"
+
+
 def test_a_rule_over_several_fields_is_told_at_the_one_that_it_is_about() -> None:
     [(line, field, message)] = faults(JOB + "    maxConcurrency: 100\n")
     assert (11, "spec.rollout.maxConcurrency") == (line, field)
@@ -94,10 +120,43 @@ def test_text_that_is_no_yaml_is_refused_where_it_breaks() -> None:
         ("{name: sums, annotations: [a]}", "metadata.annotations"),
         ("{name: sums, lables: {a: b}}", "metadata.lables"),
         ("{name: sums, namespace: 7}", "metadata.namespace"),
+        ("{name: sums, namespace: Team_A}", "metadata.namespace"),
+        ("{name: sums, labels: {team/of/rl: a}}", "metadata.labels"),
+        ("{name: sums, labels: {Team.example/a: b}}", "metadata.labels"),
+        ("{name: sums, labels: {team: reinforcement learning}}", "metadata.labels.team"),
+        (f"{{name: sums, labels: {{team: {'a' * 64}}}}}", "metadata.labels.team"),
+        ("{name: sums, annotations: {a b: c}}", "metadata.annotations"),
+        (f"{{name: sums, annotations: {{a: {'b' * 2**18}}}}}", "metadata.annotations"),
+        ("{generateName: Sums-}", "metadata.name"),
     ],
 )
 def test_metadata_is_judged_too(metadata: str, field: str) -> None:
     assert [(3, field)] == [fault[:2] for fault in faults(JOB.replace("{name: sums}", metadata))]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        "{name: sums, namespace: '', labels: {app.kubernetes.io/name: a, b: ''}, annotations: {Team.example/a: 'b c'}}",
+        "{generateName: sums-}",
+    ],
+)
+def test_metadata_that_the_server_takes_is_fine(metadata: str) -> None:
+    assert judge(JOB.replace("{name: sums}", metadata)).is_accepted
+
+
+@pytest.mark.parametrize(
+    "head", ["apiVersion: v1\nkind: List", "apiVersion: rl.colocate.dev/v1alpha1\nkind: ColocatedRLJobList"]
+)
+def test_jobs_of_a_list_are_judged_each_where_it_stands(head: str) -> None:
+    item = f"- {textwrap.indent(JOB, '  ').strip()}\n"
+    listed = f"{head}\nitems:\n{item}- {{apiVersion: v1, kind: ConfigMap}}\n"
+    verdict = judge(listed + item)
+    assert (("sums", "sums"), 1, ()) == (verdict.jobs, verdict.others, verdict.faults)
+    assert [(3 + 10 + 1 + 5, "spec.steps")] == [
+        fault[:2] for fault in faults(listed + item.replace("steps: 3", "steps: 0"))
+    ]
+    assert not judge(f"{head}\nitems: []\n").is_accepted
 
 
 def test_other_objects_of_a_file_are_passed_over() -> None:
@@ -163,6 +222,55 @@ def test_aliases_that_grow_without_end_are_refused() -> None:
         list(read("&a [*a]"))
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a:\t1\n", {"a": 1}),
+        ("a: 1\t# said\nb:\t[x,\tz]\t\n", {"a": 1, "b": ["x", "z"]}),
+        ("a: b\t c \t\n  d\n", {"a": "b\t c d"}),
+        ("a: b\t\n---\n", {"a": "b"}),
+    ],
+)
+def test_a_tab_between_words_is_a_space(text: str, value: object) -> None:
+    assert [value] == [document.value for document in read(text)]
+
+
+@pytest.mark.parametrize("text", ["a:\n\tb: 1\n", "a:\n  - \tb: 1\n", "\ta: 1\n"])
+def test_a_tab_that_indents_is_refused(text: str) -> None:
+    with pytest.raises(Unreadable, match="a tab where YAML wants spaces"):
+        list(read(text))
+
+
+@pytest.mark.parametrize("text", ["? [a]\n: 1\n", "null: 1\n", "~: 1\n", "? \n"])
+def test_a_key_that_is_no_text_is_refused(text: str) -> None:
+    with pytest.raises(Unreadable, match="a key should be a text"):
+        list(read(text))
+
+
+def test_lines_may_end_as_on_windows() -> None:
+    assert [(5, "spec.steps")] == [
+        fault[:2] for fault in faults(JOB.replace("steps: 3", "steps: 0").replace("\n", "\r\n"))
+    ]
+
+
+@pytest.mark.parametrize("text", ["[" * 1_000, "a: " + "{a: " * 20_000, "- " * 20_000])
+def test_what_is_nested_without_end_is_refused(text: str) -> None:
+    with pytest.raises(Unreadable, match="too deep"):
+        list(read(text))
+
+
+@settings(max_examples=25)
+@given(text=st.text() | st.from_regex(r"[-+.0-9exob_:yYnNfF]{1,8}", fullmatch=True))
+@example(text="12e45678")
+@example(text="0o17")
+@example(text="y")
+@example(text="089")
+@example(text="1e3")
+def test_a_text_that_is_written_is_the_same_text_to_the_server(text: str) -> None:
+    [document] = read(written({text: [text]}))
+    assert {text: [text]} == document.value
+
+
 # ---------------------------------------------------------------------------------------------------------------- init
 def test_a_new_manifest_is_accepted_and_says_what_each_field_means() -> None:
     text = manifest(Wishes(name="sums", model="models:qwen/small", task="chain_sum", steps=7, replicas=2, gpus=8))
@@ -174,6 +282,18 @@ def test_a_new_manifest_is_accepted_and_says_what_each_field_means() -> None:
     assert "  # Training steps; the job is complete after the last. May change.\n  steps: 7\n" in text
 
 
+def test_a_job_without_gpus_has_the_engines_flags_for_a_cpu() -> None:
+    """Its engine looked for a GPU, and ended. These are the demo's, of which it has more to be small."""
+    written = yaml.safe_load(manifest(Wishes(name="sums", model="m", task="chain_sum", gpus=0)))
+    demo = yaml.safe_load((CHECKOUT.root / "examples/arithmetic/job.yaml").read_text())
+    flags = written["spec"]["rollout"]["engineArgs"]
+    assert "--device=cpu" in flags
+    assert set(flags) <= set(demo["spec"]["rollout"]["engineArgs"])
+    assert (
+        "engineArgs" not in yaml.safe_load(manifest(Wishes(name="s", model="m", task="chain_sum")))["spec"]["rollout"]
+    )
+
+
 def test_prompts_of_ones_own_are_a_file_and_a_reward() -> None:
     wishes = Wishes(name="own", model="m", prompts="data:math/train.jsonl", reward="rewards:score")
     source = ColocatedRLJob.read(yaml.safe_load(manifest(wishes))).spec.rollout.prompts.file
@@ -181,9 +301,26 @@ def test_prompts_of_ones_own_are_a_file_and_a_reward() -> None:
     assert ("data", "math/train.jsonl", "rewards:score") == (source.claim_name, source.path, source.reward.function)
 
 
+def test_prompts_that_a_function_makes_are_named_with_their_claim() -> None:
+    wishes = Wishes(name="own", model="m", prompts="data:making:problem", reward="rewards:score")
+    source = ColocatedRLJob.read(yaml.safe_load(manifest(wishes))).spec.rollout.prompts.function
+    assert source
+    assert ("data", "making:problem", "rewards:score") == (source.claim_name, source.name, source.reward.function)
+
+
+@pytest.mark.parametrize("what", ["saved", "gsm8k-v1.0", "math/train-*.parquet", "a.arrow"])
+def test_what_a_rollout_controller_reads_may_be_prompts(what: str) -> None:
+    wishes = Wishes(name="own", model="m", prompts=f"data:{what}", reward="rewards:score")
+    assert f"path: {what}\n" in manifest(wishes).replace("'", "")
+
+
 @pytest.mark.parametrize(
     ("wishes", "said"),
     [
+        (Wishes(name="a", model="m", prompts="data:sums.csv", reward="a:b"), "ends with one of .jsonl, .parquet"),
+        (Wishes(name="a", model="m", prompts="data:sums.jsonl.gz", reward="a:b"), "ends with one of .jsonl, .parquet"),
+        (Wishes(name="a", model="m", prompts="data:making:", reward="a:b"), "should be MODULE:FUNCTION"),
+        (Wishes(name="a", model="m", prompts="data", reward="a:b"), "path"),
         (Wishes(name="Bad_Name", model="m", task="t"), "metadata.name"),
         (Wishes(name="a", model="m", task="t", steps=0), "spec.steps"),
         (Wishes(name="a", model="m"), "one source"),

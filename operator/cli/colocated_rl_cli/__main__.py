@@ -24,6 +24,21 @@ def main() -> int:
 
 def run(words: Sequence[str], environment: Mapping[str, str], *, prog: str = "colocated-rl") -> int:
     """The exit code. Raises SystemExit where argparse does: for --help, and for words that are wrong."""
+    try:
+        try:
+            return _answer(words, environment, prog)
+        finally:
+            sys.stdout.flush()  # not at the interpreter's end, where nobody can say what it means
+    except BrokenPipeError:  # whoever reads has had enough
+        code = Exit.FINE
+    except OSError as error:
+        complain(f"{prog}: {error}")
+        code = Exit.USAGE
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _answer(words: Sequence[str], environment: Mapping[str, str], prog: str) -> int:
     parser = build(prog)
     if words and words[0] == ASKED_TO_COMPLETE:
         for candidate in completion.complete(parser, words[1:], environment):
@@ -39,9 +54,6 @@ def run(words: Sequence[str], environment: Mapping[str, str], *, prog: str = "co
         return error.code
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
-    except BrokenPipeError:  # whoever reads has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.FINE
 
 
 async def _ended(outcome: Awaitable[Exit]) -> Exit:
@@ -51,11 +63,9 @@ async def _ended(outcome: Awaitable[Exit]) -> Exit:
     for number in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     try:
-        result = await outcome
+        return await outcome
     except asyncio.CancelledError:
         return Exit.INTERRUPTED
-    sys.stdout.flush()
-    return result
 
 
 def complete() -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from colocated_rl_api import names
+from colocated_rl_api.logs import in_words
 from colocated_rl_cli.causes import event_time
 from colocated_rl_cli.errors import CliError, NotAllowed, NotReached, NotThere
 from colocated_rl_cli.kubectl import Login, proxied
@@ -156,7 +157,7 @@ class Api:
         except TimeoutError as error:
             raise NotReached(f"{what}: no answer from the API server within {deadline_s} s") from error
         except aiohttp.ClientError as error:
-            raise NotReached(f"{what}: the connection to the API server ended: {error!r}") from error
+            raise NotReached(f"{what}: the connection to the API server ended: {in_words(error)}") from error
 
 
 def refusal(status: int, text: str, what: str) -> CliError:

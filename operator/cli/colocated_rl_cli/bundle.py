@@ -15,14 +15,13 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-import yaml
-
 from colocated_rl_api import __version__, names
 from colocated_rl_cli.api import Api, Object
 from colocated_rl_cli.errors import CliError
 from colocated_rl_cli.evidence import has_pages
 from colocated_rl_cli.pages import page, text_page
 from colocated_rl_cli.scrubbing import scrub, scrub_text
+from colocated_rl_cli.yaml_text import written
 
 README = """\
 A support archive of job {job}, made by kubectl crlj bundle {version} at {at}.
@@ -57,7 +56,7 @@ class Bundle:
     def document(self, name: str, content: Any) -> None:
         scrubbed = scrub(content)
         is_json = name.endswith(".json")
-        self._files[name] = json.dumps(scrubbed, indent=1) if is_json else yaml.safe_dump(scrubbed, sort_keys=False)
+        self._files[name] = json.dumps(scrubbed, indent=1) if is_json else written(scrubbed)
 
     async def read(self, name: str, ask: Callable[[], Awaitable[Any]]) -> None:
         """Put in what `ask` answers, or note why it did not."""

@@ -8,30 +8,29 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from colocated_rl_api import names
 from colocated_rl_cli import bundle, one_side, questions, samples, starter, timeline
 from colocated_rl_cli.api import Api
 from colocated_rl_cli.errors import CliError, Exit, UsageError
-from colocated_rl_cli.evidence import Evidence, has_pages
+from colocated_rl_cli.evidence import Evidence, has_pages, is_over
 from colocated_rl_cli.explanation import Explanation, explain
 from colocated_rl_cli.figures import read_figures, standings
-from colocated_rl_cli.following import JobWatch, container_of
+from colocated_rl_cli.following import JobWatch
 from colocated_rl_cli.kubectl import Login
-from colocated_rl_cli.live import shown
+from colocated_rl_cli.live import Terminal, shown
 from colocated_rl_cli.manifest import Verdict, judge
 from colocated_rl_cli.output import complain, document, say, table
 from colocated_rl_cli.pages import states
-from colocated_rl_cli.records import Records
+from colocated_rl_cli.records import Records, read_line
 from colocated_rl_cli.trace import trace
 from colocated_rl_cli.view import frame
+from colocated_rl_cli.yaml_text import MAX_BYTES
 
 MANY_PODS = 64  # whose pages `explain` reads
 MANY_EVENTS = 10  # pods that don't run, of which it reads events
@@ -67,8 +66,11 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _text_of(name: str) -> str:
+    """Of a file; no more than tells that it is too large."""
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        return content.decode(errors="strict" if len(content) <= MAX_BYTES else "replace")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{name} can't be read: {error}") from error
 
@@ -88,6 +90,8 @@ def _hand_over(text: str, args: Namespace) -> Exit:
             file.write(text)
     except FileExistsError as error:
         raise UsageError(f"{path} is there already: name another file, or --force to replace it") from error
+    except OSError as error:
+        raise UsageError(f"{path} can't be written: {error}") from error
     complain(f"{path}: written; next: kubectl apply -f {path}")
     return Exit.FINE
 
@@ -148,16 +152,14 @@ async def _since(api: Api, pods: list[dict[str, Any]]) -> dict[str, float]:
 
     async def read(pod: dict[str, Any]) -> str:
         try:
-            return await api.log(pod["metadata"]["name"], container_of(pod), newest=200)
+            return await api.log(pod["metadata"]["name"], names.AGENT_CONTAINER, newest=200)
         except CliError:
             return ""  # then it is not told
 
     texts = await asyncio.gather(
-        *(read(pod) for pod in pods if pod["metadata"]["labels"][names.ROLE_LABEL] in names.GPU_ROLES)
+        *(read(pod) for pod in pods if pod["metadata"]["labels"].get(names.ROLE_LABEL) in names.GPU_ROLES)
     )
-    lines = [
-        json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{") and line.endswith("}")
-    ]
+    lines = [line for text in texts for line in map(read_line, text.splitlines()) if line is not None]
     return {pod: stands.since for pod, stands in standings(lines).items()}  # the same on every ladder
 
 
@@ -181,12 +183,12 @@ def told(explanation: Explanation) -> str:
 async def top(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
-        if args.once or job.get("status", {}).get("phase") in samples.OVER:
+        if args.once or is_over(job):
             records = await _kept(api, args.job, job)
-            Console().print(frame(job, records.lines, now=time.time()))
+            Terminal().print(frame(job, records.lines, now=time.time()))
             return Exit.FINE
         watch = JobWatch(api, args.job)
-        console = Console()
+        console = Terminal()
         async with shown(watch, console, screen=True):
             await watch.until_ended()
     if console.is_terminal:  # what the screen showed last is gone with it
@@ -223,7 +225,7 @@ async def evaluations(args: Namespace) -> Exit:
         records = await _kept(api, args.job, job)
     found = {one.step: asdict(one) for one in read_figures(records.lines).evaluations}
     newest = job.get("status", {}).get("evaluation")
-    if newest:  # also when no log has it any more
+    if newest:  # also when no log that may be read has it
         found[newest["step"]] = {"ts": None, **found.get(newest["step"], {}), **newest}
     rows = [found[step] for step in sorted(found)]
     if args.output == "text":
@@ -246,7 +248,7 @@ async def _steer(args: Namespace, *, suspend: bool, said: str) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
         name = f"{api.namespace}/{args.job}"
-        if job.get("status", {}).get("phase") in samples.OVER:
+        if is_over(job):
             complain(f"{name}: it is over ({job['status']['phase']}): make a new job")
             return Exit.PROBLEM
         if bool(job["spec"].get("suspend")) is suspend:
@@ -279,14 +281,14 @@ async def show_timeline(args: Namespace) -> Exit:
     if args.save:
         _write(args.save, records.as_json())
     if not (args.html or args.trace or args.save):
-        say(timeline.text(records, width=Console().width))
+        say(timeline.text(records, width=Terminal().width))
     return Exit.FINE
 
 
 def _read_records(path: Path) -> Records:
     try:
         return Records.read(path)
-    except (OSError, TypeError, json.JSONDecodeError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"{path} holds no records of a job: {error}") from error
 
 

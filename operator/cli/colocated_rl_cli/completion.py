@@ -55,11 +55,12 @@ def _candidates(
     parser: argparse.ArgumentParser, before: Sequence[str], typed: str, environment: Mapping[str, str]
 ) -> list[str]:
     commands = subparsers(parser)
-    if not before:
-        return [*commands, *_flags(parser)]
-    chosen = commands.get(before[0])
-    if chosen is None:
-        return []
+    place = next((place for place, word in enumerate(before) if word in commands), None)
+    if place is None:
+        is_open = not before or before[0].startswith("-")
+        return [*commands, *_flags(parser)] if is_open else []
+    chosen = commands[before[place]]
+    before = [before[place], *before[:place], *before[place + 1 :]]  # options of the cluster may stand before it
     if option := _open_option(chosen, before):
         return [str(choice) for choice in option.choices or ()]
     if typed.startswith("-"):
@@ -101,8 +102,9 @@ def _positionals(parser: argparse.ArgumentParser, before: Sequence[str], environ
 
 def _jobs(parser: argparse.ArgumentParser, before: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Of the namespace and the cluster that the words so far name."""
+    known = argparse.Namespace(namespace=None, context=None, kubeconfig=None)
     try:
-        known, _ = parser.parse_known_args([*before[1:], "x"])
+        parser.parse_known_args([*before[1:], "x"], known)
     except SystemExit:
         return []  # words that are wrong already
 

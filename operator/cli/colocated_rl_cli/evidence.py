@@ -11,7 +11,7 @@ import pydantic
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_api.job_status import ColocatedRLJobStatus, Phase
 from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import PodFacts, PodTarget, RolloutFacts
 from colocated_rl_cli.errors import CliError
@@ -33,15 +33,22 @@ class Evidence:
 
 
 def seats_of(pods: Sequence[Object]) -> dict[str, Object]:
-    """The pod of each seat: of several attempts the newest that has not ended."""
+    """The pod of each seat: of several attempts the newest that has not ended. Without its role's label it has none."""
     found: dict[str, Object] = {}
     for pod in sorted(pods, key=lambda pod: int(pod["metadata"]["labels"].get(names.ATTEMPT_LABEL, 0))):
         labels, phase = pod["metadata"]["labels"], pod.get("status", {}).get("phase")
-        role = labels[names.ROLE_LABEL]
+        role = labels.get(names.ROLE_LABEL)
         seat = role if role == names.ROLE_ROLLOUT else f"{role}-{labels.get(names.REPLICA_LABEL)}"
+        if role is None:
+            continue
         if seat not in found or phase not in ("Succeeded", "Failed"):
             found[seat] = pod
     return found
+
+
+def is_over(job: Object) -> bool:
+    """It is complete, or has failed: nothing more happens."""
+    return job.get("status", {}).get("phase") in (Phase.COMPLETE, Phase.FAILED)
 
 
 def has_pages(pod: Object) -> bool:

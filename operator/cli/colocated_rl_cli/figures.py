@@ -51,10 +51,13 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Evaluated:
+    """ts: None of one whose log has gone with its pod."""
+
     step: int
-    ts: float
+    ts: float | None
     mean: float
     stderr: float
+    best: float | None  # mean of the best answer to each question; None with one answer each
     samples: int
 
 
@@ -166,7 +169,10 @@ def batches_of(lines: Sequence[Line]) -> tuple[Sealed, ...]:
 
 
 def evaluations_of(lines: Sequence[Line]) -> tuple[Evaluated, ...]:
-    return tuple({one.step: one for one in map(_evaluated, _named(lines, "evaluation ended"))}.values())
+    """By step. A rollout controller begins with those of the ones before it."""
+    known = [one for line in _named(lines, "rollout controller ready") for one in line.get("evaluations", ())]
+    found = {one["step"]: _evaluated(one) for one in [*known, *_named(lines, "evaluation ended")]}
+    return tuple(found[step] for step in sorted(found))
 
 
 def standings(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> dict[str, Standing]:
@@ -174,7 +180,7 @@ def standings(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> dict[str, 
     now: dict[str, Standing] = {}
     served: set[str] = set()
     for line in lines:
-        if line.get("event") == "rung reached" and line.get("role") in names.GPU_ROLES:
+        if _is_of_a_rung(line) and line.get("role") in names.GPU_ROLES:
             rung, pod = Rung(line["rung"]), line["pod"]
             if rung is ladder.top:
                 served.add(pod)
@@ -266,7 +272,7 @@ def _sealed(line: Line) -> Sealed:
 
 
 def _evaluated(line: Line) -> Evaluated:
-    return Evaluated(line["step"], line["ts"], line["mean"], line["stderr"], line["samples"])
+    return Evaluated(line["step"], line.get("ts"), line["mean"], line["stderr"], line.get("best"), line["samples"])
 
 
 def _spans(lines: Sequence[Line], ladder: Ladder) -> list[Span]:
@@ -276,9 +282,14 @@ def _spans(lines: Sequence[Line], ladder: Ladder) -> list[Span]:
             continue
         if line.get("event") == "agent up" and line["pod"] not in rises:
             rises[line["pod"]].append({**line, "rung": Rung.UNKNOWN})
-        elif line.get("event") == "rung reached":
+        elif _is_of_a_rung(line):
             rises[line["pod"]].append(line)
     return [span for pod, of_pod in sorted(rises.items()) for span in _spans_of(pod, of_pod, ladder)]
+
+
+def _is_of_a_rung(line: Line) -> bool:
+    """That this release knows: one of a newer agent's own is passed over."""
+    return line.get("event") == "rung reached" and line.get("rung") in set(Rung)
 
 
 def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[Span]:

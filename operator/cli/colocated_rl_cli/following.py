@@ -8,7 +8,6 @@ follower or after it. What can't be had for a while (a pod that starts, an API s
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,7 +16,8 @@ from typing import Any
 from colocated_rl_api import names
 from colocated_rl_cli.api import Api
 from colocated_rl_cli.errors import CliError, NotAllowed, NotReached, NotThere
-from colocated_rl_cli.records import Records
+from colocated_rl_cli.evidence import is_over
+from colocated_rl_cli.records import Records, read_line
 
 AGAIN_S = 0.5
 MAX_LINES = 200_000  # kept; older ones go
@@ -43,6 +43,7 @@ class JobWatch:
         self._failure: Exception | None = None
         self._seen: set[int] = set()  # hashes of pod and line, as they came: all of them, which may be many
         self._followed: dict[str, asyncio.Task[None]] = {}
+        self._over: set[str] = set()  # pods whose logs get no further line
 
     @property
     def phase(self) -> str:
@@ -64,10 +65,16 @@ class JobWatch:
         if self._failure is not None:
             raise self._failure
 
+    def end(self) -> None:
+        """Nobody wants to know more: `until_ended` returns."""
+        self._ended.set()
+
     async def collect(self) -> Records:
         """Every log that is still there from its beginning, and the events."""
         for pod in await self._api.pods_of(self._name):
             name, container = pod["metadata"]["name"], container_of(pod)
+            if container is None:
+                continue
             for previous in (True, False):
                 try:
                     text = await self._api.log(name, container, previous=previous)
@@ -79,9 +86,14 @@ class JobWatch:
         events = await self._api.events_about(uid) if uid else []
         return Records(job=self.job, lines=sorted(self.lines, key=lambda line: float(line["ts"])), events=events)
 
-    async def _again(self, task: Callable[[], Any]) -> None:
-        """Do it until there is no use in it. The API server ends a watch every few minutes."""
-        while True:
+    async def _again(self, task: Callable[[], Any], *, until: Callable[[], bool] = lambda: False) -> None:
+        """Do it until there is no use in it. The API server ends a watch every few minutes.
+
+        until: it is done for the last time where this holds before.
+        """
+        is_last = False
+        while not is_last:
+            is_last = until()
             try:
                 await task()
             except NotAllowed as error:
@@ -101,16 +113,21 @@ class JobWatch:
         query, what = {"fieldSelector": f"metadata.name={self._name}"}, f"job {self._api.namespace}/{self._name}"
         async for kind, job in self._api.watch(self._api.jobs, query, what=what):
             self.job, self.trouble = job, None
-            if kind == "DELETED" or self.phase in ("Complete", "Failed"):
+            if kind == "DELETED" or is_over(job):
                 self._ended.set()
 
     async def _watch_pods(self, group: asyncio.TaskGroup) -> None:
         query, what = {"labelSelector": f"{names.JOB_NAME_LABEL}={self._name}"}, f"pods of job {self._name}"
-        async for _, pod in self._api.watch(self._api.pods, query, what=what):
+        async for kind, pod in self._api.watch(self._api.pods, query, what=what):
             name, container = pod["metadata"]["name"], container_of(pod)
-            if name not in self._followed and len(self._followed) < PODS_AT_MOST and has_started(pod, container):
-                follow = self._again(partial(self._follow, name, container))
-                self._followed[name] = group.create_task(follow, name=f"watch/{name}")
+            is_over = kind == "DELETED" or pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+            (self._over.add if is_over else self._over.discard)(name)
+            known = self._followed.get(name)
+            is_new = known is None or (known.done() and not is_over)  # another pod may get the name of one that is gone
+            following = sum(not task.done() for task in self._followed.values())
+            if is_new and following < PODS_AT_MOST and container and has_started(pod, container):
+                follow, is_read = partial(self._follow, name, container), partial(self._over.__contains__, name)
+                self._followed[name] = group.create_task(self._again(follow, until=is_read), name=f"watch/{name}")
 
     async def _follow(self, pod: str, container: str) -> None:
         try:
@@ -121,21 +138,15 @@ class JobWatch:
 
     def _read(self, pod: str, text: str) -> None:
         key = hash((pod, text.strip()))
-        if key in self._seen or not text.startswith("{"):
-            return
-        self._seen.add(key)
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            return  # cut off by the end of the container
-        if isinstance(line, dict) and isinstance(line.get("ts"), int | float):
+        if key not in self._seen and (line := read_line(text)) is not None:
+            self._seen.add(key)
             self.lines.append(line)
             self.on_line(line)
 
 
-def container_of(pod: Mapping[str, Any]) -> str:
-    """Where its member runs."""
-    return CONTAINERS[pod["metadata"]["labels"][names.ROLE_LABEL]]
+def container_of(pod: Mapping[str, Any]) -> str | None:
+    """Where its member runs. None: it does not say what it is, or says it in a newer version's word."""
+    return CONTAINERS.get(pod["metadata"]["labels"].get(names.ROLE_LABEL, ""))
 
 
 def has_started(pod: Mapping[str, Any], container: str) -> bool:

@@ -72,7 +72,14 @@ class Login:
             process.kill()
             raise NotReached(f"kubectl config view gave no answer in {ANSWER_DEADLINE_S:.0f} s") from error
         if process.returncode != 0:
-            raise NotReached(f"kubectl has no such context: {_words(complaint)}")
+            if self.context is not None:
+                raise NotReached(
+                    f"kubectl has no such context: {_words(complaint)}; kubectl config get-contexts lists them"
+                )
+            raise NotReached(
+                f"kubectl knows no cluster to ask ({_words(complaint)}): name its file in KUBECONFIG or with "
+                "--kubeconfig, or choose one: kubectl config use-context NAME"
+            )
         return said.decode().strip() or "default"
 
 

@@ -17,11 +17,26 @@ from colocated_rl_cli.view import frame, plain_line
 EVERY_S = 0.5
 
 
+class Terminal(Console):
+    """Where commands print what is more than text."""
+
+    def on_broken_pipe(self) -> None:
+        """That whoever reads has had enough is nothing to exit with 1 for."""
+        raise BrokenPipeError
+
+
 @asynccontextmanager
 async def shown(watch: JobWatch, console: Console, *, screen: bool) -> AsyncIterator[None]:
     """While the block runs. screen: use all of the terminal, and give it back as it was."""
     if not console.is_terminal:
-        watch.on_line = lambda line: _print_plain(console, line)
+
+        def print_line(line: Line) -> None:
+            try:
+                _print_plain(console, line)
+            except BrokenPipeError:
+                watch.end()
+
+        watch.on_line = print_line
         yield
         return
     with Live(console=console, auto_refresh=False, screen=screen) as live:

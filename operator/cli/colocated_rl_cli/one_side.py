@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from colocated_rl_api import names
 from colocated_rl_api.job import JOB_NAME_MAX, Mode
 from colocated_rl_cli.errors import UsageError
 from colocated_rl_cli.manifest import judge
+from colocated_rl_cli.yaml_text import written
 
 OF_A_RUN = ("suspend", "recorded", "managedBy")  # of the first job alone
 
@@ -64,7 +63,7 @@ def _manifest(job: Mapping[str, Any], mode: Mode, name: str, changes: Mapping[st
         "metadata": {"name": name, **metadata},
         "spec": {**spec, "mode": mode.value, **changes},
     }
-    text = yaml.safe_dump(document, sort_keys=False, width=110)
+    text = written(document, width=110)
     if faults := judge(text).faults:
         told = "; ".join(f"{fault.field}: {fault.message}" for fault in faults)
         raise UsageError(f"no job can be made of {job['metadata']['name']}: {told}")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
+from colocated_rl_cli.yaml_text import written
 
 FORMATS = ("text", "json", "yaml")
 
@@ -23,7 +23,7 @@ def complain(text: str) -> None:
 def document(value: Any, form: str) -> str:
     """form: json or yaml."""
     plain = json.loads(json.dumps(value, default=str))
-    return json.dumps(plain, indent=2) if form == "json" else yaml.safe_dump(plain, sort_keys=False).rstrip()
+    return json.dumps(plain, indent=2) if form == "json" else written(plain).rstrip()
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

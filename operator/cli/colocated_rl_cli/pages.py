@@ -17,6 +17,7 @@ import aiohttp
 from yarl import URL
 
 from colocated_rl_api import names
+from colocated_rl_api.logs import in_words
 from colocated_rl_cli.api import Api, refusal
 from colocated_rl_cli.errors import CliError, NotReached, NotThere
 
@@ -90,7 +91,7 @@ async def answered(
     except aiohttp.WSServerHandshakeError as error:
         raise await _why_refused(api, address, error, what) from error
     except aiohttp.ClientError as error:
-        raise NotReached(f"{what}: port-forward failed: {error!r}") from error
+        raise NotReached(f"{what}: port-forward failed: {in_words(error)}") from error
 
 
 class Answer:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from colocated_rl_api import __version__
+from colocated_rl_api import __version__, names
 from colocated_rl_cli import commands
 from colocated_rl_cli.completion import SHELLS, print_script
 from colocated_rl_cli.errors import Exit
@@ -21,6 +22,8 @@ STATES = (
     "admitted", "running", "interrupted", "scoring", "completed",
     "sealed", "trained", "filtered", "failed", "discarded",
 )  # fmt: skip
+
+KINDS = ("", names.SHORT_NAME, names.PLURAL, names.KIND.lower())  # what may stand before the name of a job
 
 Run = Callable[[argparse.Namespace], Exit | Awaitable[Exit]]
 
@@ -43,6 +46,7 @@ def build(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=__version__)
+    _add_cluster(parser, absent=None)
     chosen = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
     for command in COMMANDS:
         words = chosen.add_parser(
@@ -50,7 +54,7 @@ def build(prog: str) -> argparse.ArgumentParser:
         )
         command.add(words)
         if command.is_of_cluster:
-            _add_cluster(words)
+            _add_cluster(words, absent=argparse.SUPPRESS)  # what stands before the command stays
         words.set_defaults(run=command.run)
     return parser
 
@@ -59,15 +63,24 @@ def _sentence(summary: str) -> str:
     return summary[0].upper() + summary[1:] + "."
 
 
-def _add_cluster(words: argparse.ArgumentParser) -> None:
-    group = words.add_argument_group("cluster")
+def _add_cluster(words: argparse.ArgumentParser, *, absent: str | None) -> None:
+    """absent: what an option is that is not there."""
+    group = words.add_argument_group("cluster", argument_default=absent)
     group.add_argument("-n", "--namespace", metavar="NAME", help="namespace of the job; the context's when absent")
     group.add_argument("--context", metavar="NAME", help="context of the kubeconfig; the current one when absent")
     group.add_argument("--kubeconfig", metavar="FILE", help="as kubectl's")
 
 
 def _add_job(words: argparse.ArgumentParser) -> None:
-    words.add_argument("job", metavar="JOB", help="name of the job")
+    words.add_argument("job", metavar="JOB", type=_job, help="name of the job")
+
+
+def _job(text: str) -> str:
+    """As kubectl names objects, too: crlj/sums."""
+    kind, _, name = text.rpartition("/")
+    if kind.partition(".")[0] not in KINDS or not re.fullmatch("[a-z0-9]([a-z0-9.-]*[a-z0-9])?", name):
+        raise argparse.ArgumentTypeError(f"{text} is no name of a job")
+    return name
 
 
 def _add_output(words: argparse.ArgumentParser) -> None:
@@ -88,7 +101,11 @@ def _add_init(words: argparse.ArgumentParser) -> None:
     words.add_argument("name", metavar="NAME", nargs="?", help="name of the job")
     words.add_argument("--model", metavar="CLAIM[:PATH]", help="claim that holds the model, and where in it")
     words.add_argument("--task", metavar="NAME", help="task of reasoning-gym, such as chain_sum")
-    words.add_argument("--prompts", metavar="CLAIM:FILE", help="prompts of your own: JSON lines on a claim")
+    words.add_argument(
+        "--prompts",
+        metavar="CLAIM:WHAT",
+        help="prompts of your own: a file (JSON lines, Parquet, Arrow) or the MODULE:FUNCTION that makes them",
+    )
     words.add_argument("--reward", metavar="MODULE:FUNCTION", help="reward of your own, with --prompts")
     words.add_argument("--steps", metavar="N", type=int, default=100, help="training steps (%(default)s)")
     words.add_argument("--replicas", metavar="N", type=int, default=1, help="GPU pods (%(default)s)")
@@ -120,8 +137,16 @@ def _add_train_only(words: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1 up")
+    return _number(text, least=1)
+
+
+def _bound(text: str) -> int:
+    return _number(text, least=0)
+
+
+def _number(text: str, *, least: int) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"{text} is no number from {least} up")
     return int(text)
 
 
@@ -134,7 +159,7 @@ def _add_samples(words: argparse.ArgumentParser) -> None:
     _add_job_and_output(words)
     words.add_argument("--state", choices=STATES, metavar="STATE", help=f"only of this state: {', '.join(STATES)}")
     words.add_argument("--text", action="store_true", help="prompts and responses too")
-    words.add_argument("--limit", metavar="N", type=int, help="at most so many, 1000 at most (20); in a file all")
+    words.add_argument("--limit", metavar="N", type=_bound, help="at most so many, 1000 at most (20); in a file all")
     words.add_argument(
         "--follow", action="store_true", help="the newest that ended, then each as it ends, until the job does"
     )
@@ -142,7 +167,7 @@ def _add_samples(words: argparse.ArgumentParser) -> None:
 
 
 def _add_timeline(words: argparse.ArgumentParser) -> None:
-    words.add_argument("job", metavar="JOB", nargs="?", help="name of the job")
+    words.add_argument("job", metavar="JOB", type=_job, nargs="?", help="name of the job")
     words.add_argument("--html", metavar="FILE", help="write a page that needs nothing else")
     words.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
     words.add_argument("--save", metavar="FILE", help="write what is known, for --records")
@@ -166,7 +191,8 @@ COMMANDS = (
     ),
     Command(
         "validate", "say what the API server would say of manifests", commands.validate, _add_validate, False,
-        "Without a cluster, with the line of each fault: `FILE:LINE:COLUMN: FIELD: WORDS`.",
+        "Without a cluster, with the line of each fault: `FILE:LINE:COLUMN: FIELD: WORDS`. Lists are looked into, as "
+        "`kubectl get crlj -o yaml` prints them.",
     ),
     Command(
         "explain", "say why a job does not move, and what to do", commands.explain_job, _add_job_and_output, True,

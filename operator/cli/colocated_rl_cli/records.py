@@ -30,6 +30,17 @@ def ladder_of(job: Mapping[str, Any]) -> Ladder:
         return TIME_SLICED
 
 
+def read_line(text: str) -> dict[str, Any] | None:
+    """A line of a member's log; None for one of something else, or cut off by the end of a container."""
+    if not text.startswith("{"):
+        return None
+    try:
+        line: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return line if isinstance(line.get("ts"), int | float) else None
+
+
 @dataclass(frozen=True)
 class Records:
     """`took_s`: by name, what whoever kept them measured besides, on its own clock."""
@@ -41,7 +52,11 @@ class Records:
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        return cls(**json.loads(file.read_text()))
+        """Raises OSError, TypeError or ValueError where it holds none."""
+        found = cls(**json.loads(file.read_text()))
+        if not all(isinstance(one, dict) for one in (found.job, *found.lines, *found.events)):
+            raise TypeError("a job, lines and events are objects")
+        return found
 
     @property
     def ladder(self) -> Ladder:

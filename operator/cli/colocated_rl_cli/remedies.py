@@ -42,8 +42,8 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "BackoffLimitExceeded": Remedy(
         "the trainers were started again as often as backoffLimit allows",
-        "find out why they ended (logs of the gpu containers, which are kept), then make a new job; it goes on from "
-        "the newest checkpoint if it has the same name and its volumes were kept",
+        "find out why they ended (logs of the gpu containers, which are kept), then make a new job, which begins with "
+        "its spec.model; this one's checkpoints stay on their claim",
     ),
     "FailurePolicy": Remedy(
         "a rule of spec.failurePolicy says that such a failure ends the job",
@@ -67,8 +67,8 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "DeadlineExceeded": Remedy(
         "the job was not complete within activeDeadlineSeconds",
-        "make a new job with more time; it goes on from the newest checkpoint if it has the same name and its volumes "
-        "were kept",
+        "make a new job with more time, which begins with its spec.model; this one's checkpoints stay on their claim. "
+        "Of a job that runs activeDeadlineSeconds may be raised",
     ),
     "ManagedByAnother": Remedy(
         "spec.managedBy names another controller: the operator leaves the job alone",
@@ -90,7 +90,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "RungDeadlineExceeded": Remedy(
         "the group stood on one rung for longer than the deadlines of spec.switch allow",
-        "see what the slowest pod waits for; raise the deadline in a new job if the work is only slow",
+        "see what the slowest pod waits for; raise the deadline while the job is suspended if the work is only slow",
         heals=True,
     ),
     "WeightsDiffer": Remedy(
@@ -158,12 +158,12 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "CheckpointNotWritten": Remedy(
         "the checkpoints' volume takes no checkpoint; rollout goes on, and the next step waits for it",
-        "expand the claim, or remove from it what no job needs (models and checkpoints of other jobs); trainers go on "
-        "by themselves once there is room, and past spec.switch's deadline the step is tried again",
+        "expand the claim, or remove from it what the job does not need; trainers go on by themselves once there is "
+        "room, and past spec.switch's deadline the step is tried again",
     ),
     "ModelNotWritten": Remedy(
         "every step is done and saved, and the checkpoints' volume has no room for the model",
-        "expand the claim, or remove from it what no job needs; the model is left once there is room",
+        "expand the claim, or remove from it what the job does not need; the model is left once there is room",
     ),
     "TrainerNotStarted": Remedy(
         "a trainer's process can't be started", "correct spec.trainer.command: it has to be in the gpu image"
@@ -173,7 +173,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "TrainerAhead": Remedy(
         "the trainers stand at a later step than the job wants",
-        "the checkpoint volume has checkpoints of another job of this name: make a new job with another name or volume",
+        "the job's record is older than its checkpoints, as when a cluster was restored from a backup: make a new job",
     ),
     "TargetIncomplete": Remedy("the rollout pod has no address yet", "see the rollout pod", heals=True),
     "BatchUnavailable": Remedy(
@@ -218,7 +218,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "EvaluationImpossible": Remedy(
         "the evaluation can't be done; steps go on when evaluation.deadlineSeconds is over",
-        "correct what the message says in a new job, or leave evaluation out",
+        "spec.evaluation may be changed, or left out, while the job runs; for other prompts make a new job",
     ),
     "NoLearningSignal": Remedy(
         "filters kept maxFilteredPerBatch groups from one batch: most groups are rewarded all alike",
@@ -226,7 +226,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "StoreFull": Remedy(
         "the store's volume is full: nothing new is accepted",
-        "enlarge the claim NAME-store; the controller goes on then",
+        "enlarge its claim, JOB-store- and part of the job's UID; the controller goes on then",
     ),
     "TaskProcessLost": Remedy(
         "the process that runs task and reward ended; it is started again",
@@ -240,7 +240,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "RewardTimedOut": Remedy(
         "the reward function took too long on the answers of a group, which was given up for it",
-        "make the function faster, or bound what it tries",
+        "make the function faster, bound what it tries, or give it longer (rollout.prompts.rewardDeadlineSeconds)",
         heals=True,
     ),
     "ReplyGarbled": Remedy(
@@ -312,6 +312,11 @@ REMEDIES: dict[str, Remedy] = {
     "TooManyAttempts": Remedy(
         "a sample was interrupted so often that its group was given up",
         "let a response end sooner (maxResponseTokens) or a step take longer (batchSize)",
+        heals=True,
+    ),
+    "TooManyTokensResent": Remedy(
+        "a long response was interrupted again and again after a few tokens, and its group was given up",
+        "let a step take longer (batchSize, minRolloutSeconds) or a response end sooner (maxResponseTokens)",
         heals=True,
     ),
     "TooStale": Remedy(

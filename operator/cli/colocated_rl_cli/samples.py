@@ -12,6 +12,7 @@ from typing import Any
 from colocated_rl_api import names
 from colocated_rl_cli.api import Api
 from colocated_rl_cli.errors import CliError, NotAllowed, NotReached, NotThere, UsageError
+from colocated_rl_cli.evidence import is_over
 from colocated_rl_cli.output import document, row_of, table
 from colocated_rl_cli.pages import answered, page
 
@@ -20,7 +21,6 @@ LINES = "application/x-ndjson"
 PARQUET = "application/vnd.apache.parquet"
 BEGINS_AFTER = "x-begins-after"
 AGAIN_S, AGAIN_AT_MOST_S = 0.5, 8.0
-OVER = ("Complete", "Failed")  # phases
 COLUMNS = {"id": 8, "group_id": 8, "state": 11, "reward": 9, "finish": 6, "attempts": 8, "step": 5, "reason": 6}
 
 Row = Mapping[str, Any]
@@ -42,6 +42,7 @@ async def followed(
     after: int | None = None
     said, wait_s = "", AGAIN_S
     while True:
+        trouble = ""
         try:
             going_on = {} if after is None else {"after": str(after)}
             pod = await rollout_pod(api, job)
@@ -64,10 +65,12 @@ async def followed(
         except CliError as error:
             if after is None:
                 raise
-            if said != str(error):
-                said = str(error)
-                complain(f"{said}; it is asked again")
-        if await _is_over(api, job):
+            trouble = str(error)
+        ends = await _is_over(api, job)
+        if trouble not in ("", said):
+            said = trouble
+            complain(said if ends else f"{said}; it is asked again")
+        if ends:
             return
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, AGAIN_AT_MOST_S)
@@ -94,7 +97,7 @@ async def download(api: Api, job: str, query: Mapping[str, str], file: Path) -> 
 
 async def _is_over(api: Api, job: str) -> bool:
     try:
-        return (await api.job(job)).get("status", {}).get("phase") in OVER
+        return is_over(await api.job(job))
     except NotThere:
         return True
     except NotReached:
@@ -106,7 +109,7 @@ async def rollout_pod(api: Api, job: str) -> str:
     await api.job(job)  # says so if there is none
     for pod in await api.pods_of(job):
         if (
-            pod["metadata"]["labels"][names.ROLE_LABEL] == names.ROLE_ROLLOUT
+            pod["metadata"]["labels"].get(names.ROLE_LABEL) == names.ROLE_ROLLOUT
             and pod["status"].get("phase") == "Running"
         ):
             return str(pod["metadata"]["name"])

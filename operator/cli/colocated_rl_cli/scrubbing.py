@@ -27,11 +27,17 @@ _CREDENTIALS = (
     re.compile(r"-----BEGIN [A-Z ]+-----.*?(-----END [A-Z ]+-----|\Z)", re.DOTALL),
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # a JSON web token
     re.compile(r"\b(hf|gh[oprsu]|github_pat|glpat|xox[abprs]|sk|pk|rk|AKIA|ASIA|AIza|npm|pypi)[-_]?[A-Za-z0-9_-]{16,}"),
-    re.compile(r"(?i)(?<=://)[^/\s:@\"']+:[^/\s@\"']+(?=@)"),  # user:password in an address
+    re.compile(r"(?i)(?<=://)[^/\s:@\"']*:[^/\s@\"']+(?=@)"),  # user:password in an address
 )
+_NAMES = r"pass(?:word|wd|phrase)|token|secret|credential|api[-_ ]?key|(?:access|private)[-_]?key|authorization"
+# No pattern begins with a repetition: over a long word it would take the square of its length. Backslashes stand in a
+# text that holds another one.
 _NAMED = re.compile(
-    r"(?i)([\"']?[\w.-]*(?:password|passwd|token|secret|credential|api[-_]?key|access[-_]?key|authorization)[\"']?"
-    r"\s*[=:]\s*(?:bearer\s+|basic\s+)?)(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;}\"'&]+)"
+    rf"(?i)((?:{_NAMES})\\*[\"']?\s*[=:]\s*(?:bearer\s+|basic\s+)?)"
+    r"(\\*\"[^\"\n]*\"|\\*'[^'\n]*'|[^\s,;}\"'&]+)"
+)
+_FLAG = re.compile(
+    rf"(?i)((?<![\w-])--[\w-]{{0,64}}(?:{_NAMES})(?!i[sz]er)[\w-]*\s+)(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'-][^\s\"']*)"
 )
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 
@@ -40,7 +46,7 @@ def scrub_text(text: str) -> str:
     for pattern in _CREDENTIALS:
         text = pattern.sub(REMOVED, text)
     text = _BEARER.sub(rf"\1 {REMOVED}", text)
-    return _NAMED.sub(_keep_figures, text)
+    return _FLAG.sub(_keep_figures, _NAMED.sub(_keep_figures, text))
 
 
 def _keep_figures(match: re.Match[str]) -> str:
@@ -65,6 +71,8 @@ def scrub(value: Any) -> Any:
 def _member(key: str, value: Any) -> Any:
     if _is_secret(key) and isinstance(value, str | bytes) and value:
         return REMOVED
+    if _is_secret(key) and isinstance(value, list):
+        return [_member(key, item) for item in value]
     return scrub(value)
 
 

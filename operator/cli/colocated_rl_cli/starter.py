@@ -9,17 +9,25 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
-
-import yaml
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJob
+from colocated_rl_api.prompts import FILE_ENDINGS
 from colocated_rl_cli.errors import UsageError
 from colocated_rl_cli.fields import Model, field_of, part_of
 from colocated_rl_cli.manifest import judge
+from colocated_rl_cli.yaml_text import written
 
 WIDTH = 110
+ENGINE_ON_CPU = (  # it looks for a GPU otherwise, and for its cache takes what memory the machine has
+    "--device=cpu",
+    "--attention-backend=torch_native",
+    "--disable-overlap-schedule",
+    "--dtype=float32",
+    "--max-total-tokens=32768",
+)
 HEAD = (
     "See docs/reference.md or `kubectl explain crlj.spec` for every field; `kubectl crlj validate FILE` checks changes."
 )
@@ -27,7 +35,9 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a person says of a new job. Volumes and files are CLAIM or CLAIM:PATH."""
+    """What a person says of a new job. Volumes and files are CLAIM or CLAIM:PATH, what makes prompts
+    CLAIM:MODULE:FUNCTION.
+    """
 
     name: str
     model: str
@@ -67,6 +77,7 @@ def _document(wishes: Wishes) -> dict[str, Any]:
             "model": _at_claim(wishes.model),
             "gpus": gpus,
             "rollout": {
+                **({} if wishes.gpus else {"engineArgs": list(ENGINE_ON_CPU)}),
                 "prompts": _prompts(wishes),
                 "maxPromptTokens": 1024,
                 "maxResponseTokens": 1024,
@@ -87,10 +98,23 @@ def _prompts(wishes: Wishes) -> dict[str, Any]:
     if wishes.task and not (wishes.prompts or wishes.reward):
         return {"reasoningGym": {"name": wishes.task}}
     if wishes.prompts and wishes.reward and not wishes.task:
-        return {"file": {**_at_claim(wishes.prompts), "reward": {"function": wishes.reward}}}
+        kind, source = _rows(wishes.prompts)
+        return {kind: {**source, "reward": {"function": wishes.reward}}}
     raise UsageError(
-        "prompts come from one source: --task NAME, or --prompts CLAIM:FILE.jsonl with --reward MODULE:FUNCTION"
+        "prompts come from one source: --task NAME, or --prompts CLAIM:FILE.jsonl or --prompts CLAIM:MODULE:FUNCTION "
+        "with --reward MODULE:FUNCTION"
     )
+
+
+def _rows(prompts: str) -> tuple[str, dict[str, Any]]:
+    """A kind of source, and what is said of it. Raises UsageError for a file that no rollout controller reads."""
+    claim, _, what = prompts.partition(":")
+    if ":" in what:
+        return "function", {"name": what, "claimName": claim}
+    ending = PurePosixPath(what).suffix
+    if ending[1:].isalpha() and ending not in FILE_ENDINGS:  # a directory may be named after a version
+        raise UsageError(f"{what}: a file of prompts ends with one of {', '.join(FILE_ENDINGS)}")
+    return "file", _at_claim(prompts)
 
 
 def _at_claim(text: str) -> dict[str, Any]:
@@ -111,4 +135,4 @@ def _lines(values: Mapping[str, Any], model: Model | None, depth: int) -> Iterat
             yield f"{indent}{key}:"
             yield from _lines(value, part_of(field), depth + 1)
         else:
-            yield f"{indent}{yaml.safe_dump({key: value}, width=10_000).rstrip()}"
+            yield textwrap.indent(written({key: value}, width=10_000).rstrip(), indent)

@@ -79,6 +79,8 @@ def _learning(figures: Figures) -> Iterator[Event]:
         yield {"ph": "C", "name": "reward", "pid": JOB, "ts": _us(batch.ts), "args": {"mean": batch.reward}}
         yield _instant(f"batch {batch.step} sealed", JOB, batch.ts, {"samples": batch.samples, "tokens": batch.tokens})
     for one in figures.evaluations:
+        if one.ts is None:
+            continue
         yield {"ph": "C", "name": "held-out reward", "pid": JOB, "ts": _us(one.ts), "args": {"mean": one.mean}}
 
 

@@ -1,8 +1,9 @@
-"""YAML as the API server reads it, with the line of everything.
+"""YAML as the API server reads it, with the line of everything; and written so that it reads what was meant.
 
 The server decodes with Go's YAML 1.1 and then JSON. What that takes for a number or a truth value is not what PyYAML
-does (`1e-4` is a number, `1:30` is none, `0o17` is 15), so plain scalars are resolved here. Refused, as by the server
-with strict validation: a key that comes twice, text that is no YAML, a number that JSON has not.
+does (`1e-4` is a number, `1:30` is none, `0o17` is 15), so plain scalars are resolved here. A tab between words is a
+space, as there; one that indents is not. Refused, as by the server with strict validation: a key that comes twice, text
+that is no YAML, a number that JSON has not.
 """
 
 from __future__ import annotations
@@ -65,20 +66,62 @@ class Document:
             path = path[:-1]
         return self.places[path]
 
+    def parts(self, key: str) -> Iterator[Document]:
+        """Of a list that stands under a key: each as a document of its own."""
+        places: list[dict[Path, Place]] = [{} for _ in self.value[key]]
+        for path, place in self.places.items():
+            if path[:1] == (key,) and len(path) > 1:
+                places[int(path[1])][path[2:]] = place
+        return map(Document, self.value[key], places)
+
 
 class _Loader(yaml.SafeLoader):
     """Marks plain scalars instead of resolving them."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - the base declares it of instances
 
+    def scan_to_next_token(self) -> None:
+        super().scan_to_next_token()
+        while self.peek() == "\t" and (self.flow_level or not self.allow_simple_key):
+            self.forward()
+            super().scan_to_next_token()
+
+    def scan_plain_spaces(self, indent: int, start_mark: yaml.Mark) -> list[str] | None:
+        length = 0
+        while self.peek(length) in " \t":
+            length += 1
+        blanks = self.prefix(length)
+        if "\t" not in blanks:
+            return super().scan_plain_spaces(indent, start_mark)
+        self.forward(length)
+        spaces = super().scan_plain_spaces(indent, start_mark)
+        return [blanks] if spaces == [] else spaces
+
 
 _Loader.add_implicit_resolver(_PLAIN, re.compile(r".*", re.DOTALL), None)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that would be none without quotes."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if isinstance(plain(text), str) else "'"
+    return dumper.represent_scalar(f"{_TAG}str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def written(value: Any, *, width: int = 80) -> str:
+    """Plain data as YAML, in the order that it has."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=width)
 
 
 def read(text: str) -> Iterator[Document]:
     """The documents of a file, empty ones left out. Raises Unreadable."""
     if len(text.encode()) > MAX_BYTES:
-        raise Unreadable(f"the file is larger than {MAX_BYTES} bytes, which no API server takes", Place(1, 1))
+        raise Unreadable(f"larger than {MAX_BYTES} bytes, which no API server takes at once: split it", Place(1, 1))
     try:
         for node in yaml.compose_all(text, _Loader):
             if node is not None:
@@ -87,9 +130,13 @@ def read(text: str) -> Iterator[Document]:
                     yield document
     except yaml.MarkedYAMLError as error:
         words = " ".join(word for word in (error.context, error.problem) if word)
+        if "'\\t'" in words:
+            words = "a tab where YAML wants spaces"
         raise Unreadable(words, _place(error.problem_mark or error.context_mark)) from error
     except yaml.reader.ReaderError as error:
         raise Unreadable(f"{error.reason} at byte {error.position}", Place(1, 1)) from error
+    except RecursionError as error:
+        raise Unreadable("nested too deep", Place(1, 1)) from error
 
 
 class _Reader:
@@ -141,12 +188,12 @@ class _Reader:
 
 
 def _key(node: yaml.Node) -> str:
-    if not isinstance(node, yaml.ScalarNode):
+    value = _scalar(node) if isinstance(node, yaml.ScalarNode) else None
+    if value is None:
         raise Unreadable("a key should be a text", _place(node.start_mark))
-    value = _scalar(node)
     if isinstance(value, bool):
         return "true" if value else "false"
-    return "null" if value is None else str(value)
+    return str(value)
 
 
 def _scalar(node: yaml.ScalarNode) -> object:
