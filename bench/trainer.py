@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from bench.turns import GIB, TURNS, in_turns, show
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_trainer.conformance.ranks import job_file
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
@@ -43,8 +44,6 @@ from setup.toolchain import clean_environment
 
 SHARED_MEMORY = Path("/dev/shm")
 PARTS = ("export", "moves", "steps")
-TURNS = 3
-GIB = 1 << 30
 STEPS = 3  # of a training run, the first of which is not counted
 GROUP_SIZE, ROWS = 8, 4  # samples of a prompt; samples of a forward pass
 LENGTHS = {"uniform": [128] * 16, "long tail": [8] * 10 + [32] * 4 + [256] * 2}  # of completions
@@ -212,7 +211,11 @@ def train(folder: Path) -> list[float]:
     for step in range(1, case["steps"] + 1):
         samples = [
             Sample(
-                sample["prompt"], sample["response"], [-8.3] * len(sample["response"]), sample["reward"], number // 8
+                sample["prompt"],
+                sample["response"],
+                [-8.3] * len(sample["response"]),
+                sample["reward"],
+                number // case["groupSize"],
             )
             for number, sample in enumerate(case["samples"])
         ]
@@ -221,24 +224,6 @@ def train(folder: Path) -> list[float]:
         loop.train(step, shard, watch)
         took.append(time.perf_counter() - began)
     return took[1:]
-
-
-def in_turns(what: dict[str, Callable[[], object]], before: Callable[[], object] = lambda: None) -> dict[str, float]:
-    """Median seconds of each; one after another, several times, the first of which does not count."""
-    took: dict[str, list[float]] = {name: [] for name in what}
-    for turn in range(TURNS + 1):
-        for name, do in what.items():
-            before()
-            began = time.perf_counter()
-            do()
-            if turn:
-                took[name].append(time.perf_counter() - began)
-    return {name: median(times) for name, times in took.items()}
-
-
-def show(name: str, size: int, took_s: float, *, beside: float | None = None) -> None:
-    ratio = f"  {beside / took_s:5.2f}" if beside is not None else ""
-    print(f"  {name:36} {size / took_s / GIB:6.2f} GiB/s{ratio}")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def summary(records: Records) -> list[tuple[str, str]]:
         ("held-out questions", str(last.samples) if last else "-"),
         (
             "mean reward, first and last batch",
-            " to ".join(f"{b.reward:.3f}" for b in figures.batches[:: max(1, len(figures.batches) - 1)]),
+            " to ".join(f"{b.reward:.3f}" for b in figures.batches[:: max(1, len(figures.batches) - 1)]) or "-",
         ),
         ("samples trained", f"{sum(batch.samples for batch in figures.batches):,}"),
         ("tokens trained", f"{tokens:,}"),

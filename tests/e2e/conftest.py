@@ -1,7 +1,7 @@
 """A cluster with the operator installed, and one job of two pods that the tests of a session share.
 
-With KUBECONFIG set, that cluster is used as it is, chart and claims included. Otherwise a local one is made, with the
-chart, the images and the model of this checkout, and ended with the session.
+With KUBECONFIG set, that cluster is used as it is, chart, claims and images included. Otherwise a local one is made,
+with the chart, the images and the model of this checkout, and ended with the session.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import pytest
 import yaml
 from cluster import Cluster, CommandFailed
 from e2e.running_job import Kubectl, RunningJob
+from e2e.terminal import Terminal
 
 from setup.environments import FRAMEWORKS
 from setup.layout import CHECKOUT
@@ -50,9 +51,16 @@ def pytest_runtest_makereport(
 
 
 @contextmanager
-def installed(place: Path, *, images: Path = CHECKOUT.images) -> Iterator[Cluster]:
-    """A local cluster with the chart of this checkout, and the claims that jobs of these tests name."""
-    with Cluster.up(place, images=images) as cluster:
+def installed(
+    place: Path, *, images: Path = CHECKOUT.images, options: Iterable[str] = (), cordoned: Iterable[str] = ()
+) -> Iterator[Cluster]:
+    """A local cluster with the chart of this checkout, and the claims that jobs of these tests name.
+
+    options: of `localcluster up`. cordoned: nodes on which nothing is put, the operator neither.
+    """
+    with Cluster.up(place, images=images, options=options) as cluster:
+        for node in cordoned:
+            cluster.kubectl("cordon", node)
         chart = CHECKOUT.root / "charts/colocated-rl"
         cluster.kubectl("create", "namespace", OPERATOR_NAMESPACE)
         cluster.kubectl("create", "namespace", NAMESPACE)
@@ -115,6 +123,17 @@ def command_line(cluster: Cluster | None) -> CommandLine:
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def terminal(cluster: Cluster | None, kubectl: Kubectl, tmp_path_factory: pytest.TempPathFactory) -> Terminal:
+    """In the namespace of these tests."""
+    folder = tmp_path_factory.mktemp("terminal")
+    kubeconfig = folder / "kubeconfig"
+    kubeconfig.write_text(kubectl("config", "view", "--raw", "--minify", "--flatten"))
+    terminal = Terminal.opened(folder, kubeconfig, is_local=cluster is not None)
+    terminal(f"kubectl config set-context --current --namespace={NAMESPACE}")
+    return terminal
 
 
 def _kubectl_of_environment(*words: str, stdin: str | None = None) -> str:

@@ -5,26 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from e2e.conftest import CommandLine, apply
+from documents.blocks import under
+from e2e.conftest import apply
 from e2e.running_job import Kubectl, RunningJob
+from e2e.terminal import Terminal
 
 from colocated_rl_api import names
 
 RECORD_S = 300  # an engine starts on two cores
 TRAIN_S = 180
+STEPS = 3
+
+
+PAGE = "docs/one-side.md"
 
 
 @pytest.fixture(scope="module")
-def recorded(kubectl: Kubectl) -> Iterator[RunningJob]:
-    running = apply(kubectl, "rollout-only.yaml")
+def recorded(kubectl: Kubectl, terminal: Terminal) -> Iterator[RunningJob]:
+    """By the commands of the page, of a job that is looked into: it has both sides, and no pods."""
+    whole = apply(kubectl, "one-side.yaml")
+    begin, look = under(PAGE, "Record")
+    terminal(begin.replace("--steps 20", f"--steps {STEPS}"), sums=whole.name)
+    running = RunningJob(kubectl, namespace=whole.namespace, name=f"{whole.name}-rollout")
+    running.wait_for_step(1, deadline_s=RECORD_S)
+    assert "response" in terminal(look, sums=whole.name)
     running.wait_for_condition("Complete", deadline_s=RECORD_S)
     yield running
-    running.kubectl("delete", names.PLURAL, running.name, "--wait=false")
+    for job in (running, whole):
+        running.kubectl("delete", names.PLURAL, job.name, "--wait=false")
 
 
 @pytest.fixture(scope="module")
-def trained(recorded: RunningJob, kubectl: Kubectl, command_line: CommandLine) -> Iterator[RunningJob]:
-    recorded.kubectl("apply", "-f", "-", stdin=command_line("train-only", recorded.name))
+def trained(recorded: RunningJob, kubectl: Kubectl, terminal: Terminal) -> Iterator[RunningJob]:
+    begin, of_a_claim = under(PAGE, "Replay")
+    whole = recorded.name.removesuffix("-rollout")
+    terminal(begin, sums=whole)
+    assert "claimName: my-copies" in terminal(of_a_claim, sums=whole)
     running = RunningJob(kubectl, namespace=recorded.namespace, name=f"{recorded.name}-train")
     running.wait_for_condition("Complete", deadline_s=TRAIN_S)
     yield running

@@ -12,14 +12,22 @@ from colocated_rl_api import names
 from colocated_rl_api.ladder import SCORED_TIME_SLICED, Rung
 
 DONE_S = 400  # an engine and a trainer start, two steps
+ROWS = 81  # that the function makes
 
 
-def test_job_trains_on_a_file_and_its_reward_function_gets_no_keys_store_or_answer(kubectl: Kubectl) -> None:
+def test_job_trains_on_a_mix_and_its_reward_function_gets_no_keys_store_or_answer(kubectl: Kubectl) -> None:
     job = apply(kubectl, "own-prompts.yaml")
     job.wait_for_condition("Complete", deadline_s=DONE_S)
     assert 0 <= job.status["rollout"]["reward"] <= 1
-    found = spied(job)
+    said = of_rewards(job)
+    made = {line["made"] for line in said if "made" in line}
+    assert made, "no row that the function made was rewarded"
+    assert made <= {*range(ROWS)}
+    found: dict[str, Any] = next(line["spied"] for line in said if "spied" in line)
     assert not found.pop("target").startswith("HTTP"), "without a certificate there is no answer"
+    [(link, generation)] = found.pop("agents").values()
+    assert not link.startswith("HTTP"), "nor from an agent, for who would send it a target"
+    assert "HTTP/1.1 401 Unauthorized" == generation
     assert {
         "files": [],
         "writable": [],
@@ -44,8 +52,7 @@ def assert_scored(job: RunningJob) -> None:
     assert 0 < second, "and has moved by a step"
 
 
-def spied(job: RunningJob) -> dict[str, Any]:
-    """What the reward function found, as it says in its container's log."""
+def of_rewards(job: RunningJob) -> list[dict[str, Any]]:
+    """What the two reward functions say in the log of their container."""
     log = job.kubectl("logs", job.rollout_pod, "-c", names.REWARDS_CONTAINER)
-    found: dict[str, Any] = next(json.loads(line)["spied"] for line in log.splitlines() if "spied" in line)
-    return found
+    return [json.loads(line) for line in log.splitlines() if line.startswith(('{"made"', '{"spied"'))]

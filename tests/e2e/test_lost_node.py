@@ -1,0 +1,161 @@
+"""A node of three falls silent under two jobs, and elsewhere there is room for one of them. It is then short of memory.
+
+Kubelet, runtime and all pods of the node stand still: connections stay open, nobody answers. Pods are of the real
+agent, runner and rollout controller; engines and trainers are the fakes of these tests, which compute nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster, CommandFailed
+from e2e.conftest import NAMESPACE, SCENARIOS, installed, with_images
+from e2e.running_job import Kubectl, RunningJob, wait_for
+from traces import Process, family, living
+
+from colocated_rl_api import names
+from setup.layout import CHECKOUT
+
+HOME, LOST, SPARE = "node1", "node2", "node3"
+JOBS = ("first", "second")
+START_S = 120
+SILENCE_S = 120  # until the loss is noticed and a pod stands elsewhere
+QUEUED_S = 120
+ENDED_S = 120  # grace, and half a minute
+KILLED_S = 120  # until kubelet has said so, and the agent has found the container again
+
+OTHER_TENANT = f"""
+apiVersion: v1
+kind: Pod
+metadata: {{name: other-tenant}}
+spec:
+  nodeName: {SPARE}
+  securityContext: {{runAsNonRoot: true, runAsUser: 65532, seccompProfile: {{type: RuntimeDefault}}}}
+  containers:
+  - name: other
+    image: colocated-rl/agent:dev
+    command: [sleep, "100000"]
+    securityContext: {{allowPrivilegeEscalation: false, capabilities: {{drop: [ALL]}}}}
+    resources: {{limits: {{nvidia.com/gpu: 1}}}}
+"""
+
+
+def simulated_gpu_image(place: Path) -> dict[str, Any]:
+    """That of this checkout, in which `sglang` is the engine of the tests, and `fakes.trainer` a trainer."""
+    (place / "sglang").mkdir()
+    (place / "sglang/__init__.py").touch()
+    (place / "sglang/launch_server.py").write_text("from fakes.engine import main\nmain()\n")
+    image: dict[str, Any] = json.loads(CHECKOUT.images.read_text())["images"]["colocated-rl/gpu:dev"]
+    binds = [*image["binds"], f"{place}:/opt/site:ro", f"{CHECKOUT.root / 'tests/fakes'}:/opt/tests/fakes:ro"]
+    return image | {"binds": binds, "env": image["env"] | {"PYTHONPATH": "/opt/site:/opt/tests"}}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two GPUs on each node, of which one on the spare node is taken; the operator stands at home."""
+    place = tmp_path_factory.mktemp("lost")
+    (place / "site").mkdir()
+    images = place / "images.yaml"
+    images.write_text(with_images({"colocated-rl/simulated:dev": simulated_gpu_image(place / "site")}))
+    options = ("--nodes=3", "--extended-resource=nvidia.com/gpu=2")
+    with installed(place / "c", images=images, options=options, cordoned=(LOST, SPARE)) as cluster:
+        cluster.kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=OTHER_TENANT)
+        cluster.kubectl("uncordon", LOST)
+        yield cluster
+
+
+@pytest.fixture
+def kubectl(cluster: Cluster) -> Kubectl:
+    return cluster.kubectl
+
+
+@contextmanager
+def silent(cluster: Cluster, node: str) -> Iterator[None]:
+    """Everything of it stands still."""
+    pids = {part["name"]: part["pid"] for part in cluster.status()["components"]}
+    stopped: set[Process] = set()
+    while more := (family(pids[f"kubelet-{node}"]) | family(pids[f"cri-{node}"])) - stopped:
+        send(more, signal.SIGSTOP)
+        stopped |= more
+    try:
+        yield
+    finally:
+        send(living(stopped), signal.SIGCONT)
+
+
+def send(processes: set[Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def nodes(job: RunningJob) -> dict[str, str]:
+    """Where its GPU pods stand, of those that are there and have not ended."""
+    return {
+        pod["metadata"]["name"]: pod["spec"].get("nodeName", "")
+        for pod in job.pods(names.ROLE_GPU)
+        if pod["status"].get("phase") in ("Pending", "Running") and not pod["metadata"].get("deletionTimestamp")
+    }
+
+
+def test_a_job_goes_on_elsewhere_and_one_without_room_gives_its_devices_back(
+    cluster: Cluster, kubectl: Kubectl
+) -> None:
+    text = (SCENARIOS / "lost-node.yaml").read_text()
+    jobs = [RunningJob(kubectl, namespace=NAMESPACE, name=name) for name in JOBS]
+    for job in jobs:
+        kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=text.replace("JOB", job.name))
+    for job in jobs:
+        job.wait_for_step(2, deadline_s=START_S)
+        assert [HOME, LOST] == sorted(nodes(job).values())
+    kubectl("uncordon", SPARE)
+    with silent(cluster, LOST):
+        before = {job.name: job.step for job in jobs}
+        winner = wait_for(
+            "a job to go on",
+            lambda: next(
+                (job for job in jobs if SPARE in nodes(job).values() and job.step > before[job.name] + 2), None
+            ),
+            deadline_s=SILENCE_S,
+            explain=lambda: "\n".join(job.describe() for job in jobs),
+        )
+        [loser] = set(jobs) - {winner}
+        assert [HOME, SPARE] == sorted(nodes(winner).values())
+        wait_for(
+            "the other to give its devices back",
+            lambda: loser.status.get("phase") == "Queued" and not nodes(loser),
+            deadline_s=QUEUED_S,
+            explain=loser.describe,
+        )
+    for job, cause, action in ((winner, "MemberSilent", "ReplacePodElsewhere"), (loser, "PodsNotReady", "Requeue")):
+        failures = job.status["failures"]
+        assert (cause, action, [LOST]) == (failures["cause"], failures["action"], failures["avoidedNodes"])
+    assert 1 == winner.status["restarts"]
+    wait_for(
+        "the node to come back, and to end what it still had",
+        lambda: not [pod for job in jobs for pod in job.pods(names.ROLE_GPU) if pod["spec"].get("nodeName") == LOST],
+        deadline_s=ENDED_S,
+        explain=winner.describe,
+    )
+    a_container_over_its_limit_ends_the_job_by_its_rule(winner)
+
+
+def a_container_over_its_limit_ends_the_job_by_its_rule(job: RunningJob) -> None:
+    """With what else runs in it, so the kernel ends all of it: engine, trainer and runner."""
+    victim = next(pod for pod, node in nodes(job).items() if node == HOME)
+    with pytest.raises(CommandFailed):
+        job.python(victim, names.GPU_CONTAINER, "memory = bytearray(2 << 30)")
+    job.wait_for_condition("Failed", deadline_s=KILLED_S)
+    failures = job.status["failures"]
+    assert ("OutOfMemory", "FailJob", 1) == (failures["cause"], failures["action"], failures["rule"])
+    failed = next(each for each in job.status["conditions"] if each["type"] == "Failed")
+    assert "FailurePolicy" == failed["reason"]
+    assert f"{victim} (" in failed["message"]
