@@ -34,7 +34,7 @@ class RunningReference:
         file.write_text(json.dumps(document))
         self._context = ssl.create_default_context(cafile=str(tls / names.CA_FILE))
         self._server_name = names.member_server_name(document["uid"])
-        self.authorization = f"Bearer {(tls / names.DATA_TOKEN_FILE).read_text().strip()}"
+        self._authorization = f"Bearer {(tls / names.DATA_TOKEN_FILE).read_text().strip()}"
         self.data_port, self.metrics_port = free_port(), free_port()
         words = [sys.executable, "-m", "colocated_rl_trainer.reference", f"--job-file={file}", f"--config={config}"]
         words += [f"--models={model.parent}", f"--tls={tls}", "--host=127.0.0.1"]
@@ -78,17 +78,12 @@ class RunningReference:
             time.sleep(0.05)  # it tells nobody when it is
         raise AssertionError(f"not ready within {START_S} s: {self.log.read_text()}")
 
-    def connect(self) -> http.client.HTTPSConnection:
+    def ask(self, path: str, body: bytes) -> tuple[int, bytes]:
         connection = http.client.HTTPSConnection("127.0.0.1", self.data_port, timeout=30)
         plain = socket.create_connection(("127.0.0.1", self.data_port), timeout=30)
         connection.sock = self._context.wrap_socket(plain, server_hostname=self._server_name)
-        return connection
-
-    def ask(self, path: str, body: bytes, *, token: str | None = "ours") -> tuple[int, bytes]:
-        """token: "ours" is the job's; None for none."""
-        connection, authorization = self.connect(), self.authorization if token == "ours" else f"Bearer {token}"
         try:
-            connection.request("POST", path, body, {} if token is None else {"Authorization": authorization})
+            connection.request("POST", path, body, {"Authorization": self._authorization})
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:

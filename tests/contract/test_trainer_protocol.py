@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from documents.blocks import blocks
 
 from colocated_rl_trainer.conformance.checks import CHECKS, SCORING, Check
 from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, running
 from fakes.tiny_model import write_tiny_model
 from setup.layout import CHECKOUT
 
-ANSWER_S = 120.0
+ANSWER_S = 300.0
 RANKS = 2
 TOY = str(CHECKOUT.root / "tests/fakes/toy_trainer.py")
 COMMANDS = {
@@ -86,17 +90,31 @@ def conformance(
     )
 
 
+def processes_with(variable: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if variable.encode() in path.read_bytes().split(b"\0"):
+                found.append((path.parent / "cmdline").read_text())
+    return found
+
+
 @pytest.mark.parametrize(
     ("defect", "broken"),
     [
         ("ForgetsItsCheckpoints", "goes on from its checkpoint when it is killed: saved at step"),
         ("LoadsOtherWeights", "goes on from its checkpoint when it is killed: weights of step"),
+        ("ForgetsItsMomentum", "trained again on the same batch after a restart, leads elsewhere: "),
         ("TakesATornShard", "a shard that is cut off after 100 bytes was trained on"),
+        ("NeverLearns", "changes its weights by training: a step leaves the weights as they were"),
+        ("ReturnsNothing", "TypeError: train returned None, and not figures by name"),
+        ("FailsItsThirdStep", "answers its state during a step: Refusal: 500 Failed: ArithmeticError"),
         ("MakesNoProgress", "makes progress in a step: `progress` was"),
         ("WritesOnlyInItsFirstPod", "exports what is whole named and readable: Refusal: 500 Failed: NotAnExport"),
         ("DiffersByPod", "exports the same weights in every pod: weights of one version differ"),
         ("WritesInEveryPod", "ranks [1] wrote weights too, where all pods share one volume of them"),
         ("PromisesWhatItHasNotYet", "saves while offloaded: `replay_from` is"),
+        ("RefusesInWebPages", "refuses a step that is not next: JSONDecodeError: Expecting value"),
         ("DiesOfAFullVolume", "saves that can't be written are answered [500, 500], not each 503"),
     ],
 )
@@ -108,13 +126,51 @@ def test_defect_is_seen_and_named(tmp_path: Path, defect: str, broken: str) -> N
     assert "held    says who it is and where it stands" in answer.stdout
 
 
-def test_trainer_that_conforms_is_told_so_in_one_line_for_each_check(tmp_path: Path) -> None:
-    answer = conformance(tmp_path, sys.executable, TOY)
+def test_what_needs_a_rank_that_has_ended_is_not_made(tmp_path: Path) -> None:
+    """Sixteen refused connections hid the one line that mattered."""
+    answer = conformance(
+        tmp_path, sys.executable, str(CHECKOUT.root / "tests/fakes/broken_trainer.py"), "ReturnsNothing"
+    )
 
+    lines = answer.stdout.splitlines()
+    assert 1 == len([line for line in lines if line.startswith("BROKEN")])
+    assert "a rank has ended: the other checks need it, and were not made" in lines
+    assert f"3 of {len(CHECKS)} checks held" == lines[-1]
+
+
+@pytest.mark.parametrize("command", [[sys.executable, TOY], ["sh", "-c", f"{sys.executable} {TOY}; exit"]])
+def test_trainer_that_conforms_is_told_so_in_one_line_for_each_check(tmp_path: Path, command: Sequence[str]) -> None:
+    """And nothing runs on: of a command that starts the trainer, that one alone was ended."""
+    answer = conformance(tmp_path, *command)
+
+    late = time.monotonic() + ANSWER_S
+    while left := processes_with(f"COLOCATE_MODEL={tmp_path / 'model'}"):  # the killed take a moment
+        assert time.monotonic() < late, left
+        time.sleep(0.01)
     assert (0, "") == (answer.returncode, answer.stderr)
     lines = answer.stdout.splitlines()
     assert [f"held    {check.__name__.replace('_', ' ')}" for check in CHECKS] == lines[:-1]
     assert f"{len(CHECKS)} of {len(CHECKS)} checks held" == lines[-1]
+
+
+def test_command_of_the_page_says_that_its_example_conforms(tmp_path: Path) -> None:
+    """As the pages have it, in the folder of the example."""
+    [written] = [block.text.strip() for block in blocks("examples/own_trainer/README.md") if block.is_command]
+    same = [block.text for block in blocks("docs/bring-your-own.md") if block.is_command]
+    assert [written.replace("python3 trainer.py", "python3 -m mine")] == [text.strip() for text in same]
+    model = write_tiny_model(tmp_path / "model")
+    command = shlex.split(written.replace("path/to/a/small/model", str(model)).replace("python3", sys.executable))
+    answer = subprocess.run(
+        command,
+        cwd=CHECKOUT.root / "examples/own_trainer",
+        capture_output=True,
+        text=True,
+        timeout=ANSWER_S,
+        check=False,
+    )
+
+    assert (0, "") == (answer.returncode, answer.stderr), answer.stdout
+    assert f"{len(CHECKS)} of {len(CHECKS)} checks held" == answer.stdout.splitlines()[-1]
 
 
 def test_trainer_that_cannot_score_is_told_so_where_that_is_asked(tmp_path: Path) -> None:

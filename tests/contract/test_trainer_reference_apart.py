@@ -1,4 +1,7 @@
-"""A reference on devices of its own: it says what the trainer's own forward says, to those who may ask, for ever."""
+"""A reference on devices of its own: it says what the trainer's own forward says, for ever.
+
+What it answers, to whom, is in `test_reference_contract.py`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from real_reference import START_S, RunningReference
 
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import JobFile
-from colocated_rl_api.reference_wire import MAX_SAMPLE_BYTES
 from colocated_rl_trainer.batch import BadShard, Shard
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
 from colocated_rl_trainer.reference.desk import Question
@@ -27,7 +29,7 @@ from colocated_rl_trainer.reference.scorer import Scorer
 from colocated_rl_trainer.settings import TrainerConfig
 from colocated_rl_trainer.weights import load_model
 from fakes.authority import Authority
-from fakes.tiny_model import VOCABULARY, write_tiny_model
+from fakes.tiny_model import write_tiny_model
 
 TOKEN = "a-token-of-this-test"
 
@@ -123,65 +125,6 @@ def test_batch_without_the_scores_that_the_job_has_is_refused(model: Path, tmp_p
 
     with pytest.raises(BadShard, match="sealed without scores of the job's reference"):
         apart.train(make_samples(1))
-
-
-@pytest.mark.parametrize("token", [None, "another-token-than-ours", ""])
-def test_nobody_without_the_token_is_answered(reference: RunningReference, token: str | None) -> None:
-    status, body = reference.ask("/v1/score?start=1&temperature=1", b"\0" * 64, token=token)
-
-    assert (401, "TokenNeeded") == (status, json.loads(body)["error"])
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status", "words"),
-    [
-        ("/v1/score", b"\0" * 16, 400, "start= and temperature= must be numbers"),
-        ("/v1/score?start=1&temperature=nan", b"\0" * 16, 400, "temperature is nan"),
-        ("/v1/score?start=1&temperature=0", b"\0" * 16, 400, "temperature is 0"),
-        ("/v1/score?start=0&temperature=1", b"\0" * 16, 400, "start is 0, must be from 1 to below the 4 tokens"),
-        ("/v1/score?start=4&temperature=1", b"\0" * 16, 400, "start is 4"),
-        ("/v1/score?start=1&temperature=1", b"", 400, "start is 1, must be from 1 to below the 0 tokens"),
-        ("/v1/score?start=1&temperature=1", b"\0" * 15, 400, "15 bytes is no row of int32"),
-        ("/v1/score?start=1&temperature=1", b"\xff" * 16, 400, f"not one of the {VOCABULARY} of the model"),
-        ("/v1/other?start=1&temperature=1", b"\0" * 16, 404, "no /v1/other here"),
-    ],
-)
-def test_question_that_means_nothing_is_refused_with_words(
-    reference: RunningReference, path: str, body: bytes, status: int, words: str
-) -> None:
-    found, said = reference.ask(path, body)
-
-    assert status == found
-    assert words in json.loads(said)["message"]
-
-
-def test_body_larger_than_any_sample_is_refused_before_it_is_read(reference: RunningReference) -> None:
-    connection = reference.connect()
-    try:
-        connection.putrequest("POST", "/v1/score?start=1&temperature=1")
-        connection.putheader("Authorization", reference.authorization)
-        connection.putheader("Content-Length", str(MAX_SAMPLE_BYTES + 4))
-        connection.endheaders()
-        answer = connection.getresponse()
-        assert (400, "close") == (answer.status, answer.getheader("Connection"))
-    finally:
-        connection.close()
-
-
-def test_connection_serves_one_question_after_another(reference: RunningReference) -> None:
-    connection = reference.connect()
-    try:
-        for _ in range(3):
-            connection.request(
-                "POST",
-                "/v1/score?start=1&temperature=1",
-                np.arange(5, dtype="<i4").tobytes(),
-                {"Authorization": reference.authorization},
-            )
-            answer = connection.getresponse()
-            assert (200, 4 * 4) == (answer.status, len(answer.read()))
-    finally:
-        connection.close()
 
 
 def test_what_it_does_is_on_its_metrics_port(reference: RunningReference) -> None:

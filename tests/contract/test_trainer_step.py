@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from contract.trainer_in_process import OneRank, only_rank
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -18,7 +20,7 @@ from colocated_rl_trainer.batch import BadShard, Shard, Use, deal_minibatches
 from colocated_rl_trainer.conformance.shards import Sample, columns, write_shard, write_shards
 from colocated_rl_trainer.loop import DeviceFull, Diverged, ReferenceTrainer
 from colocated_rl_trainer.residency import PARAMETERS
-from colocated_rl_trainer.settings import TrainerConfig
+from colocated_rl_trainer.settings import SettingsError, TrainerConfig
 from colocated_rl_trainer.weights import load_model
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
@@ -237,6 +239,22 @@ def test_group_without_spread_counts_in_the_normalizer_and_is_not_computed(model
     assert sum(len(s.response) for s in (*samples, *same)) == together["tokens"]
 
 
+def test_state_that_never_fits_is_refused_before_a_weight_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There are none: two terabytes of state follow from the model's description."""
+    size = {"vocab_size": 1_000_000, "hidden_size": 65_536, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
+    transformers.LlamaConfig(**size, **heads).save_pretrained(tmp_path / "model")
+
+    with caplog.at_level(logging.INFO), pytest.raises(SettingsError, match=r"takes \d{4}\.\d GiB of host memory"):
+        OneRank(tmp_path, tmp_path / "model")
+
+    [told] = [record for record in caplog.records if record.getMessage() == "memory of the training state"]
+    assert isinstance(told.args, dict)
+    assert told.args["pod_host_bytes"] > 16 * 2 * size["vocab_size"] * size["hidden_size"] > told.args["host_has_bytes"]
+
+
 def test_step_that_finds_no_memory_says_what_to_lower(model: Path, tmp_path: Path) -> None:
     trainer = OneRank(tmp_path, model, microBatchTokens=60)
 
@@ -349,6 +367,29 @@ def test_run_that_was_interrupted_goes_on_to_the_same_bits(model: Path, tmp_path
 
     for name, tensor in whole.weights.items():
         assert torch.equal(tensor, second.weights[name]), name
+
+
+def test_checkpoint_is_gone_on_from_with_other_options_where_it_has_what_they_need(model: Path, tmp_path: Path) -> None:
+    """A volume may outlive its job: what the next one's options lack there it is told, and not in torch's words."""
+    before = OneRank(tmp_path, model, learningRate=1e-2, optimizer="SGD")
+    before.train(make_samples(1))
+    before.save()
+    fewer = write_tiny_model(tmp_path / "fewer", layers=1)
+    for other, optimizer, first in ((model, "AdamW", "first_moment"), (fewer, "SGD", "parameters")):
+        with pytest.raises(SettingsError, match=rf"step-00000001 is of another .* differ, first {first}\..*: set spec"):
+            OneRank(tmp_path, other, optimizer=optimizer)
+    config: dict[str, object] = {
+        "learningRate": 1e-3,
+        "minibatches": 2,
+        "dtype": "bfloat16",
+        "average": "Sequences",
+        "packing": True,
+    }
+    after = OneRank(tmp_path, model, optimizer="SGD", **config)
+    for name, tensor in before.weights.items():
+        assert torch.equal(tensor, after.weights[name]), name
+    after.train(make_samples(2))
+    assert [2, 2] == after.updates
 
 
 def test_checkpoint_is_one_that_torchs_own_tools_read(model: Path, tmp_path: Path) -> None:

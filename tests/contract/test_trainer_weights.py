@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from full_disk import no_file_above
 from safetensors import safe_open
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from colocated_rl_api.weights import MANIFEST
 from colocated_rl_trainer.checkpoint import CONTENTS, OPTIMIZER
@@ -82,6 +87,52 @@ def test_export_in_half_precision_says_so(origin: Path, out: Path) -> None:
 
     assert {"BF16"} == {entry.dtype for entry in tensor_entries(out / "model.safetensors").values()}
     assert "bfloat16" == json.loads((out / "config.json").read_bytes())["dtype"]
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "qwen2": transformers.Qwen2Config(**SMALL, tie_word_embeddings=False),
+    "qwen2 tied": transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "qwen3 moe": transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=8),
+    "llama": transformers.LlamaConfig(
+        **SMALL, rope_parameters=ROPE | {"original_max_position_embeddings": 32}, tie_word_embeddings=False
+    ),
+    "llama tied": transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "mistral": transformers.MistralConfig(**SMALL),
+    "gemma2": transformers.Gemma2Config(**SMALL, head_dim=8),
+    "gemma3": transformers.Gemma3TextConfig(**SMALL, head_dim=8),
+    "phi3": transformers.Phi3Config(**SMALL),
+    "olmo2": transformers.Olmo2Config(**SMALL),
+    "gpt2": transformers.GPT2Config(vocab_size=48, n_positions=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_export_of_any_architecture_is_what_transformers_loads(
+    tmp_path: Path, out: Path, name: str, dtype: torch.dtype
+) -> None:
+    """Nothing missing and nothing left over, under the names of the original, in several files."""
+    torch.manual_seed(0)
+    origin = tmp_path / "origin"
+    AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(origin)
+    model = load_model(origin)
+    Residency(model, torch.device("cpu")).parameters[0].mul_(1.5)
+
+    write_model(model, out, origin=origin, dtype=dtype, file_bytes=20_000)
+
+    again, told = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    assert not any(told.values()), told
+    assert dtype == again.dtype
+    for expected, parameter in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected.to(dtype), rtol=0, atol=0)
+    index = json.loads((out / "model.safetensors.index.json").read_bytes())["weight_map"]
+    assert tensor_entries(origin / "model.safetensors").keys() == index.keys()
 
 
 def test_large_export_is_divided_and_loads_as_one(origin: Path, out: Path) -> None:
@@ -159,6 +210,54 @@ def test_model_that_is_not_whole_is_refused(tmp_path: Path, tied: bool) -> None:
     with pytest.raises(
         SettingsError, match=r"not whole: 1 tensors of Qwen3ForCausalLM are missing, first model.layers.0"
     ):
+        load_model(origin)
+
+
+def cut_off(origin: Path) -> None:
+    file = origin / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def leave_a_pointer(origin: Path) -> None:
+    (origin / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+
+
+def lose_a_file(origin: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (origin / "model.safetensors").unlink()
+    (origin / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def lose_all_files(origin: Path) -> None:
+    (origin / "model.safetensors").unlink()
+
+
+def change_config(origin: Path, **changes: object) -> None:
+    config = json.loads((origin / "config.json").read_bytes()) | changes
+    (origin / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (cut_off, r"model\.safetensors is cut off, .*: copy the model again; "),
+        (leave_a_pointer, r"model\.safetensors is cut off, or not what its name says \(a pointer of Git LFS\?\)"),
+        (lose_a_file, r"be loaded from .*/model: .*model-00001-of-00002\.safetensors.*: copy it again"),
+        (lose_all_files, r"be loaded from .*/model: .* no file named model\.safetensors.*: copy it again"),
+        (partial(change_config, hidden_size=8), r"have another shape, first .* instead of .*: copy the model again"),
+        (partial(change_config, model_type="qwen99"), r"`qwen99`.*, or take one of an architecture that transformers"),
+        (partial(change_config, model_type="own", auto_map={"AutoConfig": "own.Own"}), r"contains custom code"),
+    ],
+)
+def test_model_that_can_not_be_loaded_is_said_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], said: str
+) -> None:
+    """Said was what the loader raised: of a file that was cut off not which, and of custom code nothing for 15 s."""
+    origin = write_tiny_model(tmp_path / "model")
+    spoil(origin)
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("standard input is nobody's"))
+
+    with pytest.raises(SettingsError, match=said):
         load_model(origin)
 
 

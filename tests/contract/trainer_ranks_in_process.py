@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -13,11 +12,12 @@ from typing import Any
 
 from contract.trainer_in_process import only_rank
 
+from colocated_rl_trainer.conformance.ranks import free_port
 from colocated_rl_trainer.loop import ReferenceTrainer
 from colocated_rl_trainer.settings import RankSettings, TrainerConfig
 from fakes.watched_trainer import forking
 
-ANSWER_S = 120.0
+ANSWER_S = 300.0
 
 
 class Watched(ReferenceTrainer):
@@ -38,10 +38,7 @@ class Watched(ReferenceTrainer):
 
 def in_ranks(size: int, folder: Path, model: Path, do: Callable[[Watched], object], **config: object) -> list[Any]:
     """What `do`, a function of a module, returned or raised on each rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    settings = replace(only_rank(folder, model, config), world_size=size, master_port=port)
+    settings = replace(only_rank(folder, model, config), world_size=size, master_port=free_port())
     with contextlib.ExitStack() as stack:
         pipes = [stack.enter_context(_started(replace(settings, rank=rank), do, config)) for rank in range(size)]
         return [_answer(pipe) for pipe in pipes]

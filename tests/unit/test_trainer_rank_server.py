@@ -43,7 +43,7 @@ from colocated_rl_trainer.rank import (
 from colocated_rl_trainer.rank_server import MAX_BODY_BYTES, RankServer
 from fakes.interface import Interface
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 DOCUMENT = Interface(trainer())  # which every answer on the wire is held against
 LOADED = WeightVersion(4, 2)  # what a scripted rank stands at
 
@@ -55,6 +55,7 @@ class ScriptedLoop:
         self.script = script
         self.calls: list[str] = []
         self.oldest = 3
+        self.figures: dict[str, Any] = {}
         self.reached = threading.Event()
         self.go = threading.Event()
 
@@ -82,7 +83,7 @@ class ScriptedLoop:
         self._call("progressed")
         watch.mark_dirty()
         self._call("update")
-        return {"step": float(step), "unmeasured": float("nan")}
+        return {"step": float(step), "unmeasured": float("nan")} | self.figures
 
     def export(self, directory: Path) -> Probe | None:
         self._call("export")
@@ -267,6 +268,16 @@ def test_progress_rises_while_a_step_goes_on() -> None:
 
 def test_metric_that_is_no_number_is_left_out() -> None:
     assert {"step": 5.0} == onloaded().ask(train()).metrics
+
+
+@pytest.mark.parametrize(("value", "why"), [("high", "could not convert"), ([0.5, 1.5], "must be a string or a real")])
+def test_figure_that_is_none_is_named(value: object, why: str) -> None:
+    """Said was of what type it was, and not which of them."""
+    running = onloaded()
+    running.loop.figures = {"reward": value}
+
+    assert f"train returned reward = {value!r}, which is no figure: " in (told := running.refusal(train()).body.message)
+    assert why in told
 
 
 def test_export_is_whole_when_it_is_answered(tmp_path: Path) -> None:

@@ -14,14 +14,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_api import names
+from colocated_rl_trainer.reference import ports
 from colocated_rl_trainer.reference.desk import Desk, NotScored, Question
 from colocated_rl_trainer.reference.figures import Figures
-from colocated_rl_trainer.reference.ports import DataPort
+from colocated_rl_trainer.reference.ports import DataPort, MetricsPort
 from fakes.authority import Authority
 
 JOB_UID = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
 TOKEN = "a-token-of-this-test"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def question(tokens: int, temperature: float = 1.0) -> Question:
@@ -129,6 +130,40 @@ def is_hung_up_on(slow: socket.socket) -> bool:
 def request(body: bytes, **headers: str) -> bytes:
     lines = [f"{name}: {value}" for name, value in {"Content-Length": str(len(body)), **headers}.items()]
     return "\r\n".join(["POST /v1/score?start=1&temperature=1 HTTP/1.1", "Host: x", *lines, "", ""]).encode() + body
+
+
+def test_address_that_is_none_is_not_found(port: DataPort, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Anybody could fill the log with tracebacks, and had no answer."""
+    metrics = MetricsPort("127.0.0.1", 0, is_ready=lambda: True, figures=port.figures)
+    metrics.listen("metrics")
+    with socket.create_connection(("127.0.0.1", metrics.number), timeout=DEADLINE_S) as anybody:
+        anybody.sendall(b"GET http://[ HTTP/1.1\r\nConnection: close\r\n\r\n")
+        assert read_all(anybody).startswith(b"HTTP/1.1 404 ")
+    with connect(port, tmp_path / "tls") as caller:
+        caller.sendall(request(bytes(8), Authorization=f"Bearer {TOKEN}").replace(b"/v1/score?", b"http://[?"))
+        assert caller.recv(4096).startswith(b"HTTP/1.1 404 ")
+    assert "" == capfd.readouterr().err
+    metrics.shutdown()
+    metrics.server_close()
+
+
+def test_a_connection_for_which_no_thread_starts_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After as many as there are places the port was deaf for good, where a limit of processes was met for a moment."""
+    monkeypatch.setattr(ports, "MAX_CONNECTIONS", 2)
+    metrics = MetricsPort("127.0.0.1", 0, is_ready=lambda: True, figures=Figures(CollectorRegistry()))
+    metrics.listen("metrics")
+    usual = threading.stack_size(2**60)  # more than there is
+    try:
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", metrics.number), timeout=DEADLINE_S) as anybody:
+                assert b"" == read_all(anybody)
+    finally:
+        threading.stack_size(usual)
+    with socket.create_connection(("127.0.0.1", metrics.number), timeout=DEADLINE_S) as anybody:
+        anybody.sendall(b"GET /healthz HTTP/1.1\r\nConnection: close\r\n\r\n")
+        assert read_all(anybody).startswith(b"HTTP/1.1 200 ")
+    metrics.shutdown()
+    metrics.server_close()
 
 
 def test_while_the_model_is_loaded_questions_are_to_come_again(port: DataPort, tmp_path: Path) -> None:

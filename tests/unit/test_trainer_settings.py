@@ -61,6 +61,20 @@ def test_config_is_read_by_its_written_names(tmp_path: Path) -> None:
     assert (0, (0.9, 0.99), "bfloat16") == (config.learning_rate, config.betas, config.dtype)
 
 
+@pytest.mark.parametrize(
+    ("said", "device", "dtype"),
+    [
+        (None, "cpu", "float32"),
+        (None, "cuda:0", "bfloat16"),
+        ("float32", "cuda:0", "float32"),
+        ("bfloat16", "cpu", "bfloat16"),
+    ],
+)
+def test_models_are_computed_as_their_engines_compute_them(said: Any, device: str, dtype: str) -> None:
+    """In float32 on a GPU unless it was told otherwise, the trainer's exports made an engine compute in float16."""
+    assert dtype == TrainerConfig(dtype=said).computes_in(device)
+
+
 def test_empty_config_has_defaults(tmp_path: Path) -> None:
     assert TrainerConfig() == TrainerConfig.read(_file(tmp_path, {}))
 
@@ -112,8 +126,11 @@ def test_what_is_not_supported_yet_is_said_so(tmp_path: Path, key: str, said: st
     ("config", "said"),
     [
         ({"schedule": "Cosine"}, "decaySteps says when a Linear or Cosine schedule ends"),
+        ({"finalLearningRate": 0.1}, "finalLearningRate is where a Linear or Cosine schedule ends"),
         ({"decaySteps": 9}, "decaySteps says when a Linear or Cosine schedule ends"),
         ({"schedule": "Linear", "decaySteps": 9, "warmupSteps": 9}, "decaySteps must be after warmupSteps, 9"),
+        ({"optimizer": "SGD", "betas": [0.9, 0.95]}, "betas are AdamW.s"),
+        ({"wandbProject": "sums", "trackers": ["TensorBoard"]}, "wandbProject is of Weights & Biases: add WandB"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(tmp_path: Path, config: dict[str, object], said: str) -> None:

@@ -16,6 +16,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -28,6 +29,7 @@ Item = TypeVar("Item")
 
 _DONE = "done"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: primary IPv4 address of an interface
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # a line each: in hexadecimal digits, four numbers, interface
 _INTERFACE_NAME_BYTES = 16
 
 
@@ -179,21 +181,31 @@ def form_group(
 
 
 def interface_towards(address: str) -> str:
-    """Name of the network interface that owns the route to `address` (IPv4 or a name for it).
+    """Name of the network interface that owns the route to `address` (IPv6, IPv4 or a name for it).
 
     Left to itself, gloo asks what the host's own name resolves to: in a pod often loopback, or nothing.
     Raises GroupLost if no interface has that address.
     """
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing: asks for the route
             source = probe.getsockname()[0]
-            for _, interface in socket.if_nameindex():
-                if _address_of(interface, probe) == source:
+            for interface, own in _addresses(probe):
+                if own == source:
                     return interface
     except OSError as error:
         raise GroupLost(f"no route to the group's address {address}: {error}") from error
     raise GroupLost(f"no interface has {source}, the source of packets to {address}: set GLOO_SOCKET_IFNAME")
+
+
+def _addresses(probe: socket.socket) -> Iterator[tuple[str, str | None]]:
+    """Interfaces and addresses that they have, of the probe's family."""
+    if probe.family == socket.AF_INET6:
+        for digits, *_, interface in map(str.split, _IPV6_ADDRESSES.read_text().splitlines()):
+            yield interface, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    else:
+        for _, interface in socket.if_nameindex():
+            yield interface, _address_of(interface, probe)
 
 
 def _address_of(interface: str, probe: socket.socket) -> str | None:

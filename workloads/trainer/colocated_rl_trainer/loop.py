@@ -20,6 +20,7 @@ from torch import Tensor
 
 from colocated_rl_api.logs import log
 from colocated_rl_trainer.batch import MicroBatch, Shard, Use, deal_minibatches, micro_batches, read_together
+from colocated_rl_trainer.budget import Budget, host_memory
 from colocated_rl_trainer.checkpoint import Checkpoints
 from colocated_rl_trainer.forward import logp_and_entropy
 from colocated_rl_trainer.group import Group, join_group
@@ -29,10 +30,10 @@ from colocated_rl_trainer.rank import Refused, Watch
 from colocated_rl_trainer.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.scores import find_scores, write_scores
 from colocated_rl_trainer.settings import RankSettings, SettingsError, TrainerConfig
-from colocated_rl_trainer.sharding import divide, read_parts, write_parts
+from colocated_rl_trainer.sharding import divide, names_in, read_parts, write_parts
 from colocated_rl_trainer.tally import Tally, metrics
 from colocated_rl_trainer.trackers import Tracker, check_trackers, make_trackers
-from colocated_rl_trainer.weights import checkpoint_activations, load_model, probe, write_model
+from colocated_rl_trainer.weights import checkpoint_activations, count_parameters, load_model, probe, write_model
 
 _LOG = logging.getLogger(__name__)
 
@@ -70,9 +71,11 @@ class ReferenceTrainer:
         spec = settings.read_job().spec
         self._progress_s = spec.switch.trainer_progress_seconds
         self._limit = spec.rollout.max_response_tokens
+        self._ranks_in_pod = min(settings.world_size, max(1, spec.gpus.count))
+        self._is_shared = settings.world_size > 1 and config.training_state == "Sharded"
         self._stays = [kind for memory, kinds in STATE.items() if memory not in spec.trainer.offload for kind in kinds]
         self._device = torch.device(settings.device)
-        self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self._dtype = torch.bfloat16 if config.computes_in(settings.device) == "bfloat16" else torch.float32
         self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage, keep=spec.checkpoint.keep)
         self._use = Use(
             in_spreads=config.advantage == "Spread",
@@ -93,6 +96,7 @@ class ReferenceTrainer:
 
     def load(self) -> int:
         """Rank 0 says which checkpoint, and each reads its part of it."""
+        self._check_budget()
         self._group: Group = join_group(self._settings)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -100,7 +104,6 @@ class ReferenceTrainer:
         self.model = load_model(self._settings.model, packing=self._config.packing)
         if self._config.activation_checkpointing:
             checkpoint_activations(self.model)
-        self._is_shared = self._group.size > 1 and self._config.training_state == "Sharded"
         if self._is_shared:
             divide(self.model, self._device, ranks=self._group.size)
         self._state = Residency(
@@ -309,6 +312,31 @@ class ReferenceTrainer:
             gradients.mul_(self._config.gradient_clip / norm)
         return norm
 
+    def _check_budget(self) -> None:
+        """Before anything takes memory. Raises SettingsError where the state never fits."""
+        on_cpu = self._device.type == "cpu"
+        budget = Budget.of(
+            count_parameters(self._settings.model),
+            on_cpu=on_cpu,
+            shared_by=self._settings.world_size if self._is_shared else 1,
+            ranks_in_pod=self._ranks_in_pod,
+            with_moments=self._config.optimizer == "AdamW",
+            keeps_reference=self._keeps_reference,
+            parameters_leave=PARAMETERS not in self._stays,
+        )
+        is_gpu = self._device.type == "cuda"
+        device_has = torch.cuda.get_device_properties(self._device).total_memory if is_gpu else None
+        host_has = host_memory(of_container=on_cpu)
+        log(
+            _LOG,
+            "memory of the training state",
+            device_bytes=budget.device,
+            device_has_bytes=device_has,
+            pod_host_bytes=budget.host,
+            host_has_bytes=host_has,
+        )
+        budget.refuse_what_never_fits(device_has=device_has, host_has=host_has)
+
     @contextmanager
     def _saying_what_takes_memory(self, step: int) -> Iterator[None]:
         try:
@@ -332,9 +360,19 @@ class ReferenceTrainer:
         write_parts(self._state.saved() | {"updates": torch.tensor(self._state.updates)}, directory)
 
     def _read_checkpoint(self, directory: Path) -> None:
+        """Raises SettingsError where it is none of this model and optimizer."""
         updates = torch.zeros((), dtype=torch.int64)
+        parts = self._state.saved() | {"updates": updates}
+        there = names_in(directory)
+        of_another = {name for name in there - parts.keys() if name.startswith(PARAMETERS)}  # moments may be left over
+        if differing := sorted(of_another | (parts.keys() - there)):
+            raise SettingsError(
+                f"checkpoint {directory.name} is of another model or optimizer, {len(differing)} tensors differ, first "
+                f"{differing[0]}: set spec.model and optimizer in spec.trainer.config as they were, or give the job "
+                "another volume for checkpoints"
+            )
         with self._group.together("load"):
-            read_parts(self._state.saved() | {"updates": updates}, directory)
+            read_parts(parts, directory)
         self._state.updates = int(updates)
 
     def _passing(self, what: str) -> AbstractContextManager[None]:

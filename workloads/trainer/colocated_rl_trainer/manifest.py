@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import xxhash
 
@@ -60,19 +60,28 @@ def write_manifest(directory: Path, version: WeightVersion, exported: Exported) 
 def tensor_entries(file: Path) -> dict[str, TensorEntry]:
     """Names, dtypes and shapes, from the header alone. Raises NotAnExport."""
     with file.open("rb") as stream:
-        start = stream.read(8)
-        size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= size <= MAX_HEADER_BYTES:
-            raise NotAnExport(f"{file} is not a safetensors file: its header would have {size} bytes")
-        try:
-            header = json.loads(stream.read(size))
-            return {
-                name: TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"]))
-                for name, entry in header.items()
-                if name != "__metadata__"
-            }
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
-            raise NotAnExport(f"{file} is not a safetensors file: {error}") from error
+        header = read_header(stream)
+    try:
+        return {
+            name: TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise NotAnExport(f"{file} is not a safetensors file: {error}") from error
+
+
+def read_header(stream: BinaryIO) -> dict[str, Any]:
+    """Of a safetensors file, from its start to where the tensors begin. Raises NotAnExport."""
+    start = stream.read(8)
+    size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if not 2 <= size <= MAX_HEADER_BYTES:
+        raise NotAnExport(f"{stream.name} is not a safetensors file: its header would have {size} bytes")
+    try:
+        header: dict[str, Any] = json.loads(stream.read(size))
+    except ValueError as error:
+        raise NotAnExport(f"{stream.name} is not a safetensors file: {error}") from error
+    return header
 
 
 class Hashing:

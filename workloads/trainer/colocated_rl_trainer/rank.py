@@ -332,8 +332,7 @@ class Rank:
                 log(_LOG, "batch scored", step=request.step, took_s=_since(began))
             case TrainRequest():
                 self._set(state=TrainerState.TRAINING)
-                metrics = loop.train(request.step, Path(request.shard), self)
-                told = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+                told = _figures(loop.train(request.step, Path(request.shard), self))
                 self._set(state=TrainerState.ONLOADED, step=request.step, dirty=False, metrics=told)
                 log(_LOG, "step trained", step=request.step, took_s=_since(began), metrics=told)
             case ExportRequest():
@@ -378,6 +377,19 @@ class Rank:
     def _set(self, **changes: object) -> None:
         with self._changed:
             self._status = self._status.model_copy(update=changes)
+
+
+def _figures(returned: object) -> dict[str, float]:
+    """What `train` returned, without what is no number. Raises TypeError."""
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"train returned {returned!r:.100}, and not figures by name")
+    told = {}
+    for name, value in returned.items():
+        try:
+            told[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"train returned {name} = {value!r:.100}, which is no figure: {error}") from error
+    return {name: value for name, value in told.items() if math.isfinite(value)}
 
 
 @contextlib.contextmanager

@@ -155,9 +155,15 @@ class TrainerConfig(BaseModel):
         default=(), description="Told of each step's figures, besides log and metrics: TensorBoard, WandB."
     )
     wandb_project: str = Field(default="colocated-rl", min_length=1, description="Of Weights & Biases.")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Of the computation and of exports; parameters and optimizer state are float32."
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="Of the computation and of exports: bfloat16 on GPUs and float32 on CPUs when absent. Parameters "
+        "and optimizer state are float32.",
     )
+
+    def computes_in(self, device: str) -> Literal["float32", "bfloat16"]:
+        """device: as torch names it. An engine makes float16 of exports in float32, which overflows in some models."""
+        return self.dtype or ("float32" if device.startswith("cpu") else "bfloat16")
 
     def learning_rate_at(self, step: int) -> float:
         if step <= self.warmup_steps:
@@ -172,8 +178,14 @@ class TrainerConfig(BaseModel):
     def _fits_together(self) -> Self:
         if (self.schedule == "Constant") != (self.decay_steps is None):
             raise _contradiction("decaySteps says when a Linear or Cosine schedule ends: set both or none")
+        if self.schedule == "Constant" and self.final_learning_rate:
+            raise _contradiction("finalLearningRate is where a Linear or Cosine schedule ends: set schedule too")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise _contradiction(f"decaySteps must be after warmupSteps, {self.warmup_steps}")
+        if self.optimizer == "SGD" and "betas" in self.model_fields_set:
+            raise _contradiction("betas are AdamW's: SGD here has no momentum")
+        if "WandB" not in self.trackers and "wandb_project" in self.model_fields_set:
+            raise _contradiction("wandbProject is of Weights & Biases: add WandB to trackers")
         return self
 
     @classmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import torch
@@ -74,6 +74,11 @@ def write_parts(parts: Mapping[str, Tensor], directory: Path) -> None:
     """
     with _one_error():
         dcp.save(dict(parts), storage_writer=dcp.FileSystemWriter(directory))
+
+
+def names_in(directory: Path) -> Set[str]:
+    """Of the tensors that were written there. Raises OSError."""
+    return dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.keys()
 
 
 def read_parts(parts: Mapping[str, Tensor], directory: Path) -> None:

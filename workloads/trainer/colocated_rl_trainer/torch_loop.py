@@ -43,7 +43,9 @@ class TorchLoop:
     # ---------------------------------------------------------------------------------------------- yours to write
     def make_optimizer(self) -> Optimizer:
         """An optimizer of `self.model`, which is on the host."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no method make_optimizer: let it return one of self.model"
+        )
 
     def learn(self, batch: Shard) -> Mapping[str, float]:
         """Train on this rank's part of a batch and return figures of it.
@@ -51,7 +53,7 @@ class TorchLoop:
         Add to the gradient in whatever portions, with each token's part divided by `batch.header.loss_tokens` (of all
         ranks), then call `update`; again for each minibatch. Every rank must call it as often as the others.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method learn: let it train on the batch")
 
     # ------------------------------------------------------------------------------------------------- yours to call
     def update(self) -> None:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+import transformers
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
@@ -48,13 +49,22 @@ def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     _check_trainable(directory)
     model: PreTrainedModel
-    model, told = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        local_files_only=True,
-        attn_implementation=PACKED_ATTENTION if packing else None,
-        output_loading_info=True,
-    )
+    with _saying_what_is_wrong_with(directory):
+        model, told = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,  # when absent, standard input is asked
+            attn_implementation=PACKED_ATTENTION if packing else None,
+            ignore_mismatched_sizes=True,  # or it refuses them without a name
+            output_loading_info=True,
+        )
+    if mismatched := sorted(told["mismatched_keys"]):
+        name, has, wanted = mismatched[0]
+        raise SettingsError(
+            f"the weights in {directory} are not those of its config.json: {len(mismatched)} tensors have another "
+            f"shape, first {name}, {list(has)} instead of {list(wanted)}: copy the model again"
+        )
     if missing := sorted(told["missing_keys"]):  # transformers makes them up, at random
         raise SettingsError(
             f"the weights in {directory} are not whole: {len(missing)} tensors of {type(model).__name__} are missing, "
@@ -64,6 +74,15 @@ def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
     if packing:
         check_packing(model, type(model).__name__)
     return model
+
+
+def count_parameters(directory: Path) -> int:
+    """Of the model that `load_model` would load, without its weights. Raises SettingsError if it can't be trained."""
+    _check_trainable(directory)
+    with _saying_what_is_wrong_with(directory), torch.device("meta"):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -145,6 +164,27 @@ def _check_trainable(directory: Path) -> None:
         raise SettingsError(
             f"{directory} holds a model of more than text ({config.get('model_type')}): not supported yet"
         )
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):  # its header, and whether it is as long as that says
+                pass
+        except (OSError, SafetensorError) as error:
+            raise SettingsError(
+                f"{file} is cut off, or not what its name says (a pointer of Git LFS?): copy the model again; {error}"
+            ) from error
+
+
+@contextlib.contextmanager
+def _saying_what_is_wrong_with(directory: Path) -> Iterator[None]:
+    """transformers has errors of any kind for files that are not there and architectures that it does not know."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        words = str(error).partition("\n")[0]
+        raise SettingsError(
+            f"no language model can be loaded from {directory}: {words}: copy it again, or take one of an architecture "
+            f"that transformers {transformers.__version__} has"
+        ) from error
 
 
 @dataclass(frozen=True)

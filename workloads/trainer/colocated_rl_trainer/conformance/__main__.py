@@ -12,12 +12,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from colocated_rl_trainer.conformance.checks import Broken, Check, checks_of
 from colocated_rl_trainer.conformance.ranks import NotThere, Refusal, TrainerGroup, TrainerKind, running
 
 HELD, BROKEN, NOT_LOADED = 0, 1, 2
+FAILED = 500  # of a rank that then ends
 LAST_LINES = 5  # of each rank's output, after a failure
 
 
@@ -36,25 +35,37 @@ def main(words: Sequence[str]) -> int:
                 _say("BROKEN  `canScore` is false: in a job with a reference this trainer is refused")
                 return BROKEN
             trainer.onload()
-        except (NotThere, Refusal, OSError, ValidationError) as error:
+        except (NotThere, Refusal, OSError, ValueError) as error:
             _say(f"the trainer did not load: {error}")
             return NOT_LOADED
-        broken = sum(not _holds(trainer, check) for check in checks)
-        if broken:
+        held = 0
+        try:
+            for check in checks:
+                held += _holds(trainer, check)
+        except _RankEnded:
+            _say("a rank has ended: the other checks need it, and were not made")
+        if held < len(checks):
             for line in _last_words(trainer):
                 _say(line)
-    _say(f"{len(checks) - broken} of {len(checks)} checks held")
-    return BROKEN if broken else HELD
+    _say(f"{held} of {len(checks)} checks held")
+    return HELD if held == len(checks) else BROKEN
+
+
+class _RankEnded(Exception):
+    """No further check can be made."""
 
 
 def _holds(trainer: TrainerGroup, check: Check) -> bool:
+    """Raises _RankEnded."""
     name = check.__name__.replace("_", " ")
     try:
         check(trainer)
     except Broken as error:
         _say(f"BROKEN  {name}: {error}")
-    except (NotThere, Refusal, OSError, ValidationError) as error:
+    except (NotThere, Refusal, OSError, ValueError) as error:  # what can't be read is no answer of the protocol
         _say(f"BROKEN  {name}: {type(error).__name__}: {error}")
+        if isinstance(error, ConnectionError) or (isinstance(error, Refusal) and error.code == FAILED):
+            raise _RankEnded from error
     else:
         _say(f"held    {name}")
         return True

@@ -1,30 +1,35 @@
 """What every trainer has to do, one function each, in the order in which they are run on one group of ranks.
 
 Each takes the ranks ONLOADED and leaves them so, at the step that they stand at; the last but one ends them, and the
-last starts others. Batches are of
-random tokens: nothing is said about how well a trainer learns. A check that fails raises Broken.
+last starts others. Batches are of random tokens: nothing is said about how well a trainer learns, only that it does.
+A check that fails raises Broken.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import signal
-import threading
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import TrainerState
-from colocated_rl_api.trainer_wire import PROTOCOL, TrainerStatus
+from colocated_rl_api.trainer_wire import PROTOCOL, TrainerError, TrainerStatus
 from colocated_rl_api.weights import MANIFEST, Digest, Manifest, finished_model
 from colocated_rl_trainer.conformance.ranks import Refusal, TrainerGroup, TrainerKind, running
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.manifest import digests_of, tensor_entries
+from colocated_rl_trainer.manifest import digests_of, read_header, tensor_entries
 
 PROMPT_END_S = 5.0
 GROUPS, GROUP_SIZE = 4, 4
+SAME_AT_MOST = 0.5  # of what a step changes: devices add in any order; without its moments an optimizer is off by more
+COMPARED_OF_A_TENSOR = 4096  # of its numbers: without libraries, and the first say enough
+_FORMATS = {"F64": "d", "F32": "f", "F16": "e", "BF16": "H"}
 
 Check = Callable[[TrainerGroup], None]
 
@@ -72,23 +77,22 @@ def trains_a_step_once_and_answers_it_again(trainer: TrainerGroup) -> None:
 
 def trains_once_what_is_asked_twice_at_once(trainer: TrainerGroup) -> None:
     step, files = _next_batch(trainer)
-    joined: list[list[TrainerStatus]] = []
-    other = threading.Thread(target=lambda: joined.append(trainer.train(step, files)))
-    other.start()
-    first = trainer.train(step, files)
-    other.join()
-    expect(joined == [first], f"two requests for step {step} at once had two answers")
+    with ThreadPoolExecutor() as pool:
+        first, other = (request.result() for request in [pool.submit(trainer.train, step, files) for _ in range(2)])
+    expect(first == other, f"two requests for step {step} at once had two answers")
     expect(_step_of(trainer) == step, f"two requests for step {step} at once led to step {_step_of(trainer)}")
 
 
 def answers_its_state_during_a_step(trainer: TrainerGroup) -> None:
     step, files = _next_batch(trainer)
-    training = threading.Thread(target=lambda: trainer.train(step, files))
-    training.start()
-    states = {trainer.ranks[0].status.state}
-    while training.is_alive():
-        states.add(trainer.ranks[0].status.state)
-    training.join()
+    with ThreadPoolExecutor() as pool:
+        training = pool.submit(trainer.train, step, files)
+        try:
+            states = {trainer.ranks[0].status.state}
+            while not training.done():
+                states.add(trainer.ranks[0].status.state)
+        finally:
+            training.result()  # a step that fails is why a rank does not answer any more
     expect(
         states <= {TrainerState.ONLOADED, TrainerState.SCORING, TrainerState.TRAINING},
         f"during a step it says {states}",
@@ -131,7 +135,8 @@ def changes_nothing_for_a_request_that_makes_no_sense(trainer: TrainerGroup) -> 
     for body in ("{", "[]", '{"step": "one"}', '{"step": 1}'):
         code, content = rank.ask_raw("POST", "/v1/train", body)
         expect(code == 400, f"POST /v1/train {body} is answered {code}, not 400")
-        expect(bool(content.get("error") and content.get("message")), f"400 without error and message: {content}")
+        told = TrainerError.model_validate(content)
+        expect(bool(told.error and told.message), f"400 without error and message: {content}")
     expect(rank.status == before, f"senseless requests changed the state: {before}, then {rank.status}")
 
 
@@ -182,6 +187,16 @@ def exports_what_is_whole_named_and_readable(trainer: TrainerGroup) -> None:
 def exports_the_same_weights_in_every_pod(trainer: TrainerGroup) -> None:
     digests = {json.dumps(_digests(folder)) for folder in trainer.export(train_next(trainer))}
     expect(len(digests) == 1, "weights of one version differ between pods")
+
+
+def changes_its_weights_by_training(trainer: TrainerGroup) -> None:
+    """Rewards differ within every group, so there is something to learn from each batch."""
+    first, second = (_digests(trainer.export(train_next(trainer))[0]) for _ in range(2))
+    expect(
+        first != second,
+        "a step leaves the weights as they were, to the bit: is the optimizer called, with a learning rate that the "
+        "dtype of exports can show?",
+    )
 
 
 def writes_an_export_once(trainer: TrainerGroup) -> None:
@@ -265,9 +280,10 @@ def leaves_an_export_as_the_model_if_it_says_so(trainer: TrainerGroup) -> None:
 def goes_on_from_its_checkpoint_when_it_is_killed(trainer: TrainerGroup) -> None:
     """Ends the ranks, and has the next lineage start where they saved."""
     saved = train_next(trainer)
-    exported = _digests(trainer.export(saved)[0])
+    begun = trainer.export(saved)[0]
     trainer.save(saved)
     lost = train_next(trainer)
+    gone = trainer.export(lost)[0]
     trainer.end()
     with running(
         trainer.kind, trainer.folder, size=trainer.size, lineage=trainer.lineage + 1, device=trainer.device
@@ -275,8 +291,15 @@ def goes_on_from_its_checkpoint_when_it_is_killed(trainer: TrainerGroup) -> None
         told = {(status.step, status.saved) for status in again.wait_loaded()}
         expect(told == {(saved, saved)}, f"saved at step {saved}; after a restart (step, saved) are {told}")
         again.onload()
-        expect(exported == _digests(again.export(saved)[0]), f"weights of step {saved} are others after a restart")
+        same = _digests(begun) == _digests(again.export(saved)[0])
+        expect(same, f"weights of step {saved} are others after a restart")
         again.train(lost, batch(again, lost))
+        apart, moved = _distance(again.export(lost)[0], gone), _distance(gone, begun)
+        expect(
+            apart <= SAME_AT_MOST * moved,
+            f"step {lost}, trained again on the same batch after a restart, leads elsewhere: {apart:.2g} away, and the "
+            f"step itself is {moved:.2g} long: does a checkpoint hold the optimizer's state?",
+        )
         refuses_a_shard_that_is_torn(again)
         _end_by_signal(again)
 
@@ -324,6 +347,7 @@ CHECKS: Sequence[Check] = (
     changes_nothing_for_a_request_that_makes_no_sense,
     exports_what_is_whole_named_and_readable,
     exports_the_same_weights_in_every_pod,
+    changes_its_weights_by_training,
     writes_an_export_once,
     replaces_a_torn_export,
     refuses_to_export_other_weights,
@@ -398,6 +422,26 @@ def _expect_conflict(trainer: TrainerGroup, what: str, ask: Callable[[], Trainer
 
 def _digests(folder: Path) -> dict[str, Digest]:
     return Manifest.model_validate_json((folder / MANIFEST).read_bytes()).digests
+
+
+def _distance(export: Path, other: Path) -> float:
+    """Between the weights of two exports of one trainer."""
+    return math.dist(*([*_some_weights(folder)] for folder in (export, other)))
+
+
+def _some_weights(folder: Path) -> Iterator[float]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            header, begin = read_header(stream), stream.tell()
+            for name in sorted(header.keys() - {"__metadata__"}):
+                if form := _FORMATS.get(header[name]["dtype"]):
+                    start, end = header[name]["data_offsets"]
+                    stream.seek(begin + start)
+                    wide = struct.calcsize(f"<{form}")
+                    raw = stream.read(min(end - start, wide * COMPARED_OF_A_TENSOR))
+                    if form == "H":  # the upper half of a float32
+                        form, raw = "f", b"".join(b"\0\0" + raw[place : place + 2] for place in range(0, len(raw), 2))
+                    yield from (number for (number,) in struct.iter_unpack(f"<{form}", raw))
 
 
 def _end_by_signal(trainer: TrainerGroup) -> None:

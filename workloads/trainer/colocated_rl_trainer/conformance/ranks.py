@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import TrainerState
-from colocated_rl_api.trainer_wire import TrainerEnvironment, TrainerStatus
+from colocated_rl_api.trainer_wire import TrainerEnvironment, TrainerError, TrainerStatus
 
 START_S = 300.0  # importing torch and transformers takes 10 s of a core: a minute, where many share it
 ANSWER_S = 60.0
@@ -56,6 +56,14 @@ class Launch(Protocol):
 Launcher = Callable[[dict[str, str], Path], Launch]
 
 
+class Session(subprocess.Popen[bytes]):
+    """A process that gets signals together with what it has started, as in a pod."""
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.killpg(self.pid, sig)
+
+
 class TrainerProcess:
     """One rank."""
 
@@ -65,15 +73,17 @@ class TrainerProcess:
         self.process = launch(environment, log)
 
     def ask(self, path: str, body: Mapping[str, object] | None = None) -> TrainerStatus:
-        """GET without a body, POST with one. Raises Refusal, or OSError when nobody answers."""
+        """GET without a body, POST with one. Raises Refusal, OSError without an answer, ValueError for another one."""
         code, content = self.ask_raw(
             "GET" if body is None else "POST", path, json.dumps(body) if body is not None else None
         )
         if code != 200:
-            raise Refusal(code, content["error"], content["message"])
+            refusal = TrainerError.model_validate(content)
+            raise Refusal(code, refusal.error, refusal.message)
         return TrainerStatus.model_validate(content)
 
     def ask_raw(self, method: str, path: str, body: str | None = None) -> tuple[int, Any]:
+        """Raises OSError, and ValueError for what is no JSON."""
         connection = http.client.HTTPConnection("localhost", timeout=ANSWER_S)
         connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.sock.settimeout(ANSWER_S)
@@ -200,7 +210,9 @@ class TrainerGroup:
 
     def _run_command(self, environment: dict[str, str], log: Path) -> Launch:
         with log.open("ab") as stream:
-            return subprocess.Popen(self.kind.command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+            return Session(
+                self.kind.command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def wait_loaded(self) -> list[TrainerStatus]:
         return [rank.wait_loaded() for rank in self.ranks]

@@ -7,7 +7,6 @@ device's state: the process ends, and kubelet starts it again.
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import os
 import queue
@@ -16,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import configure, log
@@ -24,6 +24,9 @@ from colocated_rl_trainer.reference.figures import Figures
 from colocated_rl_trainer.reference.ports import DataPort, MetricsPort
 from colocated_rl_trainer.reference.settings import ReferenceSettings
 from colocated_rl_trainer.settings import SettingsError
+
+if TYPE_CHECKING:
+    from colocated_rl_trainer.reference.scorer import Scorer
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,8 +75,7 @@ def _compute(settings: ReferenceSettings, desk: Desk, data: DataPort, figures: F
     ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     for device, scorer in zip(settings.devices, scorers, strict=True):
         work = (scorer, desk, figures, ended)
-        context = contextvars.copy_context()  # with the fields of log lines
-        threading.Thread(target=context.run, args=(_work, *work), name=device, daemon=True).start()
+        threading.Thread(target=_work, args=work, name=device, daemon=True).start()
     data.vocabulary = scorers[0].vocabulary
     log(_LOG, "reference ready", took_s=round(time.monotonic() - began, 3))
     error = ended.get()
@@ -82,11 +84,8 @@ def _compute(settings: ReferenceSettings, desk: Desk, data: DataPort, figures: F
     return 1
 
 
-def _work(scorer: object, desk: Desk, figures: Figures, ended: queue.SimpleQueue[BaseException]) -> None:
+def _work(scorer: Scorer, desk: Desk, figures: Figures, ended: queue.SimpleQueue[BaseException]) -> None:
     """One device's, until it fails."""
-    from colocated_rl_trainer.reference.scorer import Scorer
-
-    assert isinstance(scorer, Scorer)
     while True:
         questions = desk.take()
         try:

@@ -18,9 +18,10 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from colocated_rl_api import names
+from colocated_rl_api.listening import listen
 from colocated_rl_api.reference_wire import BYTES_OF_A_TOKEN, MAX_SAMPLE_BYTES, SCORE_PATH, ScoreError
 from colocated_rl_trainer.reference.desk import Desk, NotScored, Question
 from colocated_rl_trainer.reference.figures import Figures
@@ -46,21 +47,27 @@ class _Port(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def __init__(self, host: str, port: int, handler: type[_Handler]) -> None:
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__((host, port), handler)
+        super().__init__((host, port), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listen(host, port, backlog=self.request_queue_size)
 
     @property
     def number(self) -> int:
-        return int(self.server_address[1])
+        return int(self.socket.getsockname()[1])
 
     def listen(self, name: str) -> None:
         """From now on, in threads of its own."""
         threading.Thread(target=self.serve_forever, name=name, daemon=True).start()
 
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started, which would give its place back
+            self._room.release()
+            raise
 
     def process_request_thread(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
@@ -215,12 +222,12 @@ class _ScoreHandler(_Handler):
         return body
 
     def _question(self, body: bytes) -> Question:
-        split = urlsplit(self.path)
-        if split.path != SCORE_PATH:
-            raise _Refused(HTTPStatus.NOT_FOUND, "NotFound", f"no {split.path} here, only {SCORE_PATH}")
+        path, _, asked = self.path.partition("?")
+        if path != SCORE_PATH:
+            raise _Refused(HTTPStatus.NOT_FOUND, "NotFound", f"no {path} here, only {SCORE_PATH}")
         if self.server.vocabulary is None:
             raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "Starting", "the model is being loaded: ask again later")
-        query = {name: values[-1] for name, values in parse_qs(split.query).items()}
+        query = {name: values[-1] for name, values in parse_qs(asked).items()}
         try:
             start, temperature = int(query["start"]), float(query["temperature"])
         except (KeyError, ValueError) as error:
@@ -245,7 +252,7 @@ class _MetricsHandler(_Handler):
     server: MetricsPort
 
     def do_GET(self) -> None:
-        match urlsplit(self.path).path:
+        match self.path.partition("?")[0]:
             case "/healthz":
                 self.write(HTTPStatus.OK, b"ok\n", "text/plain")
             case "/readyz" if self.server.is_ready():

@@ -44,7 +44,7 @@ class Scorer:
         """Raises SettingsError, OSError."""
         self._config = config
         self._device = torch.device(device)
-        self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self._dtype = torch.bfloat16 if config.computes_in(device) == "bfloat16" else torch.float32
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._model = load_model(directory, packing=config.packing).requires_grad_(False).to(self._device)

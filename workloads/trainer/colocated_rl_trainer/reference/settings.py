@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from colocated_rl_api import names
 from colocated_rl_api.job import Trainer
+from colocated_rl_api.listening import EVERYWHERE
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_trainer.settings import SettingsError, TrainerConfig
 
@@ -35,7 +36,7 @@ class ReferenceSettings:
         parser.add_argument("--config", type=Path, default=Path(names.TRAINER_CONFIG_FILE))
         parser.add_argument("--models", type=Path, default=Path(names.MODEL_DIR), help="what spec.model.path is in")
         parser.add_argument("--tls", type=Path, default=Path(names.TLS_DIR), help="certificates and data token")
-        parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
+        parser.add_argument("--host", default=EVERYWHERE, help="address to listen on; all of them when absent")
         parser.add_argument("--data-port", type=int, default=names.DATA_PORT)
         parser.add_argument("--metrics-port", type=int, default=names.METRICS_PORT)
         given = parser.parse_args(arguments)
