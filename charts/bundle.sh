@@ -8,7 +8,7 @@ cat <<MANIFEST
 apiVersion: v1
 kind: Namespace
 metadata:
-  name: $namespace
+  name: "$namespace"
   labels: {pod-security.kubernetes.io/enforce: restricted}
 MANIFEST
 exec "$@" template colocated-rl "$(dirname "$0")/colocated-rl" --namespace "$namespace" --no-hooks

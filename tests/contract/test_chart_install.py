@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
 from cluster import Cluster
 from contract.api_server import ApiServer, Document, Kubectl
+from contract.test_chart_rendering import NAMESPACE as RENDERED
+from contract.test_chart_rendering import rendered
+from contract.test_chart_rights import GARBAGE_COLLECTION, JOBS, Right, granted
+from documents.blocks import under
 
 from colocated_rl_api import names
 from setup.layout import CHECKOUT
@@ -21,6 +28,12 @@ TEAM = "chart-team"
 RELEASE = "rl"
 DEPLOYMENT = "deployment/rl-colocated-rl"
 ACCOUNT = f"system:serviceaccount:{NAMESPACE}:rl-colocated-rl"
+CREATED, FORBIDDEN = 201, 403
+UNUSED = GARBAGE_COLLECTION | {
+    Right(JOBS, names.GROUP, names.PLURAL, "delete"),  # of a job whose ttl is over
+    Right(JOBS, "events.k8s.io", "events", "create"),  # where a life is not as short
+    Right(JOBS, "events.k8s.io", "events", "patch"),  # of one that comes again
+}
 CRD = f"crd/{names.PLURAL}.{names.GROUP}"
 # the CRD is there already, applied by kubectl
 ADOPT = ("--take-ownership", "--force-conflicts")
@@ -166,6 +179,98 @@ def test_jobs_and_crd_outlive_upgrade_uninstall_and_reinstall(kubectl: Kubectl, 
     kubectl("-n", TEAM, "delete", name, "--timeout=60s")  # by the operator that is there again
     kubectl.helm(*uninstall)  # now nothing is left half-way
     kubectl.helm("install", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL)
+
+
+def images(kubectl: Kubectl) -> list[str]:
+    """Of the operator, and those that it gives to jobs."""
+    [container] = json.loads(kubectl("-n", NAMESPACE, "get", DEPLOYMENT, "-o", "json"))["spec"]["template"]["spec"][
+        "containers"
+    ]
+    return [container["image"], *(each["value"] for each in container["env"] if each["name"].endswith("_IMAGE"))]
+
+
+def test_chart_installs_and_upgrades_as_the_pages_say(kubectl: Kubectl, release: None, tmp_path: Path) -> None:
+    """With the names of this release. An upgrade without a word of values keeps those of the installation."""
+    [page] = re.findall(
+        r"^```yaml\n(images:.*?)^```", (CHECKOUT.root / "docs/install.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "values.yaml").write_text(page)
+    named = {"colocated-rl-system": NAMESPACE, "charts/colocated-rl": str(CHART), "colocated-rl": RELEASE}
+    named |= {"values.yaml": str(tmp_path / "values.yaml"), "--create-namespace": ""}
+
+    def words(page: str, heading: str) -> list[str]:
+        [command] = [each for each in under(page, heading) if each.startswith("helm")]
+        _program, *rest = (named.get(word, word) for word in shlex.split(command))
+        return [word for word in rest if word]
+
+    install, upgrade = words("docs/install.md", "The chart"), words("docs/releases.md", "Upgrades")
+    said = kubectl.helm(*(RELEASE + "-2" if word == RELEASE else word for word in install), "--dry-run=client")
+    assert "registry.example.com/rl/operator:0.1.0" in said
+    before = images(kubectl)
+    kubectl.helm(*upgrade, "--wait", "--timeout", "2m")
+    assert before == images(kubectl)
+    assert all(image.endswith(":dev") for image in before)
+
+
+def test_a_job_whose_operator_is_gone_for_good_is_let_go_as_the_runbook_says(kubectl: Kubectl, release: None) -> None:
+    job = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
+    name = job["metadata"]["name"]
+    kubectl("-n", TEAM, "apply", "-f", "-", stdin=json.dumps(job))
+    kubectl("-n", TEAM, "wait", f"crlj/{name}", "--for=jsonpath={.status.phase}", "--timeout=60s")
+    mine = f"{names.JOB_NAME_LABEL}={name}"
+    claims = kubectl("-n", TEAM, "get", "pvc", "-l", mine, "-o", "name").split()
+    assert kubectl("-n", TEAM, "get", "pods,secrets,configmaps,networkpolicies", "-l", mine, "-o", "name").split()
+    kubectl("-n", NAMESPACE, "scale", DEPLOYMENT, "--replicas=0")
+    kubectl(
+        "-n", NAMESPACE, "wait", "pods", "-l", "app.kubernetes.io/component=operator", "--for=delete", "--timeout=60s"
+    )
+    try:
+        kubectl("-n", TEAM, "delete", "crlj", name, "--wait=false")
+        [command] = under("docs/runbooks/operations.md", "A job's deletion hangs")
+        program, *words = shlex.split(command)
+        assert "kubectl" == program
+        kubectl("-n", TEAM, *(name if word == "JOB" else word for word in words))
+        kubectl("-n", TEAM, "wait", f"crlj/{name}", "--for=delete", "--timeout=30s")
+        for kind in ("pods", "secrets", "configmaps", "networkpolicies"):
+            kubectl("-n", TEAM, "wait", kind, "-l", mine, "--for=delete", "--timeout=90s")
+        assert claims == kubectl("-n", TEAM, "get", "pvc", "-l", mine, "-o", "name").split()
+    finally:
+        kubectl("-n", NAMESPACE, "scale", DEPLOYMENT, "--replicas=1")
+        kubectl("-n", NAMESPACE, "rollout", "status", DEPLOYMENT, "--timeout=60s")
+
+
+def requests_of_operators(cluster: Cluster) -> list[Document]:
+    """By the API server's audit log."""
+    whole_lines, _, _ = (cluster.directory / "logs/audit.log").read_text().rpartition("\n")
+    events = map(json.loads, whole_lines.splitlines())
+    return [event for event in events if event["user"].get("username") == ACCOUNT and "objectRef" in event]
+
+
+def used(requests: list[Document]) -> set[Right]:
+    found = set()
+    for event in requests:
+        what, code = event["objectRef"], event["responseStatus"]["code"]
+        if code != FORBIDDEN:
+            resource = "/".join(part for part in (what["resource"], what.get("subresource")) if part)
+            namespace = RENDERED if what.get("namespace") == NAMESPACE else JOBS
+            right = Right(namespace, what.get("apiGroup", ""), resource, event["verb"])
+            found |= {right, right._replace(verb="create")} if code == CREATED else {right}
+    return found
+
+
+def test_every_right_is_used_and_none_is_missing(plain_cluster: Cluster, kubectl: Kubectl, release: None) -> None:
+    """In the short life of a job; what the operator does only for others is named."""
+    job = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
+    one = ("-n", TEAM, f"{names.SHORT_NAME}/{job['metadata']['name']}")
+    before = len(requests_of_operators(plain_cluster))  # of some that lost their rights before they ended
+    kubectl("-n", TEAM, "apply", "-f", "-", stdin=json.dumps(job))
+    mine = ("pods", "--namespace", TEAM, "--selector", f"{names.JOB_NAME_LABEL}={job['metadata']['name']}")
+    plain_cluster.wait_for("its pods", lambda: plain_cluster.get(*mine)["items"] or None, deadline_s=60)
+    kubectl("delete", *one, "--timeout=60s")
+    rights = granted(rendered(CHART / "ci/local-values.yaml"), bound_to_jobs="ClusterRole")
+    requests = requests_of_operators(plain_cluster)
+    assert rights - UNUSED <= used(requests)
+    assert not [event for event in requests[before:] if event["responseStatus"]["code"] == FORBIDDEN]
 
 
 def test_second_release_leaves_the_crd_to_the_first(kubectl: Kubectl, release: None) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from contract.api_server import ApiServer, Document, Helm, Kubectl
+from documents.values import documented
 
 from builders import make_job
 from colocated_rl_api import names
@@ -42,6 +45,14 @@ def one(objects: list[Document], kind: str) -> Document:
     return found
 
 
+def pods_of(objects: list[Document]) -> list[Document]:
+    """The operator's, and those that a release runs once."""
+    pods = [each if each["kind"] == "Pod" else each["spec"].get("template") for each in objects if "spec" in each]
+    found = [each for each in pods if each and "containers" in each["spec"]]
+    assert 3 == len(found)
+    return found
+
+
 def environment(deployment: Document) -> dict[str, str]:
     """As the process sees it."""
     fields = {"metadata.namespace": NAMESPACE, "metadata.name": "rl-colocated-rl-0"}
@@ -59,7 +70,7 @@ def make_namespace(kubectl: Kubectl, name: str) -> None:
 @pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
 def test_server_takes_what_is_rendered(kubectl: Kubectl, api: ApiServer, file: Path) -> None:
     """Strictly: no unknown field, no wrong type. What has to be there before is made for the test."""
-    for name in (NAMESPACE, "research", "team-a"):
+    for name in (NAMESPACE, "research", "team-a", "2026"):
         make_namespace(kubectl, name)
     for each in rendered(file):
         if each["kind"] == "Pod":
@@ -139,11 +150,86 @@ def test_job_network_policies_recognize_the_operator() -> None:
         ("watch.namespaces[0]=Research", "/watch/namespaces/0"),
         ("resources.limit.memory=1Gi", "limit"),
         ("runAsUser=0", "/runAsUser"),
+        ("serviceAccount.name=rl_operator", "/serviceAccount/name"),
         ("crds.install=yes-please", "/crds/install"),
+        ("crds.install=null", "/crds"),
+        ("monitoring=null", "monitoring"),
+        ("leaderElection.renewDeadlineSeconds=15", "leaderElection: retrySeconds has to be below"),
+        ("leaderElection.retrySeconds=10", "leaderElection: retrySeconds has to be below"),
+        (r"podLabels.app\.kubernetes\.io/component=hook", "app.kubernetes.io/component"),
     ],
 )
 def test_wrong_value_is_refused_by_name(value: str, says: str) -> None:
     assert says in helm.refusal("template", "rl", CHART, "--set", value)
+
+
+@pytest.mark.parametrize("path", [value.path for value in documented()])
+def test_a_value_that_is_taken_away_is_not_needed_or_missed_by_name(path: str) -> None:
+    words = ("template", "rl", CHART, "--set", "monitoring.monitors=true", "--set", f"{path}=null")
+    done = helm._run(*words, stdin=None)
+    if done.returncode != 0:
+        parent, _, name = path.rpartition(".")
+        assert f"at '{parent and '/'}{parent.replace('.', '/')}': missing property '{name}'" in done.stderr
+
+
+def test_names_of_the_longest_release_are_names() -> None:
+    """Helm's bound is 53 characters; of labels and names of Services it is 63."""
+    words = (
+        "--namespace",
+        NAMESPACE,
+        "--set",
+        "monitoring.monitors=true,monitoring.rules=true,monitoring.dashboard=true",
+    )
+    text = helm("template", "r" * 53, CHART, *words)
+    found = [document["metadata"] for document in yaml.safe_load_all(text) if document]
+    assert 63 >= max(len(each["name"]) for each in found)
+    assert 63 >= max(len(value) for each in found for value in each.get("labels", {}).values())
+
+
+class NoKeyTwice(yaml.SafeLoader):
+    """As YAML has it, and most readers do not."""
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [key.value for key, _ in node.value]
+    assert sorted(set(keys)) == sorted(keys), f"twice, at {node.start_mark}"
+    return loader.construct_mapping(node, deep=True)
+
+
+NoKeyTwice.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def named(part: Any) -> Iterator[Any]:
+    """What stands under a key that is a name's."""
+    if isinstance(part, dict):
+        for key, value in part.items():
+            if key.lower().endswith(("name", "namespace")) and not isinstance(value, dict):
+                yield value
+            yield from named(value)
+    elif isinstance(part, list):
+        for each in part:
+            yield from named(each)
+
+
+@pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
+def test_names_stay_texts_and_no_key_comes_twice(file: Path) -> None:
+    """A namespace 2026 was a number to the API server; an annotation of one's own stood beside ours of that name."""
+    text = helm("template", "1", CHART, "--namespace", "7", "--values", file)
+    objects = [each for each in yaml.load_all(text, NoKeyTwice) if each]
+    assert {"7"} <= {each["metadata"].get("namespace") for each in objects}
+    assert [] == [name for each in objects for name in named(each) if not isinstance(name, str)]
+    labels = [value for each in objects for value in each["metadata"].get("labels", {}).values()]
+    assert "1" in labels
+    assert all(isinstance(value, str) for value in labels)
+
+
+def test_values_for_images_of_ones_own_are_as_the_page_writes_them(tmp_path: Path) -> None:
+    page = (CHECKOUT.root / "docs/install.md").read_text()
+    [written] = re.findall(r"^```yaml\n(images:.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "values.yaml").write_text(written)
+    settings = Settings.read(environment(one(rendered(tmp_path / "values.yaml"), "Deployment")))
+    images = (settings.images.agent, settings.images.rollout, settings.images.gpu)
+    assert tuple(f"registry.example.com/rl/{name}:0.1.0" for name in ("agent", "rollout", "gpu")) == images
 
 
 def test_given_service_account_needs_its_name() -> None:
@@ -153,10 +239,7 @@ def test_given_service_account_needs_its_name() -> None:
 
 def test_a_service_mesh_leaves_every_pod_of_the_chart_alone() -> None:
     """A sidecar that never ends would keep the check before an uninstallation from ending."""
-    found = render("--set", "podLabels.team=rl")
-    pods = [each if each["kind"] == "Pod" else each["spec"].get("template") for each in found if "spec" in each]
-    metadata = [each["metadata"] for each in pods if each and "containers" in each["spec"]]
-    assert 3 == len(metadata)
+    metadata = [each["metadata"] for each in pods_of(render("--set", "podLabels.team=rl"))]
     expected = {"sidecar.istio.io/inject": "false", "team": "rl"}
     assert all(expected.items() <= each["labels"].items() for each in metadata)
     assert ["disabled"] * 3 == [each["annotations"]["linkerd.io/inject"] for each in metadata]
@@ -170,7 +253,14 @@ def test_operator_pod_is_restricted() -> None:
         container["securityContext"]
     )
     assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
-    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+
+
+def test_every_container_requests_the_memory_that_it_may_take() -> None:
+    for each in pods_of(render()):
+        [container] = each["spec"]["containers"]
+        asked, most = container["resources"]["requests"], container["resources"]["limits"]
+        assert ({"cpu", "memory"}, {"memory"}) == (asked.keys(), most.keys())
+        assert asked["memory"] == most["memory"], "a node evicts first who is over its request"
 
 
 # --------------------------------------------------------------------------------------------------------- monitoring
@@ -232,6 +322,15 @@ def test_bundle_is_the_chart_and_kubectl_takes_it(kubectl: Kubectl, api: ApiServ
     assert max(len(json.dumps(each)) for each in objects) < 256 * 1024
     make_namespace(kubectl, "colocated-rl-system")
     kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=text)
+
+
+def test_bundle_is_of_the_namespace_that_is_named_whatever_it_looks_like() -> None:
+    words = (CHECKOUT.root / "charts/bundle.sh", CHECKOUT.localcluster, "helm")
+    environment = {**os.environ, "NAMESPACE": "2026"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    namespace, *objects = [document for document in yaml.safe_load_all(done.stdout) if document]
+    assert "2026" == namespace["metadata"]["name"]
+    assert {"2026"} == {each["metadata"]["namespace"] for each in objects if "namespace" in each["metadata"]}
 
 
 def test_packed_chart_is_the_chart(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ CALLS: dict[str, list[dict[str, Any]]] = {
     "list_jobs": [{"namespace": JOBS}],
     "write_status": [{"namespace": JOBS, "name": "some", "resource_version": "1", "status": {}}],
     "delete_job": [{"namespace": JOBS, "name": "some", "uid": "some"}],
+    "drop_finalizer": [{"namespace": JOBS, "name": "some", "uid": "some"}],
     "list_pods": [{"namespace": JOBS, "job_uid": "some"}],
     "create_pod": [{"namespace": JOBS, "pod": THING}],
     "delete_pod": [{"namespace": JOBS, "name": "some", "uid": "some"}],
@@ -86,7 +87,8 @@ async def rights_that_calls_need() -> set[Right]:
         needed.add(right)
         if request.content_type == "application/apply-patch+yaml" and "/" not in right.resource:
             needed.add(right._replace(verb="create"))  # applying makes what is not there
-        return web.json_response({"items": [], "metadata": {"resourceVersion": "1"}})
+        leaving = {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": [names.FINALIZER]}
+        return web.json_response({"items": [], "metadata": {"resourceVersion": "1", "uid": "some", **leaving}})
 
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", answer)

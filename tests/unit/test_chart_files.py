@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from colocated_rl_api import __version__
 from setup.layout import CHECKOUT
 
 CHART = CHECKOUT.root / "charts/colocated-rl"
@@ -63,8 +64,8 @@ def test_each_value_is_explained_where_it_stands() -> None:
             assert above.lstrip().startswith("# "), f"{key[1]} has no comment"
 
 
-def test_chart_installs_the_version_of_this_checkout() -> None:
+def test_chart_and_command_line_are_of_the_version_of_this_checkout() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     version = (CHECKOUT.root / "operator/VERSION").read_text().strip()
-    assert version == chart["appVersion"]
+    assert version == chart["appVersion"] == __version__
     assert re.sub(r"\.dev(\d+)$", r"-dev.\1", version) == chart["version"]  # the same, as Helm spells it

@@ -10,7 +10,7 @@
 {{/* Labels that never change: selectors. Network policies of jobs know the operator by the first. */}}
 {{- define "colocated-rl.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: operator
 {{- end -}}
 

@@ -1,7 +1,7 @@
 {{/* Of pods that are no replica of the operator: by their component, its selectors don't find them. */}}
 {{- define "colocated-rl.pod-labels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: hook
 {{- with .Values.podLabels }}
 {{ toYaml . }}
@@ -15,12 +15,12 @@ and its environment. */}}
 {{- $environment := index . 2 -}}
 {{- with index . 0 -}}
 restartPolicy: Never
-serviceAccountName: {{ include "colocated-rl.service-account" . }}
+serviceAccountName: {{ include "colocated-rl.service-account" . | quote }}
 automountServiceAccountToken: true
 {{- with .Values.images.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 securityContext:
@@ -39,7 +39,7 @@ containers:
       {{- range $name, $value := $environment }}
       - {name: {{ $name }}, value: {{ $value | toString | quote }}}
       {{- end }}
-    resources: {requests: {cpu: 50m, memory: 128Mi}, limits: {memory: 256Mi}}
+    resources: {requests: {cpu: 50m, memory: 256Mi}, limits: {memory: 256Mi}}
     securityContext:
       allowPrivilegeEscalation: false
       readOnlyRootFilesystem: true
