@@ -70,6 +70,15 @@ e2e-kueue: setup ## jobs in a queue of the real Kueue, built from its module, 10
 	@tests/kueue/build.sh .build/kueue
 	@pytest tests/kueue
 
+.PHONY: e2e-prometheus
+e2e-prometheus: setup ## alerts, monitors and dashboard in the real Prometheus, built from its module; no part of test
+	@tests/prometheus/build.sh .build/prometheus
+	@pytest tests/prometheus
+
+.PHONY: explore
+explore: setup-dev ## every state of a job within BOUNDS="--pods 3 --deaths 1 --of agent", and its number; no part of test
+	@PYTHONPATH=tests python -m fakes.explore $(BOUNDS)
+
 .PHONY: lint
 lint: ## form, likely bugs, who imports whom, shell scripts, Go
 	@$(SETUP) --only dev --only cluster --then all lint-layer --then all vet-layer
@@ -112,10 +121,6 @@ bench-rollout: setup-dev ## how long a step takes beside a synchronous loop and 
 bench-rollout-limit: setup-dev ## samples a second that one rollout controller takes, over 10, 100 and 1,000 engines
 	@PYTHONPATH=tests python -m bench.rollout_limit
 
-.PHONY: bench-staleness
-bench-staleness: setup ## what samples one step old cost in learning, in pairs of runs; SEEDS=10 for ten of them
-	@python -W ignore -m bench.staleness $(if $(SEEDS),--seeds $(SEEDS))
-
 .PHONY: bench-gate
 bench-gate: setup-dev ## what a gate costs; with ROUTER=PYTHON of an environment that has sglang-router, beside that
 	@PYTHONPATH=tests python -m bench.gate $(if $(ROUTER),--router $(ROUTER))
@@ -124,6 +129,14 @@ bench-gate: setup-dev ## what a gate costs; with ROUTER=PYTHON of an environment
 bench-trainer: ## what the trainer's exports, moves and steps cost beside plain copies and beside trl
 	@$(SETUP) --only dev --only peers
 	@PYTHONPATH=tests python -m bench.trainer
+
+.PHONY: bench-gpu
+bench-gpu: setup-dev ## what a switch moves on one NVIDIA GPU, beside what the device can do; no part of test
+	@python -m bench.gpu
+
+.PHONY: test-gpu
+test-gpu: setup-dev ## what must hold on one NVIDIA GPU; no part of test
+	@pytest tests/gpu
 
 .PHONY: lock
 lock: ## resolve the pinned requirement files anew

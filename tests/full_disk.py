@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,3 +17,16 @@ def no_file_above(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextmanager
+def no_room_in(file: int) -> Iterator[None]:
+    """What is written to an open file finds no room: the kernel says so."""
+    kept, full = os.dup(file), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, file)
+    try:
+        yield
+    finally:
+        os.dup2(kept, file)
+        os.close(kept)
+        os.close(full)

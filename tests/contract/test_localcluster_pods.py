@@ -233,7 +233,8 @@ def test_containers_share_processes_when_asked_to(cluster: Cluster) -> None:
     wait_for_log(cluster, "shared-processes", "pod-pause\n")
 
 
-def test_memory_limit_kills(cluster: Cluster) -> None:
+def test_memory_limit_kills_the_whole_container(cluster: Cluster) -> None:
+    """Its first process too, which has little: as Kubernetes has it on version 2 of control groups."""
     ended = container_state(wait_for_phase(cluster, "too-much-memory", "Failed"))["terminated"]
     assert ("OOMKilled", 137) == (ended["reason"], ended["exitCode"])
 

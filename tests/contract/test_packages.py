@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
+from documents.blocks import blocks
 
 from setup.layout import CHECKOUT
 from setup.localcluster import IMAGE_ROOT
@@ -66,6 +68,18 @@ def test_command_line_is_installed_without_torch_or_the_operators_libraries(pyth
             python.with_name(program), "validate", CHECKOUT.root / "crds/examples/minimal.yaml", cwd=tmp_path
         )
     assert "validate" in run(python.with_name("kubectl_complete-crlj"), "v", cwd=tmp_path).splitlines()
+
+
+def test_command_line_is_installed_from_a_checkout_as_its_page_says(python: Path, tmp_path: Path) -> None:
+    """In a copy: a build leaves files beside the sources."""
+    [command] = [command for block in blocks("docs/cli.md") if block.is_command for command in block.commands]
+    pip, install, *folders = command.split()
+    assert ("pip", "install") == (pip, install)
+    ignored = shutil.ignore_patterns("*.egg-info", "build", "__pycache__", ".*")
+    shutil.copytree(CHECKOUT.root / "operator", tmp_path / "operator", ignore=ignored)
+    run(CHECKOUT.uv, "pip", install, "--python", python, *folders, cwd=tmp_path)
+    example = CHECKOUT.root / "crds/examples/minimal.yaml"
+    assert "fine: minimal" in run(python.with_name("kubectl-crlj"), "validate", example, cwd=tmp_path)
 
 
 def test_all_wheels_are_of_one_version() -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from builders import OWN_ROLLOUT, RESIDENT_ROLLOUT, ROLLOUT, make_job
+from builders import OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, make_job
+from colocated_rl_api.ladder import Placement
 from colocated_rl_operator.reasons import Cause
-from fakes.explore import explore
+from fakes.explore import bounds_of, explore
+from fakes.left_out import must_mean_the_same, searched
 from fakes.model import MORTAL, Model
 
 MOST_STATES = 2_000_000
@@ -23,7 +25,6 @@ ELSEWHERE = [{"onCauses": ["PodFailed", "MemberSilent"], "action": "ReplacePodEl
         *((2, 1, (mortal,), 0) for mortal in MORTAL),
         *((2, 2, (mortal,), 0) for mortal in ("connection", "engine")),
         (1, 2, MORTAL, 0),
-        (3, 0, (), 0),
         (1, 1, MORTAL, 1),
         (2, 0, (), 1),
     ],
@@ -39,6 +40,20 @@ def test_every_state_is_safe_and_leads_to_an_end(
 ) -> None:
     job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, rollout=rollout)
     check(Model(job, deaths=deaths, of=of, suspensions=suspensions), capsys)
+
+
+def test_what_a_search_leaves_out_of_three_pods_differs_in_nothing_from_what_it_looks_at() -> None:
+    """A pod that is made again stands behind those that were not."""
+    job = make_job(replicas=3, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.TRAIN_ONLY])
+    few, each = (searched(job, of=("pod",), in_all_orders=whole) for whole in (False, True))
+    must_mean_the_same(few, each)
+
+
+@pytest.mark.parametrize("mortal", MORTAL)
+def test_every_state_of_three_pods_is_safe_and_leads_to_an_end(mortal: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of whatever may die: with one death, each alone is all."""
+    job = make_job(replicas=3, steps=1, checkpoint={"everySteps": 1})
+    check(Model(job, deaths=1, of=(mortal,)), capsys)
 
 
 @pytest.mark.parametrize("rollout", [ROLLOUT, RESIDENT_ROLLOUT], ids=["time-sliced", "resident"])
@@ -108,12 +123,9 @@ def test_every_state_of_a_job_with_engines_in_pods_of_their_own_is_safe_and_lead
 
 
 def check(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
-    job, explored = model.job, explore(model, limit=MOST_STATES)
-    who = ", ".join(model.mortal) or "nobody"
-    bounds = f"pods: {len(job.gpu_seats)}, deaths: {model.deaths} of {who}, suspensions: {model.suspensions}"
+    explored = explore(model, limit=MOST_STATES)
     with capsys.disabled():
-        reference = "with a reference, " if job.ladder.scores else ""
-        sys.stdout.write(f"\n{job.ladder.placement}, {reference}{bounds}, {explored.words()}\n")
+        sys.stdout.write(f"\n{bounds_of(model)}, {explored.words()}\n")
     assert 0 == explored.frontier
     assert [] == explored.hopeless
     assert {Cause.ALL_STEPS_DONE} == explored.ends.keys(), "a death costs one restart, and there are more"

@@ -1,4 +1,7 @@
-"""Jobs in a queue of the real Kueue: admitted together, preempted, suspended, and out of its way when they end."""
+"""Jobs in a queue of the real Kueue: admitted together, preempted, suspended, and out of its way when they end.
+
+The tests run in the order of this file: the job that the second preempts is suspended by the third.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,7 @@ def test_a_preempted_job_waits_at_the_gate_and_goes_on(kubectl: Kubectl, queued:
     assert "False" == patient.condition("Failed")
 
 
-def test_a_suspended_job_gives_its_quota_back_and_gets_it_again(kubectl: Kubectl, queued: Queued) -> None:
+def test_a_suspended_job_gives_its_quota_back_and_gets_it_again(kubectl: Kubectl) -> None:
     patient = RunningJob(kubectl, namespace=NAMESPACE, name="patient")
     patient.kubectl("patch", names.PLURAL, patient.name, "--type=merge", "--patch", '{"spec":{"suspend":true}}')
     wait_for("quota to be free", lambda: reserved(kubectl) == 0, deadline_s=120, explain=patient.describe)

@@ -9,12 +9,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from setup.digest import digest, forget, is_made_from, remember, sources
 from setup.layout import Layout
-from setup.session import Session
+from setup.session import Session, SetupError
 from setup.tasks import Task
 from setup.toolchain import TOOLS, UV, clean_environment
 
@@ -54,6 +55,14 @@ BESIDE = (
         "installing what plays against the gateway",
     ),
 )
+TYPED = (  # what our code imports; one that is missing here is read when types are checked
+    "aiohttp.test_utils", "cryptography.x509", "httptools", "httpx", "huggingface_hub", "hypothesis.stateful",
+    "jinja2.sandbox", "jsonschema", "kopf", "numpy.typing", "openai", "openapi_spec_validator",
+    "packaging.requirements", "prometheus_client", "pydantic", "pytest_asyncio", "referencing.jsonschema",
+    "rich.live", "rich.progress_bar", "safetensors.torch", "tokenizers",
+    "torch.distributed.checkpoint.format_utils", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch.utils.tensorboard", "transformers", "uvloop", "xxhash", "yaml", "yarl",
+)  # fmt: skip
 OURS = ("operator", "operator/cli", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
 
 
@@ -112,7 +121,15 @@ def _make_dev(layout: Layout, session: Session) -> None:
     # `compat` writes plain path entries, which type checkers follow too
     options = ("--no-deps", "--no-build-isolation", "--config-settings", "editable_mode=compat")
     _uv(layout, session, DEV, "pip", "install", "--python", path, *options, *editable)
+    _learn_types(layout, session)
     remember(path, inputs)
+
+
+def _learn_types(layout: Layout, session: Session) -> None:
+    """Let the type checker read the libraries, which takes longer than all that is ours. What it finds nobody asks."""
+    words = ("--config-file", "tests/pyproject.toml", "-c", "\n".join(f"import {name}" for name in TYPED))
+    with suppress(SetupError):
+        session.run(DEV, [layout.environment(DEV) / "bin/mypy", *words], cwd=layout.root, env=clean_environment())
 
 
 def _make_libraries(layout: Layout, session: Session, environment: Environment) -> None:

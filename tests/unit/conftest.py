@@ -15,7 +15,7 @@ import uvloop
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
-DATA_PATH = {"test_agent_data_port.py", "test_agent_gate.py"}
+DATA_PATH = {"test_listening.py", "test_agent_data_port.py", "test_agent_gate.py"}
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, LoopFactory]:

@@ -84,6 +84,15 @@ def test_a_pod_that_waits_for_its_trainers_is_not_stuck_as_soon() -> None:
     assert {rung.value for ladder in LADDERS for rung in ladder.training} == set(patient.split("|"))
 
 
+def test_prometheus_is_asked_what_each_alert_fires_on_and_what_not() -> None:
+    """By `make e2e-prometheus`: the cases are for its own rule engine."""
+    cases = yaml.safe_load((CHECKOUT.root / "tests/prometheus/alerts.yaml").read_text())["tests"]
+    looks = [look for case in cases for look in case["alert_rule_test"]]
+    alerts = {rule["alert"] for rule in RULES}
+    assert alerts == {look["alertname"] for look in looks if look["exp_alerts"]}
+    assert alerts == {look["alertname"] for look in looks if not look["exp_alerts"]}
+
+
 def test_the_index_of_runbooks_lists_each_alert() -> None:
     index = (CHECKOUT.root / "docs/runbooks/index.md").read_text()
     for rule in RULES:

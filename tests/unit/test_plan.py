@@ -179,6 +179,14 @@ def test_a_switch_waits_for_an_evaluation_that_is_due_and_asks_for_it() -> None:
     assert plan(later(seen, 60)).raises
 
 
+def test_an_evaluation_is_made_on_request_once_its_period_is_one() -> None:
+    """Of the weights that are served when it is set, whatever their step."""
+    for every, expected in ((10, None), (1, 1), (10, None)):
+        job = make_job(evaluation={"everySteps": every})
+        seen = climbing(Rung.SERVING, Rung.SERVING, job=job, rollout=rollout_facts(trained=1))
+        assert expected == rollout_target(plan(seen)).evaluate
+
+
 def test_an_evaluation_goes_on_while_an_engine_is_replaced() -> None:
     job = make_job(evaluation={"everySteps": 1})
     seen = climbing(Rung.SERVING, Rung.OFFLOADED, job=job, rollout=rollout_facts(trained=1), served=V1)
@@ -614,6 +622,18 @@ def test_a_finished_job_goes_when_its_time_is_over() -> None:
     assert plan(later(seen, 30)).is_expired
     kept = replace(later(seen, 1_000_000), job=make_job())
     assert not plan(kept).is_expired
+
+
+def test_a_pod_that_runs_on_after_its_job_has_its_time_too() -> None:
+    """A container that is not ours keeps it, and with it its devices."""
+    seen = replace(ending(), is_over=True, finished_at=100.0)
+    over = tuple(replace(member, phase=PodPhase.SUCCEEDED) for member in seen.members[1:])
+    seen = remember(replace(seen, members=(seen.members[0], *over)))
+    assert ((), 100.0 + STOP_DEADLINE_S) == (plan(seen).pods, plan(seen).wake_at)
+    assert {"gpu-0-0"} == deleted(plan(later(seen, STOP_DEADLINE_S)))
+    assert plan(later(seen, STOP_DEADLINE_S)).wake_at is None
+    ended = remember(replace(seen, members=over))
+    assert Plan(climb=seen.climb, is_over=True) == plan(later(ended, STOP_DEADLINE_S))
 
 
 # ----------------------------------------------------------------------------------------------------------- suspension

@@ -15,7 +15,7 @@ from setup.localcluster import IMAGE_ROOT, image_list
 from setup.session import Interrupted, Session, SetupError
 from setup.tasks import Board, Task
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Groups are directories for memory limits and, where there is a version 2 hierarchy, one to kill by. Either may be "".
@@ -158,12 +160,51 @@ func (g *Groups) Create(id string, limit int64) (join []string, err error) {
 	if !g.v2 {
 		err = os.WriteFile(filepath.Join(dir, "memory.limit_in_bytes"), []byte(bytes), 0)
 		_ = os.WriteFile(filepath.Join(dir, "memory.memsw.limit_in_bytes"), []byte(bytes), 0) // absent without swap accounting
-		return join, err
+		return join, errors.Join(err, g.killTogether(id))
 	}
 	err = errors.Join(os.WriteFile(filepath.Join(dir, "memory.max"), []byte(bytes), 0),
 		os.WriteFile(filepath.Join(dir, "memory.oom.group"), []byte("1"), 0)) // as Kubernetes does on version 2
 	_ = os.WriteFile(filepath.Join(dir, "memory.swap.max"), []byte("0"), 0) // absent without swap accounting
 	return join, err
+}
+
+// killTogether kills all of a container of which the kernel has killed one process for memory, for as long as its group is
+// there: version 1 has no memory.oom.group.
+func (g *Groups) killTogether(id string) error {
+	dir := filepath.Join(g.memory, id)
+	control, err := os.Open(filepath.Join(dir, "memory.oom_control"))
+	if err != nil {
+		return err
+	}
+	defer control.Close()
+	descriptor, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	if err != nil {
+		return err
+	}
+	news := os.NewFile(uintptr(descriptor), "news of "+dir)
+	asked := fmt.Sprintf("%d %d", descriptor, control.Fd())
+	if err := os.WriteFile(filepath.Join(dir, "cgroup.event_control"), []byte(asked), 0); err != nil {
+		return errors.Join(err, news.Close())
+	}
+	go func() {
+		defer news.Close()
+		for count := make([]byte, 8); ; {
+			if _, err := news.Read(count); err != nil {
+				return
+			}
+			if _, err := os.Stat(dir); err != nil {
+				return // the removal of a group is news too
+			}
+			// the news is that memory is out, which comes before anything is killed for it
+			for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
+				if g.OOMKilled(id) {
+					g.Kill(id)
+					break
+				}
+			}
+		}
+	}()
+	return nil
 }
 
 // Join moves a process that was started in a running container to the container's groups.

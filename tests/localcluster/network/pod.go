@@ -130,6 +130,12 @@ func ofPod(sysctl string) bool {
 // interfaceName is the node's end of a pod's interface.
 func interfaceName(podID string) string { return "v" + strings.ReplaceAll(podID, "-", "")[:12] }
 
+// hardwareAddress is locally administered and follows from the pod's address. Who knew the last pod of that address reaches the
+// next one at once; by another hardware address it would not for up to a minute, until its neighbour table lets go.
+func hardwareAddress(ip string) net.HardwareAddr {
+	return append(net.HardwareAddr{0x02, 1}, net.ParseIP(ip).To4()...)
+}
+
 // connect makes eth0 in the calling thread's new namespace, with its other end on the bridge.
 func (p Pod) connect(node *netlink.Handle, netns int) error {
 	pod, err := netlink.NewHandle() // of the new namespace
@@ -150,7 +156,8 @@ func (p Pod) connect(node *netlink.Handle, netns int) error {
 	}
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name, attrs.MasterIndex = interfaceName(p.ID), br.Attrs().Index
-	if err := node.LinkAdd(&netlink.Veth{LinkAttrs: attrs, PeerName: "eth0", PeerNamespace: netlink.NsFd(netns)}); err != nil {
+	veth := &netlink.Veth{LinkAttrs: attrs, PeerName: "eth0", PeerNamespace: netlink.NsFd(netns), PeerHardwareAddr: hardwareAddress(p.IP)}
+	if err := node.LinkAdd(veth); err != nil {
 		return fmt.Errorf("veth: %w", err)
 	}
 	outer, err := node.LinkByName(attrs.Name)

@@ -1,0 +1,123 @@
+"""Manifests that pages show are jobs once they are in one, and each command is run by a test or says why not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import yaml
+from documents.blocks import Block, blocks, pages
+
+from builders import make_manifest
+from colocated_rl_cli.manifest import judge
+from setup.layout import CHECKOUT
+
+BLOCKS = [block for page in pages() for block in blocks(page)]
+COMMANDS = [block for block in BLOCKS if block.is_command]
+VALUES = "docs/install.md"  # of the chart
+PARTS = [block for block in BLOCKS if block.language == "yaml" and block.page != VALUES]
+PLACES = {"failurePolicy": ("spec",), "huggingFace": ("spec", "rollout", "prompts")}  # of parts that begin below `spec`
+
+CONFORMS = "contract/test_trainer_protocol.py::test_command_of_the_page_says_that_its_example_conforms"
+LOOKS = "e2e/test_two_pods.py::test_commands_of_runbooks_and_pages_look_at_the_job"
+RUN: Mapping[str, str] = {
+    "README.md": "e2e/test_demo.py::test_demo_ends_with_a_table_a_report_and_what_it_falls_short_of",
+    "CONTRIBUTING.md": "these run all tests, this one too",
+    "docs/bring-your-own.md": CONFORMS,
+    "docs/cli.md": "contract/test_packages.py::test_command_line_is_installed_from_a_checkout_as_its_page_says",
+    "docs/install.md#Images": "no container builder is here; unit/test_images.py has what they are called with",
+    "docs/install.md#On kind": "no container builder is here, and no kind",
+    "docs/install.md#The chart": "contract/test_chart_install.py::test_chart_installs_and_upgrades_as_the_pages_say",
+    "docs/install.md#Without Helm": "contract/test_chart_rendering.py::test_bundle_is_the_chart_and_kubectl_takes_it",
+    "docs/one-side.md": "e2e/test_one_side.py::test_a_job_without_an_engine_trains_them",
+    "docs/releases.md": "contract/test_chart_install.py::test_chart_installs_and_upgrades_as_the_pages_say",
+    "docs/runbooks/operations.md#A node is lost": "a node of its own would have to go for good",
+    "docs/runbooks/operations.md#An evaluation now": (
+        "unit/test_plan.py::test_an_evaluation_is_made_on_request_once_its_period_is_one has what the patch asks for; "
+        "e2e/test_tutorial.py::test_every_command_of_the_tutorial_does_what_it_says patches and lists"
+    ),
+    "docs/runbooks/operations.md#Preemption, maintenance, spot nodes": (
+        "e2e/test_upgrade.py::test_a_node_is_drained_and_the_job_goes_on_after_it"
+    ),
+    "docs/runbooks/operations.md#More or fewer GPUs": (
+        "e2e/test_two_pods.py::test_a_suspended_job_has_no_pods_and_goes_on_in_fewer_with_the_samples_that_it_had"
+    ),
+    "docs/runbooks/operations.md#A job's deletion hangs": (
+        "contract/test_chart_install.py::test_a_job_whose_operator_is_gone_for_good_is_let_go_as_the_runbook_says"
+    ),
+    "docs/runbooks/operations.md#The operator's authority is lost": (
+        "integration/test_operator_cluster.py::test_a_job_gets_on_with_another_authority_as_the_runbook_says"
+    ),
+    "docs/runbooks/store-near-full.md#What to do": "no storage class here enlarges a volume",
+    "docs/runbooks": LOOKS,
+    "docs/samples.md#Follow": (
+        "integration/test_cli_samples.py::test_samples_are_told_as_they_end_until_the_job_is_over"
+    ),
+    "docs/samples.md": LOOKS,
+    "docs/tutorial.md": "e2e/test_tutorial.py::test_every_command_of_the_tutorial_does_what_it_says",
+    "examples/arithmetic/README.md": (
+        "e2e/test_demo.py::test_demo_ends_with_a_table_a_report_and_what_it_falls_short_of"
+    ),
+    "examples/environments/README.md": (
+        "integration/test_rollout_environments.py::test_episodes_of_an_environment_with_tools_are_trained_over_a_switch"
+    ),
+    "examples/own_trainer/README.md": CONFORMS,
+}
+"""By page and heading, by page, or by folder: the test that runs the commands, or why none does.
+
+Tests are named from `tests/` on.
+"""
+
+
+def merged(whole: dict[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects into objects; anything else in the place of what was there."""
+    result = dict(whole)
+    for name, value in part.items():
+        both = isinstance(value, dict) and isinstance(result.get(name), dict) and name != "prompts"
+        result[name] = merged(result[name], value) if both else value
+    return result
+
+
+def as_job(written: dict[str, Any]) -> dict[str, Any]:
+    if written.get("kind") == "ColocatedRLJob":
+        return written
+    for name in reversed(PLACES.get(next(iter(written)), ())):
+        written = {name: written}
+    return merged(make_manifest("sums"), written)
+
+
+@pytest.mark.parametrize("block", PARTS, ids=lambda block: f"{block.page}#{block.heading}")
+def test_manifest_of_a_page_is_one_that_the_api_server_accepts(block: Block) -> None:
+    documents = [one for one in yaml.safe_load_all(block.text) if one.get("kind") in (None, "ColocatedRLJob")]
+    assert documents
+    for written in documents:
+        verdict = judge(yaml.safe_dump(as_job(written)))
+        assert verdict.is_accepted, verdict.faults
+
+
+def how_it_is_run(block: Block) -> str | None:
+    folder = block.page.rpartition("/")[0]
+    return next((RUN[key] for key in (f"{block.page}#{block.heading}", block.page, folder) if key in RUN), None)
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=lambda block: f"{block.page}#{block.heading}")
+def test_command_of_a_page_is_run_by_a_test_or_it_is_said_why_not(block: Block) -> None:
+    if block.page.startswith("tests/"):
+        return  # for who works on the tests
+    said = how_it_is_run(block)
+    assert said, f"a test for {block.commands}, in RUN"
+    for file, name in re.findall(r"(\w+/\w+\.py)::(\w+)", said):
+        assert f"def {name}(" in (CHECKOUT.root / "tests" / file).read_text()
+
+
+def test_nothing_is_said_of_commands_that_are_nowhere() -> None:
+    used = {id(said) for block in COMMANDS if (said := how_it_is_run(block))}
+    assert [] == [key for key, said in RUN.items() if id(said) not in used]
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=lambda block: f"{block.page}#{block.heading}")
+def test_target_of_make_is_one(block: Block) -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (CHECKOUT.root / "Makefile").read_text(), flags=re.MULTILINE))
+    assert {word for command in block.commands for word in re.findall(r"^make ([a-z0-9-]+)", command)} <= targets
