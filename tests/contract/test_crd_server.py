@@ -128,8 +128,8 @@ def test_a_job_that_no_operator_has_seen_is_not_taken_for_one_at_rest(kubectl: K
 def test_kubectl_wait_follows_conditions(kubectl: Kubectl, api: ApiServer, job: Document) -> None:
     name = job["metadata"]["name"]
     write_status(api, name, STATUS)
-    kubectl("wait", "--for=condition=Ready", f"{names.SHORT_NAME}/{name}", "--timeout=10s")
-    kubectl("wait", "--for=jsonpath={.status.phase}=Rollout", f"{names.SHORT_NAME}/{name}", "--timeout=10s")
+    kubectl("wait", "--for=condition=Ready", f"{names.SHORT_NAME}/{name}", "--timeout=60s")
+    kubectl("wait", "--for=jsonpath={.status.phase}=Rollout", f"{names.SHORT_NAME}/{name}", "--timeout=60s")
 
 
 def test_kubectl_explain_has_a_sentence_for_every_field(kubectl: Kubectl, api: ApiServer) -> None:
@@ -161,7 +161,7 @@ def test_crd_of_this_checkout_replaces_one_with_stored_jobs(kubectl: Kubectl, ap
     name = f"{names.SHORT_NAME}/{job['metadata']['name']}"
     try:
         kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(later))
-        kubectl("wait", "--for=jsonpath={.spec.addedLater}=5", name, "--timeout=20s")
+        kubectl("wait", "--for=jsonpath={.spec.addedLater}=5", name, "--timeout=60s")
     finally:
         kubectl("apply", "--server-side", "--force-conflicts", "-f", CHECKOUT.root / crd.CRD_FILE)
 

@@ -555,7 +555,7 @@ async def test_a_running_job_goes_on_under_another_crd_and_back_under_its_own(
             pods = set(world.kubelet.members)
             await kubectl("apply", "--filename", manifest)
             await kubectl(*install, later)
-            await kubectl("wait", "--for=jsonpath={.spec.addedLater}=5", job, "--timeout=20s")
+            await kubectl("wait", "--for=jsonpath={.spec.addedLater}=5", job, "--timeout=60s")
             stay_at(world, Rung.SERVING, step=1)
             await world.until(lambda: world.status.get("step") == 1 and world.status["phase"] == "Rollout")
             assert "unchanged" in await kubectl("apply", "--filename", manifest)

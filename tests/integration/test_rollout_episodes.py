@@ -156,7 +156,7 @@ async def playing(directory: Path, *, stop_s: float = 20.0, program: str = PLAYE
         )
         running = asyncio.create_task(episodes.run())
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 yield Scene(episodes, sessions, store, registry, directory, clock)
         finally:
             running.cancel()

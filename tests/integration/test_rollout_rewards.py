@@ -52,7 +52,7 @@ for line in sys.stdin:
 @asynccontextmanager
 async def processes(directory: Path, program: str = PROCESS) -> AsyncIterator[TaskProcesses]:
     command = [sys.executable, "-c", program]
-    async with asyncio.timeout(20), task_processes(PROMPTS, directory, command=command) as made:
+    async with asyncio.timeout(60), task_processes(PROMPTS, directory, command=command) as made:
         yield made
 
 
@@ -104,7 +104,7 @@ async def test_slow_rewards_are_computed_side_by_side(tmp_path: Path) -> None:
     meeting.mkdir()
     command = [sys.executable, "-c", PROCESS, str(meeting)]
     prompts = PROMPTS.model_copy(update={"reward_deadline_seconds": 20})
-    async with asyncio.timeout(20), task_processes(prompts, tmp_path, count=2, command=command) as made:
+    async with asyncio.timeout(60), task_processes(prompts, tmp_path, count=2, command=command) as made:
         assert [0.0, 1.0] == await asyncio.gather(*(made.score(number, "meet") for number in range(2)))
 
 

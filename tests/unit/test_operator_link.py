@@ -66,7 +66,7 @@ class Peer:
 
     async def why(self) -> Exception:
         with pytest.raises((ContractBroken, OSError)) as raised:
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(60):
                 await self.link.ended()
         assert self.wire.is_closed
         return raised.value

@@ -146,7 +146,7 @@ async def evaluating(directory: Path) -> AsyncIterator[Scene]:
         episodes=episodes,
         changed=lambda: None,
     )
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         preparing = group.create_task(evaluation.prepare())
         evaluation.ask(3)
         await until(lambda: evaluation.demand)

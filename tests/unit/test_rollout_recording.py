@@ -166,7 +166,7 @@ async def replaying(directory: Path, *, steps: int = 3) -> AsyncIterator[tuple[R
         yield worker, store
     finally:
         worker.drain()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await running
         store.close()
 

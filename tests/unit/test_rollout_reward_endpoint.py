@@ -73,7 +73,7 @@ async def endpoint(judge: Judge, tokens: Path = Path("/nowhere"), **fields: Any)
     job = JobFile(name="job", namespace="us", uid=JOB_UID, created=datetime.now(UTC), spec=make_spec())
     async with TestServer(application) as server, aiohttp.ClientSession(trust_env=False) as session:
         reward = HttpReward(url=str(server.make_url("/score")), **{"attempts": 3, **fields})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield RewardEndpoint(reward, job, session, tokens=tokens, first_pause_s=0.001)
 
 

@@ -172,7 +172,7 @@ async def test_a_full_volume_stops_admission_until_there_is_room(scene: Scene) -
     assert not scene.store.groups
     assert "StoreFull: no more prompts are taken" in told()
     assert "63 MiB are free, 64 MiB are kept" in told()
-    await asyncio.wait_for(scene.worker._wake.wait(), 10)  # it looks again by itself
+    await asyncio.wait_for(scene.worker._wake.wait(), 60)  # it looks again by itself
     scene.free[0] = SPARE_BYTES
     scene.worker._admit()
     assert 3 == len(scene.store.groups)
@@ -376,7 +376,7 @@ async def test_an_end_waits_for_no_episode_and_a_restart_plays_it_again(scene: S
     scene.worker._own(group.samples[0], episode)
     await until(lambda: scene.episodes.begun)
     scene.worker.drain()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await scene.worker.run()
     await scene.store.flushed()
     shutil.copytree(tmp_path / "state", tmp_path / "copy")
