@@ -1,4 +1,5 @@
-"""`make bench-gate`: what a gate costs beside nothing at all and, where it is installed, beside `sglang-router`.
+"""`make bench-gate`: what a gate costs beside nothing at all, beside a relay that only copies bytes, which is the least
+that a process of this language costs in its place, and, where it is installed, beside `sglang-router`.
 
 Upstream and load are of this file and have one core, whoever is measured has the other. Each is told the same: plain
 requests that are answered with 4 KB after 50 ms, and streams of 32 events in 320 ms. CPU time is that of the measured
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -139,6 +140,43 @@ async def serve_gate(port: int, upstream: int) -> None:
 
 async def nobody_aborts(rid: str) -> None:
     """Every request of the load ends by itself."""
+
+
+# ----------------------------------------------------------------------------------------------------------- the relay
+class Copier(asyncio.Protocol):
+    """One direction of a relayed connection."""
+
+    def __init__(self, to: asyncio.WriteTransport | None = None) -> None:
+        self.to = to
+        self.early = b""  # what came before there was anywhere to send it
+
+    def data_received(self, data: bytes) -> None:
+        if self.to is None:
+            self.early += data
+        else:
+            self.to.write(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.to is not None:
+            self.to.close()
+
+
+async def serve_relay(port: int, upstream: int) -> None:
+    loop = asyncio.get_running_loop()
+    joining = set[asyncio.Task[None]]()
+
+    async def join(client: Copier, transport: asyncio.WriteTransport) -> None:
+        there, _ = await loop.create_connection(partial(Copier, transport), "127.0.0.1", upstream)
+        client.to = there
+        there.write(client.early)
+
+    class Relayed(Copier):
+        def connection_made(self, transport: Any) -> None:
+            joining.add(task := loop.create_task(join(self, transport)))
+            task.add_done_callback(joining.discard)
+
+    server = await loop.create_server(Relayed, "127.0.0.1", port, backlog=4096)
+    await server.serve_forever()
 
 
 # ------------------------------------------------------------------------------------------------------------ the load
@@ -261,18 +299,22 @@ Command = tuple[str, ...]
 US = (sys.executable, "-m", "bench.gate", "--serve")
 
 
+SERVED: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
+    "upstream": serve_upstream,
+    "gate": serve_gate,
+    "relay": serve_relay,
+}
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gate", description=__doc__)
     parser.add_argument("--router", default="", help="a Python with sglang-router")
     parser.add_argument("--requests", type=int, default=12_000)
-    parser.add_argument("--serve", choices=["upstream", "gate"], help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=[*SERVED], help=argparse.SUPPRESS)
     parser.add_argument("--ports", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.serve:
-        if given.serve == "upstream":
-            uvloop.run(serve_upstream(*given.ports))
-        else:
-            uvloop.run(serve_gate(*given.ports))  # as an agent runs
+        uvloop.run(SERVED[given.serve](*given.ports))  # as an agent runs
         return 0
     print(f"{'':22}  {'':7}  requests/s  of direct  CPU s/1000  p50 ms  p99 ms  first p50 ms")
     beside_simulated_engine(given.router, given.requests)
@@ -285,12 +327,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def proxies(router: str, upstream: int) -> dict[str, tuple[int, Command]]:
     """By name: port and command of whoever stands in front of the upstream; nobody for `direct`."""
-    gate, other = free_port(), free_port()
-    found: dict[str, tuple[int, Command]] = {
-        "direct": (upstream, ()),
-        "gate": (gate, (*US, "gate", "--ports", str(gate), str(upstream))),
-    }
+    found: dict[str, tuple[int, Command]] = {"direct": (upstream, ())}
+    for ours in ("relay", "gate"):
+        port = free_port()
+        found[ours] = (port, (*US, ours, "--ports", str(port), str(upstream)))
     if router:
+        other = free_port()
         there = ("--host", "127.0.0.1", "--port", str(other), "--worker-urls", f"http://127.0.0.1:{upstream}")
         found["router"] = (other, (router, "-m", "sglang_router.launch_router", *there))
     return found
