@@ -585,6 +585,40 @@ async def test_a_body_that_breaks_off_disturbs_nobody(scene: Scene) -> None:
     assert (0, 0) == (scene.figure("parked"), scene.gate.in_flight)
 
 
+UNREADABLE = {
+    "first line": b"NONSENSE sk-secret\r\n\r\n",
+    "version": b"GET /v1/models HTTP/sk-secret\r\n\r\n",
+    "header": raw(b"", "Authorization: Bearer sk-secret\x01"),
+    "long header": raw(b"", "Authorization: Bearer sk-secret" + 9000 * "x"),
+    "many headers": raw(b"", *(f"X-{number}: sk-secret" for number in range(100))),
+    "length": raw(b"{}", "Content-Length: -5 sk-secret"),
+    "two lengths": raw(b"{}", "Content-Length: 2", "Transfer-Encoding: chunked"),
+    "chunk": raw(b"sk-secret\r\n{}", "Transfer-Encoding: chunked"),
+}
+
+
+@pytest.mark.parametrize("sent", UNREADABLE.values(), ids=UNREADABLE)
+async def test_what_is_no_request_of_http_is_an_error_like_any_other(
+    scene: Scene, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    """It was a line of text, and a stack trace in the log, each with what the caller wrote: prompts, and tokens."""
+    caplog.set_level("DEBUG")
+    [(status, said)] = await answers_to(scene, sent, count=1)
+    assert (400, "invalid_request_error") == (status, said["error"]["type"])
+    assert re.match(r"this can't be read as a request of HTTP: \w+", said["error"]["message"])
+    assert "secret" not in caplog.text + json.dumps(said)
+
+
+async def test_a_route_that_fails_is_an_error_in_the_same_shape(scene: Scene) -> None:
+    def breaks() -> dict[str, Any]:
+        raise ZeroDivisionError("with the prompt's words")
+
+    scene.controller._gateway._listed = breaks  # type: ignore[method-assign]
+    with pytest.raises(openai.InternalServerError, match="Internal Server Error: see the log") as told:
+        await scene.client.models.list()
+    assert ("server_error", None) == (told.value.type, told.value.code)
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
 async def test_a_compressed_body_is_refused_as_it_came(scene: Scene, encoding: str) -> None:
     """Of a few bytes it would make any number, in memory that is counted by what was sent."""

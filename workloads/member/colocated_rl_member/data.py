@@ -18,20 +18,13 @@ from aiohttp.typedefs import Handler
 
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_member.connection import error_body
 from colocated_rl_member.tls import MemberTls
 
 DATA_IDLE_S = 900.0  # of a connection to a data port; callers keep theirs for less, or it would close under a request
 
 
-NO_TOKEN = {
-    "error": {
-        "message": "the data token of the job is needed: Authorization: Bearer TOKEN",
-        "type": "invalid_request_error",
-        "param": None,
-        "code": "invalid_api_key",
-    }
-}
-"""In the shape of OpenAI's API, because a gateway is behind some of these ports, and its clients read no other."""
+NO_TOKEN = error_body(401, "the data token of the job is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
 
 
 class DataPort(Protocol):

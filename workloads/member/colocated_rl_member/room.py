@@ -7,12 +7,15 @@ are bounded by their deadline alone.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import cast
 
+from colocated_rl_member.connection import error_body
+
 TOLD_AT_MOST = 256  # at the same time; others are hung up on
 LINGER_S = 2.0  # to ask, and to see the answer
-BODY = b'{"error":"this port has no room for another connection: come again later"}'
+BODY = json.dumps(error_body(429, "this port has no room for another connection: come again later")).encode()
 ANSWER = (
     b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
     b"Retry-After: 1\r\nConnection: close\r\n\r\n%b" % (len(BODY), BODY)

@@ -39,6 +39,7 @@ from colocated_rl_api.member_wire import (
     RolloutFacts,
     read_target,
 )
+from colocated_rl_member.connection import Connection
 from colocated_rl_member.data import DATA_IDLE_S, STRANGERS, DataPort
 from colocated_rl_member.fence import EpochFence, TargetT
 from colocated_rl_member.metrics import ProblemGauge
@@ -186,12 +187,7 @@ class MemberServer(Generic[TargetT]):
         """The port it listens on, until the stack ends."""
         runner = web.AppRunner(
             app,
-            access_log=None,
             shutdown_timeout=SHUTDOWN_S,
-            keepalive_timeout=self._data_idle_s if app is self._data else self._idle_s,
-            max_headers=MAX_HEADERS,
-            max_field_size=MAX_HEADER_BYTES,
-            auto_decompress=False,  # of a few bytes it would make any number
             handler_cancellation=True,  # a caller that is gone ends its handler: a gate aborts what it left
         )
         await runner.setup()
@@ -201,7 +197,15 @@ class MemberServer(Generic[TargetT]):
         first_s = min(HANDSHAKE_S, self._idle_s)
 
         def own() -> asyncio.BaseProtocol:
-            made = http()
+            made = Connection(
+                http,
+                loop=asyncio.get_running_loop(),
+                access_log=None,  # type: ignore[arg-type]  # there is none then
+                keepalive_timeout=self._data_idle_s if app is self._data else self._idle_s,
+                max_headers=MAX_HEADERS,
+                max_field_size=MAX_HEADER_BYTES,
+                auto_decompress=False,  # of a few bytes it would make any number
+            )
             if STRANGERS in app:
                 app[STRANGERS].has_come(made, within_s=first_s)
             return made

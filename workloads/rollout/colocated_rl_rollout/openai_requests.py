@@ -19,6 +19,7 @@ import pydantic
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from colocated_rl_member.connection import error_body
 from colocated_rl_rollout.chat import Chat, Unrenderable, as_rendered
 from colocated_rl_rollout.task_wire import RewardValue
 from colocated_rl_rollout.tool_calls import FORM, reads_calls_of
@@ -102,9 +103,7 @@ class RequestRefused(Exception):
         self.retry_s = retry_s
 
     def body(self) -> dict[str, Any]:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return error_body(self.status, str(self), param=self.param, code=self.code)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
