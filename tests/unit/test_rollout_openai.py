@@ -132,6 +132,15 @@ def refusal(chat: Chat, body: str, kind: type[ChatBody] | type[TextBody] = ChatB
             '"stream": true, "stream_options": {"include_obfuscation": true}',
             "stream_options.include_obfuscation", "only include_usage",
         ),
+        (
+            '"chat_template_kwargs": {"add_generation_prompt": false}',
+            "chat_template_kwargs.add_generation_prompt", "a prompt ends where the policy's answer begins",
+        ),
+        (
+            '"chat_template_kwargs": {"messages": []}',
+            "chat_template_kwargs.messages", "write them in messages of the request",
+        ),
+        ('"chat_template_kwargs": {"bos_token": ""}', "chat_template_kwargs.bos_token", "is the tokenizer's"),
         ('"logprobs": 3', "logprobs", "true in a chat"),
         ('"logprobs": true, "top_logprobs": 5', "top_logprobs", "that were drawn alone"),
         ('"temperature": 1e999', "temperature", "from 0 to 2"),
@@ -145,6 +154,17 @@ def test_what_is_asked_wrongly_is_named_with_what_to_write(chat: Chat, body: str
     refused = refusal(chat, body)
     assert (400, param) == (refused.status, refused.param)
     assert said in str(refused)
+
+
+def test_what_the_rendering_sets_itself_may_be_asked_for_as_it_sets_it(chat: Chat) -> None:
+    """Of two values for one name the template's engine said so, in its own words."""
+    base = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    options = {"add_generation_prompt": True, "documents": None, "self": "of no effect"}
+    plain = answer_to(ChatBody, json.dumps(base).encode(), chat)
+    taken = answer_to(ChatBody, json.dumps(base | {"chat_template_kwargs": options}).encode(), chat)
+    assert isinstance(plain, Asked)
+    assert isinstance(taken, Asked)
+    assert plain.prompt.tolist() == taken.prompt.tolist()
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,9 @@ class Chat:
         options: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation as text, up to where the policy speaks. options: of the template. Raises Unrenderable."""
-        given = {**(options or {}), **self._special, "messages": messages, "tools": tools, "documents": None}
+        said = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
         try:
-            return self._render(**given, add_generation_prompt=True)
+            return self._render({**(options or {}), **self._special, **said})
         except RENDERING_ERRORS as error:
             raise Unrenderable(f"{type(error).__name__}: {error}"[:500]) from error
 
@@ -151,7 +151,7 @@ class _GenerationBlocks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _renderer(template: str) -> Callable[..., str]:
+def _renderer(template: str) -> Callable[[Mapping[str, Any]], str]:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
     )

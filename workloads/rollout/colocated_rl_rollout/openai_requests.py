@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from colocated_rl_member.connection import error_body
-from colocated_rl_rollout.chat import Chat, Unrenderable, as_rendered
+from colocated_rl_rollout.chat import SPECIAL_TOKENS, Chat, Unrenderable, as_rendered
 from colocated_rl_rollout.task_wire import RewardValue
 from colocated_rl_rollout.tool_calls import FORM, reads_calls_of
 
@@ -65,6 +65,14 @@ ONLY: dict[str, tuple[Sequence[Any], str]] = {
     **{name: ([], "use tools") for name in ("functions", "function_call")},
 }
 """Parameters of which only these values, and null, are taken, because they ask for nothing; and why no others."""
+OF_TEMPLATE: dict[str, tuple[Sequence[Any], str]] = {
+    "add_generation_prompt": ([True], "a prompt ends where the policy's answer begins"),
+    "messages": ([], "write them in messages of the request"),
+    "tools": ([], "write them in tools of the request"),
+    "documents": ([], ABSENT),
+    **{name: ([], "it is the tokenizer's") for name in SPECIAL_TOKENS},
+}
+"""The same of what `chat_template_kwargs` may have: these the rendering sets itself."""
 INSTEAD = {
     "stop": "a text, or a list of up to 16; of 1 to 256 characters each, not token ids",
     "prompt": "one text, or the token ids of one; several prompts are several requests",
@@ -253,10 +261,7 @@ def read_body(kind: type[BodyT], text: bytes, *, model: str) -> tuple[BodyT, For
     """A request, and how it wants to be told. Raises RequestRefused."""
     said = _read_object(text)
     may_call = said.get("tool_choice") != "none"
-    for name, (taken, why) in ONLY.items():
-        value = said.pop(name, None)
-        if value is not None and not any(_is_same(value, nothing) for nothing in taken):
-            raise RequestRefused(400, f"{name} can't be {_short(value)}: {why}", param=name, code="unsupported_value")
+    _take_out(ONLY, said)
     try:
         body = kind.model_validate({name: value for name, value in said.items() if name not in WITHOUT_EFFECT})
     except pydantic.ValidationError as error:
@@ -302,6 +307,15 @@ def read_reward(text: bytes) -> Reward:
         raise _refused(error) from error
 
 
+def _take_out(only: Mapping[str, tuple[Sequence[Any], str]], said: dict[str, Any], place: str = "") -> None:
+    """What asks for nothing goes from `said`. Raises RequestRefused."""
+    for name, (taken, why) in only.items():
+        value = said.pop(name, None)
+        if value is not None and not any(_is_same(value, nothing) for nothing in taken):
+            message = f"{place}{name} can't be {_short(value)}: {why}"
+            raise RequestRefused(400, message, param=place + name, code="unsupported_value")
+
+
 def _form_of(body: Body, *, may_call: bool) -> Form:
     return Form(
         chat=isinstance(body, ChatBody),
@@ -319,10 +333,12 @@ def read_chat(body: ChatBody, chat: Chat) -> Conversation:
     if body.tools and not reads_calls_of(chat.template):
         message = f"the model's chat template takes no tools, or has them called in another form than {FORM}"
         raise RequestRefused(400, message, param="tools", code="unsupported_value")
+    options = dict(body.chat_template_kwargs or {})
+    _take_out(OF_TEMPLATE, options, "chat_template_kwargs.")
     return Conversation(
         tuple(as_rendered(message.model_dump()) for message in body.messages),
         tuple(tool.model_dump(exclude_unset=True) for tool in body.tools) if body.tools else None,
-        body.chat_template_kwargs or {},
+        options,
     )
 
 
