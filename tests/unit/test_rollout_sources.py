@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from colocated_rl_api.prompts import HuggingFace
 from colocated_rl_rollout.hub import files_of
-from colocated_rl_rollout.rows import Row, Rows, RowsUnusable, data_files
+from colocated_rl_rollout.rows import BATCH_ROWS, Row, Rows, RowsUnusable, data_files
 from colocated_rl_rollout.task_wire import Question
 from colocated_rl_rollout.tasks import Part, Tasks
 
@@ -123,6 +123,33 @@ def test_moments_are_read_though_they_have_nanoseconds(tmp_path: Path, ending: s
     row = {"at": said, "took": 1.5, "clock": "01:00:00", "inner": {"at": said}, "more": [said]}
     row |= {"many": [said], "one": [said], "named": [["a", said]], "known": said}
     assert row == read(tmp_path, f"all{ending}")[0]
+
+
+YEAR_10000_S, YEAR_0_S = 253_402_300_800, -62_135_596_801
+NO_MOMENTS = {
+    "year 10000": pyarrow.array([YEAR_10000_S], pyarrow.timestamp("s")),
+    "year 0": pyarrow.array([YEAR_0_S], pyarrow.timestamp("s", "UTC")),
+    "10000 in its zone": pyarrow.array([YEAR_10000_S - 1], pyarrow.timestamp("s", "Asia/Tokyo")),
+    "zone": pyarrow.array([0], pyarrow.timestamp("s", "Nowhere/At_all")),
+    "day": pyarrow.array([YEAR_10000_S // 86_400], pyarrow.date32()),
+    "list": pyarrow.array([[0, YEAR_10000_S]], pyarrow.list_(pyarrow.timestamp("s"))),
+    "inner": pyarrow.array([{"at": YEAR_0_S}], pyarrow.struct([("at", pyarrow.timestamp("s"))])),
+    "took": pyarrow.array([10**15], pyarrow.duration("s")),
+    "text": pyarrow.array([b"\xff"], pyarrow.binary()).view(pyarrow.string()),
+}
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+@pytest.mark.parametrize("value", NO_MOMENTS.values(), ids=NO_MOMENTS)
+def test_what_python_has_no_value_for_is_named_with_its_row_and_column(
+    tmp_path: Path, value: pyarrow.Array, ending: str
+) -> None:
+    """It was said of the whole file, without a word of where; of a zone that nobody knows it was a stack trace."""
+    empty = pyarrow.nulls(BATCH_ROWS + 2, value.type)
+    columns = {"prompt": ["?"] * len(empty) + ["?"], "then": pyarrow.concat_arrays([empty, value])}
+    write(tmp_path / f"all{ending}", pyarrow.table(columns))
+    with pytest.raises(RowsUnusable, match=rf"all{ending} can't be read: row {BATCH_ROWS + 3}, column 'then': \w+"):
+        read(tmp_path, f"all{ending}")
 
 
 def test_a_copy_is_made_once_and_again_when_the_file_is_another(tmp_path: Path) -> None:

@@ -22,11 +22,14 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from colocated_rl_api.logs import in_words
 from colocated_rl_api.prompts import FILE_ENDINGS, JSON_LINES, PARQUET
 
 Row = dict[str, Any]
 
 BATCH_ROWS = 256  # decoded at once
+UNREADABLE = (ValueError, OverflowError, LookupError)
+"""What a value may raise: text that is no UTF-8, years before 1 and after 9999, a zone that nobody knows."""
 
 
 class RowsUnusable(ValueError):
@@ -205,15 +208,33 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
             batches: Iterator[Any] = file.iter_batches(BATCH_ROWS, use_threads=False)
         else:
             batches = _ipc_batches(path)
+        before = 0
         for batch in batches:
             kinds = [_in_microseconds(column.type) for column in batch.columns]
             columns = [  # what is as it should be is left alone: not all that is nested can be cast
                 column if kind == column.type else column.cast(kind, safe=False)
                 for column, kind in zip(batch.columns, kinds, strict=True)
             ]
-            yield from pyarrow.record_batch(columns, names=batch.schema.names).to_pylist()
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+            names = batch.schema.names
+            values = [_values(column, name, before) for name, column in zip(names, columns, strict=True)]
+            yield from (dict(zip(names, row, strict=True)) for row in zip(*values, strict=True))
+            before += batch.num_rows
+    except (pyarrow.ArrowException, *UNREADABLE) as error:
         raise RowsUnusable(f"{path.name} can't be read: {error}") from error
+
+
+def _values(column: Any, name: str, before: int) -> list[Any]:
+    """A column's values, after so many rows. Raises RowsUnusable for the first that Python can't hold: another year."""
+    try:
+        return list(column.to_pylist())
+    except UNREADABLE:
+        for number, value in enumerate(column, start=before + 1):
+            try:
+                value.as_py()
+            except UNREADABLE as error:
+                message = f"row {number}, column {name!r}: {in_words(error)}: leave the column out, or write it as text"
+                raise RowsUnusable(message) from error
+        raise
 
 
 def _in_microseconds(kind: Any) -> Any:
