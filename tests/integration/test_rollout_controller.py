@@ -31,11 +31,13 @@ from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_api.job import Evaluation as EvaluationSpec
 from colocated_rl_api.job import Mode, Recording
 from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.member_wire import Endpoint, Goal, Problem, RolloutFacts
+from colocated_rl_api.logs import JsonLines
+from colocated_rl_api.member_wire import Endpoint, EvaluationResult, Goal, Problem, RolloutFacts
 from colocated_rl_cli.figures import evaluations_of
-from colocated_rl_rollout.controller import Controller
+from colocated_rl_rollout.controller import EVALUATIONS_SAID, Controller
 from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
 from colocated_rl_rollout.settings import read_settings
+from colocated_rl_rollout.store import Store
 from colocated_rl_rollout.task_wire import Question
 from fakes.gate import FakeGate, Fault, logp_of
 from fakes.interface import Interface, rollout_interface, routes_of
@@ -496,6 +498,26 @@ async def test_a_controller_begins_its_log_with_the_evaluations_before_it(
     [known] = evaluations_of([{"event": begun.msg, **begun.args}])
     assert facts.evaluated is not None
     assert (0, None, facts.evaluated.mean, 8) == (known.step, known.ts, known.mean, known.samples)
+
+
+async def test_that_line_is_no_longer_however_long_a_job_has_run(
+    job: JobOnDisk, processes: TaskProcesses, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It grew with each evaluation, and what is longer than a container runtime's line is cut in two: no JSON."""
+    count = 10_000
+    store = Store(job.directory / "state", job_uid=JOB_UID)
+    for step in range(count):
+        store.record_evaluation(EvaluationResult(step=step, samples=4096, mean=1 / 3, stderr=1 / 3e9, best=2 / 3))
+    await store.flushed()
+    store.close()
+    with caplog.at_level("INFO"):
+        async with running(job, processes):
+            pass
+    [begun] = [record for record in caplog.records if record.msg == "rollout controller ready"]
+    assert len(JsonLines().format(begun)) < 16 * 1024
+    assert isinstance(begun.args, dict)
+    known = [one.step for one in evaluations_of([{"event": begun.msg, **begun.args}])]
+    assert [0, *range(count + 1 - EVALUATIONS_SAID, count)] == known
 
 
 VERIFIER_IS_LOST = """

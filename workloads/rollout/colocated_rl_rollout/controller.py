@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from functools import partial
 
 import aiohttp
@@ -20,7 +21,15 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from colocated_rl_api import names
 from colocated_rl_api.job import Interruption
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import Goal, Hello, Problem, RolloutFacts, RolloutTarget, SealedBatch
+from colocated_rl_api.member_wire import (
+    EvaluationResult,
+    Goal,
+    Hello,
+    Problem,
+    RolloutFacts,
+    RolloutTarget,
+    SealedBatch,
+)
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import MemberServer
 from colocated_rl_member.tls import MemberTls
@@ -49,6 +58,7 @@ from colocated_rl_rollout.worker import Worker
 LOG = logging.getLogger(__name__)
 
 FAREWELL_S = 2.0  # for the operator to hear that the member has stopped
+EVALUATIONS_SAID = 64  # in a line of the log, which container runtimes cut after 16 KiB
 
 
 class Controller:
@@ -225,7 +235,7 @@ class Controller:
                     step=self._store.next_step,
                     samples=self._counts(),
                     # those of the pods before, whose logs are gone
-                    evaluations=[one.model_dump(mode="json", by_alias=True) for one in evaluations],
+                    evaluations=[one.model_dump(mode="json", by_alias=True) for one in in_one_line(evaluations)],
                     ports=dataclasses.asdict(member.ports),
                 )
                 beside = {"engines": self._engines.run, "report": self._report, **self._beside}
@@ -339,3 +349,10 @@ class Controller:
 
     def _counts(self) -> dict[str, int]:
         return {state.value: count for state, count in self._store.counts.items() if count}
+
+
+def in_one_line(evaluations: Sequence[EvaluationResult]) -> Sequence[EvaluationResult]:
+    """All of them, or the first, which the others are compared with, and the newest."""
+    if len(evaluations) <= EVALUATIONS_SAID:
+        return evaluations
+    return [evaluations[0], *evaluations[1 - EVALUATIONS_SAID :]]
