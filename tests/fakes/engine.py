@@ -523,8 +523,10 @@ class FakeEngine:
                 found = [[logprob(weight, before, token), token, None] for before, token in pairs]
                 meta["input_token_logprobs"] = [[None, sample.prompt[0], None], *found][start:]
         if body.get("return_routed_experts") and sample.reason is not None:
-            read = (sample.prompt + sample.output)[:-1][body.get("routed_experts_start_len", 0) :]
+            start = body.get("routed_experts_start_len", 0)
+            read = (sample.prompt + sample.output)[:-1][start:]
             numbers = [number for token in read for number in experts_of(token, self.weight or 0.0)]
+            numbers *= 2 if start and self.faults.pop("widen", None) else 1  # as of twice as many layers
             meta["routed_experts"] = base64.b64encode(struct.pack(f"<{len(numbers)}i", *numbers)).decode()
         return {"text": "x" * len(sample.output), "output_ids": list(sample.output), "meta_info": meta}
 

@@ -224,6 +224,22 @@ async def test_experts_that_a_lost_engine_did_not_say_the_next_one_does(scene: S
     check_experts(completion)
 
 
+async def test_experts_that_are_not_as_many_as_before_are_asked_for_again(scene: Scene) -> None:
+    """The completion failed as of a bug of the controller, and what earlier attempts had brought was lost."""
+    scene.open(0, hold=2)
+    asked = asyncio.create_task(scene.generate(1, return_routed_experts=True))
+    await until(lambda: any(len(sample.output) >= 2 for pod in scene.pods for sample in pod.engine.running))
+    await scene.close()
+    for pod in scene.pods:
+        pod.engine.faults["widen"] = "once"
+    scene.open(1)
+    completion = await asked
+    check(completion)
+    check_experts(completion)
+    assert [0, 1] == [step for step, _, _ in steps_of(completion)]
+    assert any("widen" not in pod.engine.faults for pod in scene.pods)
+
+
 async def test_a_stream_says_the_experts_at_its_end(scene: Scene) -> None:
     scene.open(0)
     whole = await scene.generate(1, return_routed_experts=True)

@@ -138,6 +138,13 @@ def test_experts_of_other_tokens_are_refused(said: Any) -> None:
         read_experts({"meta_info": {"routed_experts": said}}, rows=2)
 
 
+def test_tokens_of_one_response_have_as_many_experts_each() -> None:
+    said = {"meta_info": {"routed_experts": experts(1, 2, 3, 4)}}
+    assert (2, 2) == read_experts(said, rows=2, width=2).shape
+    with pytest.raises(GarbledAnswer, match="have 2 routed experts each, and those before them 3"):
+        read_experts(said, rows=2, width=3)
+
+
 def test_an_end_before_the_first_token_is_refused() -> None:
     with pytest.raises(GarbledAnswer, match="before its first token"):
         read_answer(answer([], reason={"type": "stop"}))

@@ -81,6 +81,7 @@ class GenerateRequest:
 
     seed: the same in each attempt of a response: an engine that honours it makes noise of seed and position.
     experts_from: the first token whose routed experts are wanted, in the places of prompt and response; None: of none.
+    experts_width: how many each token before it has, where there are such.
     """
 
     input_ids: list[int]
@@ -90,6 +91,7 @@ class GenerateRequest:
     stops: Sequence[str] = ()
     seed: int | None = None
     experts_from: int | None = None
+    experts_width: int = 0
 
     def body(self, *, stream: bool = False) -> bytes:
         """As the engine's /generate takes it. Everything its log-probabilities don't describe is off, explicitly."""
@@ -341,7 +343,7 @@ class _Answer:
             if first is None or not len(tokens):
                 return Generated(tokens, ending)
             rows = len(self._request.input_ids) + len(tokens) - 1 - first  # the last one was drawn, and not read
-            return Generated(tokens, ending, read_experts(said, rows=rows))
+            return Generated(tokens, ending, read_experts(said, rows=rows, width=self._request.experts_width))
         except ValueError as error:
             raise AnswerGarbled(f"answer of {self._name}: {error}") from error
 

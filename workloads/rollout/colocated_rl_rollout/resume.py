@@ -64,10 +64,10 @@ def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Ending]:
     return tokens, ending
 
 
-def read_experts(answer: Mapping[str, Any], *, rows: int) -> NDArray[np.int32]:
+def read_experts(answer: Mapping[str, Any], *, rows: int, width: int = 0) -> NDArray[np.int32]:
     """Experts that `rows` tokens were routed to: [rows, layers * experts], none where the answer does not say.
 
-    Raises GarbledAnswer.
+    width: what tokens before them have each, 0 without such. Raises GarbledAnswer.
     """
     said = answer["meta_info"].get("routed_experts")
     if said is None:
@@ -78,6 +78,8 @@ def read_experts(answer: Mapping[str, Any], *, rows: int) -> NDArray[np.int32]:
         raise GarbledAnswer(f"its routed experts are no numbers: {error}") from error
     if not rows or not ids.size or ids.size % rows:
         raise GarbledAnswer(f"{ids.size} numbers are no routed experts of {rows} tokens")
+    if width and ids.size != rows * width:
+        raise GarbledAnswer(f"tokens have {ids.size // rows} routed experts each, and those before them {width}")
     return ids.reshape(rows, -1)
 
 

@@ -213,6 +213,7 @@ class Turns:
             asked.stops,
             asked.seed,
             len(turn.experts) if asked.experts else None,
+            turn.experts.shape[1],
         )
 
         def grew(segment: Tokens) -> None:
