@@ -232,6 +232,12 @@ def lose_all_files(origin: Path) -> None:
     (origin / "model.safetensors").unlink()
 
 
+def untie(origin: Path) -> None:
+    """As a training run leaves a tied model that had its head changed alone."""
+    tensors = load_file(origin / "model.safetensors")
+    write_tensors(origin / "model.safetensors", tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
+
+
 def change_config(origin: Path, **changes: object) -> None:
     config = json.loads((origin / "config.json").read_bytes()) | changes
     (origin / "config.json").write_text(json.dumps(config))
@@ -245,6 +251,7 @@ def change_config(origin: Path, **changes: object) -> None:
         (lose_a_file, r"be loaded from .*/model: .*model-00001-of-00002\.safetensors.*: copy it again"),
         (lose_all_files, r"be loaded from .*/model: .* no file named model\.safetensors.*: copy it again"),
         (partial(change_config, hidden_size=8), r"have another shape, first .* instead of .*: copy the model again"),
+        (untie, r"in two ways: .* another lm_head\.weight than model\.embed_tokens\.weight; .* to false if lm_head"),
         (partial(change_config, model_type="qwen99"), r"`qwen99`.*, or take one of an architecture that transformers"),
         (partial(change_config, model_type="own", auto_map={"AutoConfig": "own.Own"}), r"contains custom code"),
     ],
@@ -259,6 +266,19 @@ def test_model_that_can_not_be_loaded_is_said_with_what_to_do(
 
     with pytest.raises(SettingsError, match=said):
         load_model(origin)
+
+
+def test_a_head_that_stands_twice_and_is_the_same_stays_tied(tmp_path: Path, out: Path) -> None:
+    origin = write_tiny_model(tmp_path / "model")
+    tensors = load_file(origin / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    write_tensors(origin / "model.safetensors", tensors | {"lm_head.weight": embedding.clone()})
+
+    model = load_model(origin)
+    write_model(model, out, origin=origin, dtype=torch.float32)
+
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tensors.keys() == load_file(out / "model.safetensors").keys()
 
 
 def test_numbers_that_are_no_weights_keep_their_type_in_half_precision(origin: Path, out: Path) -> None:

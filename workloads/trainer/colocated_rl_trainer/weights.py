@@ -70,6 +70,14 @@ def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
             f"the weights in {directory} are not whole: {len(missing)} tensors of {type(model).__name__} are missing, "
             f"first {missing[0]}: copy the model again"
         )
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if differing := sorted(tied.keys() - model.all_tied_weights_keys.keys()):  # which transformers therefore left apart
+        name = differing[0]
+        raise SettingsError(
+            f"{directory} can be read in two ways: its config.json says tie_word_embeddings, and its weights hold "
+            f"another {name} than {tied[name]}; transformers would train that, engines leave it out: set "
+            f"tie_word_embeddings to false if {name} is part of the model, or remove it from the weights"
+        )
     model.eval()
     if packing:
         check_packing(model, type(model).__name__)
