@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -301,6 +302,22 @@ def test_checkpoint_that_one_rank_cannot_read_back_keeps_no_peer_waiting(tmp_pat
     assert [1, 1] == [saved for _, saved in told]
     assert "rank 1: [Errno 21] Is a directory" in told[0][0]
     assert "[Errno 21] Is a directory" in told[1][0]
+
+
+def read_what_one_rank_does_not_see(trainer: Watched, *, blind: int) -> None:
+    train_and_save(trainer)
+    saved = trainer._settings.checkpoints / "step-00000001"
+    trainer._read_checkpoint(saved / "nowhere" if trainer.rank == blind else saved)
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_checkpoint_that_one_rank_cannot_read_keeps_no_peer_waiting(tmp_path: Path, blind: int) -> None:
+    """It ended before it met its peers, and they knew no more than that one was lost in a load."""
+    model = write_tiny_model(tmp_path / "model")
+    told = in_ranks(2, tmp_path, model, partial(read_what_one_rank_does_not_see, blind=blind))
+
+    assert f"rank {blind}: " in str(told[1 - blind])
+    assert ["No such file" in str(each) for each in told] == [True, True], told
 
 
 # ----------------------------------------------------------------------------------------------------------- lost peers

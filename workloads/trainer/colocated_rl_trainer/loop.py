@@ -100,7 +100,7 @@ class ReferenceTrainer:
         self._group: Group = join_group(self._settings)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        found = self._group.gather(self._checkpoints.newest() if self._group.rank == 0 else None)[0]
+        found = self._group.led(self._checkpoints.newest)
         self.model = load_model(self._settings.model, packing=self._config.packing)
         if self._config.activation_checkpointing:
             checkpoint_activations(self.model)
@@ -363,7 +363,7 @@ class ReferenceTrainer:
         """Raises SettingsError where it is none of this model and optimizer."""
         updates = torch.zeros((), dtype=torch.int64)
         parts = self._state.saved() | {"updates": updates}
-        there = names_in(directory)
+        there = self._group.led(lambda: names_in(directory))
         of_another = {name for name in there - parts.keys() if name.startswith(PARAMETERS)}  # moments may be left over
         if differing := sorted(of_another | (parts.keys() - there)):
             raise SettingsError(

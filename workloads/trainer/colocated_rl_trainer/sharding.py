@@ -78,7 +78,7 @@ def write_parts(parts: Mapping[str, Tensor], directory: Path) -> None:
 
 def names_in(directory: Path) -> Set[str]:
     """Of the tensors that were written there. Raises OSError."""
-    return dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.keys()
+    return set(dcp.FileSystemReader(directory).read_metadata().state_dict_metadata)
 
 
 def read_parts(parts: Mapping[str, Tensor], directory: Path) -> None:

@@ -71,7 +71,7 @@ class TorchLoop:
     def load(self) -> int:
         """The newest checkpoint as rank 0 sees it: replicas can't begin apart."""
         self.group = join_group(self.settings)
-        found = self.group.gather(self._checkpoints.newest() if self.group.rank == 0 else None)[0]
+        found = self.group.led(self._checkpoints.newest)
         self.model = load_model(found.directory if found else self.settings.model)
         self.optimizer = self.make_optimizer()
         if found is None:
