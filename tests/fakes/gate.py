@@ -24,6 +24,7 @@ from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
+from fakes import serving
 
 Response = Callable[[Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """From what an engine was sent, prompt and tokens so far, to the whole response and the part of it that was sent."""
@@ -148,7 +149,7 @@ class FakeGate:
     async def crash_agent(self) -> None:
         """The pod's agent is gone, and every connection with it."""
         if self._runner is not None:
-            await self._runner.cleanup()
+            await serving.end(self._runner)
         self._runner = None
         self._attempts.clear()
 

@@ -44,6 +44,7 @@ from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.server import SHUTDOWN_S
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_trainer.conformance.ranks import free_port
+from fakes import serving
 from fakes.authority import Authority
 from fakes.device import Device
 
@@ -123,7 +124,7 @@ async def network(root: Path) -> AsyncIterator[Network]:
         await web.TCPSite(served, "127.0.0.1", 0, ssl_context=tls.data_context()).start()
         it.batches = Endpoint(pod="job-rollout", address="127.0.0.1", port=served.addresses[0][1])
         yield it
-        await served.cleanup()
+        await serving.end(served)
 
 
 class Pod:

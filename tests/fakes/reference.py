@@ -20,6 +20,7 @@ from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.reference_wire import MAX_SAMPLE_BYTES, SCORE_PATH, ScoreError
 from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
+from fakes import serving
 
 ERRORS = {400: "BadRequest", 401: "TokenNeeded", 404: "NotFound"}
 
@@ -68,7 +69,7 @@ class FakeReference:
         try:
             yield self
         finally:
-            await runner.cleanup()
+            await serving.end(runner)
 
     async def _score(self, request: web.Request) -> web.Response:
         ids, start, temperature = await self._question(request)

@@ -34,6 +34,7 @@ from colocated_rl_api.member_wire import Endpoint, Goal, JobFile, PodFacts, PodT
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import Ports
 from colocated_rl_member.tls import MemberTls
+from fakes import serving
 from fakes.engine import TAGS, FakeEngine, admin_key_in
 from fakes.pod import JOB_UID, TOKEN, Network, free_ports, make_job, network
 from fakes.trainer import Rank
@@ -85,13 +86,10 @@ class Child:
         """As a process that is killed: its connections break at once."""
         if self.running:
             self.running, self.code = False, code
-            self.hang_up()
-            await self._served.cleanup()
+            await serving.end(self._served)
 
     def hang_up(self) -> None:
-        for connection in self._served.server.connections if self._served.server else ():
-            if connection.transport is not None:
-                connection.transport.abort()
+        serving.hang_up(self._served)
 
     def status(self) -> dict[str, Any]:
         return {

@@ -38,6 +38,7 @@ from yarl import URL
 
 from colocated_rl_api import names
 from colocated_rl_operator.cluster import ClusterAccess
+from fakes import serving
 from fakes.authority import Authority
 
 DELAY_S = 0.3
@@ -137,7 +138,7 @@ class UnrulyApi:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._runner.cleanup()
+        await serving.end(self._runner)
         await self._session.close()
 
     @property
@@ -154,11 +155,7 @@ class UnrulyApi:
         """Refuse every connection, and end those that there are."""
         assert self._site is not None
         await self._site.stop()
-        server = self._runner.server
-        assert server is not None
-        for connection in server.connections:
-            if connection.transport is not None:
-                connection.transport.abort()
+        serving.hang_up(self._runner)
 
     async def come_back(self) -> None:
         self._site = web.TCPSite(self._runner, "127.0.0.1", self._port, ssl_context=self._tls)

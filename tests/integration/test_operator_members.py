@@ -35,6 +35,7 @@ from colocated_rl_member.tls import MemberTls
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.members import HANDSHAKES_AT_ONCE, MAX_RETRY_S, RETRY_S, Address, Members
 from colocated_rl_trainer.conformance.ranks import free_port
+from fakes import serving
 
 TESTS = Path(__file__).parents[1]
 DEADLINE_S = 60.0
@@ -337,7 +338,7 @@ async def test_garbage_ends_the_connection_and_nothing_else(
             door.members.keep(UID, [address])
             await stays_unknown(door)
     finally:
-        await runner.cleanup()
+        await serving.end(runner)
 
 
 async def test_a_member_that_knows_a_newer_epoch_says_so(authority: Authority, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.tls import MemberTls
+from fakes import serving
 from fakes.authority import Authority
 from fakes.weights import write_export
 
@@ -174,7 +175,7 @@ async def controller(tmp_path: Path) -> AsyncIterator[Controller]:
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls.data_context()).start()
         it.endpoint = Endpoint(pod="rollout", address="127.0.0.1", port=runner.addresses[0][1])
         yield it
-        await runner.cleanup()
+        await serving.end(runner)
 
 
 async def fetch(controller: Controller, directory: Path) -> Path:

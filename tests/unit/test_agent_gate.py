@@ -32,6 +32,7 @@ from colocated_rl_agent.turns import Turns
 from colocated_rl_agent.upstream import Upstream, UpstreamConnection
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES, GateState
 from colocated_rl_api.ladder import WeightVersion
+from fakes import serving
 from fakes.engine import VOCABULARY, FakeEngine, Sample
 from fakes.sse import events
 from fakes.weights import write_export
@@ -87,10 +88,7 @@ class Scene:
     def break_engine_connections(self) -> None:
         runner = self.engine_server.runner
         assert runner is not None
-        assert runner.server is not None
-        for connection in runner.server.connections:
-            if connection.transport is not None:
-                connection.transport.abort()
+        serving.hang_up(runner)
 
     def generated(self) -> list[Sample]:
         return [sample for sample in self.engine.samples.values() if sample.output]
