@@ -17,7 +17,7 @@ from colocated_rl_api import names
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_trainer.conformance.ranks import free_port
 
-START_S = 60.0  # torch and the model
+START_S = 300.0  # torch and the model, ten seconds of a processor that others may share
 
 
 class RunningReference:

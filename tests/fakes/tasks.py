@@ -14,6 +14,14 @@ from colocated_rl_api.prompts import Prompts
 from colocated_rl_rollout.rewards import Endpoint, TaskProcesses
 from colocated_rl_rollout.task_server import COMMAND, listen, serve
 
+START_S = 300.0  # the libraries of some tasks take seconds of a processor, which others may share
+
+
+async def are_up(processes: TaskProcesses) -> None:
+    """Before a deadline of a test begins."""
+    async with asyncio.timeout(START_S):
+        await processes.data()
+
 
 @contextmanager
 def task_server(

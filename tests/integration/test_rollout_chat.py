@@ -14,7 +14,7 @@ from colocated_rl_rollout.prompts import NoPrompts, PromptSource
 from colocated_rl_rollout.samples import Prompt
 from colocated_rl_rollout.tasks import is_held_out
 from fakes.rollout import CHAT_TEMPLATE, MARK, make_spec, write_model
-from fakes.tasks import task_processes
+from fakes.tasks import START_S, task_processes
 
 QUESTION = "State the final answer: 7 - 8 + 3 =\n  «ünïcode» {{ not a template }}"
 TEMPLATES = {
@@ -83,7 +83,7 @@ async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) ->
             processes, chat, max_prompt_tokens=max_prompt_tokens, position=position, changed=changed.set
         )
 
-    async with task_processes(make_spec().rollout.prompts, tmp_path) as processes, asyncio.timeout(60):
+    async with task_processes(make_spec().rollout.prompts, tmp_path) as processes, asyncio.timeout(START_S):
         questions = [str(asked.question) for asked in await processes.questions(0, 200)]
         first = questions[0]
         value = eval(first.partition("problem: ")[2].removesuffix("="))  # digits, plus and minus

@@ -34,6 +34,7 @@ from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import JsonLines
 from colocated_rl_api.member_wire import Endpoint, EvaluationResult, Goal, Problem, RolloutFacts
 from colocated_rl_cli.figures import evaluations_of
+from colocated_rl_rollout import engines
 from colocated_rl_rollout.controller import EVALUATIONS_SAID, Controller
 from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
 from colocated_rl_rollout.settings import read_settings
@@ -42,7 +43,7 @@ from colocated_rl_rollout.task_wire import Question
 from fakes.gate import FakeGate, Fault, logp_of
 from fakes.interface import Interface, rollout_interface, routes_of
 from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, SilentProcesses, make_spec, until
-from fakes.tasks import task_processes
+from fakes.tasks import are_up, task_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -53,6 +54,7 @@ BATCH = 3  # groups of 2
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def processes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TaskProcesses]:
     async with task_processes(make_spec().rollout.prompts, tmp_path_factory.mktemp("processes")) as made:
+        await are_up(made)
         yield made
 
 
@@ -251,8 +253,9 @@ async def test_closed_gates_park_everything(job: JobOnDisk, processes: TaskProce
         await scene.sealed(1)
 
 
-async def open_one_after_another(scene: Scene) -> None:
-    """The first gate has the older half of the samples."""
+async def open_one_after_another(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first gate has the older half of the samples, and leaves the second its own, however slow the machine."""
+    monkeypatch.setattr(engines, "SHARE_S", 10 * DEADLINE_S)
     await scene.target()
     await scene.samples(admitted=2 * BATCH)
     for count, gate in enumerate(scene.gates, 1):
@@ -261,16 +264,19 @@ async def open_one_after_another(scene: Scene) -> None:
 
 
 async def test_the_first_gate_to_open_does_not_take_what_the_others_are_to_have(
-    job: JobOnDisk, processes: TaskProcesses
+    job: JobOnDisk, processes: TaskProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gates open one after another when a switch ends, and everything is waiting then."""
     async with running(job, processes) as scene:
-        await open_one_after_another(scene)
+        await open_one_after_another(scene, monkeypatch)
         assert [BATCH, BATCH] == [gate.in_flight for gate in scene.gates]
-        await scene.close()
-        await scene.gates[0].open(V1, pace=2)
-        await scene.generating(BATCH)
-        await scene.generating(2 * BATCH)  # the other one does not come back
+        for share_s, count in ((10 * DEADLINE_S, BATCH), (0.1, 2 * BATCH)):
+            await scene.close()
+            await until(lambda: not scene.controller._engines.open)
+            await scene.generating(0)
+            monkeypatch.setattr(engines, "SHARE_S", share_s)
+            await scene.gates[0].open(V1, pace=2)
+            await scene.generating(count)  # in the end all: the other one does not come back
         assert [2 * BATCH, 0] == [gate.in_flight for gate in scene.gates]
 
 
@@ -290,10 +296,10 @@ async def test_an_engine_that_crashes_keeps_what_was_read(job: JobOnDisk, proces
 
 
 async def test_f51_a_sample_goes_back_to_the_engine_that_has_its_prefix(
-    job: JobOnDisk, processes: TaskProcesses
+    job: JobOnDisk, processes: TaskProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(job, processes) as scene:
-        await open_one_after_another(scene)
+        await open_one_after_another(scene, monkeypatch)
         before = [sorted(tuple(request["input_ids"]) for request in gate.requests) for gate in scene.gates]
         await scene.close()
         await scene.samples(interrupted=2 * BATCH)

@@ -92,7 +92,7 @@ def address(scene: GatewayScene) -> str:
 async def batch(scene: GatewayScene, step: int) -> list[dict[str, NDArray[np.generic]]]:
     """All its shards."""
     url = f"https://127.0.0.1:{scene.controller.member.ports.data}/v1/batches/{step}"
-    async with httpx.AsyncClient(verify=False, trust_env=False) as http:
+    async with httpx.AsyncClient(verify=False, trust_env=False, timeout=PLAYED_S) as http:
         answers = [
             await http.get(url, params={"shard": shard}, headers={"Authorization": scene.job.tls.authorization})
             for shard in range(2)

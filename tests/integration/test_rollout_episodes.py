@@ -78,12 +78,12 @@ class Watched(Sessions):
 
 
 class Clock:
-    """ahead_s: for time that passes at once."""
+    """Stands still but for the test. It is looked at once a second, while something is waited for."""
 
-    ahead_s = 0.0
+    now_s = 0.0
 
     def __call__(self) -> float:
-        return asyncio.get_running_loop().time() + self.ahead_s
+        return self.now_s
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def playing(directory: Path, *, stop_s: float = 20.0, program: str = PLAYER) -> AsyncIterator[Scene]:
+async def playing(directory: Path, *, stop_s: float = 60.0, program: str = PLAYER) -> AsyncIterator[Scene]:
     registry = CollectorRegistry()
     store, metrics = Store(directory / "state", job_uid=JOB_UID), Metrics(registry)
     clock = Clock()
@@ -233,10 +233,11 @@ async def test_time_in_which_a_turn_waits_does_not_count_and_time_between_turns_
         episode = scene.play(SILENT)
         session = await scene.session()
         scene.sessions.begin(session.id)
-        scene.clock.ahead_s, looks = 3600.0, scene.sessions.looks
+        scene.clock.now_s, looks = 3600.0, scene.sessions.looks
         await until(lambda: scene.sessions.looks > looks)
         assert not episode.done()
         scene.sessions.end(session)
+        scene.clock.now_s += 1.0
         assert ("EpisodeHung", "it asked for no turn and did not end for 1 s") == await failure(episode)
         await until(lambda: not scene.episodes._players[0].playing)  # it was told to stop, and did
 
@@ -255,7 +256,10 @@ async def test_a_process_that_does_not_end_a_hung_episode_is_replaced_with_all_t
     async with playing(tmp_path, stop_s=0.1) as scene:
         other = scene.play(PATIENT)
         await scene.session()
-        assert "EpisodeHung" == (await failure(scene.play(STUBBORN)))[0]
+        hung = scene.play(STUBBORN)
+        await until(lambda: len([*scene.sessions]) == 2)
+        scene.clock.now_s += 1.0
+        assert "EpisodeHung" == (await failure(hung))[0]
         with pytest.raises(EpisodeLost):
             await other
         await until(lambda: scene.episodes.problem)

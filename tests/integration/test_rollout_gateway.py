@@ -78,7 +78,7 @@ async def test_a_chat_is_answered_and_counted(scene: Scene) -> None:
 
 async def test_the_document_has_every_route_that_is_served_and_no_other(scene: Scene) -> None:
     """What answers look like, the clients of this file and of others hold against it (`fakes.interface`)."""
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as http:
         said = await http.get(f"http://127.0.0.1:{scene.controller.member.ports.pages}/openapi.json")
     assert Interface(said.json()).routes == rollout_interface().routes == routes_of(scene.controller)
 
@@ -304,10 +304,13 @@ async def test_a_request_that_waits_too_long_is_told_so(tmp_path: Path) -> None:
             await read_into([], scene)
         assert 504 == late.value.status_code
         assert 2 == scene.figure("turns_total", ending="no_engine"), "trying again at once would wait as long again"
+        turns = scene.controller._gateway._turns
+        at_most_s, turns._parked_at_most_s = turns._parked_at_most_s, DEADLINE_S
         await scene.gate.open(V0, pace=3)
         chunks: list[ChatCompletionChunk] = []
         reading = asyncio.create_task(read_into(chunks, scene))
         await told(chunks)
+        turns._parked_at_most_s = at_most_s
         await scene.gate.close()
         with pytest.raises(openai.APIError, match="no engine took it"):
             await reading  # as an event: a stream that has begun has no status any more
@@ -869,7 +872,7 @@ async def test_a_body_is_bounded_and_json(scene: Scene) -> None:
         await scene.ask({"role": "user", "content": "x" * MAX_REQUEST_BYTES})
     assert 413 == refused.value.status_code
     url = f"http://127.0.0.1:{scene.controller.member.ports.pages}/v1/chat/completions"
-    async with httpx.AsyncClient(trust_env=False, transport=Checked()) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S, transport=Checked()) as http:
         said = await http.post(url, content="model=job", headers={"Content-Type": "text/plain"})
         assert (415, "invalid_request_error") == (said.status_code, said.json()["error"]["type"])
 
@@ -896,7 +899,7 @@ async def test_no_body_is_an_error_of_ours(scene: Scene, seed: int) -> None:
         return [damaged(inner) for inner in value] if isinstance(value, list) else value
 
     url = f"http://127.0.0.1:{scene.controller.member.ports.pages}/v1/"
-    async with httpx.AsyncClient(trust_env=False, transport=Checked()) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S, transport=Checked()) as http:
         for _ in range(100):
             path, other = chance.choice([("chat/completions", "prompt"), ("completions", "messages")])
             body = {**good, chance.choice(sorted(ONLY)): chance.choice(values)}

@@ -174,6 +174,7 @@ async def test_what_a_real_reference_says_is_its_models_own_forward(
         async with running(job, processes) as scene:
             await begin(scene, reference)  # it is still loading, and says so
             await scene.open(V0)
+            await asyncio.to_thread(reference.await_ready)
             await scene.sealed(1)
             batch = await scene.batch(1)
         assert reference.process.poll() is None

@@ -20,7 +20,7 @@ from colocated_rl_api.ladder import WeightVersion
 from fakes.gate import FakeGate, logp_of
 from fakes.gateway import QUESTION, TOOLS, TOOLS_TEMPLATE, GatewayScene, extra, gateway_running, text_of
 from fakes.interface import Checked
-from fakes.rollout import CHAT_TEMPLATE, Scripted, until
+from fakes.rollout import CHAT_TEMPLATE, DEADLINE_S, Scripted, until
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 AND: ChatCompletionMessageParam = {"role": "user", "content": "And then?"}
@@ -53,7 +53,7 @@ class Agent:
 
 async def call(scene: GatewayScene, method: str, path: str, body: Any = None) -> httpx.Response:
     url = f"http://127.0.0.1:{scene.controller.member.ports.pages}/v1/sessions{path}"
-    async with httpx.AsyncClient(trust_env=False, transport=Checked()) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S, transport=Checked()) as http:
         return await http.request(method, url, json=body)
 
 
@@ -169,7 +169,7 @@ async def test_an_agent_with_tools_sees_no_switch_in_any_turn(tmp_path: Path, st
 
     async with gateway_running(tmp_path, answer, template=TOOLS_TEMPLATE, maxResponseTokens=200) as scene:
         url = f"http://127.0.0.1:{scene.controller.member.ports.pages}/v1/sessions/a-1"
-        http = httpx.AsyncClient(trust_env=False)
+        http = httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S)
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=http) as client:
             messages: list[Any] = [QUESTION]
             for turn in range(3):
@@ -243,7 +243,7 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
         assert 404 == (await call(scene, "GET", "/s0")).status_code, "it is samples now"
         rows: dict[int, tuple[list[int], list[int], float]] = {}
         for shard in range(2):
-            async with httpx.AsyncClient(verify=False, trust_env=False) as http:
+            async with httpx.AsyncClient(verify=False, trust_env=False, timeout=DEADLINE_S) as http:
                 body = await http.get(
                     f"https://127.0.0.1:{scene.controller.member.ports.data}/v1/batches/1?shard={shard}",
                     headers={"Authorization": scene.job.tls.authorization},
@@ -356,7 +356,8 @@ async def test_a_session_keeps_its_engine_while_that_is_open(tmp_path: Path) -> 
 
             async def name(*named: FakeGate) -> None:
                 await scene.operator.send(1, [gate.endpoint for gate in named])
-                await scene.operator.until(lambda facts: facts.gates_open == sum(gate.is_open for gate in named))
+                is_open = {gate.name for gate in named if gate.is_open}
+                await until(lambda: is_open == {engine.name for engine in scene.controller._engines.open})
 
             async def engine_of_a_turn() -> FakeGate:
                 before = [len(gate.requests) for gate in gates]
