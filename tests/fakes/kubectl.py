@@ -67,8 +67,10 @@ class Played:
     def is_running(self) -> bool:
         """The newest `proxy`."""
         pid = (self._folder / "running").read_text()
-        stat = Path(f"/proc/{pid}/stat")
-        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
 
     def change(self) -> None:
         """Something that the API server holds has changed."""

@@ -28,6 +28,7 @@ import pytest
 from builders import make_manifest
 from colocated_rl_api import names
 from colocated_rl_cli import __main__ as program
+from colocated_rl_cli import completion
 from colocated_rl_cli.completion import complete
 from colocated_rl_cli.errors import Exit
 from colocated_rl_cli.parser import COMMANDS, build
@@ -551,9 +552,15 @@ def test_words_are_completed(words: list[str], expected: list[str]) -> None:
     assert expected == complete(build("colocated-rl"), words, {})
 
 
-def test_names_of_jobs_are_completed_from_the_cluster(run: Run, kubectl: Played) -> None:
+def test_names_of_jobs_are_completed_from_the_cluster(
+    run: Run, kubectl: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion, "NAMES_DEADLINE_S", DEADLINE_S)
     assert ["sums"] == run("__complete", "explain", "s").stdout.split()
-    words = "import sys; from colocated_rl_cli.__main__ import complete; sys.exit(complete())"
+    words = (
+        f"import sys; from colocated_rl_cli import completion; completion.NAMES_DEADLINE_S = {DEADLINE_S};"
+        "from colocated_rl_cli.__main__ import complete; sys.exit(complete())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", words, "top", ""], env=kubectl.environment, capture_output=True, text=True, check=True
     )

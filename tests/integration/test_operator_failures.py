@@ -205,11 +205,14 @@ async def test_an_eviction_that_does_not_count_leaves_the_limit_alone(world: Wor
     )
 
 
-@pytest.mark.parametrize("world", [SPEC | {"podsReadyDeadlineSeconds": 1}], indirect=True, ids=["Requeue"])
+@pytest.mark.parametrize("world", [SPEC | {"podsReadyDeadlineSeconds": 3600}], indirect=True, ids=["Requeue"])
 async def test_a_job_without_room_gives_its_devices_back_and_completes_when_there_is_room(world: World) -> None:
     waited_s = 0.0
     world.kubelet.blocked = {"sums-gpu-1-0"}
     async with world.operator(clock=lambda: time.monotonic() + waited_s) as operator:
+        await world.until(lambda: len(world.kubelet.members) == 2 and world.status.get("phase") == "Pending")
+        waited_s += 3600
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Queued" and not world.api.all("pods"))
         for kind in ("Ready", "PodsReady"):
             assert ("False", "PodsReadyDeadlineExceeded") == condition(world, kind)
@@ -219,7 +222,7 @@ async def test_a_job_without_room_gives_its_devices_back_and_completes_when_ther
         assert "Nobody" == world.status["gpuHolder"]
         assert operator.office.doors.queue.has_elder(YOUNGER)
         world.kubelet.blocked = set()
-        waited_s = 2 * QUEUE_S
+        waited_s += 2 * QUEUE_S
         operator.office.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert (0, "Requeue") == (world.status["restarts"], failures(world)["action"])
