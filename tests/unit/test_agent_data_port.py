@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colocated_rl_agent import upstream
 from colocated_rl_agent.call import Call, Malformed
 from colocated_rl_agent.data_port import MAX_HEAD_BYTES, MAX_WAITING, UNREAD_BYTES, Connection, DataPort
 from colocated_rl_agent.deadline import Deadline
@@ -333,7 +334,10 @@ async def test_body_is_asked_for_when_it_is_wanted() -> None:
 
 
 async def test_body_that_is_not_wanted_is_not_asked_for() -> None:
-    async with echoing(caller_s=0.2) as (_, port), calling(port) as caller:
+    async with echoing() as (echo, port), calling(port) as caller:
+        await until(lambda: bool(echo.connections))
+        (connection,) = echo.connections
+        connection.caller_s = 0.2  # of the request that comes now
         await caller.says(b"POST /unread HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n")
         answer = await caller.gets_all()
         assert answer.startswith(b"HTTP/1.1 403")
@@ -572,7 +576,10 @@ async def test_h58_answer_that_breaks_off_is_an_abort_with_what_was_read(says: b
         assert 1 == len(aborted), "in case it goes on"
 
 
-async def test_h17_h58_engine_that_is_lost_at_any_byte_leaves_every_whole_chunk() -> None:
+async def test_h17_h58_engine_that_is_lost_at_any_byte_leaves_every_whole_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upstream, "CONNECT_S", DEADLINE_S)  # so many at once take a slow machine longer
     said = STREAM + WHOLE
     ends = [said.index(chunk(event(*whole))) + len(chunk(event(*whole))) - 2 for whole in CHUNKS]  # framing may lack
     async with gate_before(said, is_cut=True) as (port, aborted):

@@ -29,7 +29,7 @@ from colocated_rl_trainer.reference.ports import MetricsPort
 from fakes.authority import Authority
 
 JOB_UID = "2f6c1f5e-0f0e-4a39-8f0f-1f2e3d4c5b6a"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 LOOPBACKS = ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]
 
 

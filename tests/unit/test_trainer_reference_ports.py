@@ -23,6 +23,7 @@ from fakes.authority import Authority
 JOB_UID = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
 TOKEN = "a-token-of-this-test"
 DEADLINE_S = 60.0
+hasty = pytest.mark.parametrize("port", [0.2], indirect=True)
 
 
 def question(tokens: int, temperature: float = 1.0) -> Question:
@@ -72,11 +73,13 @@ def test_who_has_gone_is_passed_over() -> None:
 
 
 @pytest.fixture
-def port(tmp_path: Path) -> Iterator[DataPort]:
+def port(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DataPort]:
+    """An indirect parameter is the time that strangers have."""
+    moment_s = getattr(request, "param", DEADLINE_S)
     tls = Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN)
     figures = Figures(CollectorRegistry())
     desk = Desk(most_tokens=10)
-    made = DataPort("127.0.0.1", 0, tls=tls, desk=desk, deadline_s=0.05, figures=figures, moment_s=0.2)
+    made = DataPort("127.0.0.1", 0, tls=tls, desk=desk, deadline_s=0.05, figures=figures, moment_s=moment_s)
     made.listen("data")
     yield made
     made.shutdown()
@@ -87,6 +90,13 @@ def connect(port: DataPort, tls: Path) -> ssl.SSLSocket:
     context = ssl.create_default_context(cafile=str(tls / names.CA_FILE))
     plain = socket.create_connection(("127.0.0.1", port.number), timeout=DEADLINE_S)
     return context.wrap_socket(plain, server_hostname=names.member_server_name(JOB_UID))
+
+
+def connect_in_time(port: DataPort, tls: Path) -> ssl.SSLSocket:
+    """Also where a slow machine needs several tries to be quicker than the port."""
+    while True:
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            return connect(port, tls)
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -100,18 +110,19 @@ def read_all(connection: socket.socket) -> bytes:
     return found
 
 
+@hasty
 def test_a_stranger_that_says_nothing_is_hung_up_on_before_and_after_the_handshake(
     port: DataPort, tmp_path: Path
 ) -> None:
     with socket.create_connection(("127.0.0.1", port.number), timeout=DEADLINE_S) as silent:
         assert b"" == read_all(silent)
-    with connect(port, tmp_path / "tls") as polite:
+    with connect_in_time(port, tmp_path / "tls") as polite:
         assert b"" == read_all(polite)
 
 
+@hasty
 def test_a_stranger_that_says_a_word_now_and_then_is_hung_up_on_too(port: DataPort, tmp_path: Path) -> None:
-    with connect(port, tmp_path / "tls") as slow:
-        slow.sendall(b"POST /v1/score HTTP/1.1\r\n")
+    with connect_in_time(port, tmp_path / "tls") as slow:
         assert is_hung_up_on(slow)
 
 
@@ -119,6 +130,7 @@ def is_hung_up_on(slow: socket.socket) -> bool:
     """While it says a word every 10 ms, and never all of its headers."""
     never = threading.Event()
     try:
+        slow.sendall(b"POST /v1/score HTTP/1.1\r\n")
         for _ in range(int(DEADLINE_S / 0.01)):
             slow.sendall(b"X-Word: more\r\n")
             never.wait(0.01)
