@@ -13,6 +13,6 @@ def hang_up(runner: web.BaseRunner) -> None:
 
 
 async def end(runner: web.BaseRunner) -> None:
-    """No connection is left. One over TLS that is closed in order waits for its peer, and may outlive the test's loop."""
+    """No connection is left. One over TLS that is closed in order waits for its peer, and may outlive the loop."""
     hang_up(runner)
     await runner.cleanup()
