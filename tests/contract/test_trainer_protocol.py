@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from documents.blocks import blocks
 
-from colocated_rl_trainer.conformance.checks import CHECKS, SCORING, Check
-from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, running
+from colocated_rl_trainer.conformance.checks import CHECKS, SCORING, Check, refuses_a_shard_that_is_torn
+from colocated_rl_trainer.conformance.ranks import Launch, Session, TrainerGroup, TrainerKind, running
 from fakes.tiny_model import write_tiny_model
 from setup.layout import CHECKOUT
 
@@ -77,8 +77,8 @@ def conformance(
             "colocated_rl_trainer.conformance",
             "--ranks",
             str(ranks),
-            *options,
             *model,
+            *options,
             "--",
             *command,
         ],
@@ -178,6 +178,64 @@ def test_trainer_that_cannot_score_is_told_so_where_that_is_asked(tmp_path: Path
 
     assert (1, "") == (answer.returncode, answer.stderr)
     assert "BROKEN  `canScore` is false: in a job with a reference this trainer is refused\n" == answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "why"),
+    [
+        (
+            [],
+            ["./no-such-trainer"],
+            "the trainer did not load: [Errno 2] No such file or directory: './no-such-trainer'",
+        ),
+        ([], ["/"], "the trainer did not load: [Errno 13] Permission denied: '/'"),
+        (["--config", "/no/such.json"], ["true"], "argument --config: /no/such.json can't be read: "),
+        (["--config", TOY], ["true"], f"argument --config: {TOY} can't be read: Extra data"),
+        (["--model", "/no/model"], ["true"], "argument --model: there is no directory /no/model"),
+        (["--ranks", "0"], ["true"], "argument --ranks: 0 is no number of ranks: 1 at least"),
+    ],
+)
+def test_what_can_not_be_started_is_said_in_a_line(
+    tmp_path: Path, options: Sequence[str], command: Sequence[str], why: str
+) -> None:
+    """Each was a traceback, and exit code 1: that of a check that did not hold."""
+    answer = conformance(tmp_path, *command, options=options)
+
+    assert 2 == answer.returncode
+    assert why in f"{answer.stdout}{answer.stderr}"
+    assert "Traceback" not in answer.stderr
+
+
+def test_trainer_may_end_over_a_torn_shard_whenever_that_is_seen(tmp_path: Path) -> None:
+    """Where it had ended between two questions, the suite called it broken: most of the time."""
+    command = [sys.executable, str(CHECKOUT.root / "tests/fakes/broken_trainer.py"), "EndsOverATornShard"]
+    started: list[EndsUnseen] = []
+
+    def launch(environment: dict[str, str], log: Path) -> Launch:
+        with log.open("ab") as stream:
+            started.append(EndsUnseen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True))
+        return started[-1]
+
+    kind = TrainerKind("ends", command, tmp_path, {})
+    with running(kind, tmp_path, size=RANKS, launch=launch) as group:
+        group.wait_loaded()
+        group.onload()
+        for process in started:
+            process.ends = True
+        refuses_a_shard_that_is_torn(group)
+
+
+class EndsUnseen(Session):
+    """Seen to run for the last time when it has just ended."""
+
+    ends = False
+
+    def poll(self) -> int | None:
+        if not self.ends:
+            return super().poll()
+        self.ends = False
+        self.wait(ANSWER_S)
+        return None
 
 
 def test_command_that_is_no_trainer_ends_with_its_last_words(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A trainer with one defect: `python broken_trainer.py DEFECT`. Shows that the conformance suite sees it."""
+"""A trainer with one defect: `python broken_trainer.py DEFECT`. Shows that the conformance suite sees it.
+
+One of them is none.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 from colocated_rl_api.member_wire import Wire
 from colocated_rl_api.weights import Probe
 from colocated_rl_trainer import rank_server
-from colocated_rl_trainer.rank import Loop, Watch
+from colocated_rl_trainer.rank import Loop, Refused, Watch
 from colocated_rl_trainer.rank_server import serve
 from colocated_rl_trainer.settings import RankSettings
 from fakes.toy_trainer import ToyLoop
@@ -47,6 +50,16 @@ class TakesATornShard(ToyLoop):
         watch.mark_dirty()
         self._numbers[0] += step
         return {}
+
+
+class EndsOverATornShard(ToyLoop):
+    """As it may."""
+
+    def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
+        try:
+            return super().train(step, shard, watch)
+        except Refused as error:
+            raise ValueError(str(error)) from error
 
 
 class NeverLearns(ToyLoop):
@@ -135,9 +148,9 @@ class DiesOfAFullVolume(ToyLoop):
 DEFECTS: Mapping[str, type[Loop]] = {
     defect.__name__: defect
     for defect in (
-        ForgetsItsCheckpoints, LoadsOtherWeights, ForgetsItsMomentum, TakesATornShard, NeverLearns, ReturnsNothing,
-        FailsItsThirdStep, MakesNoProgress, WritesOnlyInItsFirstPod, DiffersByPod, WritesInEveryPod,
-        PromisesWhatItHasNotYet, RefusesInWebPages, DiesOfAFullVolume,
+        ForgetsItsCheckpoints, LoadsOtherWeights, ForgetsItsMomentum, TakesATornShard, EndsOverATornShard,
+        NeverLearns, ReturnsNothing, FailsItsThirdStep, MakesNoProgress, WritesOnlyInItsFirstPod, DiffersByPod,
+        WritesInEveryPod, PromisesWhatItHasNotYet, RefusesInWebPages, DiesOfAFullVolume,
     )
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from documents.openapi import trainer
 
@@ -54,6 +55,7 @@ class ScriptedLoop:
     def __init__(self, **script: Callable[[], None]) -> None:
         self.script = script
         self.calls: list[str] = []
+        self.loaded = 4
         self.oldest = 3
         self.figures: dict[str, Any] = {}
         self.reached = threading.Event()
@@ -69,7 +71,7 @@ class ScriptedLoop:
 
     def load(self) -> int:
         self._call("load")
-        return 4
+        return self.loaded
 
     def onload(self) -> None:
         self._call("onload")
@@ -278,6 +280,25 @@ def test_figure_that_is_none_is_named(value: object, why: str) -> None:
 
     assert f"train returned reward = {value!r}, which is no figure: " in (told := running.refusal(train()).body.message)
     assert why in told
+
+
+@pytest.mark.parametrize("returned", [None, "4", 4.0])
+@pytest.mark.parametrize(("method", "attribute"), [("load", "loaded"), ("replay_from", "oldest")])
+def test_step_that_is_none_ends_the_rank_and_is_named(method: str, attribute: str, returned: object) -> None:
+    """The rank went on: with "4" no request for a step was answered, with None none could be done."""
+    loop = ScriptedLoop()
+    setattr(loop, attribute, returned)
+
+    ended = RunningRank(loop).ended.get(timeout=DEADLINE_S)
+
+    assert f"{method} returned {returned!r}, and not a step: an integer" == str(ended)
+
+
+def test_step_of_numpy_is_one() -> None:
+    loop = ScriptedLoop()
+    loop.loaded = np.int64(4)  # type: ignore[assignment]
+
+    assert '"step":4,' in RunningRank(loop).loaded().rank.status.model_dump_json()
 
 
 def test_export_is_whole_when_it_is_answered(tmp_path: Path) -> None:

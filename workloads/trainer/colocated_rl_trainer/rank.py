@@ -16,13 +16,14 @@ import dataclasses
 import errno
 import logging
 import math
+import operator
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
-from typing import NoReturn, Protocol, assert_never, runtime_checkable
+from typing import NoReturn, Protocol, SupportsIndex, assert_never, runtime_checkable
 
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
@@ -265,8 +266,8 @@ class Rank:
         """Load, then do what is asked, until something fails. Raises whatever made the state unknown."""
         began = time.monotonic()
         loop = make_loop()
-        step = loop.load()
-        can_score, replay_from = isinstance(loop, ScoringLoop), loop.replay_from()
+        step = _step("load", loop.load())
+        can_score, replay_from = isinstance(loop, ScoringLoop), _step("replay_from", loop.replay_from())
         self._set(
             state=TrainerState.OFFLOADED,
             can_score=can_score,
@@ -349,7 +350,7 @@ class Rank:
                 with _refusing("checkpoint", CLAIM_FULL):
                     loop.save(request.step, request.keep)
                     self._set(saved=request.step)  # first: it is so on every rank, whatever comes next on this one
-                    self._set(replay_from=loop.replay_from())
+                    self._set(replay_from=_step("replay_from", loop.replay_from()))
                 log(_LOG, "checkpoint saved", step=request.step, took_s=_since(began))
             case FinishRequest():
                 with _refusing("model", CLAIM_FULL):
@@ -377,6 +378,14 @@ class Rank:
     def _set(self, **changes: object) -> None:
         with self._changed:
             self._status = self._status.model_copy(update=changes)
+
+
+def _step(method: str, returned: SupportsIndex) -> int:
+    """What `method` returned: an int, or what stands for one, as numpy's do. Raises TypeError."""
+    try:
+        return operator.index(returned)
+    except TypeError as error:
+        raise TypeError(f"{method} returned {returned!r:.100}, and not a step: an integer") from error
 
 
 def _figures(returned: object) -> dict[str, float]:

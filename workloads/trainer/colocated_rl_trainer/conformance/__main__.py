@@ -6,11 +6,13 @@ Exit code 0 if all held, 1 if one did not, 2 if the trainer did not load.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from colocated_rl_trainer.conformance.checks import Broken, Check, checks_of
 from colocated_rl_trainer.conformance.ranks import NotThere, Refusal, TrainerGroup, TrainerKind, running
@@ -22,14 +24,11 @@ LAST_LINES = 5  # of each rank's output, after a failure
 
 def main(words: Sequence[str]) -> int:
     options = _options(words)
-    config = json.loads(options.config.read_bytes()) if options.config else {}
-    kind = TrainerKind("yours", options.command, options.model.resolve(), config, has_reference=options.reference)
+    kind = TrainerKind("yours", options.command, options.model, options.config, has_reference=options.reference)
     checks = checks_of(kind)
-    with (
-        tempfile.TemporaryDirectory(prefix="conformance-") as scratch,
-        running(kind, Path(scratch), size=options.ranks, device=options.device) as trainer,
-    ):
+    with tempfile.TemporaryDirectory(prefix="conformance-") as scratch, contextlib.ExitStack() as stack:
         try:
+            trainer = stack.enter_context(running(kind, Path(scratch), size=options.ranks, device=options.device))
             trainer.wait_loaded()
             if options.reference and not all(rank.status.can_score for rank in trainer.ranks):
                 _say("BROKEN  `canScore` is false: in a job with a reference this trainer is refused")
@@ -80,13 +79,37 @@ def _last_words(trainer: TrainerGroup) -> Iterator[str]:
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python3 -m colocated_rl_trainer.conformance", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="directory of a small model, Hugging Face format")
-    parser.add_argument("--config", type=Path, help="JSON file: what spec.trainer.config would be")
-    parser.add_argument("--ranks", type=int, default=2, help="of the group, each as in a pod of its own (2)")
+    parser.add_argument(
+        "--model", type=_directory, required=True, help="directory of a small model, Hugging Face format"
+    )
+    parser.add_argument("--config", type=_object, default={}, help="JSON file: what spec.trainer.config would be")
+    parser.add_argument("--ranks", type=_count, default=2, help="of the group, each as in a pod of its own (2)")
     parser.add_argument("--reference", action="store_true", help="as in a job with spec.reference: it has to score")
     parser.add_argument("--device", default="cpu", help="of each rank: cpu or cuda:N (cpu)")
     parser.add_argument("command", nargs="+", help="the trainer, after --: what spec.trainer.command would be")
     return parser.parse_args(words)
+
+
+def _directory(written: str) -> Path:
+    if not Path(written).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {written}")
+    return Path(written).resolve()
+
+
+def _object(written: str) -> dict[str, Any]:
+    try:
+        config = json.loads(Path(written).read_bytes())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{written} can't be read: {error}") from error
+    if not isinstance(config, dict):
+        raise argparse.ArgumentTypeError(f"{written} has no JSON object")
+    return config
+
+
+def _count(written: str) -> int:
+    if not (written.isascii() and written.isdigit() and int(written)):
+        raise argparse.ArgumentTypeError(f"{written} is no number of ranks: 1 at least")
+    return int(written)
 
 
 def _say(line: str) -> None:
