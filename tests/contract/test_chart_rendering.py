@@ -27,6 +27,7 @@ pytestmark = pytest.mark.cluster
 CHART = CHECKOUT.root / "charts/colocated-rl"
 CI = sorted((CHART / "ci").glob("*-values.yaml"))
 NAMESPACE = "rl-system"
+JOBS = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
 MONITORING = "monitoring.coreos.com/v1"  # of an operator that is not here
 helm = Helm(CHECKOUT.localcluster)
 
@@ -184,6 +185,19 @@ def test_names_of_the_longest_release_are_names() -> None:
     found = [document["metadata"] for document in yaml.safe_load_all(text) if document]
     assert 63 >= max(len(each["name"]) for each in found)
     assert 63 >= max(len(value) for each in found for value in each.get("labels", {}).values())
+
+
+@pytest.mark.parametrize("release", ["1st", "rl.v2", f"{'r' * 29}.v2", "2.colocated-rl"])
+def test_server_takes_the_names_of_any_release(api: ApiServer, release: str) -> None:
+    """A release's may begin with a digit and have dots: its Service was refused, and the job that `helm test` makes."""
+    text = helm("template", release, CHART, "--namespace", "default", "--set", "monitoring.monitors=true")
+    objects = [document for document in yaml.safe_load_all(text) if document]
+    places = {"Service": "/api/v1/namespaces/default/services", names.KIND: JOBS}
+    for kind, place in places.items():
+        made = one(objects, kind)
+        answer = api.request("POST", f"{place}?dryRun=All", made)
+        assert answer.is_accepted, answer.message
+        assert made["metadata"]["name"][0].isalpha()  # of a Service, servers before 1.34 want that too
 
 
 class NoKeyTwice(yaml.SafeLoader):

@@ -1,10 +1,12 @@
-{{/* The release's name, with the chart's where it does not say so itself. */}}
+{{/* The release's name, with the chart's where it does not say so itself. Releases may have dots in their names and begin
+     with a digit, Services and jobs not. */}}
 {{- define "colocated-rl.name" -}}
-{{- if contains .Chart.Name .Release.Name -}}
-{{- .Release.Name | trunc 52 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 52 | trimSuffix "-" -}}
+{{- $release := .Release.Name | replace "." "-" -}}
+{{- $name := contains .Chart.Name $release | ternary $release (printf "%s-%s" $release .Chart.Name) -}}
+{{- if regexMatch "^[0-9]" $name -}}
+{{- $name = printf "%s-%s" .Chart.Name $release -}}
 {{- end -}}
+{{- $name | trunc 52 | trimSuffix "-" -}}
 {{- end -}}
 
 {{/* Labels that never change: selectors. Network policies of jobs know the operator by the first. */}}
