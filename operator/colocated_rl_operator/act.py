@@ -57,6 +57,7 @@ NAME_RETRY_S = 1.0
 DELETE_GRACE_S = 30  # of pods whose job is deleted
 DELETE_TRIES, DELETE_RETRY_S = 4, 1.0
 BURY_AFTER_S = DELETE_GRACE_S + 15.0  # then a pod of a deleted job has no node that answers
+IS_ENDING = "object is being deleted"  # says the server of a name that will be free
 NO_DRY_RUN = "does not support dry run"  # says the server of a webhook that it may not ask: it judges the pod itself
 STOP_S = 5.0  # members of a deleted job have this long to end by themselves
 
@@ -273,7 +274,7 @@ async def _apply_objects(job: Job, doors: Doors) -> None:
 async def _change_pod(
     case: Case, job: Job, action: CreatePod | DeletePod, limit: asyncio.Semaphore, doors: Doors
 ) -> bool:
-    """False when the pod's name is taken by somebody else's, most likely an ending pod of a deleted job."""
+    """False while an ending pod has the name, of a deleted job most likely. Raises Refused if another's has it."""
     async with limit:
         match action:
             case CreatePod(seat, attempt, avoids):
@@ -281,9 +282,12 @@ async def _change_pod(
                 name = body["metadata"]["name"]
                 try:
                     doors.pods.put(await doors.kube.create_pod(job.namespace, body))
-                except Conflict:
+                except Conflict as error:
                     await list_again(case, doors.kube, doors.pods)  # ours perhaps, and the watch has not said so yet
-                    return name in {pod["metadata"]["name"] for pod in doors.pods.of(job.uid)}
+                    is_ours = name in {pod["metadata"]["name"] for pod in doors.pods.of(job.uid)}
+                    if is_ours or IS_ENDING in str(error):
+                        return is_ours
+                    raise Refused(f"{error}, and is no pod of this job: delete it", error.status) from error
                 log(LOG, "pod created", pod=name)
             case DeletePod(name, uid, grace_s, why, is_fault):
                 await doors.kube.delete_pod(job.namespace, name, uid=uid, grace_s=grace_s)

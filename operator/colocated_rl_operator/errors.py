@@ -58,7 +58,7 @@ class NotFound(ApiError):
 
 
 class Refused(ApiError):
-    """Not admitted: quota, pod security, a webhook, a missing right."""
+    """Not admitted: quota, pod security, a webhook, a missing right, a name that is taken."""
 
 
 class StaleEpoch(OperatorError):

@@ -14,6 +14,7 @@ from contract.api_server import ApiServer, Document, Kubectl
 from builders import make_job
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
 from colocated_rl_operator import belongings
+from colocated_rl_operator.act import IS_ENDING
 from colocated_rl_operator.resources import PodImages, pod
 from setup.layout import CHECKOUT
 
@@ -161,6 +162,19 @@ def test_devices_of_a_claim_come_to_the_pod_by_the_scheduler(plain_cluster: Clus
         assert ["gpu.example.com"] * 2 == plain_cluster.wait_for("a node with two devices", devices, DEADLINE_S)
     finally:
         plain_cluster.kubectl("delete", "pod", body["metadata"]["name"], *where, "--force", "--grace-period=0")
+
+
+def test_a_name_that_will_be_free_is_told_from_one_that_is_taken(api: ApiServer) -> None:
+    """By the server's words: the operator waits for the one, and says who has the other."""
+    body = rendered("taken")
+    body["metadata"]["finalizers"] = ["rl.colocate.dev/of-a-test"]
+    place = f"{PODS}/{body['metadata']['name']}"
+    assert api.request("POST", PODS, body).is_accepted
+    taken = api.request("POST", PODS, body)
+    api.request("DELETE", f"{place}?gracePeriodSeconds=0")
+    ending = api.request("POST", PODS, body)
+    api.request("PATCH", place, {"metadata": {"finalizers": None}}, content_type="application/merge-patch+json")
+    assert [(409, False), (409, True)] == [(said.status, IS_ENDING in said.message) for said in (taken, ending)]
 
 
 def test_a_pod_in_a_queue_waits_for_admission_and_others_do_not(plain_cluster: Cluster, api: ApiServer) -> None:

@@ -147,7 +147,9 @@ class FakeApiServer:
         if is_trial and (words := self.refused_pod(body)) is not None:
             return _status(422, words)
         if full in self.objects:
-            return _status(409, f"{full} already exists", reason="AlreadyExists")
+            is_ending = "deletionTimestamp" in self.objects[full]["metadata"]
+            words = f"{'object is being deleted: ' if is_ending else ''}{full} already exists"
+            return _status(409, words, reason="AlreadyExists")
         if is_trial:
             return web.json_response(body, status=201)
         return web.json_response(self.put(full, body), status=201)

@@ -772,16 +772,32 @@ async def test_pods_that_are_there_are_not_tried_again_where_a_quota_has_room_fo
     assert not {"ObjectRefused"} & reasons_of_events(world)
 
 
+TAKEN = "/api/v1/namespaces/default/pods/sums-gpu-0-0"
+
+
 async def test_a_pod_of_a_deleted_job_of_the_same_name_is_waited_for(world: World) -> None:
-    path = "/api/v1/namespaces/default/pods/sums-gpu-0-0"
-    world.api.put(path, {"metadata": {"name": "sums-gpu-0-0", "labels": {}}, "status": {"phase": "Running"}})
+    ending = {"name": "sums-gpu-0-0", "labels": {}, "deletionTimestamp": "2026-01-01T00:00:00Z"}
+    world.api.put(TAKEN, {"metadata": ending, "status": {"phase": "Running"}})
     world.kubelet.moved.clear()
     async with world.operator():
         await world.until(lambda: len(world.kubelet.members) == 2)
         await world.until(lambda: world.status.get("phase") == "Pending")
         assert "False" == condition(world, "Stalled")[0]
-        world.api.remove(path)
+        world.api.remove(TAKEN)
         await world.until(lambda: world.status.get("phase") == "Complete")
+
+
+async def test_a_pod_of_somebody_elses_that_has_the_name_is_named(world: World) -> None:
+    """The job waited for it to go, and told nobody."""
+    world.api.put(TAKEN, {"metadata": {"name": "sums-gpu-0-0", "labels": {}}, "status": {"phase": "Running"}})
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("conditions"))
+        await world.until(lambda: condition(world, "Stalled") == ("True", "ObjectRefused"))
+        assert f"{TAKEN} already exists, and is no pod of this job: delete it" in told(world, "Stalled")
+        world.api.remove(TAKEN)
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert ("False", "NotStalled") == condition(world, "Stalled")
 
 
 async def test_a_spec_that_only_the_models_refuse_is_named_in_a_condition(world: World) -> None:
