@@ -1,212 +1,55 @@
-"""The plan drives a simulated group from start to end, whatever happens in between.
+"""The plan drives a simulated group from start to end, whatever happens in between: `fakes.walks`, a few of them.
 
-`fakes.group` checks its invariants on every move; the walks here only choose the moves. Each walk has a bounded number
-of faults, anywhere; after the last one the group must reach Complete, or a failure with a name, within a bound. Engines
-in pods of their own are explored by the model check (`test_plan_model`), with the agents' real table.
+Engines in pods of their own are explored by the model check (`test_plan_model`), with the agents' real table.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import event, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings
 
-from builders import IN_ONE_POD, PLACED, TOGETHER, make_job
-from colocated_rl_api.failure import FailureAction, FailureCause
+from builders import IN_ONE_POD, TOGETHER
 from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung
 from colocated_rl_operator import observation
 from colocated_rl_operator.observation import Tally
-from colocated_rl_operator.plan import Plan
 from colocated_rl_operator.reasons import Cause
-from fakes.group import Broken, Simulation, must
-
-MOVES_TO_THE_END = 4000
-ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT)}
-
-
-def make_group(
-    replicas: int = 2,
-    placement: Placement = Placement.TIME_SLICED,
-    *,
-    reference: bool = False,
-    policy: dict[str, Any] | None = None,
-    verify: str = "Probe",
-) -> Simulation:
-    often = {"everySteps": 2}
-    spec: dict[str, Any] = {
-        **PLACED[placement],
-        "checkpoint": often,
-        "evaluation": None if placement is Placement.TRAIN_ONLY else often,
-        "reference": {} if reference else None,
-        "failurePolicy": policy,
-        "weightSync": {"verify": verify},
-    }
-    return Simulation(make_job(replicas=replicas, steps=3, **spec))
-
-
-@st.composite
-def policies(draw: st.DrawFn) -> dict[str, Any]:
-    """Any that does not end the job."""
-    rules = []
-    for _ in range(draw(st.integers(1, 4))):
-        cause = draw(st.sampled_from(FailureCause))
-        action = draw(st.sampled_from([each for each in cause.answers if each is not FailureAction.FAIL_JOB]))
-        rule: dict[str, Any] = {"onCauses": [cause], "action": action, "counts": draw(st.booleans())}
-        rules.append(rule | ({"maxTries": draw(st.integers(1, 2))} if draw(st.booleans()) else {}))
-    return {"rules": rules, "backoffSeconds": draw(st.sampled_from([0, 10])), "maxBackoffSeconds": 60}
-
-
-def fault(group: Simulation, rng: random.Random) -> str:
-    pod = rng.choice(group.pods) if group.pods else None
-    rollout = rng.choice(group.rollouts) if group.rollouts else None
-    faults: dict[str, Callable[[], object]] = {
-        "operator": group.operator_restarts,
-        "operator between record and send": lambda: group.operator_pass(dies_after_record=True),
-        "suspension": lambda: group.suspend(True),
-        "resumption": lambda: group.suspend(False),
-    }
-    if group.job.spec.suspend:
-        faults["other replicas"] = partial(group.resize, rng.randint(1, 3))
-    if pod is not None:
-        faults |= {
-            "engine": partial(group.engine_dies, pod),
-            "trainer": partial(group.trainer_dies, pod),
-            "agent": partial(group.agent_restarts, pod),
-            "pod": partial(group.pod_is_lost, pod),
-            "connection": partial(group.connection_breaks, pod),
-        }
-        if group.compares:
-            faults["weights"] = partial(setattr, pod, "spoils", 1)
-    if rollout is not None:
-        faults["rollout pod"] = partial(group.pod_is_lost, rollout)
-    name = rng.choice(sorted(faults))
-    faults[name]()
-    return name
-
-
-def move(group: Simulation, rng: random.Random) -> None:
-    """One move of anybody, chosen at random; reports and targets lag behind because they are moves too."""
-    pods, rollouts = group.pods, group.rollouts
-    match rng.randrange(6):
-        case 0 | 1:
-            group.operator_pass()
-        case 2 if pods:
-            group.deliver(rng.choice(pods))
-        case 3 if pods:
-            group.agent_moves(rng.choice(pods))
-        case 4 if pods:
-            group.report(rng.choice(group.everybody))
-        case 5 if rollouts:
-            group.rollout_moves(rng.choice(rollouts))
-
-
-def settle(group: Simulation) -> int:
-    """Everybody moves in turn until the end; returns the rounds it took. Time passes only when nothing else moves."""
-    group.suspend(False)
-    for rounds in range(MOVES_TO_THE_END):
-        if group.outcome is not None:
-            return rounds
-        decided, busy = everybody_moves(group)
-        if not busy:
-            must(
-                decided.wake_at is not None or group.outcome is not None, "nobody moves, and the plan waits for nothing"
-            )
-            group.now = decided.wake_at or group.now
-    raise AssertionError(f"no end in {MOVES_TO_THE_END} rounds: {group.climb}, {group.pods}")
-
-
-def everybody_moves(group: Simulation) -> tuple[Plan, bool]:
-    """Once, in turn. Whether anything changed."""
-    before = (group.sent, group.climb, len(group.pods), len(group.rollouts))
-    decided = group.operator_pass()
-    busy = before != (group.sent, group.climb, len(group.pods), len(group.rollouts))
-    for pod in list(group.pods):
-        busy |= group.deliver(pod)
-        busy |= group.agent_moves(pod)
-        busy |= group.report(pod)
-    for rollout in list(group.rollouts):
-        busy |= group.rollout_moves(rollout)
-        busy |= group.report(rollout)
-    return decided, busy
-
-
-def walk(
-    seed: int,
-    *,
-    replicas: int,
-    faults: int,
-    moves: int = 300,
-    placement: Placement = Placement.TIME_SLICED,
-    reference: bool = False,
-    policy: dict[str, Any] | None = None,
-    verify: str = "Probe",
-) -> Simulation:
-    rng = random.Random(seed)
-    group = make_group(replicas, placement, reference=reference, policy=policy, verify=verify)
-    at = {rng.randrange(moves) for _ in range(faults)}
-    for index in range(moves):
-        if index in at:
-            fault(group, rng)
-        move(group, rng)
-        group.now += 0.01
-    settle(group)
-    return group
-
-
-@given(
-    seed=st.integers(0, 2**32),
-    replicas=st.integers(1, 3),
-    faults=st.integers(0, 6),
-    placement=st.sampled_from(IN_ONE_POD),
-    reference=st.booleans(),
+from fakes.group import Broken
+from fakes.walks import (
+    ANY_WALK,
+    COMPARING_WALK,
+    FAULTS,
+    MOVES_TO_THE_END,
+    ROUNDS,
+    WALK_UNDER_A_POLICY,
+    everybody_moves,
+    make_group,
+    must_end,
+    must_heal,
+    must_serve_the_same_weights,
+    settle,
+    walk,
 )
-@settings(max_examples=100)
+
+
+@given(**ANY_WALK)
+@settings(max_examples=30)
 @example(seed=0, replicas=2, faults=0, placement=Placement.TIME_SLICED, reference=False)
-def test_every_walk_ends_and_no_invariant_breaks(
-    seed: int, replicas: int, faults: int, placement: Placement, reference: bool
-) -> None:
-    group = walk(seed, replicas=replicas, faults=faults, placement=placement, reference=reference)
-    assert group.outcome in ENDS
-    if faults <= group.job.spec.backoff_limit:
-        assert str(Cause.ALL_STEPS_DONE) == group.outcome
+def test_every_walk_ends_and_no_invariant_breaks(**chosen: Any) -> None:
+    must_end(**chosen)
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    replicas=st.integers(2, 4),
-    faults=st.integers(1, 6),
-    placement=st.sampled_from(TOGETHER),
-)
-@settings(max_examples=25)
-def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_other_weights(
-    seed: int, replicas: int, faults: int, placement: Placement
-) -> None:
-    group = walk(seed, replicas=replicas, faults=faults, placement=placement, verify="Checksum")
-    assert str(Cause.ALL_STEPS_DONE) == group.outcome
+@given(**COMPARING_WALK)
+@settings(max_examples=10)
+def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_other_weights(**chosen: Any) -> None:
+    must_serve_the_same_weights(**chosen)
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    replicas=st.integers(1, 3),
-    faults=st.integers(1, 6),
-    placement=st.sampled_from(IN_ONE_POD),
-    policy=policies(),
-)
-@settings(max_examples=40)
-def test_every_walk_under_any_policy_ends_and_no_invariant_breaks(
-    seed: int, replicas: int, faults: int, placement: Placement, policy: dict[str, Any]
-) -> None:
-    group = walk(seed, replicas=replicas, faults=faults, placement=placement, policy=policy)
-    assert group.climb is not None
-    event(f"{group.climb.tally.cause}: {group.climb.tally.action}")
-    assert group.outcome in ENDS
-    if faults <= group.job.spec.backoff_limit:
-        assert str(Cause.ALL_STEPS_DONE) == group.outcome
+@given(**WALK_UNDER_A_POLICY)
+@settings(max_examples=15)
+def test_every_walk_under_any_policy_ends_and_no_invariant_breaks(**chosen: Any) -> None:
+    must_end(**chosen)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -233,17 +76,11 @@ def test_an_undisturbed_job_raises_one_epoch_for_each_step_and_sends_each_barrie
     assert group.sent <= (replicas * (len(group.ladder.barriers) + 1) + 6) * group.climb.epoch
 
 
-@pytest.mark.parametrize("kind", ["engine_dies", "trainer_dies", "agent_restarts", "pod_is_lost", "connection_breaks"])
-@pytest.mark.parametrize("round_of_fault", range(0, 60, 3))
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("round_of_fault", range(0, ROUNDS, 7))
 @pytest.mark.parametrize("placement", IN_ONE_POD)
 def test_one_fault_at_any_time_is_healed(kind: str, round_of_fault: int, placement: Placement) -> None:
-    group = make_group(placement=placement)
-    for _ in range(round_of_fault):
-        everybody_moves(group)
-    if group.pods:
-        getattr(group, kind)(group.pods[0])
-    settle(group)
-    assert str(Cause.ALL_STEPS_DONE) == group.outcome
+    must_heal(kind, after_rounds=round_of_fault, placement=placement)
 
 
 @pytest.mark.parametrize("seat", ["gpu-0", "gpu-1", "rollout"])

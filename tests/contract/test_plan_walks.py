@@ -1,0 +1,46 @@
+"""More walks of a simulated group than the fast layer has time for (`tests/unit/test_plan_properties.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from builders import IN_ONE_POD
+from colocated_rl_api.ladder import Placement
+from fakes.walks import (
+    ANY_WALK,
+    COMPARING_WALK,
+    FAULTS,
+    ROUNDS,
+    WALK_UNDER_A_POLICY,
+    must_end,
+    must_heal,
+    must_serve_the_same_weights,
+)
+
+
+@given(**ANY_WALK)
+@settings(max_examples=100)
+def test_every_walk_ends_and_no_invariant_breaks(**chosen: Any) -> None:
+    must_end(**chosen)
+
+
+@given(**COMPARING_WALK)
+@settings(max_examples=30)
+def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_other_weights(**chosen: Any) -> None:
+    must_serve_the_same_weights(**chosen)
+
+
+@given(**WALK_UNDER_A_POLICY)
+@settings(max_examples=40)
+def test_every_walk_under_any_policy_ends_and_no_invariant_breaks(**chosen: Any) -> None:
+    must_end(**chosen)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("placement", IN_ONE_POD)
+def test_one_fault_in_any_round_is_healed(kind: str, placement: Placement) -> None:
+    for after_rounds in range(0, ROUNDS, 2):
+        must_heal(kind, after_rounds=after_rounds, placement=placement)

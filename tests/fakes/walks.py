@@ -1,0 +1,209 @@
+"""Walks of a simulated group (`fakes.group`) from start to end, on which anything may go wrong.
+
+The group checks its invariants on every move; a walk only chooses the moves. Each has a bounded number of faults,
+anywhere; after the last one the group must reach Complete, or a failure with a name, within a bound. The fast layer
+takes some of them (`test_plan_properties`), the contract layer many more (`test_plan_walks`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hypothesis import event
+from hypothesis import strategies as st
+
+from builders import IN_ONE_POD, PLACED, TOGETHER, make_job
+from colocated_rl_api.failure import FailureAction, FailureCause
+from colocated_rl_api.ladder import Placement
+from colocated_rl_operator.plan import Plan
+from colocated_rl_operator.reasons import Cause
+from fakes.group import Simulation, must
+
+MOVES_TO_THE_END = 4000
+ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT)}
+FAULTS = ("engine_dies", "trainer_dies", "agent_restarts", "pod_is_lost", "connection_breaks")
+ROUNDS = 60  # of everybody, in which most of an undisturbed job happens
+
+SEEDS = st.integers(0, 2**32)
+
+
+def make_group(
+    replicas: int = 2,
+    placement: Placement = Placement.TIME_SLICED,
+    *,
+    reference: bool = False,
+    policy: dict[str, Any] | None = None,
+    verify: str = "Probe",
+) -> Simulation:
+    often = {"everySteps": 2}
+    spec: dict[str, Any] = {
+        **PLACED[placement],
+        "checkpoint": often,
+        "evaluation": None if placement is Placement.TRAIN_ONLY else often,
+        "reference": {} if reference else None,
+        "failurePolicy": policy,
+        "weightSync": {"verify": verify},
+    }
+    return Simulation(make_job(replicas=replicas, steps=3, **spec))
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> dict[str, Any]:
+    """Any that does not end the job."""
+    rules = []
+    for _ in range(draw(st.integers(1, 4))):
+        cause = draw(st.sampled_from(FailureCause))
+        action = draw(st.sampled_from([each for each in cause.answers if each is not FailureAction.FAIL_JOB]))
+        rule: dict[str, Any] = {"onCauses": [cause], "action": action, "counts": draw(st.booleans())}
+        rules.append(rule | ({"maxTries": draw(st.integers(1, 2))} if draw(st.booleans()) else {}))
+    return {"rules": rules, "backoffSeconds": draw(st.sampled_from([0, 10])), "maxBackoffSeconds": 60}
+
+
+def fault(group: Simulation, rng: random.Random) -> str:
+    pod = rng.choice(group.pods) if group.pods else None
+    rollout = rng.choice(group.rollouts) if group.rollouts else None
+    faults: dict[str, Callable[[], object]] = {
+        "operator": group.operator_restarts,
+        "operator between record and send": lambda: group.operator_pass(dies_after_record=True),
+        "suspension": lambda: group.suspend(True),
+        "resumption": lambda: group.suspend(False),
+    }
+    if group.job.spec.suspend:
+        faults["other replicas"] = partial(group.resize, rng.randint(1, 3))
+    if pod is not None:
+        faults |= {
+            "engine": partial(group.engine_dies, pod),
+            "trainer": partial(group.trainer_dies, pod),
+            "agent": partial(group.agent_restarts, pod),
+            "pod": partial(group.pod_is_lost, pod),
+            "connection": partial(group.connection_breaks, pod),
+        }
+        if group.compares:
+            faults["weights"] = partial(setattr, pod, "spoils", 1)
+    if rollout is not None:
+        faults["rollout pod"] = partial(group.pod_is_lost, rollout)
+    name = rng.choice(sorted(faults))
+    faults[name]()
+    return name
+
+
+def move(group: Simulation, rng: random.Random) -> None:
+    """One move of anybody, chosen at random; reports and targets lag behind because they are moves too."""
+    pods, rollouts = group.pods, group.rollouts
+    match rng.randrange(6):
+        case 0 | 1:
+            group.operator_pass()
+        case 2 if pods:
+            group.deliver(rng.choice(pods))
+        case 3 if pods:
+            group.agent_moves(rng.choice(pods))
+        case 4 if pods:
+            group.report(rng.choice(group.everybody))
+        case 5 if rollouts:
+            group.rollout_moves(rng.choice(rollouts))
+
+
+def settle(group: Simulation) -> int:
+    """Everybody moves in turn until the end; returns the rounds it took. Time passes only when nothing else moves."""
+    group.suspend(False)
+    for rounds in range(MOVES_TO_THE_END):
+        if group.outcome is not None:
+            return rounds
+        decided, busy = everybody_moves(group)
+        if not busy:
+            must(
+                decided.wake_at is not None or group.outcome is not None, "nobody moves, and the plan waits for nothing"
+            )
+            group.now = decided.wake_at or group.now
+    raise AssertionError(f"no end in {MOVES_TO_THE_END} rounds: {group.climb}, {group.pods}")
+
+
+def everybody_moves(group: Simulation) -> tuple[Plan, bool]:
+    """Once, in turn. Whether anything changed."""
+    before = (group.sent, group.climb, len(group.pods), len(group.rollouts))
+    decided = group.operator_pass()
+    busy = before != (group.sent, group.climb, len(group.pods), len(group.rollouts))
+    for pod in list(group.pods):
+        busy |= group.deliver(pod)
+        busy |= group.agent_moves(pod)
+        busy |= group.report(pod)
+    for rollout in list(group.rollouts):
+        busy |= group.rollout_moves(rollout)
+        busy |= group.report(rollout)
+    return decided, busy
+
+
+def walk(
+    seed: int,
+    *,
+    replicas: int,
+    faults: int,
+    moves: int = 300,
+    placement: Placement = Placement.TIME_SLICED,
+    reference: bool = False,
+    policy: dict[str, Any] | None = None,
+    verify: str = "Probe",
+) -> Simulation:
+    rng = random.Random(seed)
+    group = make_group(replicas, placement, reference=reference, policy=policy, verify=verify)
+    at = {rng.randrange(moves) for _ in range(faults)}
+    for index in range(moves):
+        if index in at:
+            fault(group, rng)
+        move(group, rng)
+        group.now += 0.01
+    settle(group)
+    return group
+
+
+# ------------------------------------------------------------------------------------------ what holds for every walk
+ANY_WALK: dict[str, st.SearchStrategy[Any]] = {
+    "seed": SEEDS,
+    "replicas": st.integers(1, 3),
+    "faults": st.integers(0, 6),
+    "placement": st.sampled_from(IN_ONE_POD),
+    "reference": st.booleans(),
+}
+COMPARING_WALK: dict[str, st.SearchStrategy[Any]] = {
+    "seed": SEEDS,
+    "replicas": st.integers(2, 4),
+    "faults": st.integers(1, 6),
+    "placement": st.sampled_from(TOGETHER),
+}
+WALK_UNDER_A_POLICY: dict[str, st.SearchStrategy[Any]] = {
+    "seed": SEEDS,
+    "replicas": st.integers(1, 3),
+    "faults": st.integers(1, 6),
+    "placement": st.sampled_from(IN_ONE_POD),
+    "policy": policies(),
+}
+
+
+def must_end(*, seed: int, faults: int, **more: Any) -> None:
+    """more: as for `walk`."""
+    group = walk(seed, faults=faults, **more)
+    assert group.climb is not None
+    event(f"{group.climb.tally.cause}: {group.climb.tally.action}")
+    assert group.outcome in ENDS
+    if faults <= group.job.spec.backoff_limit:
+        assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+def must_serve_the_same_weights(*, seed: int, **more: Any) -> None:
+    """Of a job that compares engines."""
+    group = walk(seed, verify="Checksum", **more)
+    assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+def must_heal(kind: str, *, after_rounds: int, placement: Placement) -> None:
+    """One fault, at any time."""
+    group = make_group(placement=placement)
+    for _ in range(after_rounds):
+        everybody_moves(group)
+    if group.pods:
+        getattr(group, kind)(group.pods[0])
+    settle(group)
+    assert str(Cause.ALL_STEPS_DONE) == group.outcome
