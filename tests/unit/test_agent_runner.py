@@ -40,19 +40,16 @@ DEADLINE_S = 30.0  # less than what is killed would live by itself
 @cache
 def oldest_python() -> str:
     """An interpreter of at least 3.9, of those that this machine has: the runner runs in images that are not ours."""
-    named = [shutil.which(f"python3.{minor}") for minor in range(9, 15)]
-    installed = sorted(Path.home().glob(".pyenv/versions/3.*/bin/python3"))
-    versions: dict[tuple[int, int], str] = {sys.version_info[:2]: sys.executable}
-    for python in [*filter(None, named), *map(str, installed)]:
-        say = "import sys; print(*sys.version_info[:2])"
-        answer = subprocess.run([python, "-I", "-c", say], capture_output=True, text=True, check=False)
-        if answer.returncode == 0:  # a shim may have nothing behind it
-            major, minor = map(int, answer.stdout.split())
-            versions[major, minor] = python
-    return versions[min(version for version in versions if version >= (3, 9))]
+    for minor in range(9, sys.version_info.minor):
+        kept, named = Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3"), shutil.which(f"python3.{minor}")
+        for python in [*map(str, kept), *filter(None, [named])]:  # to start a shim takes longer than to start Python
+            answer = subprocess.run([python, "-I", "-S", "-c", ""], capture_output=True, check=False)
+            if answer.returncode == 0:  # a shim may have nothing behind it
+                return python
+    return sys.executable
 
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+SLEEP = ["sleep", "60"]
 
 
 class Container:
