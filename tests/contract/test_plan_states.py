@@ -10,7 +10,7 @@ import pytest
 from builders import OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, make_job
 from colocated_rl_api.ladder import Placement
 from colocated_rl_operator.reasons import Cause
-from fakes.explore import bounds_of, explore
+from fakes.explore import bounds_of, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
 from fakes.model import MORTAL, Model
 
@@ -42,6 +42,12 @@ def test_every_state_is_safe_and_leads_to_an_end(
     check(Model(job, deaths=deaths, of=of, suspensions=suspensions), capsys)
 
 
+def test_what_a_search_leaves_out_where_nothing_is_trained_differs_in_nothing_from_what_it_looks_at() -> None:
+    job = make_job(replicas=2, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.ROLLOUT_ONLY])
+    few, each = (searched(job, of=("pod",), in_all_orders=whole) for whole in (False, True))
+    must_mean_the_same(few, each)
+
+
 def test_what_a_search_leaves_out_of_three_pods_differs_in_nothing_from_what_it_looks_at() -> None:
     """A pod that is made again stands behind those that were not."""
     job = make_job(replicas=3, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.TRAIN_ONLY])
@@ -70,11 +76,33 @@ def test_every_state_of_a_job_with_a_reference_is_safe_and_leads_to_an_end(
 
 
 @pytest.mark.parametrize("offload", [["KVCache"], ["Weights", "KVCache"]], ids="-".join)
-def test_every_state_of_two_pods_whose_engines_keep_memory_is_safe_and_leads_to_an_end(
-    offload: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("replicas", "deaths"), [(1, 1), (2, 0)])
+def test_every_state_of_a_job_whose_engines_keep_memory_is_safe_and_leads_to_an_end(
+    replicas: int, deaths: int, offload: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = make_job(replicas=2, steps=1, checkpoint={"everySteps": 1}, rollout=ROLLOUT | {"offload": offload})
-    check(Model(job, deaths=0), capsys)
+    job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, rollout=ROLLOUT | {"offload": offload})
+    check(Model(job, deaths=deaths), capsys)
+
+
+@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize(("replicas", "deaths"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize("reference", [False, True])
+def test_walks_at_random_are_safe_and_end(replicas: int, deaths: int, reference: bool, placement: Placement) -> None:
+    spec: dict[str, Any] = {**PLACED[placement], "reference": {} if reference else None}
+    job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, **spec)
+    model = Model(job, deaths=deaths, in_all_orders=True)  # knows what it has planned
+    for seed in range(12):
+        must_walk_to_the_end(model, seed=seed)
+
+
+@pytest.mark.parametrize("placement", [each for each in Placement if each is not Placement.DISAGGREGATED])
+@pytest.mark.parametrize("action", ["RollBack", "RestartPod"])
+def test_every_state_of_one_pod_under_a_failure_policy_is_safe_and_leads_to_an_end(
+    action: str, placement: Placement, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = [{"onCauses": ["TrainerDied", "RungDeadlineExceeded"], "action": action}, *ELSEWHERE]
+    spec: dict[str, Any] = {**PLACED[placement], "failurePolicy": {"rules": rules}}
+    check(Model(make_job(replicas=1, steps=1, checkpoint={"everySteps": 1}, **spec), deaths=1), capsys)
 
 
 @pytest.mark.parametrize("rollout", [ROLLOUT, RESIDENT_ROLLOUT], ids=["time-sliced", "resident"])

@@ -1,4 +1,4 @@
-"""Looks at every state of `fakes.model`, and says from which of them no end can be reached.
+"""Looks at every state of `fakes.model`, and says from which of them no end can be reached; or walks through some.
 
 By hand for bounds that no layer has time for: `make explore BOUNDS="--pods 2 --deaths 2"`.
 """
@@ -6,6 +6,7 @@ By hand for bounds that no layer has time for: `make explore BOUNDS="--pods 2 --
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from array import array
 from collections import Counter
@@ -15,6 +16,7 @@ from itertools import islice
 
 from builders import PLACED, make_job
 from colocated_rl_api.ladder import Placement
+from colocated_rl_operator.reasons import Cause
 from fakes.model import MORTAL, Model, State
 from fakes.model_pod import Broken, must
 from fakes.packed import Moves, Packing
@@ -22,6 +24,8 @@ from fakes.values import Values
 
 ANEW = 100  # one state of so many
 OFTEN = 250_000  # states after which a search by hand says how far it is
+MOST_MOVES = 2000  # of one walk
+DEATHS_AT = 0.02  # of the moves of a walk
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,19 @@ class Search:
             way.append(self._words[self._by[number]])
             number = self._came_from[number]
         return way[::-1]
+
+
+def must_walk_to_the_end(model: Model, *, seed: int) -> None:
+    """One way of all, at random: where there are too many states for a search."""
+    rng, state = random.Random(seed), model.start()
+    for _ in range(MOST_MOVES):
+        if state.operator.is_over:
+            break
+        lively = [] if rng.random() < DEATHS_AT else model.moves(state)
+        _, state = rng.choice(lively or model.successors(state))
+    assert state.operator.is_over
+    assert state.operator.climb is not None
+    assert Cause.ALL_STEPS_DONE is state.operator.climb.cause
 
 
 def main(arguments: list[str]) -> int:
