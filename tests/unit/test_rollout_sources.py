@@ -193,6 +193,13 @@ HUB = ["README.md", "main/train-0.parquet", "main/test-0.parquet", "hard/train-0
         ({}, HUB, [{"config_name": "main", "data_files": "notes/*.jsonl"}], ["notes/trained.jsonl"]),
         ({}, HUB, [{"config_name": "a"}, {"config_name": "b", "default": True, "data_files": ["**/train-*.parquet"]}],
          ["hard/train-0.parquet", "main/train-0.parquet"]),
+        ({}, ["README.md", "b.jsonl", "a.parquet"], [], ["a.parquet", "b.jsonl"]),
+        ({"config": "hard"}, HUB, [{"config_name": "main"}, {"config_name": "hard", "data_dir": "hard"}],
+         ["hard/train-0.parquet"]),
+        ({}, ["sums.jsonl"], [{"data_dir": "."}], ["sums.jsonl"]),
+        ({}, ["v2/sums.jsonl", "v1/sums.jsonl"], [{"data_dir": "./v2"}, {"config_name": "x"}], ["v2/sums.jsonl"]),
+        ({}, HUB, [{"config_name": "main", "data_dir": "main", "data_files": "t*"}],
+         ["main/test-0.parquet", "main/train-0.parquet"]),
     ],
 )  # fmt: skip
 def test_the_files_of_a_split_are_those_that_the_card_or_their_names_say(
@@ -204,6 +211,8 @@ def test_the_files_of_a_split_are_those_that_the_card_or_their_names_say(
 def test_a_split_or_config_that_is_not_there_is_told_what_is() -> None:
     with pytest.raises(RowsUnusable, match=r"belongs to split 'dev'; its data files: main/train-0\.parquet, main/test"):
         files_of(dataset(split="dev"), HUB, [])
+    with pytest.raises(RowsUnusable, match=r"belongs to split 'train'; its data files: sums-validation\.jsonl"):
+        files_of(dataset(), ["sums-validation.jsonl", "more.jsonl"], [])
     with pytest.raises(RowsUnusable, match="has several configs: set config to one of main, socratic"):
         files_of(dataset(), HUB, [{"config_name": "main"}, {"config_name": "socratic"}])
     with pytest.raises(RowsUnusable, match=r"none that ends with \.jsonl, \.parquet, \.arrow"):

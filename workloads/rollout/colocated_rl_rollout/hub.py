@@ -11,13 +11,14 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from colocated_rl_api.prompts import FILE_ENDINGS, HuggingFace
 from colocated_rl_rollout.rows import RowsUnusable
 
 FIRST_PAUSE_S = 1.0  # doubled each time
+SPLITS = ("training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")  # of `datasets`
 PATIENCE_S = 600.0  # below the deadline of a process's start
 
 
@@ -68,36 +69,46 @@ def files_of(source: HuggingFace, names: Sequence[str], configs: Sequence[Mappin
 
     Raises RowsUnusable, which says what there is instead.
     """
-    if configs:
-        patterns = _patterns(source, configs)
-        found = [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
+    config = _config(source, configs) if configs else {"data_dir": source.config}
+    folder = "".join(f"{part}/" for part in PurePosixPath(config.get("data_dir") or "").parts)
+    within = {name.removeprefix(folder): name for name in names if name.startswith(folder)}
+    if files := config.get("data_files"):
+        patterns = _patterns(files, source.split)
+        found = [name for inner, name in within.items() if any(_matches(inner, pattern) for pattern in patterns)]
     else:
-        found = [name for name in names if name.endswith(FILE_ENDINGS) and _names(name, source.split)]
-        if source.config:
-            found = [name for name in found if name.startswith(f"{source.config}/")]
+        found = [within[inner] for inner in _called(source.split, [each for each in within if _is_data(each)])]
     if not found:
-        there = (
-            ", ".join(name for name in names if name.endswith(FILE_ENDINGS))
-            or f"none that ends with {', '.join(FILE_ENDINGS)}"
-        )
+        there = ", ".join(filter(_is_data, names)) or f"none that ends with {', '.join(FILE_ENDINGS)}"
         raise RowsUnusable(f"no file of {source.name} belongs to split {source.split!r}; its data files: {there}")
     return sorted(found)
 
 
-def _patterns(source: HuggingFace, configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the card says of the split's files: data_files is a pattern, several, or several for each split."""
+def _config(source: HuggingFace, configs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """That of the card which the job asks for. Raises RowsUnusable."""
     named = {str(config.get("config_name", "default")): config for config in configs}
     default = next((name for name, config in named.items() if config.get("default")), "default")
     config = named.get(source.config or default) or (next(iter(named.values())) if len(named) == 1 else None)
     if config is None or (source.config and source.config not in named):
         raise RowsUnusable(f"{source.name} has several configs: set config to one of {', '.join(named)}")
-    files = config.get("data_files") or []
+    return config
+
+
+def _patterns(files: Any, wanted: str) -> list[str]:
+    """What the card says of the split's files: a pattern, several, or several for each split."""
     found: list[str] = []
     for each in [files] if isinstance(files, str) else files:
         split, path = (each.get("split", "train"), each["path"]) if isinstance(each, Mapping) else ("train", each)
-        if split == source.split:
+        if split == wanted:
             found += [path] if isinstance(path, str) else path
     return found
+
+
+def _called(split: str, names: Sequence[str]) -> list[str]:
+    """Those that are called after the split. Where none is called after any, all are of `train`, as for `datasets`."""
+    found = [name for name in names if _names(name, split)]
+    if found or split != "train" or any(_names(name, word) for name in names for word in SPLITS):
+        return found
+    return list(names)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -105,6 +116,10 @@ def _matches(name: str, pattern: str) -> bool:
     parts = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     expression = "".join(parts.get(piece, re.escape(piece)) for piece in re.split(r"(\*\*/|\*\*|\*|\?)", pattern))
     return re.fullmatch(expression, name) is not None
+
+
+def _is_data(name: str) -> bool:
+    return name.endswith(FILE_ENDINGS)
 
 
 def _names(name: str, split: str) -> bool:
