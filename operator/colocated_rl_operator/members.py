@@ -5,6 +5,9 @@ the member has said the pod UID and job UID that we expect: a reused address is 
 newest facts stand for the member; the moment it is lost, nothing does. Targets are a state too: the newest wins, the
 same one is not sent twice, and a new connection starts with none, so that nothing of an older epoch is ever repeated.
 
+Handshakes take turns, because each costs time of the one event loop. A member that says nothing costs none, and soon
+has no turn.
+
 Nothing polls: each message calls `changed`, with the job whose loop has something to see.
 """
 
@@ -16,8 +19,8 @@ import random
 import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -46,6 +49,7 @@ LOG = logging.getLogger(__name__)
 HANDSHAKE_DEADLINE_S = 10.0  # TLS, upgrade, hello; as much before it for the connection
 RETRY_S, MAX_RETRY_S = 0.1, 2.0
 HANDSHAKES_AT_ONCE = 64
+TURN_S = 0.5  # many times what a handshake takes; one that takes longer goes on without a turn
 KINDS_OF_TARGETS = 4  # no pass sends as many: to the rollout controller, to pods new in the epoch, to the rest
 
 Target = PodTarget | RolloutTarget
@@ -256,7 +260,7 @@ class Members:
             reached = await reach(member.address.host, member.address.port)
         with ExitStack() as until_its_turn:
             until_its_turn.callback(reached.close)
-            async with self._handshakes, asyncio.timeout(HANDSHAKE_DEADLINE_S):
+            async with self._turn(), asyncio.timeout(HANDSHAKE_DEADLINE_S):
                 until_its_turn.pop_all()
                 link = await connect(
                     reached,
@@ -270,6 +274,16 @@ class Members:
         except asyncio.CancelledError:
             await link.close()
             raise
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """It ends with its block or after TURN_S, whichever is first."""
+        await self._handshakes.acquire()
+        with ExitStack() as turn:
+            turn.callback(self._handshakes.release)
+            over = asyncio.get_running_loop().call_later(TURN_S, turn.close)
+            turn.callback(over.cancel)
+            yield
 
     def _hear(self, member: _Member, link: Link, text: bytes) -> None:
         message = _decode(text)

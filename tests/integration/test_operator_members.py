@@ -281,6 +281,20 @@ async def test_members_of_lost_nodes_keep_no_other_job_from_its_own(authority: A
         assert not [answer for answer in door.members.answers("another").values() if answer.facts]
 
 
+async def test_members_that_accept_and_say_nothing_keep_no_other_job_from_its_own(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """Each had its turn to shake hands for 10 s: a few hundred hung processes, and pods of other jobs were replaced."""
+    mute = 8 * HANDSHAKES_AT_ONCE  # more than have their turns of the whole deadline before the test's
+    with socket.create_server(("127.0.0.1", 0), backlog=mute) as listener:
+        hung, port = [f"hung-gpu-{number}-0" for number in range(mute)], listener.getsockname()[1]
+        async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
+            door.members.keep("another", [Address(pod, pod, names.ROLE_GPU, "127.0.0.1", port) for pod in hung])
+            door.members.keep(UID, [member.address])
+            await door.until(lambda: door.answer().facts)
+        assert not [answer for answer in door.members.answers("another").values() if answer.facts]
+
+
 # --------------------------------------------------------------------------------------------------- who is no member
 @pytest.mark.parametrize(
     "lie", [{"pod_uid": "uid-of-another-pod"}, {"job_uid": "another-job"}, {"role": names.ROLE_ROLLOUT}, {"wire": 99}]
