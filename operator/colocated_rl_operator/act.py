@@ -116,7 +116,7 @@ async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> flo
     report_s = 0.0 if decided.raises else _report(case, seen, decided, doors)
     if decided.is_over and not seen.is_over:
         report_s = 0.0  # from here on its time to live runs
-    doors.metrics.count_job(case.about.uid, case.status.phase, None if case.stall is None else case.stall.reason)
+    _count(case, doors)
     return min((each for each in (retry_s, report_s) if each is not None), default=None)
 
 
@@ -169,6 +169,10 @@ def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float
     case.record.note(status, *news)
     case.reported_at = doors.clock()
     return min(wait_s, default=None)
+
+
+def _count(case: Case, doors: Doors) -> None:
+    doors.metrics.count_job(case.about.uid, case.status.phase, None if case.stall is None else case.stall.reason)
 
 
 def refuse(case: Case, body: Any, message: str, doors: Doors) -> None:
@@ -323,6 +327,7 @@ async def _expire(case: Case, seen: Observation, decided: Plan, doors: Doors) ->
     except Refused as error:
         _stall(case, str(error), action="DeleteJob")
         _report(case, seen, decided, doors)
+        _count(case, doors)
         ttl_s, ended_at = seen.job.spec.ttl_seconds_after_finished or 0, seen.finished_at or seen.now
         return expire_again_s(overdue_s=seen.now - ended_at - ttl_s)
     log(LOG, "job expired", reason="ttlSecondsAfterFinished is over")

@@ -255,6 +255,10 @@ class _Stamp:
         self._generation = generation
         self._at = at
 
+    def words_of(self, kind: ConditionType) -> str:
+        """As they were told before."""
+        return self._before[kind].message if kind in self._before else ""
+
     def __call__(self, kind: ConditionType, value: bool, reason: Told, message: str) -> Condition:
         status = ConditionStatus.TRUE if value else ConditionStatus.FALSE
         old = self._before.get(kind)
@@ -292,13 +296,13 @@ def _conditions(
     if _backs_off(plan) and plan.wait:
         waiting = plan.wait.message
         ready = (ready[0], ready[1] if ready[0] else Reason.BACKING_OFF)
-    stalled: tuple[bool, Told, str] = (False, Reason.NOT_STALLED, "")
-    if is_failed and cause:
-        stalled = (True, cause, plan.message)
-    elif stall is not None:
-        stalled = (True, stall.reason, stall.message)
     done = all_done(seen.job, model) if is_complete else ""
-    failure = plan.message if is_failed else ""
+    failure = (stamp.words_of(ConditionType.FAILED) or plan.message) if is_failed else ""
+    stalled: tuple[bool, Told, str] = (False, Reason.NOT_STALLED, "")
+    if stall is not None:
+        stalled = (True, stall.reason, stall.message)
+    elif is_failed and cause:
+        stalled = (True, cause, failure)
     if phase is Phase.QUEUED:
         waiting = plan.message
     reason, shared = SHARING[seen.job.ladder.placement]

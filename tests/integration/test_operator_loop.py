@@ -645,6 +645,23 @@ async def test_a_deletion_that_the_server_refuses_is_said_once_and_not_asked_for
         await world.until(lambda: JOB_PATH not in world.api.objects)
 
 
+async def test_a_failed_job_whose_deletion_the_server_refuses_says_so_too(world: World) -> None:
+    """Its status told of the failure alone, and no alert counted it: `_expire` came before all that counts."""
+    change(world, ttlSecondsAfterFinished=0, backoffLimit=0)
+    world.api.forbidden = lambda method, path: (method, path) == ("DELETE", JOB_PATH)
+    async with world.operator() as operator:
+        await world.until(lambda: any(stood(world, Rung.RELEASED, step=1)))
+        member = world.kubelet.of_seat("gpu-0")
+        await world.until(lambda: world.group.trainer_dies(member.pod))  # type: ignore[arg-type]
+        member.poke()
+        await world.until(
+            lambda: "completionTime" in world.status and condition(world, "Stalled") == ("True", "ObjectRefused")
+        )
+        assert ("True", "BackoffLimitExceeded") == condition(world, "Failed")
+        assert "trainer died" in told(world, "Failed")
+        assert {"InvalidSpec": 0, "ObjectRefused": 1} == stalled(operator.metrics)
+
+
 def test_an_expired_job_is_asked_for_less_and_less_often() -> None:
     waits, overdue_s = [], 0.0
     for _ in range(9):

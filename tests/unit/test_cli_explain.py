@@ -232,6 +232,16 @@ def test_a_stalled_job_is_a_problem_with_the_operators_words(reason: str) -> Non
     assert found.causes[0].remedy.do in told(found)
 
 
+def test_a_failed_job_that_can_not_be_deleted_has_failed_all_the_same() -> None:
+    failed = condition("Failed", "True", "BackoffLimitExceeded", "a trainer died")
+    for stalled, expected in {
+        "BackoffLimitExceeded": [("BackoffLimitExceeded", None)],
+        "ObjectRefused": [("ObjectRefused", None), ("BackoffLimitExceeded", None)],
+    }.items():
+        found = explained(job(status=running(conditions=[condition("Stalled", "True", stalled, "words"), failed])))
+        assert expected == reasons(found)
+
+
 def test_a_job_that_does_not_end_after_its_deletion() -> None:
     deleted = job(status=running())
     deleted["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"

@@ -156,12 +156,30 @@ def test_failure_stalls_at_once_and_names_its_cause() -> None:
     assert "BackoffLimitExceeded" == found["Failed"][1]
 
 
-def test_the_words_of_a_failure_stay_after_the_pass_that_found_them() -> None:
-    seen = seen_at(Rung.SERVING, Rung.SERVING, climb=make_climb(1, cause=Cause.BACKOFF_LIMIT))
+@pytest.mark.parametrize("raised", [True, False], ids=["the next pass", "the next operator"])
+def test_the_words_of_a_failure_stay_after_the_pass_that_found_them(raised: bool) -> None:
+    """After a take-over it said "the end is told again", and no longer why."""
+    seen = seen_at(Rung.SERVING, Rung.SERVING, climb=make_climb(1, cause=Cause.BACKOFF_LIMIT), raised=raised)
     decided = plan(seen)
+    assert decided.raises is not raised
     first = report(seen, replace(decided, message="a trainer died"), before=BLANK, at=CREATED)
     second = report(seen, decided, before=first, at=CREATED)
-    assert ["a trainer died"] == [item.message for item in second.conditions if item.type == "Failed"]
+    assert {"Failed": "a trainer died", "Stalled": "a trainer died"} == words(second, "Failed", "Stalled")
+
+
+def test_what_stalls_a_failed_job_is_told_beside_its_failure() -> None:
+    """Of a failed job whose deletion was refused, events alone said so, which are gone after an hour."""
+    seen = seen_at(Rung.SERVING, Rung.SERVING, climb=make_climb(1, cause=Cause.BACKOFF_LIMIT))
+    first = report(seen, replace(plan(seen), message="a trainer died"), before=BLANK, at=CREATED)
+    second = report(seen, plan(seen), before=first, at=CREATED, stall=Stall(Reason.OBJECT_REFUSED, "a webhook"))
+    assert (True, Reason.OBJECT_REFUSED) == conditions(second)["Stalled"]
+    assert {"Failed": "a trainer died", "Stalled": "a webhook"} == words(second, "Failed", "Stalled")
+    third = report(seen, plan(seen), before=second, at=CREATED)
+    assert words(first, "Failed", "Stalled") == words(third, "Failed", "Stalled")
+
+
+def words(status: ColocatedRLJobStatus, *kinds: str) -> dict[str, str]:
+    return {item.type: item.message for item in status.conditions if item.type in kinds}
 
 
 # ----------------------------------------------------------------------------------------------------------- suspension

@@ -130,9 +130,11 @@ def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Cause]:
         yield Cause("NotSeen", f"created {job['metadata'].get('creationTimestamp')}, and it has no status")
     elif observed < job["metadata"].get("generation", 0):
         yield Cause("SpecNotSeen", f"generation {job['metadata']['generation']}, seen {observed}")
+    true = [one for one in status.conditions if one.status is ConditionStatus.TRUE]
+    stops = {one.reason: one.message for one in true if one.type in ("Stalled", "Failed")}  # as a rule for one reason
+    yield from (Cause(reason, message) for reason, message in stops.items())
+    yield from (Cause("Suspended", one.message) for one in true if one.type == "Suspended")
     for one in status.conditions:
-        if one.status is ConditionStatus.TRUE and one.type in ("Stalled", "Suspended"):
-            yield Cause("Suspended" if one.type == "Suspended" else one.reason, one.message)
         if one.type == "Reconciling" and one.reason in ("BackingOff", "PodsReadyDeadlineExceeded"):
             yield Cause(one.reason, one.message)
     if status.phase is Phase.SUSPENDING:
