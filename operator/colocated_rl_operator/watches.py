@@ -2,14 +2,16 @@
 
 kopf takes most of what an API server may say to a watch for the end of the operator: an event of type ERROR that is not
 410 ("etcdserver: no leader"), a status of 410, any other after some tries. It has no setting for that, so its own
-generator is put into one that lists and watches again: what infinite_watch does for what it knows of.
+generator is put into one that lists and watches again: what infinite_watch does for what it knows of. Later each time,
+because what there is no more, such as a CRD that was removed, may be away for long.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from kopf._cogs.clients import errors, watching
@@ -18,20 +20,40 @@ from colocated_rl_api.logs import log
 
 LOG = logging.getLogger(__name__)
 
-AGAIN_S = 1.0
+AGAIN_S, MAX_AGAIN_S = 1.0, 30.0
 
-_watch = watching.continuous_watch
+Watch = Callable[..., AsyncIterator[Any]]
 
 
-async def _watch_patiently(**options: Any) -> AsyncIterator[Any]:
-    try:
-        async for event in _watch(**options):
-            yield event
-    except (errors.APIError, watching.WatchingError) as error:
-        log(LOG, "watch ended by the API server: listing again", logging.WARNING, reason=repr(error))
-        await asyncio.sleep(AGAIN_S)
+def patient(
+    watch: Watch,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    rest: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> Watch:
+    """Like `watch`, and ends only where that ends in order. rest: how the seconds before the next try pass."""
+
+    async def watch_patiently(**options: Any) -> AsyncIterator[Any]:
+        again_s, said = AGAIN_S, ""
+        while True:
+            began = clock()
+            try:
+                async for event in watch(**options):
+                    yield event
+                return
+            except (errors.APIError, watching.WatchingError) as error:
+                reason = repr(error)
+            if clock() >= began + MAX_AGAIN_S:  # it was well meanwhile
+                again_s, said = AGAIN_S, ""
+            if reason != said:
+                log(LOG, "watch ended by the API server: listing again", logging.WARNING, reason=reason)
+            said = reason
+            await rest(again_s)
+            again_s = min(2 * again_s, MAX_AGAIN_S)
+
+    return watch_patiently
 
 
 def keep_watching() -> None:
     """From now on, in all of this process."""
-    watching.continuous_watch = _watch_patiently
+    watching.continuous_watch = patient(watching.continuous_watch)
