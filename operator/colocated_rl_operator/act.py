@@ -25,7 +25,7 @@ from colocated_rl_operator import belongings, resources
 from colocated_rl_operator.actions import CreatePod, DeletePod
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.case import Case, Pods, Queue, job_of, list_again
-from colocated_rl_operator.errors import ApiError, Conflict, Refused
+from colocated_rl_operator.errors import ApiError, ApiUnreachable, Conflict, Refused, first
 from colocated_rl_operator.events import About, Events
 from colocated_rl_operator.kube import Kube
 from colocated_rl_operator.members import Members
@@ -51,6 +51,7 @@ LOG = logging.getLogger(__name__)
 
 AT_ONCE = 16  # calls to the API server for one job
 STALL_RETRY_S = 30.0
+FAILS_S = 30.0  # what the API server fails at for so long is told as what it refuses
 REPAIR_S = 300.0  # between looks at what somebody may have deleted or changed: no watch tells
 MAX_EXPIRE_RETRY_S = 3600.0
 NAME_RETRY_S = 1.0
@@ -187,7 +188,7 @@ def refuse(case: Case, body: Any, message: str, doors: Doors) -> None:
 async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     """Objects of the job, then its pods, which need them all; returns after how many seconds to try again.
 
-    What the API server refuses stalls the job.
+    What the API server refuses stalls the job, and so does what it fails at again and again.
     """
     done: list[asyncio.Task[bool]] = []
     try:
@@ -208,7 +209,11 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
         if any(isinstance(action, DeletePod) for action in decided.pods):
             await list_again(case, doors.kube, doors.pods)
     except* Refused as errors:
-        _stall(case, str(_first(errors)), action="CreateObjects")
+        _stall(case, str(first(errors)), action="CreateObjects")
+    except* ApiUnreachable as errors:
+        if not _lasts(case, first(errors), doors):
+            raise
+        _stall(case, str(first(errors)), action="CreateObjects")
     else:
         case.stall = None
     if case.stall is not None:
@@ -223,6 +228,11 @@ def _repair_in_s(case: Case, seen: Observation, decided: Plan, doors: Doors) -> 
     if seen.rests or decided.is_over or set(decided.standings.values()) != {seen.job.ladder.top}:
         return None
     return max(0.0, case.applied_at + doors.repair_s - doors.clock())
+
+
+def _lasts(case: Case, error: ApiUnreachable, doors: Doors) -> bool:
+    """Somebody should know of it: a panic in the server, a webhook that is down. Not that the server itself is away."""
+    return error.status is not None and case.failing_s(doors.clock()) >= FAILS_S
 
 
 def _stall(case: Case, message: str, *, action: str) -> None:
@@ -324,7 +334,9 @@ async def _expire(case: Case, seen: Observation, decided: Plan, doors: Doors) ->
         await case.record.commit(case.status)
     try:
         await doors.kube.delete_job(case.about.namespace, case.about.name, uid=case.about.uid)
-    except Refused as error:
+    except (Refused, ApiUnreachable) as error:
+        if isinstance(error, ApiUnreachable) and not _lasts(case, error, doors):
+            raise
         _stall(case, str(error), action="DeleteJob")
         _report(case, seen, decided, doors)
         _count(case, doors)
@@ -395,8 +407,3 @@ async def _pods_of(about: About, doors: Doors) -> list[tuple[str, str]]:
 def _all_stopped(case: Case, doors: Doors) -> bool:
     answers = doors.members.answers(case.about.uid).values()
     return all(answer.facts is None or answer.facts.stopped for answer in answers)
-
-
-def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
-    error: BaseException = errors.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -136,6 +136,7 @@ class Case:
     tried_of: int | None = None  # generation whose pods the server took when it was asked
     objects_of: int | None = None  # generation whose objects were applied
     applied_at: float = 0.0  # when they were
+    failing_since: float | None = None  # the API server has failed at something in each pass
     stall: Stall | None = None
 
     @property
@@ -146,6 +147,9 @@ class Case:
     def status(self) -> ColocatedRLJobStatus:
         assert self.record.status is not None, "look first"
         return self.record.status
+
+    def failing_s(self, now: float) -> float:
+        return 0.0 if self.failing_since is None else now - self.failing_since
 
     def forget(self) -> None:
         """Look at the job again as for the first time."""

@@ -5,7 +5,8 @@ OperatorError
 ├─ JobInvalid          whoever wrote the job   -> condition Stalled, reason InvalidSpec; looked at again on each change
 ├─ JobGone             nobody's                -> its loop ends, its pods are deleted
 ├─ ApiError            the API server's answer
-│  ├─ ApiUnreachable   nobody's                -> this pass ends, the next one tries again; members stay where they are
+│  ├─ ApiUnreachable   nobody's                -> this pass ends, later ones try again; members stay where they are.
+│  │                                              answered so for half a minute: as Refused
 │  ├─ Conflict         somebody wrote first    -> read again, plan again
 │  ├─ NotFound         the object is gone      -> plan again without it
 │  └─ Refused          a rule of the cluster   -> condition Stalled, reason ObjectRefused, with the server's words
@@ -14,6 +15,10 @@ OperatorError
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
+
+Error = TypeVar("Error", bound=BaseException)
 
 
 class OperatorError(Exception):
@@ -67,3 +72,9 @@ class StaleEpoch(OperatorError):
 
 class ContractBroken(OperatorError):
     """A member says what no member may say."""
+
+
+def first(errors: BaseExceptionGroup[Error]) -> Error:
+    """Of a group, and of groups in it: the one to tell of."""
+    error = errors.exceptions[0]
+    return first(error) if isinstance(error, BaseExceptionGroup) else error

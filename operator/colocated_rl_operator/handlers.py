@@ -21,7 +21,7 @@ from colocated_rl_api.logs import bind, log
 from colocated_rl_operator.act import Doors, bury, delete_pods
 from colocated_rl_operator.case import Case, Wakeups, job_of, version_of
 from colocated_rl_operator.cluster import ClusterAccess
-from colocated_rl_operator.errors import JobGone, OperatorError
+from colocated_rl_operator.errors import JobGone, OperatorError, first
 from colocated_rl_operator.events import About
 from colocated_rl_operator.kube import Body
 from colocated_rl_operator.reconcile import end, one_pass
@@ -217,7 +217,7 @@ async def _or_leave_pods(deletion: Coroutine[None, None, None]) -> None:
     try:
         await deletion
     except* OperatorError as errors:
-        log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(errors.exceptions[0]))
+        log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(first(errors)))
 
 
 async def _within(wait_s: float | None, event: asyncio.Event) -> None:

@@ -183,7 +183,7 @@ class Reason(Told):
     OBJECT_REFUSED = (
         "ObjectRefused",
         "The API server does not admit an object of the job, or the deletion of an expired one: quota, pod security, "
-        "a webhook, a missing right, a name that is taken.",
+        "a webhook, a missing right, a name that is taken. Or it has failed at it for half a minute.",
         "the message has the server's words; it is tried again every 30 s, a deletion less and less often",
     )
     POD_DELETED = (

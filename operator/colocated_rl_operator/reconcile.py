@@ -10,7 +10,7 @@ from typing import Any
 from colocated_rl_api.logs import log
 from colocated_rl_operator.act import Doors, act, claim, delete_pods, dismiss, refuse
 from colocated_rl_operator.case import RELIST_S, Case, look
-from colocated_rl_operator.errors import ApiError, JobGone, JobInvalid, NotFound, StaleEpoch
+from colocated_rl_operator.errors import ApiError, JobGone, JobInvalid, NotFound, StaleEpoch, first
 from colocated_rl_operator.observation import Observation
 from colocated_rl_operator.observe import observe, read_job
 from colocated_rl_operator.plan import Plan, plan, stop
@@ -18,7 +18,7 @@ from colocated_rl_operator.plan import Plan, plan, stop
 LOG = logging.getLogger(__name__)
 
 AGAIN_S = 60.0  # another operator's job may become ours
-RETRY_S = 1.0  # after an answer of the API server that stopped a pass
+RETRY_S, MAX_RETRY_S = 1.0, 30.0  # after an answer of the API server that stopped a pass
 
 
 async def one_pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | None:
@@ -26,16 +26,32 @@ async def one_pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float |
     wait_s: float | None = RETRY_S
     try:
         wait_s = await _pass(case, body, doors)
+        if case.stall is None:
+            case.failing_since = None
     except* StaleEpoch as errors:
-        log(LOG, "somebody else raised the epoch", logging.WARNING, reason=str(errors.exceptions[0]))
+        log(LOG, "somebody else raised the epoch", logging.WARNING, reason=str(first(errors)))
         await doors.confirm()
         case.forget()
     except* NotFound as errors:
-        log(LOG, "something is gone, perhaps the job: looking again", logging.WARNING, reason=str(errors.exceptions[0]))
+        log(LOG, "something is gone, perhaps the job: looking again", logging.WARNING, reason=str(first(errors)))
         case.forget()
+        wait_s = _again_s(case, doors)
     except* ApiError as errors:
-        log(LOG, "pass not finished, trying again", logging.WARNING, reason=str(errors.exceptions[0]))
+        log(LOG, "pass not finished, trying again", logging.WARNING, reason=str(first(errors)))
+        wait_s = _again_s(case, doors)
     return wait_s
+
+
+def _again_s(case: Case, doors: Doors) -> float:
+    now = doors.clock()
+    if case.failing_since is None:
+        case.failing_since = now
+    return again_s(failing_s=case.failing_s(now))
+
+
+def again_s(*, failing_s: float) -> float:
+    """When to try again what the API server fails at: each time twice as late, up to half a minute."""
+    return min(max(RETRY_S, failing_s), MAX_RETRY_S)
 
 
 async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | None:

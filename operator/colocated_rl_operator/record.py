@@ -14,7 +14,7 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -28,7 +28,7 @@ from colocated_rl_operator.reasons import Told
 LOG = logging.getLogger(__name__)
 
 WRITE_TRIES = 5  # of one status, each after somebody else's change of the object
-RETRY_S = 1.0  # after an answer that never came
+RETRY_S, MAX_RETRY_S = 1.0, 30.0  # after an answer that never came
 CLOSE_S = 2.0  # for what is noted and not written, when the process ends
 MAX_NEWS = 64  # events that wait for their turn; the oldest go first
 
@@ -51,17 +51,26 @@ class News:
 
 
 class Record:
-    """`status` is the newest one, written or on its way; None before the first look. failed: wakes the job's loop."""
+    """`status` is the newest one, written or on its way; None before the first look. failed: wakes the job's loop.
+
+    rest: how the seconds between two tries at one status pass.
+    """
 
     def __init__(
-        self, about: About, api: StatusApi, events: Events, failed: Callable[[], None], *, retry_s: float = RETRY_S
+        self,
+        about: About,
+        api: StatusApi,
+        events: Events,
+        failed: Callable[[], None],
+        *,
+        rest: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.about = about
         self.status: ColocatedRLJobStatus | None = None
         self._api = api
         self._events = events
         self._failed = failed
-        self._retry_s = retry_s
+        self._rest = rest
         self._written: ColocatedRLJobStatus | None = None
         self._version = ""  # of the object that has it
         self._noted: ColocatedRLJobStatus | None = None
@@ -129,19 +138,22 @@ class Record:
             self._failed()
 
     async def _write_noted(self) -> None:
-        async with self._one_call:
-            status = self._noted
-            if status is None:
-                return  # overtaken by a commit
-            try:
-                await self._write(status)
-            except ApiUnreachable as error:
-                log(LOG, "status not written, trying again", logging.WARNING, reason=str(error))
-            else:
-                if self._noted is status:
-                    self._noted = None
-                return
-        await asyncio.sleep(self._retry_s)
+        again_s = RETRY_S
+        while True:
+            async with self._one_call:
+                status = self._noted
+                if status is None:
+                    return  # overtaken by a commit
+                try:
+                    await self._write(status)
+                except ApiUnreachable as error:
+                    log(LOG, "status not written, trying again", logging.WARNING, reason=str(error))
+                else:
+                    if self._noted is status:
+                        self._noted = None
+                    return
+            await self._rest(again_s)
+            again_s = min(2 * again_s, MAX_RETRY_S)
 
     async def _write(self, status: ColocatedRLJobStatus) -> None:
         about, body = self.about, status.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -2,7 +2,7 @@
 
 It admits everything and validates nothing; what the operator's objects look like to a real server is shown elsewhere.
 Faults are injected by request: `refuse_next(403)` answers the next change with that code, `hold` keeps changes waiting,
-of which `forbidden` is true is never done.
+of which `forbidden` is true is never done, and at one of which `panics` is true the server always fails.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from aiohttp.test_utils import TestServer
 
 from colocated_rl_operator.cluster import ClusterAccess
 
+PANIC = "This request caused apiserver to panic. Look in the logs for details."
+
 Body = dict[str, Any]
 Watcher = Callable[[str, Body], None]
 """Called with ADDED, MODIFIED or DELETED and the object."""
@@ -36,6 +38,7 @@ class FakeApiServer:
         self._versions = itertools.count(1)
         self._refusals: list[int] = []
         self.forbidden: Callable[[str, str], bool] = lambda method, path: False  # answered with 403, always
+        self.panics: Callable[[str, str], bool] = lambda method, path: False  # answered with 500, and no object
         self.refused_pod: Callable[[Body], str | None] = lambda pod: None  # words for who asks with a dry run
         self._held: Callable[[str, Any], bool] = lambda path, body: False
         self._let_go = asyncio.Event()
@@ -114,6 +117,8 @@ class FakeApiServer:
             return _status(self._refusals.pop(0), "refused by the test")
         if self.forbidden(request.method, path):
             return _status(403, "forbidden by the test")
+        if self.panics(request.method, path):
+            return web.Response(status=500, text=PANIC)
         body = json.loads(await request.text() or "null")
         if request.method != "GET" and self._held(path, body):
             await self._let_go.wait()

@@ -21,10 +21,11 @@ from builders import PLACED, RESIDENT_ROLLOUT, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.ladder import RESIDENT, Placement, Rung
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
-from colocated_rl_operator.act import expire_again_s
+from colocated_rl_operator.act import FAILS_S, expire_again_s
 from colocated_rl_operator.handlers import drive_job, note_job
 from colocated_rl_operator.metrics import Metrics
 from colocated_rl_operator.plan import STOP_DEADLINE_S
+from colocated_rl_operator.reconcile import again_s
 from fakes.world import (
     DEADLINE_S,
     JOB_PATH,
@@ -742,6 +743,65 @@ async def test_a_job_that_queues_because_the_server_refused_its_pods_says_so(wor
         operator.office.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Queued")
     assert f"refused: {refused}" in told(world, "Reconciling")
+
+
+async def test_what_the_server_fails_at_again_and_again_stalls_the_job_as_what_it_refuses(world: World) -> None:
+    """A panic over one object, or a webhook that is down: asked again each second for ever, and the job said nothing
+    but that its pods were starting.
+    """
+    passed_s, tries = 0.0, 0
+
+    def is_policy(method: str, path: str) -> bool:
+        nonlocal tries
+        is_it = method == "PATCH" and "/networkpolicies/" in path
+        tries += is_it
+        world.kubelet.moved.set()
+        return is_it
+
+    async def tried_again(operator: Operator) -> None:
+        before = tries
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: tries > before)
+
+    world.api.panics = is_policy
+    async with world.operator(clock=lambda: time.monotonic() + passed_s) as operator:
+        await world.until(lambda: tries)
+        await tried_again(operator)
+        assert not world.status["conditions"], "a moment's failure needs no person"
+        passed_s = FAILS_S
+        await tried_again(operator)
+        await world.until(lambda: world.status.get("conditions"))
+        assert ("True", "ObjectRefused") == condition(world, "Stalled")
+        assert "500 This request caused apiserver to panic" in told(world, "Stalled")
+        assert {"InvalidSpec": 0, "ObjectRefused": 1} == stalled(operator.metrics)
+        await tried_again(operator)
+        await world.until(lambda: "ObjectRefused" in reasons_of_events(world))
+        world.api.panics = lambda method, path: False
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert ("False", "NotStalled") == condition(world, "Stalled")
+    assert 1 == [event["reason"] for event in world.api.all("events")].count("ObjectRefused")
+    assert not [line for line in world.api.requests if line.startswith("PATCH") and "/events/" in line], "said once"
+
+
+async def test_an_expired_job_that_the_server_fails_to_delete_says_so(world: World) -> None:
+    passed_s = 0.0
+    change(world, ttlSecondsAfterFinished=0)
+    world.api.panics = lambda method, path: (method, path) == ("DELETE", JOB_PATH)
+    async with world.operator(clock=lambda: time.monotonic() + passed_s) as operator:
+        await world.until(lambda: world.status.get("completionTime"))
+        await world.until(lambda: f"DELETE {JOB_PATH}" in world.api.requests)
+        passed_s = FAILS_S
+        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: condition(world, "Stalled") == ("True", "ObjectRefused"))
+
+
+def test_what_the_server_fails_at_is_asked_for_less_and_less_often() -> None:
+    waits, failing_s = [], 0.0
+    for _ in range(8):
+        waits.append(again_s(failing_s=failing_s))
+        failing_s += waits[-1]
+    assert [1, 1, 2, 4, 8, 16, 30, 30] == waits
 
 
 def told(world: World, kind: str) -> str:

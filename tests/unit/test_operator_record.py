@@ -28,6 +28,7 @@ class Server:
         self.failed = asyncio.Event()
         self.answers = asyncio.Event()
         self.answers.set()
+        self.rests: list[float] = []
 
     async def read_job(self, namespace: str, name: str) -> dict[str, Any]:
         return self.job
@@ -50,6 +51,9 @@ class Server:
     async def repeat_event(self, namespace: str, name: str, series: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
+    async def rest(self, seconds: float) -> None:
+        self.rests.append(seconds)
+
     async def _turn(self) -> None:
         await self.answers.wait()
         if self.faults:
@@ -68,7 +72,7 @@ def server() -> Server:
 @pytest.fixture
 async def record(server: Server) -> AsyncIterator[Record]:
     events = Events(server, instance="test")
-    record = Record(About("default", "sums", UID), server, events, failed=server.failed.set, retry_s=0.0)
+    record = Record(About("default", "sums", UID), server, events, failed=server.failed.set, rest=server.rest)
     record.take(server.job)
     yield record
     await record.close()
@@ -154,10 +158,11 @@ async def test_an_epoch_that_somebody_else_raised_is_not_written_over(server: Se
 
 
 async def test_the_newest_status_is_tried_again_until_the_server_is_back(server: Server, record: Record) -> None:
-    server.faults = [ApiUnreachable("away"), ApiUnreachable("away")]
+    server.faults = [ApiUnreachable("away")] * 7
     record.note(at(1), news("one"))
     await until(record)
     assert [1, "one"] == server.written
+    assert [1, 2, 4, 8, 16, 30, 30] == server.rests
     record.check()
 
 

@@ -37,8 +37,8 @@ REMEDIES: dict[str, Remedy] = {
         "put the spec right (kubectl edit) or make a new job; what runs of it stays as it is",
     ),
     "ObjectRefused": Remedy(
-        "the API server does not admit an object of the job: quota, pod security, a webhook, a missing right, "
-        "a name that is taken",
+        "the API server does not admit an object of the job, or its deletion: quota, pod security, a webhook, a "
+        "missing right, a name that is taken; or it fails at it",
         "put right what the message says; the operator tries again every 30 s",
     ),
     "BackoffLimitExceeded": Remedy(
