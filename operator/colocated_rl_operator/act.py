@@ -25,9 +25,9 @@ from colocated_rl_operator import belongings, resources
 from colocated_rl_operator.actions import CreatePod, DeletePod
 from colocated_rl_operator.authority import Authority
 from colocated_rl_operator.case import Case, Pods, Queue, job_of, list_again
-from colocated_rl_operator.errors import ApiError, ApiUnreachable, Conflict, Refused, first
+from colocated_rl_operator.errors import ApiError, ApiUnreachable, Conflict, Refused, VolumeLost, first
 from colocated_rl_operator.events import About, Events
-from colocated_rl_operator.kube import Kube
+from colocated_rl_operator.kube import Body, Kube
 from colocated_rl_operator.members import Members
 from colocated_rl_operator.metrics import Metrics
 from colocated_rl_operator.observation import Job, Observation, in_epoch
@@ -188,7 +188,7 @@ def refuse(case: Case, body: Any, message: str, doors: Doors) -> None:
 async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     """Objects of the job, then its pods, which need them all; returns after how many seconds to try again.
 
-    What the API server refuses stalls the job, and so does what it fails at again and again.
+    What the API server refuses stalls the job, and so do what it fails at again and again and a volume that is gone.
     """
     done: list[asyncio.Task[bool]] = []
     try:
@@ -199,7 +199,7 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
         is_stale = case.objects_of != seen.job.generation and not (seen.rests or decided.is_over)
         is_late = _repair_in_s(case, seen, decided, doors) == 0
         if makes_pods:
-            await _make_objects(seen.job, doors, were_there=bool(case.status.lineage))
+            await _make_objects(seen.job, doors, has_begun=bool(case.status.lineage))
         if is_stale or is_late or makes_pods:
             await _apply_objects(seen.job, doors)
             case.objects_of, case.applied_at = seen.job.generation, doors.clock()
@@ -208,12 +208,14 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
             done = [group.create_task(_change_pod(case, seen.job, each, limit, doors)) for each in decided.pods]
         if any(isinstance(action, DeletePod) for action in decided.pods):
             await list_again(case, doors.kube, doors.pods)
+    except* VolumeLost as errors:
+        _stall(case, Stall(Reason.VOLUME_LOST, str(first(errors))), action="MakeNoPods")
     except* Refused as errors:
-        _stall(case, str(first(errors)), action="CreateObjects")
+        _stall(case, _refused(first(errors)), action="CreateObjects")
     except* ApiUnreachable as errors:
         if not _lasts(case, first(errors), doors):
             raise
-        _stall(case, str(first(errors)), action="CreateObjects")
+        _stall(case, _refused(first(errors)), action="CreateObjects")
     else:
         case.stall = None
     if case.stall is not None:
@@ -235,11 +237,15 @@ def _lasts(case: Case, error: ApiUnreachable, doors: Doors) -> bool:
     return error.status is not None and case.failing_s(doors.clock()) >= FAILS_S
 
 
-def _stall(case: Case, message: str, *, action: str) -> None:
-    """Said once, for as long as the server's words are the same."""
-    if case.stall is None or case.stall.message != message:
-        case.record.note(None, News("Warning", Reason.OBJECT_REFUSED, message, action=action))
-    case.stall = Stall(Reason.OBJECT_REFUSED, message)
+def _refused(error: ApiError) -> Stall:
+    return Stall(Reason.OBJECT_REFUSED, str(error))
+
+
+def _stall(case: Case, stall: Stall, *, action: str) -> None:
+    """Said once, for as long as the words are the same."""
+    if case.stall != stall:
+        case.record.note(None, News("Warning", stall.reason, stall.message, action=action))
+    case.stall = stall
 
 
 async def _try_pods(job: Job, doors: Doors) -> None:
@@ -261,10 +267,21 @@ async def _try_pods(job: Job, doors: Doors) -> None:
                 raise
 
 
-async def _make_objects(job: Job, doors: Doors, *, were_there: bool) -> None:
-    """What is made once, and may have grown since. were_there: then a refusal is no news, for where a quota is used up
-    the server refuses an object before it sees that there is one; what was lost since, pods will say.
+async def _make_objects(job: Job, doors: Doors, *, has_begun: bool) -> None:
+    """What is made once, and may have grown since. has_begun: then a refusal is no news, for where a quota is used up
+    the server refuses an object before it sees that there is one; what was lost since, pods will say. And then volumes
+    are looked for and never made: on empty ones pods would begin again what is recorded as done. Raises VolumeLost.
     """
+    held = belongings.irreplaceable(job) if has_begun else {}
+    claims = {claim["metadata"]["name"]: claim for claim in belongings.claims(job)}
+    lost = [name for name in held if await _is_gone(job, claims.pop(name), doors)]
+    if lost:
+        raise VolumeLost(
+            "; ".join(f"claim {name} is gone, and with it {held[name]}" for name in lost)
+            + ". Somebody deleted it, not the operator, which makes no empty one in its place. Put it back by its name "
+            "with its data, from a released PersistentVolume or a snapshot, and the job goes on; or make another job, "
+            "which begins with its spec.model"
+        )
 
     async def make(making: Awaitable[object]) -> None:
         try:
@@ -272,12 +289,21 @@ async def _make_objects(job: Job, doors: Doors, *, were_there: bool) -> None:
         except Conflict:
             pass  # its name contains the job's UID
         except Refused:
-            if not were_there:
+            if not has_begun:
                 raise
 
     await make(doors.kube.create_secret(job.namespace, belongings.tls_secret(job, doors.authority.job_files(job.uid))))
-    for claim in belongings.claims(job):
+    for claim in claims.values():
         await make(doors.kube.create_claim(job.namespace, claim))
+
+
+async def _is_gone(job: Job, claim: Body, doors: Doors) -> bool:
+    """False too where a quota is used up, and nobody can tell."""
+    try:
+        await doors.kube.create_claim(job.namespace, claim, dry_run=True)
+    except (Conflict, Refused):
+        return False
+    return True
 
 
 async def _apply_objects(job: Job, doors: Doors) -> None:
@@ -337,7 +363,7 @@ async def _expire(case: Case, seen: Observation, decided: Plan, doors: Doors) ->
     except (Refused, ApiUnreachable) as error:
         if isinstance(error, ApiUnreachable) and not _lasts(case, error, doors):
             raise
-        _stall(case, str(error), action="DeleteJob")
+        _stall(case, _refused(error), action="DeleteJob")
         _report(case, seen, decided, doors)
         _count(case, doors)
         ttl_s, ended_at = seen.job.spec.ttl_seconds_after_finished or 0, seen.finished_at or seen.now

@@ -48,6 +48,14 @@ def claims(job: Job) -> list[Object]:
     return found
 
 
+def irreplaceable(job: Job) -> dict[str, str]:
+    """Claims of a job that has begun whose content nobody can make again, by name, with what that is."""
+    found = {job.claim_name("store"): "its samples, sealed batches and place in the prompts"}
+    if job.ladder.trains:
+        found[job.claim_name("checkpoints")] = "its trained weights and the optimizer's state"
+    return found
+
+
 def _claim(job: Job, name: str, volume: Claimed, *, many_pods: bool) -> Object:
     spec: Object = {
         "accessModes": ["ReadWriteMany" if many_pods else "ReadWriteOnce"],

@@ -321,8 +321,9 @@ def _reasons() -> Iterator[str]:
     """Every word that a program may wait for."""
     waited_for = "`kubectl wait --for=condition=TYPE`. kstatus, hence Flux and `helm --wait`, reads the first three."
     members = (
-        "Of conditions, besides the causes. Completed, InvalidSpec, ObjectRefused and PodDeleted are events too. "
-        "What members say of themselves in `status.outOfLine` is in [cli.md](cli.md#reasons-and-what-to-do)."
+        "Of conditions, besides the causes. Completed, InvalidSpec, ObjectRefused, VolumeLost and PodDeleted are "
+        "events too. What members say of themselves in `status.outOfLine` is in "
+        "[cli.md](cli.md#reasons-and-what-to-do)."
     )
     told = "In `status.cause`, and as reasons of conditions. Each but OperatorRestarted is told by an event."
     for heading, words, said in (

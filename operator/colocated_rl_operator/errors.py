@@ -3,6 +3,7 @@
 OperatorError
 ├─ BadSetting          whoever deployed it     -> exits at start with one line
 ├─ JobInvalid          whoever wrote the job   -> condition Stalled, reason InvalidSpec; looked at again on each change
+├─ VolumeLost          whoever deleted it      -> condition Stalled, reason VolumeLost; no pod is made before it is back
 ├─ JobGone             nobody's                -> its loop ends, its pods are deleted
 ├─ ApiError            the API server's answer
 │  ├─ ApiUnreachable   nobody's                -> this pass ends, later ones try again; members stay where they are.
@@ -32,6 +33,10 @@ class BadSetting(OperatorError):
 
 class JobInvalid(OperatorError):
     """The spec breaks a rule that the API server could not see, or the record is in words of a newer operator."""
+
+
+class VolumeLost(OperatorError):
+    """A claim of a job that has begun is gone, and what it held can't be made again."""
 
 
 class JobGone(OperatorError):

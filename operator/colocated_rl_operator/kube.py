@@ -162,10 +162,10 @@ class Kube:
             query={"fieldManager": names.FIELD_MANAGER, "force": "true"},
         )
 
-    async def create_claim(self, namespace: str, claim: Body) -> Body:
-        """Raises Conflict if it is there."""
-        plural = "persistentvolumeclaims"
-        return await self._call("post", plural, _core_path(namespace, plural), claim)
+    async def create_claim(self, namespace: str, claim: Body, *, dry_run: bool = False) -> Body:
+        """Raises Conflict if it is there. dry_run: nothing is made; the only way to ask, without a right to read."""
+        plural, query = "persistentvolumeclaims", {"dryRun": "All"} if dry_run else None
+        return await self._call("post", plural, _core_path(namespace, plural), claim, query=query)
 
     async def create_secret(self, namespace: str, secret: Body) -> Body:
         return await self._call("post", "secrets", _core_path(namespace, "secrets"), secret)

@@ -4,7 +4,7 @@
 |---|---|
 | colocated_rl_operator_leader | 1 while this process leads |
 | colocated_rl_operator_jobs{phase} | jobs by phase, as reported last |
-| colocated_rl_operator_jobs_stalled{reason} | jobs that go on only when a person acts: InvalidSpec, ObjectRefused |
+| colocated_rl_operator_jobs_stalled{reason} | jobs that wait for a person: InvalidSpec, ObjectRefused, VolumeLost |
 | colocated_rl_operator_members_connected | connections to members that have reported |
 | colocated_rl_operator_member_connections_lost_total | connections that ended without the operator's wish |
 | colocated_rl_operator_pass_seconds | one pass of a job's loop, API calls included |
@@ -27,7 +27,7 @@ from colocated_rl_operator.reasons import Cause, Reason
 
 PREFIX = "colocated_rl_operator_"
 FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-STALLS = (Reason.INVALID_SPEC, Reason.OBJECT_REFUSED)
+STALLS = (Reason.INVALID_SPEC, Reason.OBJECT_REFUSED, Reason.VOLUME_LOST)
 SLOW = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 
 

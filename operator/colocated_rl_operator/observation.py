@@ -266,7 +266,7 @@ class Observation:
     started_at: float | None = None  # or resumed; None while the job is suspended
     finished_at: float | None = None  # completed or failed
     has_elder: bool = False  # an older job of this operator is queued
-    refusal: str = ""  # what the API server said to the last attempt at the job's objects, if it refused
+    hindrance: str = ""  # what kept the job's objects from being made, the last time
     memory: Memory = Memory()
 
     @cached_property

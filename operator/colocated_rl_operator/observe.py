@@ -57,7 +57,7 @@ def observe(
             started_at=None if job.spec.suspend else _moment(status.start_time or at, now, at),
             finished_at=_moment(status.completion_time, now, at) if status.completion_time else None,
             has_elder=queue.has_elder(job),
-            refusal=case.stall.message if case.stall else "",
+            hindrance=case.stall.message if case.stall else "",
             memory=case.memory,
         )
     )

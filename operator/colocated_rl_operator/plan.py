@@ -156,7 +156,7 @@ def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
         message = f"not complete {spec.active_deadline_seconds} s after its start: activeDeadlineSeconds is over"
         return raise_epoch(seen, now, Cause.DEADLINE, message)
     if awaited_since is not None and seen.now >= awaited_since + spec.pods_ready_deadline_seconds:
-        why = _absentees(seen) + (f"; refused: {seen.refusal}" if seen.refusal else "")
+        why = _absentees(seen) + (f"; {seen.hindrance}" if seen.hindrance else "")
         message = f"not every member answered within {spec.pods_ready_deadline_seconds} s: {why}"
         return after_absence(seen, now, message)
     return None

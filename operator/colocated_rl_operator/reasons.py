@@ -186,6 +186,12 @@ class Reason(Told):
         "a webhook, a missing right, a name that is taken. Or it has failed at it for half a minute.",
         "the message has the server's words; it is tried again every 30 s, a deletion less and less often",
     )
+    VOLUME_LOST = (
+        "VolumeLost",
+        "The claim of the store or of the checkpoints is gone, of a job that has begun: no pod is made, because on an "
+        "empty volume it would begin again what is recorded as done.",
+        "put back the claims that the message names, with their data, or make another job; it is looked for every 30 s",
+    )
     POD_DELETED = (
         "PodDeleted",
         "A pod was deleted because its member stayed silent or did not stop, because its node did not end it, or "

@@ -39,7 +39,7 @@ class FakeApiServer:
         self._refusals: list[int] = []
         self.forbidden: Callable[[str, str], bool] = lambda method, path: False  # answered with 403, always
         self.panics: Callable[[str, str], bool] = lambda method, path: False  # answered with 500, and no object
-        self.refused_pod: Callable[[Body], str | None] = lambda pod: None  # words for who asks with a dry run
+        self.refused_trial: Callable[[Body], str | None] = lambda body: None  # words for who asks with a dry run
         self._held: Callable[[str, Any], bool] = lambda path, body: False
         self._let_go = asyncio.Event()
         app = web.Application()
@@ -149,7 +149,7 @@ class FakeApiServer:
 
     def _post(self, path: str, body: Body, *, is_trial: bool) -> web.Response:
         full = f"{path}/{body['metadata']['name']}"
-        if is_trial and (words := self.refused_pod(body)) is not None:
+        if is_trial and (words := self.refused_trial(body)) is not None:
             return _status(422, words)
         if full in self.objects:
             is_ending = "deletionTimestamp" in self.objects[full]["metadata"]

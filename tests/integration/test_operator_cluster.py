@@ -38,6 +38,7 @@ from setup.layout import CHECKOUT
 pytestmark = pytest.mark.cluster
 
 SPEC: Body = {"replicas": 2, "steps": 3, "checkpoint": {"everySteps": 2}, "evaluation": {"everySteps": 2}}
+CLAIMS = f"/api/v1/namespaces/{NAMESPACE}/persistentvolumeclaims"
 QUOTAS = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas"
 CRD = CHECKOUT.root / "crds/colocatedrljobs.yaml"
 LONG_LEASE = LEASE | {"LEASE_DURATION_S": "600"}  # only who is given it gets it in a test's time
@@ -84,8 +85,8 @@ def kubectl(world: World) -> AsyncKubectl:
 
 
 async def claims_of(world: World, uid: str) -> list[Body]:
-    claims = await world.api.all(f"/api/v1/namespaces/{NAMESPACE}/persistentvolumeclaims")
-    return [claim for claim in claims if claim["metadata"]["labels"].get(names.JOB_UID_LABEL) == uid]
+    claims = await world.api.all(CLAIMS)
+    return [claim for claim in claims if claim["metadata"].get("labels", {}).get(names.JOB_UID_LABEL) == uid]
 
 
 @asynccontextmanager
@@ -266,6 +267,28 @@ async def test_a_job_is_suspended_and_resumed_by_kubectl(world: World, kubectl: 
     assert (2, 0) == (world.status["lineage"], world.status["restarts"])
     assert started <= world.status["startTime"]
     assert "False" == world.condition("Suspended")["status"]
+
+
+async def test_a_volume_that_somebody_deleted_is_missed_and_not_begun_anew(world: World, kubectl: AsyncKubectl) -> None:
+    """The operator may not read claims: what the server says to a dry run of making one tells whether it is there."""
+    world.stay_in_rollout()
+    job, uid = f"{names.SHORT_NAME}/sums", world.job["metadata"]["uid"]
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": true}}')
+        await kubectl("wait", "--for=condition=Suspended", job, "--timeout=30s")
+        claims = {claim["metadata"]["name"]: claim["spec"] for claim in await claims_of(world, uid)}
+        await kubectl("delete", "persistentvolumeclaims", *claims, "--timeout=30s")
+        await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
+        await world.until(lambda: world.condition("Stalled").get("reason") == "VolumeLost")
+        assert all(f"claim {claim} is gone" in world.condition("Stalled")["message"] for claim in claims)
+        assert not await claims_of(world, uid)
+        for name, spec in claims.items():
+            await world.api.call("POST", CLAIMS, {"metadata": {"name": name}, "spec": spec})
+        world.kubelet.let_go("rollout")
+        await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"backoffLimit": 5}}')  # it looks at once
+        await world.until(lambda: world.is_complete)
+    assert (2, "False") == (world.status["lineage"], world.condition("Stalled")["status"])
 
 
 async def test_a_job_that_has_used_up_its_quota_is_made_whole_and_goes_on_after_a_suspension(

@@ -225,7 +225,9 @@ def test_a_spec_that_the_operator_has_not_read_yet() -> None:
     assert ([("SpecNotSeen", None)], False) == (reasons(found), found.is_problem)
 
 
-@pytest.mark.parametrize("reason", ["InvalidSpec", "ObjectRefused", "BackoffLimitExceeded", "FailurePolicy"])
+@pytest.mark.parametrize(
+    "reason", ["InvalidSpec", "ObjectRefused", "VolumeLost", "BackoffLimitExceeded", "FailurePolicy"]
+)
 def test_a_stalled_job_is_a_problem_with_the_operators_words(reason: str) -> None:
     found = explained(job(status=running(conditions=[condition("Stalled", "True", reason, "the words")])))
     assert (reason, "the words", True) == (found.causes[0].reason, found.causes[0].message, found.is_problem)
@@ -387,7 +389,7 @@ def test_every_reason_that_a_member_gives_has_a_remedy() -> None:
 
 def test_every_cause_and_reason_of_the_operator_that_is_trouble_has_a_remedy() -> None:
     trouble = {str(cause) for cause in Cause if cause.is_failure or cause.is_recovery}
-    trouble |= {Reason.INVALID_SPEC, Reason.OBJECT_REFUSED, Reason.PODS_STARTING, Reason.DELETED}
+    trouble |= {Reason.INVALID_SPEC, Reason.OBJECT_REFUSED, Reason.VOLUME_LOST, Reason.PODS_STARTING, Reason.DELETED}
     assert set() == trouble - REMEDIES.keys()
 
 

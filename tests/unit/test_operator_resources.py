@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from builders import OWN_ROLLOUT, UID, make_job
+from builders import OWN_ROLLOUT, PLACED, UID, make_job
 from colocated_rl_api import names
 from colocated_rl_api.job import JOB_NAME_MAX
+from colocated_rl_api.ladder import Placement
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
 from colocated_rl_operator import belongings, resources
@@ -289,6 +290,17 @@ def test_weights_that_travel_have_a_volume_of_the_job_that_goes_with_it() -> Non
     assert UID == weights["metadata"]["ownerReferences"][0]["uid"]
     assert 3 == len(apart)
     assert 2 == len(belongings.claims(make_job()))
+
+
+def test_what_a_volume_holds_is_said_of_those_that_nobody_can_fill_again() -> None:
+    """Weights that travel are written again, and without trainers nobody ever wrote a checkpoint."""
+    for job, volumes in (
+        (make_job(), ["store", "checkpoints"]),
+        (make_job(rollout=OWN_ROLLOUT), ["store", "checkpoints"]),
+        (make_job(mode="RolloutOnly"), ["store"]),
+        (make_job(**PLACED[Placement.TRAIN_ONLY]), ["store", "checkpoints"]),
+    ):
+        assert [job.claim_name(volume) for volume in volumes] == [*belongings.irreplaceable(job)]
 
 
 def test_the_trainers_process_group_is_closed_to_engine_pods() -> None:

@@ -41,6 +41,11 @@ REMEDIES: dict[str, Remedy] = {
         "missing right, a name that is taken; or it fails at it",
         "put right what the message says; the operator tries again every 30 s",
     ),
+    "VolumeLost": Remedy(
+        "somebody deleted a volume of the job, and nothing is begun anew in its place",
+        "put back the claims that the message names, with their data, and the job goes on by itself; or make another "
+        "job, which begins with its spec.model",
+    ),
     "BackoffLimitExceeded": Remedy(
         "the trainers were started again as often as backoffLimit allows",
         "find out why they ended (logs of the gpu containers, which are kept), then make a new job, which begins with "
