@@ -15,7 +15,7 @@ from pathlib import Path
 
 from colocated_rl_agent.drivers.sglang import engine_command, engine_config
 from colocated_rl_api.ladder import WeightVersion
-from fakes.pod import free_ports
+from colocated_rl_trainer.conformance.ranks import free_port
 from setup.layout import CHECKOUT
 
 ADMIN_KEY = "admin-key-of-a-test"
@@ -56,7 +56,7 @@ def engine_process(
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[EngineProcess]:
     """One on the CPU; perhaps not up yet. binaries: whose python3 it is, of the GPU image unless told."""
-    (port,) = free_ports(1)
+    port = free_port()
     config, output = root / "engine.yaml", root / "output"
     config.write_text(engine_config(ADMIN_KEY))
     command = engine_command(

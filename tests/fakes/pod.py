@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -43,7 +44,6 @@ from colocated_rl_api.member_wire import (
 from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.server import SHUTDOWN_S
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_trainer.conformance.ranks import free_port
 from fakes import serving
 from fakes.authority import Authority
 from fakes.device import Device
@@ -54,6 +54,12 @@ DEADLINE_S = 60.0
 PATIENT_S = 300  # deadline of what happens, however slow the machine: a test that waits for one sets its own
 DEADLINES = ("settleSeconds", "engineCallSeconds", "engineStartSeconds", "trainerProgressSeconds")
 TESTS = Path(fakes.__path__[0]).parent
+ENGINE = """
+import sys
+from fakes.engine import main
+sys.argv += ["--fake-token-s", "0.02"]  # a response of 4000 tokens is under way for longer than any test waits
+main()
+"""
 
 
 def make_job(**changes: Any) -> JobFile:
@@ -83,12 +89,17 @@ def make_job(**changes: Any) -> JobFile:
     )
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ones, of which no other process is likely to have one before they are listened on."""
-    ports: set[int] = set()
-    while len(ports) < count:
-        ports.add(free_port())
-    return list(ports)
+def kept_port() -> socket.socket:
+    """A port that nobody else is given until this is closed. Who reuses addresses may listen on it meanwhile."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", 0))
+    return kept
+
+
+def number(port: socket.socket) -> int:
+    """Of a port."""
+    return int(port.getsockname()[1])
 
 
 @dataclass
@@ -136,7 +147,8 @@ class Pod:
         self.ranks = max(1, job.spec.gpus.count)
         self.root = net.root / f"p{replica}"
         self.directories = Directories.below(self.root)
-        self.control, self.data, self.metrics, self.pages, self.engine = free_ports(5)
+        self._ports = [kept_port() for _ in range(5)]
+        self.control, self.data, self.metrics, self.pages, self.engine = map(number, self._ports)
         self.facts: list[PodFacts] = []
         self.refusals: list[Refusal] = []
         self.hello: Hello | None = None
@@ -167,7 +179,7 @@ class Pod:
         places.trainer_config.write_text("{}")
         self.net.authority.member_directory(places.tls, job_uid=JOB_UID, token=TOKEN)
         (self.root / "site/sglang/__init__.py").touch()
-        (self.root / "site/sglang/launch_server.py").write_text("from fakes.engine import main\nmain()\n")
+        (self.root / "site/sglang/launch_server.py").write_text(ENGINE)
 
     async def start_runner(self) -> None:
         with self.log.open("ab") as output:
@@ -207,6 +219,8 @@ class Pod:
             if process.returncode is None:
                 process.kill()
             await process.wait()
+        for port in self._ports:
+            port.close()
 
     async def restart_agent(self, number: signal.Signals = signal.SIGKILL) -> None:
         """End the agent and start another one, to which the operator connects again."""
@@ -280,11 +294,14 @@ class Pod:
 
     async def until(self, is_so: Callable[[PodFacts], bool], what: str) -> PodFacts:
         """The first report from now on, or the newest one, of which it is so."""
+        looked_at = max(0, len(self.facts) - 1)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 while True:
-                    if self.now is not None and is_so(self.now):
-                        return self.now
+                    for facts in self.facts[looked_at:]:  # several may have come at once, of what did not last
+                        if is_so(facts):
+                            return facts
+                    looked_at = len(self.facts)
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:

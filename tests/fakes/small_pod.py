@@ -36,7 +36,7 @@ from colocated_rl_member.server import Ports
 from colocated_rl_member.tls import MemberTls
 from fakes import serving
 from fakes.engine import TAGS, FakeEngine, admin_key_in
-from fakes.pod import JOB_UID, TOKEN, Network, free_ports, make_job, network
+from fakes.pod import JOB_UID, TOKEN, Network, kept_port, make_job, network, number
 from fakes.trainer import Rank
 from fakes.weights import next_token
 
@@ -278,7 +278,7 @@ class SmallPod:
         self._net = net
         self._ending: set[asyncio.Task[None]] = set()
         self._running: asyncio.Task[None] | None = None
-        (port,) = free_ports(1)
+        self.engine_port = kept_port()
         self._settings = Settings(
             pod=f"job-{role}-{replica}-0",
             pod_uid="uid",
@@ -286,7 +286,7 @@ class SmallPod:
             job=job,
             directories=self.directories,
             ports=Ports(control=0, data=0, metrics=0, pages=0, host="127.0.0.1"),
-            engine_port=port,
+            engine_port=number(self.engine_port),
             role=role,
         )
         self.agent: Agent
@@ -652,3 +652,4 @@ async def _living(pod: SmallPod) -> AsyncIterator[SmallPod]:
     finally:
         await pod.stop_agent(orderly=False)
         await pod.runner.stop()
+        pod.engine_port.close()

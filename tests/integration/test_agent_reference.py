@@ -11,6 +11,7 @@ from builders import TOGETHER
 from colocated_rl_api.ladder import Placement, Rung, WeightVersion, ladder_for
 from colocated_rl_api.member_wire import TrainerState
 from fakes.pod import Group, Network, Pod, make_job, network, pod
+from fakes.rollout import until
 
 V0, V1, V2 = (WeightVersion(step, 1) for step in range(3))
 ROLLOUTS: dict[Placement, dict[str, Any]] = {Placement.TIME_SLICED: {}, Placement.RESIDENT: {"offload": []}}
@@ -51,7 +52,8 @@ async def test_every_batch_is_scored_once_before_it_is_trained(net: Network, pla
             rungs, ladder = it.standings(version, epoch=group.epoch), ladder_for(placement, scores=True)
             assert rungs == [rung for rung in ladder.rungs if rung in rungs]
             assert Rung.SCORED in rungs
-            assert [f"batch-{version.step}-0.scores"] == kept(it), "they go with their batch"
+            scores = [f"batch-{version.step}-0.scores"]
+            await until(lambda: scores == kept(it))  # noqa: B023 - it is waited for here; they go with their batch
         assert ["score", "train"] * 2 == [route for route in trainer_routes(it) if route in ("score", "train")]
         assert 'colocate_rung_seconds_count{rung="Scored"} 2.0' in await rung_seconds(it)
 
@@ -75,12 +77,13 @@ async def test_agent_that_restarts_while_a_batch_is_scored_goes_on_with_it(net: 
     async with pod(net, scored_job()) as it:
         group = Group([it])
         await group.climb(V0)
-        it.trainer_fault("score", "slow")
+        it.trainer_fault("score", "held")
         await group.set_out(V1, Rung.SCORED, after=Rung.RELEASED)
         await it.until(lambda facts: facts.trainers[0].state is TrainerState.SCORING, "scoring")
         before = it.now
         await it.restart_agent()
         await it.until(lambda facts: bool(facts.trainers), "attached")
+        it.trainer_goes_on()
         await group.climb(V1)
         assert before is not None
         assert it.now is not None

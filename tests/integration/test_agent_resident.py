@@ -13,6 +13,7 @@ from colocated_rl_api.ladder import RESIDENT, Rung, WeightVersion
 from colocated_rl_api.member_wire import EngineState, PodFacts, TrainerState
 from fakes.device import Device
 from fakes.pod import Group, Network, Pod, make_job, network, pod
+from fakes.rollout import until
 
 V0, V1, V2, V3 = (WeightVersion(step, 1) for step in range(4))
 PROMPT = [5, 6, 7]
@@ -73,7 +74,7 @@ async def test_engine_takes_new_weights_step_after_step_and_nothing_is_ever_rele
         assert "offload" not in trainer_routes(it)
         assert 1 == trainer_routes(it).count("onload"), "it is on the device from its first export on"
         await it.until(lambda facts: facts.trainers[0].saved == 2, "saved from the device")
-        assert ["3-1"] == sorted(path.name for path in it.directories.weights.iterdir())
+        await until(lambda: ["3-1"] == sorted(path.name for path in it.directories.weights.iterdir()))
 
 
 async def test_rollout_goes_on_beside_training_and_is_interrupted_for_the_update_alone(net: Network) -> None:
@@ -135,7 +136,7 @@ async def test_engine_that_dies_in_the_update_starts_on_the_new_weights(net: Net
 
 
 async def test_h50_update_that_is_never_answered_costs_the_engine_and_is_not_sent_again(net: Network) -> None:
-    async with pod(net, resident_job(switch={"engineCallSeconds": 1})) as it:
+    async with pod(net, resident_job(switch={"engineCallSeconds": 5})) as it:
         group = Group([it])
         await group.climb(V0)
         first = identities(it)

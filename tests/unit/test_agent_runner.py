@@ -34,7 +34,7 @@ from colocated_rl_agent.runner_link import Device as Memory
 from colocated_rl_operator import resources
 from fakes.device import GIB, TOTAL_BYTES, Device
 
-DEADLINE_S = 30.0  # less than what is killed would live by itself
+DEADLINE_S = 60.0  # less than what is killed would live by itself
 
 
 @cache
@@ -49,7 +49,7 @@ def oldest_python() -> str:
     return sys.executable
 
 
-SLEEP = ["sleep", "60"]
+SLEEP = ["sleep", "600"]
 
 
 class Container:
@@ -221,8 +221,8 @@ async def test_h57_killed_leader_takes_its_whole_group_with_it(tmp_path: Path) -
     async with container(tmp_path) as it:
         script = (
             "import subprocess, sys, time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-            "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
-            f"open({str(tmp_path / 'pids')!r}, 'w').write(str(rank.pid) + '\\n'); time.sleep(60)"
+            "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+            f"open({str(tmp_path / 'pids')!r}, 'w').write(str(rank.pid) + '\\n'); time.sleep(600)"
         )
         incarnation = await it.link.start("engine-0", [sys.executable, "-c", script], {})
         pid = int(await file_line(tmp_path / "pids"))
@@ -235,7 +235,7 @@ async def test_h57_killed_leader_takes_its_whole_group_with_it(tmp_path: Path) -
 async def test_h45_child_is_gone_only_when_what_left_its_group_is(tmp_path: Path, way: str) -> None:
     """Launchers give their workers sessions of their own, and a worker without its launcher still holds the device."""
     async with container(tmp_path) as it:
-        launcher = f"setsid sleep 60 & echo $! > {tmp_path}/draft; mv {tmp_path}/draft {tmp_path}/pid; wait"
+        launcher = f"setsid sleep 600 & echo $! > {tmp_path}/draft; mv {tmp_path}/draft {tmp_path}/pid; wait"
         incarnation = await it.link.start("trainer-0", ["sh", "-c", launcher], {})
         pid = int(await file_line(tmp_path / "pid"))
         await until(lambda: os.getsid(pid) == pid)
@@ -270,7 +270,7 @@ async def test_dead_leader_is_gone_only_when_its_ranks_are(tmp_path: Path) -> No
     async with container(tmp_path) as it:
         script = (
             "import subprocess, sys;"
-            "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+            "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
             "print(rank.pid)"
         )
         exited = await it.exited(await it.link.start("engine-0", [sys.executable, "-c", script], {}))
@@ -282,7 +282,7 @@ async def test_stopped_child_that_ignores_the_signal_is_killed_after_its_grace(t
     async with container(tmp_path) as it:
         script = (
             "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-            f"open({str(tmp_path / 'up')!r}, 'w').write('up\\n'); time.sleep(60)"
+            f"open({str(tmp_path / 'up')!r}, 'w').write('up\\n'); time.sleep(600)"
         )
         incarnation = await it.link.start("trainer-0", [sys.executable, "-c", script], {})
         await file_line(tmp_path / "up")
@@ -351,7 +351,7 @@ async def test_children_outlive_the_agent_and_are_told_to_the_next_one(tmp_path:
 async def test_children_die_with_the_runner(tmp_path: Path) -> None:
     async with container(tmp_path) as it:
         script = (
-            f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()) + '\\n'); time.sleep(60)"
+            f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()) + '\\n'); time.sleep(600)"
         )
         await it.link.start("engine-0", [sys.executable, "-c", script], {})
         pid = int(await file_line(tmp_path / "pid"))
@@ -397,7 +397,7 @@ async def test_socket_is_for_owner_and_group_alone(tmp_path: Path) -> None:
         assert 0o660 == stat.S_IMODE(it.socket.stat().st_mode)
 
 
-ELSEWHERE = "os.fork() and time.sleep(60); os.setsid();"  # in a session of its own
+ELSEWHERE = "os.fork() and time.sleep(600); os.setsid();"  # in a session of its own
 
 
 @pytest.mark.parametrize("detour", ["", ELSEWHERE, f"{ELSEWHERE} os.fork() and os._exit(0);"])
@@ -451,7 +451,7 @@ async def test_grace_that_is_no_time_is_refused(tmp_path: Path, grace_s: float) 
 async def test_end_of_a_child_and_of_its_output_may_be_seen_together(tmp_path: Path) -> None:
     """The runner died of it, and all processes of the container with it: it read an output that it had closed."""
     async with container(tmp_path) as it:
-        both = f"sleep 60 & echo $$ $! > {tmp_path}/pids; wait"
+        both = f"sleep 600 & echo $$ $! > {tmp_path}/pids; wait"
         victim = await it.link.start("engine-0", ["sh", "-c", both], {})
         pids = list(map(int, (await file_line(tmp_path / "pids")).split()))
         it.process.send_signal(signal.SIGSTOP)
@@ -488,7 +488,7 @@ async def test_device_memory_is_what_the_driver_says_of_those_who_live(tmp_path:
         device.hold(3 * GIB)
         script = (
             f"import os, time; open(os.environ['FAKE_DEVICE'] + f'/{{os.getpid()}}', 'w').write('{40 * GIB}');"
-            f"open({str(tmp_path / 'up')!r}, 'w').write('up\\n'); time.sleep(60)"
+            f"open({str(tmp_path / 'up')!r}, 'w').write('up\\n'); time.sleep(600)"
         )
         incarnation = await it.link.start("engine-0", [sys.executable, "-c", script], {})
         await file_line(tmp_path / "up")
