@@ -195,10 +195,9 @@ async def test_a_lost_member_is_unknown_at_once_and_found_again(authority: Autho
 @asynccontextmanager
 async def relayed(port: int, to: int, frozen: asyncio.Event) -> AsyncIterator[None]:
     """Passes bytes on, until frozen: then the connection stays open and nothing passes."""
-    writers: list[asyncio.StreamWriter] = []
+    serving: set[asyncio.Task[None]] = set()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
         while data := await reader.read(65536):
             if frozen.is_set():
                 continue
@@ -206,16 +205,22 @@ async def relayed(port: int, to: int, frozen: asyncio.Event) -> AsyncIterator[No
         writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", to)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(pump(reader, back))
-            group.create_task(pump(there, writer))
+        with ExitStack() as ends:
+            ends.callback(writer.transport.abort)
+            there, back = await asyncio.open_connection("127.0.0.1", to)
+            ends.callback(back.transport.abort)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(pump(reader, back))
+                group.create_task(pump(there, writer))
 
-    server = await asyncio.start_server(serve, "127.0.0.1", port)
-    async with server:
+    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.create_task(serve(reader, writer)))
+
+    async with await asyncio.start_server(begin, "127.0.0.1", port):
         yield
-        for writer in writers:
-            writer.transport.abort()
+        for each in serving:
+            each.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
 
 
 async def test_a_half_open_connection_is_noticed_by_its_heartbeat(authority: Authority, tmp_path: Path) -> None:
