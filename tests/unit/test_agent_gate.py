@@ -111,7 +111,7 @@ async def served_gate(directory: Path) -> AsyncIterator[Scene]:
         aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
         url = str(engine_server.make_url("")).rstrip("/")
-        driver = SGLang(session, url=url, admin_key="key", call_s=5.0)
+        driver = SGLang(session, url=url, admin_key="key", call_s=DEADLINE_S)
         ended: list[tuple[str, int]] = []
         gate = Gate(count=lambda outcome, tokens: ended.append((outcome, tokens)))
         async with DataPort(gate.serve).listening("127.0.0.1", 0) as port:
