@@ -136,10 +136,9 @@ def reference() -> str:
     return crd.reference_page()
 
 
-@pytest.mark.parametrize("fact", fields(), ids=lambda fact: fact.path)
-def test_every_field_has_a_sentence_and_a_place_in_the_reference(fact: crd.Fact, reference: str) -> None:
-    assert fact.sentence.endswith(".")
-    assert f"| `{fact.path.split('.', 1)[1]}` |" in reference
+def test_every_field_has_a_sentence_and_a_place_in_the_reference(reference: str) -> None:
+    assert [] == [fact.path for fact in fields() if not fact.sentence.endswith(".")]
+    assert [] == [fact.path for fact in fields() if f"| `{fact.path.split('.', 1)[1]}` |" not in reference]
 
 
 def test_status_takes_nothing_from_defaults_but_that_nobody_has_looked_at_it() -> None:
