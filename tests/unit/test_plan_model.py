@@ -31,7 +31,7 @@ from fakes.model import Model, Shown
 from fakes.model_pod import Broken, facts_of
 
 MOST_STATES = 2_000_000
-STATES_ANEW = 1000
+STATES_ANEW = 500
 
 
 def job(replicas: int, placement: Placement = Placement.TIME_SLICED, *, reference: bool = False, **more: Any) -> Job:

@@ -77,7 +77,7 @@ def test_an_undisturbed_job_raises_one_epoch_for_each_step_and_sends_each_barrie
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("round_of_fault", range(0, ROUNDS, 7))
+@pytest.mark.parametrize("round_of_fault", range(0, ROUNDS, 9))
 @pytest.mark.parametrize("placement", IN_ONE_POD)
 def test_one_fault_at_any_time_is_healed(kind: str, round_of_fault: int, placement: Placement) -> None:
     must_heal(kind, after_rounds=round_of_fault, placement=placement)
