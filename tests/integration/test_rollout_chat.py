@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from colocated_rl_rollout.chat import Chat, ModelUnusable
+from colocated_rl_rollout.chat import Chat, Unrenderable
 from colocated_rl_rollout.prompts import NoPrompts, PromptSource
 from colocated_rl_rollout.samples import Prompt
 from colocated_rl_rollout.tasks import is_held_out
@@ -70,7 +70,7 @@ def test_a_conversation_from_a_table_is_the_same_as_without_its_nulls_and_parts(
     assert chat.prompt_ids(plain) == chat.prompt_ids(table) == chat.encode("<system>Brief.<user>1 + 1?")
     image: dict[str, Any] = {"role": "user", "content": [{"type": "image"}]}
     for broken in (image, {"role": "assistant", "content": "", "tool_calls": [1]}):
-        with pytest.raises(ModelUnusable, match="the model's chat template can't be rendered"):
+        with pytest.raises(Unrenderable, match="the model's chat template can't be rendered"):
             chat.prompt_ids([broken])
 
 

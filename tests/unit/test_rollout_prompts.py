@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from colocated_rl_rollout.chat import Chat
-from colocated_rl_rollout.prompts import PromptSource
+from colocated_rl_rollout.prompts import LeftOut, PromptSource
 from fakes.rollout import JobOnDisk, make_spec, until
 from fakes.tasks import task_processes
 
@@ -42,18 +43,52 @@ async def test_questions_that_can_not_be_made_are_a_problem_until_they_can(tmp_p
     assert ["OSError: disk; asked again"] * 2 + [""] == told[:3]
 
 
-async def test_the_prompt_that_the_models_template_refuses_is_named(tmp_path: Path) -> None:
+REFUSING = "{{ raise_exception('roles must alternate') if 'no' in messages[0].content else messages[0].content }}"
+
+
+async def test_a_prompt_that_the_models_template_refuses_is_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run stopped for one of them, when it came up, hours after its beginning."""
     job = JobOnDisk.write(tmp_path, make_spec())
-    (tmp_path / "model/chat_template.jinja").write_text(
-        "{{ raise_exception('roles must alternate') if messages[0].content == '7 + 1 =' else messages[0].content }}"
-    )
-    async with task_processes(job.spec.rollout.prompts, tmp_path, command=[sys.executable, "-c", FAILS_TWICE]) as made:
+    (tmp_path / "model/chat_template.jinja").write_text(REFUSING)
+    counted: Counter[LeftOut] = Counter()
+    command = says_rows("place, 'no' if place % 8 == 7 else 'yes', False")
+    async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
+        prompts = PromptSource(
+            processes,
+            Chat(tmp_path / "model"),
+            max_prompt_tokens=200,
+            position=0,
+            changed=lambda: None,
+            count=lambda why: counted.update([why]),
+        )
+        running = asyncio.create_task(prompts.run())
+        await until(lambda: counted[LeftOut.REFUSED] >= 16)
+        running.cancel()
+        await asyncio.wait([running])
+        found = [prompts.take() for _ in range(9)]
+    assert [0, 1, 2, 3, 4, 5, 6, 8, 9] == [prompt.position for prompt in found if prompt]
+    assert prompts.problem is None
+    told = [record.args for record in caplog.records if record.msg == "prompt left out"]
+    assert 8 == len(told), "so many and no more"
+    why = "prompt 8 of the data: the model's chat template can't be rendered: TemplateError: roles must alternate"
+    assert {"reason": why} == told[0]
+
+
+async def test_a_template_that_takes_no_prompt_stops_the_job(tmp_path: Path) -> None:
+    job = JobOnDisk.write(tmp_path, make_spec())
+    (tmp_path / "model/chat_template.jinja").write_text(REFUSING)
+    command = says_rows("place, 'no' if place else 'yes', False")
+    async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
         chat = Chat(tmp_path / "model")
-        prompts = PromptSource(made, chat, max_prompt_tokens=200, position=0, changed=lambda: None, retry_s=0.01)
+        prompts = PromptSource(processes, chat, max_prompt_tokens=200, position=0, changed=lambda: None)
         await prompts.run()
     assert prompts.problem is not None
+    assert "PromptsUnusable" == prompts.problem.reason
     assert prompts.problem.message == (
-        "prompt 8 of the data: the model's chat template can't be rendered: TemplateError: roles must alternate"
+        "64 prompts in a row were refused; prompt 65 of the data: "
+        "the model's chat template can't be rendered: TemplateError: roles must alternate"
     )
 
 
@@ -77,7 +112,7 @@ async def test_prompts_of_the_greatest_length_are_trained_and_longer_ones_counte
     async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
         prompts = PromptSource(processes, job.chat, max_prompt_tokens=longest, position=0, changed=lambda: None)
         running = asyncio.create_task(prompts.run())
-        await until(lambda: prompts.too_long >= 64)
+        await until(lambda: prompts.left_out[LeftOut.TOO_LONG] >= 64)
         running.cancel()
         await asyncio.wait([running])
         found = [prompts.take() for _ in range(4)]
@@ -85,18 +120,19 @@ async def test_prompts_of_the_greatest_length_are_trained_and_longer_ones_counte
     assert [longest - 1, longest] * 2 == [len(prompt.ids) for prompt in found if prompt]
 
 
-async def test_a_prompt_of_no_token_is_named_and_not_taken_for_an_episode(tmp_path: Path) -> None:
+async def test_a_prompt_of_no_token_is_left_out_and_not_taken_for_an_episode(tmp_path: Path) -> None:
     """Its samples waited for somebody who plays, and the batch for them."""
     job = JobOnDisk.write(tmp_path, make_spec())
     (tmp_path / "model/chat_template.jinja").write_text("{{ messages[0].content | trim }}")
-    command = says_rows("place, 'x' if place < 9 else ' ', False")
+    command = says_rows("place, ' ', False")
     async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
         prompts = PromptSource(
             processes, Chat(tmp_path / "model"), max_prompt_tokens=9, position=0, changed=lambda: None
         )
         await prompts.run()
+    assert prompts.take() is None
     assert prompts.problem
-    assert "prompt 10 of the data: the model's chat template makes no token of it" == prompts.problem.message
+    assert prompts.problem.message.endswith("prompt 64 of the data: the model's chat template makes no token of it")
 
 
 async def test_what_is_held_out_is_asked_once_however_often_it_stands_there(tmp_path: Path) -> None:

@@ -71,15 +71,15 @@ class Chat:
         """A user's question, or a conversation, as the model is asked it, up to where its answer begins.
 
         A message is as a client of the gateway sends it: tables have every member in each message, most of them null.
-        Raises ModelUnusable.
+        Raises Unrenderable.
         """
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         try:
             ids = self.encode(self.rendered([as_rendered(message) for message in messages]))
         except (Unrenderable, *RENDERING_ERRORS) as error:
-            raise ModelUnusable(f"the model's chat template can't be rendered: {error}") from error
+            raise Unrenderable(f"the model's chat template can't be rendered: {error}") from error
         if not ids:
-            raise ModelUnusable("the model's chat template makes no token of it")
+            raise Unrenderable("the model's chat template makes no token of it")
         return ids
 
     def rendered(

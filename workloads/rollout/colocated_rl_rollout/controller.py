@@ -106,6 +106,7 @@ class Controller:
             known_digest=store.data_digest,
             remember=store.remember_data,
             changed=self._wake,
+            count=lambda why: self._metrics.prompts_left_out.labels(why).inc(),
         )
         turns = Turns(
             chat,

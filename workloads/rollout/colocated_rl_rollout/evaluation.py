@@ -18,7 +18,7 @@ from colocated_rl_api.job import Evaluation as Rules
 from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import EvaluationResult, Problem
-from colocated_rl_rollout.chat import Chat, ModelUnusable
+from colocated_rl_rollout.chat import Chat, Unrenderable
 from colocated_rl_rollout.engine_client import (
     EngineClient,
     GateRefused,
@@ -150,7 +150,7 @@ class Evaluation:
                 self.problem = Problem(reason="HeldOutPromptsNotMade", message=f"{error}; asked again"[:1024])
                 self._changed()
                 await asyncio.sleep(PREPARE_RETRY_S)
-            except (NoPrompts, TaskUnusable, ModelUnusable) as error:
+            except (NoPrompts, TaskUnusable, Unrenderable) as error:
                 self._stop(error)
                 return
         self.problem = None

@@ -40,6 +40,12 @@ class Metrics:
         )
         for reason in ALERTED_DISCARDS:
             self.discarded_tokens.labels(reason)  # Prometheus sees a first increase only of what was there before
+        self.prompts_left_out = Counter(
+            "colocate_rollout_prompts_left_out",
+            "Prompts that train nothing, each time that they come up",
+            ["reason"],
+            registry=registry,
+        )
         self.response_tokens = Histogram(
             "colocate_rollout_response_tokens",
             "Length of finished responses",
