@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -25,26 +24,20 @@ AGAIN_S, MAX_AGAIN_S = 1.0, 30.0
 Watch = Callable[..., AsyncIterator[Any]]
 
 
-def patient(
-    watch: Watch,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    rest: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> Watch:
+def patient(watch: Watch, *, rest: Callable[[float], Awaitable[None]] = asyncio.sleep) -> Watch:
     """Like `watch`, and ends only where that ends in order. rest: how the seconds before the next try pass."""
 
     async def watch_patiently(**options: Any) -> AsyncIterator[Any]:
         again_s, said = AGAIN_S, ""
         while True:
-            began = clock()
             try:
                 async for event in watch(**options):
+                    if isinstance(event, dict) and event["type"] is not None:  # a change, and nothing of the list
+                        again_s, said = AGAIN_S, ""
                     yield event
                 return
             except (errors.APIError, watching.WatchingError) as error:
                 reason = repr(error)
-            if clock() >= began + MAX_AGAIN_S:  # it was well meanwhile
-                again_s, said = AGAIN_S, ""
             if reason != said:
                 log(LOG, "watch ended by the API server: listing again", logging.WARNING, reason=reason)
             said = reason
