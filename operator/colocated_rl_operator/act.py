@@ -234,7 +234,8 @@ def _repair_in_s(case: Case, seen: Observation, decided: Plan, doors: Doors) -> 
 
 def _lasts(case: Case, error: ApiUnreachable, doors: Doors) -> bool:
     """Somebody should know of it: a panic in the server, a webhook that is down. Not that the server itself is away."""
-    return error.status is not None and case.failing_s(doors.clock()) >= FAILS_S
+    is_same = error.status is not None and case.failure == str(error)
+    return is_same and case.failing_s(doors.clock()) >= FAILS_S
 
 
 def _refused(error: ApiError) -> Stall:

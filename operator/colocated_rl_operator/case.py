@@ -136,7 +136,8 @@ class Case:
     tried_of: int | None = None  # generation whose pods the server took when it was asked
     objects_of: int | None = None  # generation whose objects were applied
     applied_at: float = 0.0  # when they were
-    failing_since: float | None = None  # the API server has failed at something in each pass
+    failure: str = ""  # of the API server, in its words, that ended the last pass
+    failing_since: float | None = None  # each pass has ended by that failure
     stall: Stall | None = None
 
     @property

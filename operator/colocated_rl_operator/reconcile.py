@@ -35,17 +35,17 @@ async def one_pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float |
     except* NotFound as errors:
         log(LOG, "something is gone, perhaps the job: looking again", logging.WARNING, reason=str(first(errors)))
         case.forget()
-        wait_s = _again_s(case, doors)
+        wait_s = _again_s(case, str(first(errors)), doors)
     except* ApiError as errors:
         log(LOG, "pass not finished, trying again", logging.WARNING, reason=str(first(errors)))
-        wait_s = _again_s(case, doors)
+        wait_s = _again_s(case, str(first(errors)), doors)
     return wait_s
 
 
-def _again_s(case: Case, doors: Doors) -> float:
+def _again_s(case: Case, failure: str, doors: Doors) -> float:
     now = doors.clock()
-    if case.failing_since is None:
-        case.failing_since = now
+    if case.failing_since is None or case.failure != failure:
+        case.failure, case.failing_since = failure, now
     return again_s(failing_s=case.failing_s(now))
 
 
