@@ -21,6 +21,8 @@ from typing import TypeVar
 
 Error = TypeVar("Error", bound=BaseException)
 
+RETRY_S, MAX_RETRY_S = 1.0, 10.0
+
 
 class OperatorError(Exception):
     """Base of all; the message says what was attempted, on what, and what happens next."""
@@ -49,6 +51,13 @@ class ApiError(OperatorError):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+    def again_s(self, *, failing_s: float) -> float:
+        """When to try again what has ended so for `failing_s`: later each time, but soon where nobody answers.
+
+        A server that is away comes back for all, and devices may be idle until then.
+        """
+        return RETRY_S if self.status is None else min(max(RETRY_S, failing_s), MAX_RETRY_S)
 
 
 class ApiUnreachable(ApiError):

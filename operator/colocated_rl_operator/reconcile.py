@@ -10,7 +10,7 @@ from typing import Any
 from colocated_rl_api.logs import log
 from colocated_rl_operator.act import Doors, act, claim, delete_pods, dismiss, refuse
 from colocated_rl_operator.case import RELIST_S, Case, look
-from colocated_rl_operator.errors import ApiError, JobGone, JobInvalid, NotFound, StaleEpoch, first
+from colocated_rl_operator.errors import RETRY_S, ApiError, JobGone, JobInvalid, NotFound, StaleEpoch, first
 from colocated_rl_operator.observation import Observation
 from colocated_rl_operator.observe import observe, read_job
 from colocated_rl_operator.plan import Plan, plan, stop
@@ -18,7 +18,6 @@ from colocated_rl_operator.plan import Plan, plan, stop
 LOG = logging.getLogger(__name__)
 
 AGAIN_S = 60.0  # another operator's job may become ours
-RETRY_S, MAX_RETRY_S = 1.0, 30.0  # after an answer of the API server that stopped a pass
 
 
 async def one_pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | None:
@@ -35,23 +34,18 @@ async def one_pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float |
     except* NotFound as errors:
         log(LOG, "something is gone, perhaps the job: looking again", logging.WARNING, reason=str(first(errors)))
         case.forget()
-        wait_s = _again_s(case, str(first(errors)), doors)
+        wait_s = _again_s(case, first(errors), doors)
     except* ApiError as errors:
         log(LOG, "pass not finished, trying again", logging.WARNING, reason=str(first(errors)))
-        wait_s = _again_s(case, str(first(errors)), doors)
+        wait_s = _again_s(case, first(errors), doors)
     return wait_s
 
 
-def _again_s(case: Case, failure: str, doors: Doors) -> float:
+def _again_s(case: Case, error: ApiError, doors: Doors) -> float:
     now = doors.clock()
-    if case.failing_since is None or case.failure != failure:
-        case.failure, case.failing_since = failure, now
-    return again_s(failing_s=case.failing_s(now))
-
-
-def again_s(*, failing_s: float) -> float:
-    """When to try again what the API server fails at: each time twice as late, up to half a minute."""
-    return min(max(RETRY_S, failing_s), MAX_RETRY_S)
+    if case.failing_since is None or case.failure != str(error):
+        case.failure, case.failing_since = str(error), now
+    return error.again_s(failing_s=case.failing_s(now))
 
 
 async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | None:

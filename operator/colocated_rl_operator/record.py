@@ -28,7 +28,6 @@ from colocated_rl_operator.reasons import Told
 LOG = logging.getLogger(__name__)
 
 WRITE_TRIES = 5  # of one status, each after somebody else's change of the object
-RETRY_S, MAX_RETRY_S = 1.0, 30.0  # after an answer that never came
 CLOSE_S = 2.0  # for what is noted and not written, when the process ends
 MAX_NEWS = 64  # events that wait for their turn; the oldest go first
 
@@ -138,7 +137,7 @@ class Record:
             self._failed()
 
     async def _write_noted(self) -> None:
-        again_s = RETRY_S
+        failing_s = 0.0
         while True:
             async with self._one_call:
                 status = self._noted
@@ -148,12 +147,13 @@ class Record:
                     await self._write(status)
                 except ApiUnreachable as error:
                     log(LOG, "status not written, trying again", logging.WARNING, reason=str(error))
+                    again_s = error.again_s(failing_s=failing_s)
                 else:
                     if self._noted is status:
                         self._noted = None
                     return
             await self._rest(again_s)
-            again_s = min(2 * again_s, MAX_RETRY_S)
+            failing_s += again_s
 
     async def _write(self, status: ColocatedRLJobStatus) -> None:
         about, body = self.about, status.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -22,10 +22,10 @@ from colocated_rl_api import names
 from colocated_rl_api.ladder import RESIDENT, Placement, Rung
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_operator.act import FAILS_S, expire_again_s
+from colocated_rl_operator.errors import ApiUnreachable
 from colocated_rl_operator.handlers import drive_job, note_job
 from colocated_rl_operator.metrics import Metrics
 from colocated_rl_operator.plan import STOP_DEADLINE_S
-from colocated_rl_operator.reconcile import again_s
 from fakes.world import (
     DEADLINE_S,
     JOB_PATH,
@@ -865,12 +865,14 @@ async def test_an_expired_job_that_the_server_fails_to_delete_says_so(world: Wor
         await world.until(lambda: condition(world, "Stalled") == ("True", "ObjectRefused"))
 
 
-def test_what_the_server_fails_at_is_asked_for_less_and_less_often() -> None:
-    waits, failing_s = [], 0.0
-    for _ in range(8):
-        waits.append(again_s(failing_s=failing_s))
+@pytest.mark.parametrize(("status", "expected"), [(500, [1, 1, 2, 4, 8, 10, 10]), (None, [1] * 7)])
+def test_what_the_server_fails_at_is_asked_for_less_and_less_often(status: int | None, expected: list[float]) -> None:
+    """Not where there is no answer: a server that was away a minute would be found again as late."""
+    waits, failing_s = list[float](), 0.0
+    for _ in expected:
+        waits.append(ApiUnreachable("", status).again_s(failing_s=failing_s))
         failing_s += waits[-1]
-    assert [1, 1, 2, 4, 8, 16, 30, 30] == waits
+    assert expected == waits
 
 
 def told(world: World, kind: str) -> str:

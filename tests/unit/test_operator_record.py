@@ -157,12 +157,15 @@ async def test_an_epoch_that_somebody_else_raised_is_not_written_over(server: Se
     assert [] == server.written
 
 
-async def test_the_newest_status_is_tried_again_until_the_server_is_back(server: Server, record: Record) -> None:
-    server.faults = [ApiUnreachable("away")] * 7
+@pytest.mark.parametrize(("status", "rests"), [(None, [1] * 7), (500, [1, 1, 2, 4, 8, 10, 10])])
+async def test_the_newest_status_is_tried_again_until_the_server_is_back(
+    server: Server, record: Record, status: int | None, rests: list[float]
+) -> None:
+    server.faults = [ApiUnreachable("away", status)] * 7
     record.note(at(1), news("one"))
     await until(record)
     assert [1, "one"] == server.written
-    assert [1, 2, 4, 8, 16, 30, 30] == server.rests
+    assert rests == server.rests
     record.check()
 
 
