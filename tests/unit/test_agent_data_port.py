@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -531,11 +531,12 @@ async def gate_before(
     aborted: list[str] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        asked = json.loads(await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0])))
-        writer.write(says[: asked["input_ids"][-1]] if is_cut else says)
-        await writer.drain()
-        writer.close()
+        with closing(writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            asked = json.loads(await reader.readexactly(size))
+            writer.write(says[: asked["input_ids"][-1]] if is_cut else says)
+            await writer.drain()
 
     async def abort(rid: str) -> None:
         aborted.append(rid)
