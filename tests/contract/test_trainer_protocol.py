@@ -65,6 +65,9 @@ def test_our_trainer(trainer: TrainerGroup, check: Check) -> None:
     check(trainer)
 
 
+FINDS_FAKES = {"PYTHONPATH": f"{CHECKOUT.root / 'tests'}:{os.environ.get('PYTHONPATH', '')}"}
+
+
 def conformance(
     folder: Path, *command: str, ranks: int = RANKS, options: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
@@ -82,7 +85,7 @@ def conformance(
             "--",
             *command,
         ],
-        env=os.environ | {"PYTHONPATH": f"{CHECKOUT.root / 'tests'}:{os.environ.get('PYTHONPATH', '')}"},
+        env=os.environ | FINDS_FAKES,
         capture_output=True,
         text=True,
         timeout=ANSWER_S,
@@ -213,7 +216,9 @@ def test_trainer_may_end_over_a_torn_shard_whenever_that_is_seen(tmp_path: Path)
 
     def launch(environment: dict[str, str], log: Path) -> Launch:
         with log.open("ab") as stream:
-            started.append(EndsUnseen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True))
+            started.append(
+                EndsUnseen(command, env=environment | FINDS_FAKES, stdout=stream, stderr=stream, start_new_session=True)
+            )
         return started[-1]
 
     kind = TrainerKind("ends", command, tmp_path, {})
