@@ -46,10 +46,14 @@ def command_line(process: Path) -> str:
 
 
 def agents() -> set[str]:
-    """Addresses to which the pod has connections: its containers share a network."""
+    """Addresses of other pods to which this one has connections: its containers share a network.
+
+    Loopback is left out: what was asked here before, by this process or another, lingers in the kernel's table.
+    """
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     peers = [peer.split(":") for _, _, peer, *_ in lines]
-    return {socket.inet_ntoa(bytes.fromhex(host)[::-1]) for host, port in peers if int(port, 16) == DATA_PORT}
+    hosts = {socket.inet_ntoa(bytes.fromhex(host)[::-1]) for host, port in peers if int(port, 16) == DATA_PORT}
+    return {host for host in hosts if not host.startswith("127.")}
 
 
 def ask(port: int, request: str, host: str = "127.0.0.1") -> str:
