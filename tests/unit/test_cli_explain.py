@@ -355,6 +355,16 @@ def test_open_gates_without_tokens_are_a_problem() -> None:
     assert ([("NothingGenerated", "sums-rollout-0")], True) == (reasons(found), found.is_problem)
 
 
+def test_gates_that_have_just_opened_have_brought_no_tokens_yet() -> None:
+    """The program ended with 1, a problem, when a job was looked at as soon as it was ready."""
+    states = pages(**{"sums-rollout-0": rollout_page(tokensPerSecond=0.0)})
+    served, now = {"sums-gpu-0-0": NOW.timestamp() - 100}, NOW.timestamp()
+    anew = explained(job(status=running()), states=states, since=served | {"sums-gpu-1-0": now - 29})
+    assert ([], False) == (reasons(anew), anew.is_problem)
+    long = explained(job(status=running()), states=states, since=served | {"sums-gpu-1-0": now - 31})
+    assert [("NothingGenerated", "sums-rollout-0")] == reasons(long)
+
+
 def test_a_page_of_another_version_is_passed_over() -> None:
     odd = {"facts": {"type": "podFacts", "gate": 7}}
     assert [] == reasons(explained(job(status=running()), states=pages(**{"sums-gpu-0-0": odd})))

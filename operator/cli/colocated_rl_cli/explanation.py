@@ -22,6 +22,8 @@ from colocated_rl_cli.errors import CliError
 from colocated_rl_cli.evidence import Evidence, Object, facts_of, has_pages, rungs_of, seats_of
 from colocated_rl_cli.waiting import waits_for
 
+QUIET_S = 30.0  # over which rollout controllers count their tokens
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -61,7 +63,7 @@ def explain(seen: Evidence) -> Explanation:
     if not (_is_over(status) or status.phase in (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED)):
         causes += _of_pods(seen, status)
         causes += _of_members(status, facts, rungs, {cause.pod for cause in causes})
-        causes += _of_rollout(status, facts)
+        causes += _of_rollout(seen, status, facts)
     return Explanation(
         job=f"{metadata['namespace']}/{metadata['name']}",
         headline=_headline(job, status),
@@ -232,14 +234,21 @@ def _of_members(
                 yield Cause("MemberSilent", f"epoch {status.epoch} is not known to it", pod, Rung.UNKNOWN.value)
 
 
-def _of_rollout(status: ColocatedRLJobStatus, facts: Mapping[str, PodFacts | RolloutFacts]) -> Iterator[Cause]:
+def _of_rollout(
+    seen: Evidence, status: ColocatedRLJobStatus, facts: Mapping[str, PodFacts | RolloutFacts]
+) -> Iterator[Cause]:
     for pod, said in facts.items():
         if not isinstance(said, RolloutFacts) or said.problem is not None or status.rung != Rung.SERVING:
             continue
         if said.gates_open == 0:
             yield Cause("NoGateOpen", "every gate is closed, as it sees them", pod)
-        elif said.tokens_per_second == 0.0 and not said.stopped and not said.unscored:
+        elif said.tokens_per_second == 0.0 and not (said.stopped or said.unscored or _serves_anew(seen)):
             yield Cause("NothingGenerated", f"{said.gates_open} gates are open", pod)
+
+
+def _serves_anew(seen: Evidence) -> bool:
+    """A gate may have opened so lately that nothing can be said of what it brought."""
+    return seen.now.timestamp() < max(seen.since.values(), default=0.0) + QUIET_S
 
 
 # --------------------------------------------------------------------------------------------------------------- words
