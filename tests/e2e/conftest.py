@@ -29,6 +29,7 @@ NAMESPACE = "e2e"
 OPERATOR_NAMESPACE = "colocated-rl-system"
 MODEL = CHECKOUT.build / "models/arithmetic"
 SCENARIOS = Path(__file__).parent
+HELM_S = 400.0
 
 CommandLine = Callable[..., str]
 
@@ -67,8 +68,9 @@ def installed(
         for namespace in (OPERATOR_NAMESPACE, NAMESPACE):
             cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
         cluster.helm(
-            *("install", "colocated-rl", chart, "--namespace", OPERATOR_NAMESPACE, "--wait", "--timeout", "120s"),
+            *("install", "colocated-rl", chart, "--namespace", OPERATOR_NAMESPACE, "--wait"),
             *("--values", chart / "ci/local-values.yaml"),
+            deadline_s=HELM_S,
         )
         for claim, path in (("arithmetic-model", MODEL), ("own-prompts", SCENARIOS / "own_prompts")):
             cluster.kubectl("apply", "-f", "-", stdin=volume(claim, path))
@@ -117,7 +119,7 @@ def command_line(cluster: Cluster | None) -> CommandLine:
     def run(*words: str) -> str:
         command = [sys.executable, "-m", "colocated_rl_cli", *words, "--namespace", NAMESPACE]
         done = subprocess.run(
-            command, env=os.environ | kubectl, capture_output=True, text=True, timeout=60, check=False
+            command, env=os.environ | kubectl, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, f"{' '.join(words)}: {done.stderr or done.stdout}"
         return done.stdout

@@ -6,13 +6,17 @@ Nothing here knows how a cluster is made, so the end-to-end tests run unchanged 
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from cluster import CommandFailed
+
 from colocated_rl_api import names
 from colocated_rl_api.ladder import TIME_SLICED, Rung
+from colocated_rl_cli.records import read_line
 
 POLL_S = 1.0  # each look starts a kubectl
 T = TypeVar("T")
@@ -40,13 +44,23 @@ class Line:
 
 
 def wait_for(what: str, look: Callable[[], T | None], *, deadline_s: float, explain: Callable[[], str] = str) -> T:
-    """The first thing that `look` finds. Fails at the deadline with what was wanted and what is seen instead."""
+    """The first thing that `look` finds. Fails at the deadline with what was wanted and what is seen instead.
+
+    A command that fails has found nothing yet: a container starts, or a busy machine did not answer it in time.
+    """
     until = time.monotonic() + deadline_s
-    while (found := look()) is None or found is False:
+    while True:
+        found: T | None = None
+        trouble = ""
+        try:
+            found = look()
+        except (CommandFailed, subprocess.SubprocessError) as error:
+            trouble = f"{error}\n"
+        if found is not None and found is not False:
+            return found
         if time.monotonic() > until:
-            raise AssertionError(f"not within {deadline_s:.0f} s: {what}\n{explain()}")
+            raise AssertionError(f"not within {deadline_s:.0f} s: {what}\n{trouble}{explain()}")
         time.sleep(POLL_S)  # kubectl has no event for a condition over several objects
-    return found
 
 
 class RunningJob:
@@ -93,6 +107,16 @@ class RunningJob:
     def kubectl(self, *args: str, stdin: str | None = None) -> str:
         return self._kubectl("-n", self.namespace, *args, stdin=stdin)
 
+    def change(self, **spec: Any) -> None:
+        self.kubectl("patch", names.PLURAL, self.name, "--type=merge", "-p", json.dumps({"spec": spec}))
+
+    def end_soon(self) -> None:
+        """Two more steps, or a few if it is quicker than this: it ends with the one that it is at by then."""
+        self.change(steps=self.step + 2)
+
+    def delete(self) -> None:
+        self.kubectl("delete", names.PLURAL, self.name, "--wait=false")
+
     # ------------------------------------------------------------------------------------------------------- waiting
     def wait_for_step(self, step: int, *, deadline_s: float) -> None:
         wait_for(f"step {step} of {self.name}", lambda: self.step >= step, deadline_s=deadline_s, explain=self.describe)
@@ -113,14 +137,9 @@ class RunningJob:
 
     # ---------------------------------------------------------------------------------------------------------- logs
     def lines(self, pod: str, container: str) -> list[Line]:
-        """JSON lines of a member's container, oldest first; of its former run too, if there was one."""
-        found = []
-        for raw in self.kubectl("logs", pod, "-c", container).splitlines():
-            if raw.startswith("{"):
-                fields = json.loads(raw)
-                if "event" in fields and "ts" in fields:
-                    found.append(Line(ts=fields["ts"], event=fields["event"], pod=pod, fields=fields))
-        return found
+        """JSON lines of a member's container, oldest first; without one that is just being written."""
+        read = map(read_line, self.kubectl("logs", pod, "-c", container).splitlines())
+        return [Line(line["ts"], line["event"], pod, line) for line in read if line is not None and "event" in line]
 
     def agent_lines(self, event: str | None = None) -> list[Line]:
         """Of all agents, in the order of time."""
@@ -146,7 +165,7 @@ class RunningJob:
         container = names.ROLLOUT_CONTAINER if pod == self.rollout_pod else names.AGENT_CONTAINER
         code = (
             "import urllib.request as u\n"
-            f"print(u.urlopen('http://127.0.0.1:{names.PAGES_PORT}/v1/state', timeout=10).read().decode())"
+            f"print(u.urlopen('http://127.0.0.1:{names.PAGES_PORT}/v1/state', timeout=60).read().decode())"
         )
         found: dict[str, Any] = json.loads(self.python(pod, container, code))
         return found

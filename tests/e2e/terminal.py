@@ -11,7 +11,7 @@ from typing import Self
 
 from setup.layout import CHECKOUT
 
-COMMAND_S = 700.0
+COMMAND_S = 1500.0  # beyond the deadlines that pages write
 
 
 @dataclass(frozen=True)

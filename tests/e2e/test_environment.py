@@ -5,9 +5,7 @@ from __future__ import annotations
 from e2e.conftest import apply
 from e2e.running_job import Kubectl
 
-from colocated_rl_api import names
-
-DONE_S = 400  # an engine and a trainer start, two steps of episodes
+DONE_S = 1200  # an engine and a trainer start, two steps of episodes
 
 
 def test_job_plays_its_environment_trains_its_episodes_and_evaluates_it(kubectl: Kubectl) -> None:
@@ -18,4 +16,4 @@ def test_job_plays_its_environment_trains_its_episodes_and_evaluates_it(kubectl:
     evaluation = job.status["evaluation"]
     assert (2, 4) == (evaluation["step"], evaluation["samples"])
     assert 0 <= evaluation["mean"] <= 1
-    job.kubectl("delete", names.PLURAL, job.name)
+    job.delete()

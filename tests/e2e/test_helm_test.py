@@ -13,7 +13,8 @@ from e2e.conftest import MODEL, OPERATOR_NAMESPACE, SCENARIOS, volume
 from setup.layout import CHECKOUT
 
 RELEASE = "colocated-rl"
-HELM_S = 400
+HELM_S = 900
+UPGRADE_S = 300
 TEST = ("test", RELEASE, "--namespace", OPERATOR_NAMESPACE, "--logs", "--timeout", f"{HELM_S}s")
 
 
@@ -29,7 +30,7 @@ def tiny_job(claim: str) -> dict[str, Any]:
 def test_helm_test_runs_a_tiny_job_to_its_end(cluster: Cluster | None, tmp_path: Path) -> None:
     """On a cluster of yours: with the values that it was installed with."""
     if cluster is None:
-        said = subprocess.run(["helm", *TEST], capture_output=True, text=True, timeout=HELM_S, check=True).stdout
+        said = subprocess.run(["helm", *TEST], capture_output=True, text=True, timeout=HELM_S + 60, check=True).stdout
     else:
         cluster.kubectl("apply", "-f", "-", stdin=volume("helm-test-model", MODEL, namespace=OPERATOR_NAMESPACE))
         values = tmp_path / "values.yaml"
@@ -37,7 +38,8 @@ def test_helm_test_runs_a_tiny_job_to_its_end(cluster: Cluster | None, tmp_path:
         chart = CHECKOUT.root / "charts/colocated-rl"
         cluster.helm(
             *("upgrade", RELEASE, chart, "--namespace", OPERATOR_NAMESPACE, "--reuse-values", "--values", values),
-            *("--wait", "--timeout", "60s"),
+            *("--wait", "--timeout", f"{UPGRADE_S}s"),
+            deadline_s=UPGRADE_S + 60,
         )
-        said = cluster.helm(*TEST, deadline_s=HELM_S)
+        said = cluster.helm(*TEST, deadline_s=HELM_S + 60)
     assert "Complete: Completed" in said

@@ -24,7 +24,8 @@ from setup.layout import CHECKOUT
 
 CHART = CHECKOUT.root / "charts/colocated-rl"
 NAMESPACE = "default"
-STEP_S = 300.0
+STEP_S = 900.0
+HELM_S = 400.0
 
 
 def packed_earlier(cluster: Cluster, place: Path) -> Path:
@@ -57,7 +58,7 @@ VALUES = ("--namespace", OPERATOR_NAMESPACE, "--values", CHART / "ci/local-value
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster.up(tmp_path_factory.mktemp("u"), images=CHECKOUT.images) as cluster:
         earlier = packed_earlier(cluster, tmp_path_factory.mktemp("packed"))
-        cluster.helm("install", "rl", earlier, "--create-namespace", *VALUES)
+        cluster.helm("install", "rl", earlier, "--create-namespace", *VALUES, deadline_s=HELM_S)
         yield cluster
 
 
@@ -84,7 +85,7 @@ def test_a_job_goes_on_through_upgrade_and_rollback_of_the_chart(cluster: Cluste
     ):
         wait_for("a step under way", in_training, deadline_s=STEP_S, explain=job.describe)
         taken_over = partial(is_led_anew, cluster, job, since=(operator(cluster), int(job.status["epoch"])))
-        cluster.helm(*words)
+        cluster.helm(*words, deadline_s=HELM_S)
         wait_for("another operator, and its epoch", taken_over, deadline_s=STEP_S, explain=job.describe)
         job.wait_for_step(job.step + 2, deadline_s=STEP_S)
         assert before == pods(job), "no pod and no container was started again"
