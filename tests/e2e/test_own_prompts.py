@@ -11,7 +11,7 @@ from e2e.running_job import Kubectl, RunningJob
 from colocated_rl_api import names
 from colocated_rl_api.ladder import SCORED_TIME_SLICED, Rung
 
-DONE_S = 400  # an engine and a trainer start, two steps
+DONE_S = 1200  # an engine and a trainer start, two steps
 ROWS = 81  # that the function makes
 
 
@@ -36,7 +36,7 @@ def test_job_trains_on_a_mix_and_its_reward_function_gets_no_keys_store_or_answe
         "batch": "HTTP/1.1 401 Unauthorized",
     } == found
     assert_scored(job)
-    job.kubectl("delete", names.PLURAL, job.name)
+    job.delete()
 
 
 def assert_scored(job: RunningJob) -> None:

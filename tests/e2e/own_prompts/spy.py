@@ -29,7 +29,7 @@ def spy() -> None:
         "files": [path for path in (KEYS, STORE, JOB, "/var/run/secrets", "/model") if Path(path).exists()],
         "writable": [path for path in ("/prompts", "/usr", "/etc") if os.access(path, os.W_OK)],
         "processes": sorted(
-            {words for words in map(command_line, Path("/proc").glob("[0-9]*")) if "task_" not in words}
+            {words for words in map(command_line, Path("/proc").glob("[0-9]*")) if words and "task_" not in words}
         ),
         "variables": sorted(name for name in os.environ if "TOKEN" in name or name.startswith("POD_")),
         "target": ask(CONTROL_PORT, LINK),
@@ -40,6 +40,7 @@ def spy() -> None:
 
 
 def command_line(process: Path) -> str:
+    """Empty of one that has ended."""
     with contextlib.suppress(OSError):
         return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     return ""
@@ -62,7 +63,7 @@ def ask(port: int, request: str, host: str = "127.0.0.1") -> str:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         with (
-            socket.create_connection((host, port), timeout=10) as plain,
+            socket.create_connection((host, port), timeout=60) as plain,
             context.wrap_socket(plain) as connection,
         ):
             connection.sendall(f"{request}Host: controller\r\n\r\n".encode())
