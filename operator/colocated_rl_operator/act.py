@@ -57,6 +57,7 @@ MAX_EXPIRE_RETRY_S = 3600.0
 NAME_RETRY_S = 1.0
 DELETE_GRACE_S = 30  # of pods whose job is deleted
 DELETE_TRIES, DELETE_RETRY_S = 4, 1.0
+BURY_TRIES = 60  # nobody waits for it, and nobody comes after it
 BURY_AFTER_S = DELETE_GRACE_S + 15.0  # then a pod of a deleted job has no node that answers
 IS_ENDING = "object is being deleted"  # says the server of a name that will be free
 NO_DRY_RUN = "does not support dry run"  # says the server of a webhook that it may not ask: it judges the pod itself
@@ -383,9 +384,9 @@ async def delete_pods(about: About, doors: Doors) -> None:
     await _insist(partial(_delete_each, about, doors))
 
 
-async def _insist(delete: Callable[[], Awaitable[None]]) -> None:
+async def _insist(delete: Callable[[], Awaitable[None]], *, tries: int = DELETE_TRIES) -> None:
     """Several times, if need be. Raises the last ApiError."""
-    for tries_left in reversed(range(DELETE_TRIES)):
+    for tries_left in reversed(range(tries)):
         try:
             await delete()
             return
@@ -412,8 +413,8 @@ async def bury(about: About, doors: Doors) -> None:
     """
     await asyncio.sleep(doors.bury_after_s)
     try:
-        await _insist(partial(_forget_pods, about, doors))
-        await _insist(partial(doors.kube.drop_finalizer, about.namespace, about.name, uid=about.uid))
+        await _insist(partial(_forget_pods, about, doors), tries=BURY_TRIES)
+        await _insist(partial(doors.kube.drop_finalizer, about.namespace, about.name, uid=about.uid), tries=BURY_TRIES)
     except ApiError as error:
         log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(error))
 

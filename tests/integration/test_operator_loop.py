@@ -21,7 +21,7 @@ from builders import PLACED, RESIDENT_ROLLOUT, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.ladder import RESIDENT, Placement, Rung
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
-from colocated_rl_operator.act import FAILS_S, expire_again_s
+from colocated_rl_operator.act import DELETE_TRIES, FAILS_S, expire_again_s
 from colocated_rl_operator.errors import ApiUnreachable
 from colocated_rl_operator.handlers import drive_job, note_job
 from colocated_rl_operator.metrics import Metrics
@@ -535,6 +535,18 @@ async def test_a_job_of_the_past_is_not_begun_again(world: World) -> None:
 
 
 async def test_a_finalizer_that_kopf_could_not_drop_is_dropped_after_a_while(world: World) -> None:
+    stay_in_rollout(world)
+    async with world.operator(bury_after_s=0.1) as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        delete_job(world)
+        await ended(operator)
+        await world.until(lambda: JOB_PATH not in world.api.objects)
+
+
+async def test_an_api_server_that_fails_for_a_while_holds_up_the_drop_of_a_finalizer_and_no_more(world: World) -> None:
+    """After four tries the job stayed there until somebody changed it."""
+    failures = iter(range(DELETE_TRIES + 1))
+    world.api.panics = lambda method, path: (method, path) == ("PATCH", JOB_PATH) and next(failures, None) is not None
     stay_in_rollout(world)
     async with world.operator(bury_after_s=0.1) as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
