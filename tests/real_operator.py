@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -52,7 +53,8 @@ def cluster_without_nodes(folder: Path) -> Iterator[ClusterAccess]:
                 subprocess.run(arguments, check=True, capture_output=True, timeout=START_DEADLINE_S)
 
             kubectl("apply", "--server-side", "-f", CHECKOUT.root / "crds/colocatedrljobs.yaml")
-            kubectl("wait", "--for=condition=Established", f"crd/{names.PLURAL}.{names.GROUP}", "--timeout=30s")
+            kubectl("wait", "--for=condition=Established", f"crd/{names.PLURAL}.{names.GROUP}", "--timeout=60s")
+            _wait_until_listed(kubectl)
             kubectl("cordon", "--selector=kubernetes.io/os=linux")
             kubectl("create", "namespace", OPERATORS)
             kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
@@ -60,6 +62,18 @@ def cluster_without_nodes(folder: Path) -> Iterator[ClusterAccess]:
         finally:
             supervisor.terminate()
             supervisor.wait(START_DEADLINE_S)
+
+
+def _wait_until_listed(kubectl: Callable[..., None]) -> None:
+    """kubectl knows a kind by what the server lists, and it lists a new one some time after it serves it."""
+    until = time.monotonic() + START_DEADLINE_S
+    while True:
+        try:
+            return kubectl("get", names.SHORT_NAME)
+        except subprocess.CalledProcessError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.1)
 
 
 class NotYet(Exception):

@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import aiohttp
@@ -33,10 +34,10 @@ from real_operator import (
     running_operator,
 )
 
-DEADLINE_S = 40.0
+DEADLINE_S = 120.0  # operators are started meanwhile, on a machine that does much else
 CANDIDATE = "waiting for the lease"
 LEASE_PATH = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATORS}/leases/colocated-rl-operator"
-LEASE = {"LEASE_DURATION_S": "3", "LEASE_RENEW_DEADLINE_S": "2", "LEASE_RETRY_S": "0.5"}
+LEASE = {"LEASE_DURATION_S": "90", "LEASE_RENEW_DEADLINE_S": "60", "LEASE_RETRY_S": "0.5"}  # no pause costs it
 
 
 @dataclass
@@ -46,7 +47,8 @@ class World:
     kubelet: FakeKubelet
     kubeconfig: Path  # of operators
     job: Body = field(default_factory=dict)
-    operators: int = 0
+    phases: list[str | None] = field(default_factory=list)  # of the job, each once in a row
+    operators: set[str] = field(default_factory=set)  # who run
 
     @property
     def status(self) -> Body:
@@ -65,6 +67,12 @@ class World:
         if job["metadata"]["name"] != self.group.job.name:
             return
         self.job = {} if event == "DELETED" else job
+        if self.phases[-1:] != [phase := self.status.get("phase")]:
+            self.phases.append(phase)
+        self.kubelet.moved.set()
+
+    def note_pod(self, event: str, pod: Body) -> None:
+        self.kubelet.note(event, pod)
         self.kubelet.moved.set()
 
     async def until(self, what: Callable[[], object], *, deadline_s: float = DEADLINE_S) -> None:
@@ -78,10 +86,18 @@ class World:
 
     @asynccontextmanager
     async def operator(self, lease: Mapping[str, str] = LEASE) -> AsyncIterator[Operator]:
-        self.operators += 1
-        name = f"operator-{self.operators}"
-        async with running_operator(self.kubeconfig, name, lease, self.kubelet.moved.set) as operator:
-            yield operator
+        """Until the context ends, by a kill. The next has its name, as a container started again, and so its Lease."""
+        name = next(name for number in count(1) if (name := f"operator-{number}") not in self.operators)
+        self.operators.add(name)
+        try:
+            async with running_operator(self.kubeconfig, name, lease, self.kubelet.moved.set) as operator:
+                yield operator
+        finally:
+            self.operators.remove(name)
+
+    async def let_lease_run_out(self) -> None:
+        """Its holder is gone, or stopped: it ends a second later, and not when all of its time is over."""
+        await self.api.call("PATCH", LEASE_PATH, {"spec": {"leaseDurationSeconds": 1}}, "application/merge-patch+json")
 
     def stay_in_rollout(self) -> None:
         """No batch is sealed."""
@@ -118,7 +134,7 @@ async def open_real_world(
         )
         world = World(api, group, kubelet, _write_kubeconfig(operators or access, directory / "kubeconfig"))
         watches = [
-            tasks.create_task(api.watch(PODS, kubelet.note)),
+            tasks.create_task(api.watch(PODS, world.note_pod)),
             tasks.create_task(api.watch(JOBS, world.note_job)),
         ]
         try:

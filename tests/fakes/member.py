@@ -88,17 +88,20 @@ class FakeMember:
 
     async def live(self, changed: Callable[[], None]) -> None:
         """Act until stopped or cancelled. changed: called after each move, for members that wait for one another."""
-        async with self.server:
-            self.listens = True
-            while self.pod.alive and not self.pod.stopped:
-                self._moved.clear()
-                if self._move():
+        try:
+            async with self.server:
+                self.listens = True
+                while self.pod.alive and not self.pod.stopped:
+                    self._moved.clear()
+                    if self._move():
+                        self.server.publish()
+                        changed()
+                        await asyncio.sleep(0)
+                        continue
                     self.server.publish()
-                    changed()
-                    await asyncio.sleep(0)
-                    continue
-                self.server.publish()
-                await self._moved.wait()
+                    await self._moved.wait()
+        finally:
+            self.listens = False
 
     def _move(self) -> bool:
         if self.pod.target is not None and self.holds(self.pod.target):
@@ -183,6 +186,8 @@ class FakeKubelet:
             await self._live(pod, simulated)
         except asyncio.CancelledError:
             simulated.alive = False
+        finally:
+            self.moved.set()
 
     async def _stay(self, pod: Body) -> NoReturn:
         """Of a reference, which is no member: it runs, and is ready once it has loaded."""

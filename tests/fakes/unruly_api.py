@@ -38,6 +38,7 @@ from yarl import URL
 
 from colocated_rl_api import names
 from colocated_rl_operator.cluster import ClusterAccess
+from colocated_rl_trainer.conformance.ranks import free_port
 from fakes import serving
 from fakes.authority import Authority
 
@@ -123,7 +124,7 @@ class UnrulyApi:
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         self._site: web.TCPSite | None = None
-        self._port = 0
+        self._port = free_port()  # it comes back to it
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(ssl=self._upstream.ssl_context(), limit=0)
@@ -160,7 +161,6 @@ class UnrulyApi:
     async def come_back(self) -> None:
         self._site = web.TCPSite(self._runner, "127.0.0.1", self._port, ssl_context=self._tls)
         await self._site.start()
-        self._port = self._runner.addresses[0][1]
 
     # ------------------------------------------------------------------------------------------------------ requests
     def _deal(self, kind: str, what: tuple[str, str]) -> Fault | None:

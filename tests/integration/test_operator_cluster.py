@@ -30,6 +30,7 @@ from colocated_rl_api.member_wire import PodTarget, RolloutTarget
 from colocated_rl_operator import resources
 from colocated_rl_operator.authority import SECRET_NAME, Authority
 from colocated_rl_operator.cluster import ClusterAccess
+from colocated_rl_operator.reasons import Reason
 from fakes.group import GpuPod
 from fakes.member import FakeMember
 from real_operator import JOBS, NAMESPACE, OPERATORS, PODS, Body, Operator
@@ -55,6 +56,7 @@ async def world(request: pytest.FixtureRequest, access: ClusterAccess, tmp_path:
 async def test_a_job_completes_under_the_real_operator(world: World) -> None:
     async with world.operator() as operator:
         await world.until(lambda: world.is_complete)
+        told = await told_up_to(world, Reason.COMPLETED)
         assert 0 == await operator.end()
     assert {1: [1, 2, 3]} == world.group.trained_in
     climbs = list(world.group.stood.values())[:-1]
@@ -63,15 +65,26 @@ async def test_a_job_completes_under_the_real_operator(world: World) -> None:
     assert {} == world.job["metadata"].get("annotations", {})
     assert ("True", "Completed") == (world.condition("Ready")["status"], world.condition("Ready")["reason"])
     assert world.job["metadata"]["generation"] == world.status["observedGeneration"]
+    assert ["FirstStart", "NextStep", "NextStep", "NextStep", "AllStepsDone", "Completed"] == told
+    assert not operator.said("pass not finished, trying again")
+
+
+async def told_up_to(world: World, reason: Reason) -> list[str]:
+    """Reasons of what operators told of the job, oldest first, once it is among them: some time after the status."""
+    async with asyncio.timeout(DEADLINE_S):
+        while reason not in (told := await events_of(world)):  # noqa: ASYNC110 - it is for a server that is asked
+            await asyncio.sleep(0.1)
+    return told
+
+
+async def events_of(world: World) -> list[str]:
     events = await world.api.all(f"/apis/events.k8s.io/v1/namespaces/{NAMESPACE}/events")
-    ours = [
+    return [
         event["reason"]
         for event in sorted(events, key=lambda event: str(event["eventTime"]))
         if event.get("reportingController") == f"{names.GROUP}/operator"
         if event["regarding"].get("uid") == world.job["metadata"]["uid"]
     ]
-    assert ["FirstStart", "NextStep", "NextStep", "NextStep", "AllStepsDone", "Completed"] == ours
-    assert not operator.said("pass not finished, trying again")
 
 
 AsyncKubectl = Callable[..., Coroutine[None, None, str]]
@@ -84,6 +97,12 @@ def kubectl(world: World) -> AsyncKubectl:
     return lambda *words, **options: asyncio.to_thread(run, *words, **options)
 
 
+async def seen_by_kubectl(world: World, kubectl: AsyncKubectl, condition: str) -> None:
+    """It waits for the condition; afterwards the test's own watch has told of it too."""
+    await kubectl("wait", f"--for=condition={condition}", f"{names.SHORT_NAME}/sums", f"--timeout={DEADLINE_S:.0f}s")
+    await world.until(lambda: world.condition(condition).get("status") == "True")
+
+
 async def claims_of(world: World, uid: str) -> list[Body]:
     claims = await world.api.all(CLAIMS)
     return [claim for claim in claims if claim["metadata"].get("labels", {}).get(names.JOB_UID_LABEL) == uid]
@@ -92,17 +111,24 @@ async def claims_of(world: World, uid: str) -> list[Body]:
 @asynccontextmanager
 async def two_operators_in_a_switch(world: World, lease: Mapping[str, str] = LEASE) -> AsyncIterator[Operator]:
     """The leader, beside a standby, while one pod holds up the second step. It ends complete, by the standby."""
-    world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 2)
+    world.stay_in_rollout()
     async with world.operator(lease) as leader:
         await world.until(lambda: leader.said("lease taken"))
         async with world.operator(lease) as standby:
             await world.until(lambda: standby.said(CANDIDATE))
-            await world.until(lambda: world.status.get("phase") == "Switching" and world.status["targetStep"] == 2)
+            await go_on_to_a_switch(world)
             yield leader
             world.kubelet.let_go("gpu-1")
             await world.until(lambda: world.is_complete)
             assert standby.said("lease taken")
     assert {1: [1, 2, 3]} == world.group.trained_in
+
+
+async def go_on_to_a_switch(world: World) -> None:
+    """Returns in the second step, which one pod holds up: not for long, or the group is taken for one that hangs."""
+    world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 2)
+    world.kubelet.let_go("rollout")
+    await world.until(lambda: world.status.get("phase") == "Switching" and world.status["targetStep"] == 2)
 
 
 def stay_at(world: World, rung: Rung, *, step: int) -> None:
@@ -140,16 +166,17 @@ async def test_an_operator_that_is_killed_in_any_rung_is_taken_over_by_the_stand
         pods = set(world.kubelet.members)
         standby = await operators.enter_async_context(world.operator())
         for step, rung in enumerate(TIME_SLICED.rungs, start=1):
+            await world.until(partial(standby.said, CANDIDATE))  # at rest: on a rung the group may not stay for long
             stay_at(world, rung, step=step)
             await world.until(partial(stands, world, rung, step=step))
-            await world.until(partial(standby.said, CANDIDATE))
-            epoch = world.status["epoch"]
+            epoch = max(world.group.stood)
             await leader.kill()
+            await world.let_lease_run_out()
             leader, standby = standby, await operators.enter_async_context(world.operator())
             await world.until(partial(has_taken_over, world, leader, epoch))
             assert stands(world, rung, step=step)
             world.kubelet.let_go("gpu-1")
-            world.kubelet.let_go("rollout")
+        world.kubelet.let_go("rollout")
         await world.until(lambda: world.is_complete)
     assert {1: list(range(1, 1 + len(TIME_SLICED.rungs)))} == world.group.trained_in
     assert (pods, 1, 0) == (set(world.kubelet.members), world.status["lineage"], world.status["restarts"])
@@ -158,11 +185,13 @@ async def test_an_operator_that_is_killed_in_any_rung_is_taken_over_by_the_stand
 async def test_of_two_leaders_only_the_one_with_the_newer_epoch_moves_the_group(world: World) -> None:
     """Somebody deletes the Lease, and its holder has no reason to look."""
     unaware = {"LEASE_DURATION_S": "600", "LEASE_RENEW_DEADLINE_S": "500", "LEASE_RETRY_S": "400"}
-    world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 2)
+    world.stay_in_rollout()
     async with world.operator(unaware) as first:
-        await world.until(lambda: world.status.get("phase") == "Switching" and world.status["targetStep"] == 2)
-        await world.api.call("DELETE", LEASE_PATH)
+        await world.until(lambda: first.said("lease taken"))
         async with world.operator() as second:
+            await world.until(lambda: second.said(CANDIDATE))
+            await go_on_to_a_switch(world)
+            await world.api.call("DELETE", LEASE_PATH)
             await world.until(lambda: second.said("epoch raised"))
             world.kubelet.let_go("gpu-1")
             await world.until(lambda: world.is_complete)
@@ -177,6 +206,7 @@ async def test_a_leader_that_was_stopped_in_the_middle_of_a_switch_wakes_up_and_
     async with two_operators_in_a_switch(world) as leader:
         before = world.status["epoch"]
         leader.process.send_signal(signal.SIGSTOP)
+        await world.let_lease_run_out()
         await world.until(lambda: world.status["epoch"] > before)
         taken_over = world.status["epoch"]
         leader.process.send_signal(signal.SIGCONT)
@@ -253,17 +283,16 @@ async def test_a_job_is_suspended_and_resumed_by_kubectl(world: World, kubectl: 
     world.stay_in_rollout()
     job = f"{names.SHORT_NAME}/sums"
     async with world.operator():
-        await kubectl("wait", "--for=condition=Ready", job, "--timeout=30s")
+        await seen_by_kubectl(world, kubectl, "Ready")
         started = world.status["startTime"]
         await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": true}}')
-        await kubectl("wait", "--for=condition=Suspended", job, "--timeout=30s")
+        await seen_by_kubectl(world, kubectl, "Suspended")
         assert not await world.api.all(PODS)
         assert all(pod.stopped for pod in world.group.pods)
         assert 2 == len(await claims_of(world, world.job["metadata"]["uid"]))
         await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
         world.kubelet.let_go("rollout")
-        await kubectl("wait", "--for=condition=Complete", job, "--timeout=30s")
-        await world.until(lambda: world.is_complete)
+        await seen_by_kubectl(world, kubectl, "Complete")
     assert (2, 0) == (world.status["lineage"], world.status["restarts"])
     assert started <= world.status["startTime"]
     assert "False" == world.condition("Suspended")["status"]
@@ -276,9 +305,9 @@ async def test_a_volume_that_somebody_deleted_is_missed_and_not_begun_anew(world
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
         await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": true}}')
-        await kubectl("wait", "--for=condition=Suspended", job, "--timeout=30s")
+        await seen_by_kubectl(world, kubectl, "Suspended")
         claims = {claim["metadata"]["name"]: claim["spec"] for claim in await claims_of(world, uid)}
-        await kubectl("delete", "persistentvolumeclaims", *claims, "--timeout=30s")
+        await kubectl("delete", "persistentvolumeclaims", *claims, f"--timeout={DEADLINE_S:.0f}s")
         await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
         await world.until(lambda: world.condition("Stalled").get("reason") == "VolumeLost")
         assert all(f"claim {claim} is gone" in world.condition("Stalled")["message"] for claim in claims)
@@ -296,18 +325,18 @@ async def test_a_job_that_has_used_up_its_quota_is_made_whole_and_goes_on_after_
 ) -> None:
     """The server refuses claims and Secrets for the quota before it says that they are there, and no pod was made."""
     world.stay_in_rollout()
-    job, hard = f"{names.SHORT_NAME}/sums", dict[str, str]()
+    job = f"{names.SHORT_NAME}/sums"
+    hard = {"count/secrets": "0", "count/persistentvolumeclaims": "0"}  # whatever of jobs of before goes meanwhile
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
-        for kind in ("secrets", "persistentvolumeclaims"):
-            hard[f"count/{kind}"] = str(len(await world.api.all(f"/api/v1/namespaces/{NAMESPACE}/{kind}")))
         await world.api.call("POST", QUOTAS, {"metadata": {"name": "full"}, "spec": {"hard": hard}})
         try:
-            await kubectl("wait", "--for=jsonpath={.status.used}", "resourcequota/full", "--timeout=30s")
+            counted = ("--for=jsonpath={.status.used}", f"--timeout={DEADLINE_S:.0f}s")
+            await kubectl("wait", "resourcequota/full", *counted)
             await world.api.call("DELETE", f"{PODS}/{world.kubelet.of_seat('gpu-1').server.hello.pod}")
             await world.until(lambda: world.status["cause"] == "PodReplaced" and world.status["ready"] == "2/2")
             await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": true}}')
-            await kubectl("wait", "--for=condition=Suspended", job, "--timeout=30s")
+            await seen_by_kubectl(world, kubectl, "Suspended")
             await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
             world.kubelet.let_go("rollout")
             await world.until(lambda: world.is_complete)
@@ -393,16 +422,17 @@ async def test_a_job_comes_back_with_fewer_pods(world: World, kubectl: AsyncKube
     world.stay_in_rollout()
     job, fewer = f"{names.SHORT_NAME}/sums", '{"spec": {"replicas": 1}}'
     async with world.operator():
-        await kubectl("wait", "--for=condition=Ready", job, "--timeout=30s")
+        await seen_by_kubectl(world, kubectl, "Ready")
         await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": true}}')
-        await kubectl("wait", "--for=condition=Suspended", job, "--timeout=30s")
+        await seen_by_kubectl(world, kubectl, "Suspended")
+        await world.until(lambda: not world.kubelet.members)
         await kubectl("patch", job, "--type=merge", "--patch", fewer)
         world.group.resize(1)
         assert 1 == world.group.job.spec.replicas
         await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
         world.kubelet.let_go("rollout")
-        await kubectl("wait", "--for=condition=Complete", job, "--timeout=30s")
-        await world.until(lambda: world.is_complete and world.status["ready"] == "0/1")  # its pod has ended
+        await seen_by_kubectl(world, kubectl, "Complete")
+        await world.until(lambda: world.status["ready"] == "0/1")  # its pod has ended
         pods = await world.api.all(PODS)
     assert ["sums-gpu-0", "sums-rollout"] == sorted(pod["metadata"]["name"].rpartition("-")[0] for pod in pods)
     assert 2 == world.status["lineage"]
@@ -412,13 +442,10 @@ async def test_a_finished_job_goes_with_its_pods_after_its_time_and_leaves_its_v
     uid = world.job["metadata"]["uid"]
     patch = {"spec": {"ttlSecondsAfterFinished": 1}}
     await world.api.call("PATCH", f"{JOBS}/sums", patch, "application/merge-patch+json")
-    phases: list[str | None] = []
     async with world.operator():
-        while world.job:
-            await world.until(lambda: phases[-1:] != [world.status.get("phase")])
-            phases.append(world.status.get("phase"))
+        await world.until(lambda: not world.job)
         await world.until(lambda: not world.kubelet.members)
-    assert ["Complete", None] == phases[-2:]
+    assert ["Complete", None] == world.phases[-2:]
     assert 2 == len(await claims_of(world, uid))
 
 
@@ -445,8 +472,8 @@ async def test_kubectl_waits_for_a_failure(world: World, kubectl: AsyncKubectl) 
         world.group.trainer_dies(member.pod)
         member.poke()
         world.kubelet.let_go("gpu-1")
-        await kubectl("wait", "--for=condition=Failed", f"{names.SHORT_NAME}/sums", "--timeout=30s")
-        await kubectl("wait", "--for=condition=Stalled", f"{names.SHORT_NAME}/sums", "--timeout=30s")
+        await seen_by_kubectl(world, kubectl, "Failed")
+        await seen_by_kubectl(world, kubectl, "Stalled")
     assert "BackoffLimitExceeded" == world.condition("Failed")["reason"]
 
 
@@ -457,7 +484,7 @@ async def test_helm_waits_until_the_job_serves(world: World, tmp_path: Path) -> 
     (chart / "Chart.yaml").write_text("{apiVersion: v2, name: sums, version: 0.0.1}")
     (chart / "templates/job.yaml").write_text(yaml.safe_dump(make_manifest(**SPEC)))
     helm = Helm(CHECKOUT.localcluster, world.kubeconfig)
-    options = ("--take-ownership", "--force-conflicts", "--wait", "--timeout", "60s")
+    options = ("--take-ownership", "--force-conflicts", "--wait", "--timeout", f"{2 * DEADLINE_S:.0f}s")
     world.stay_in_rollout()
     world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget))
     installing = asyncio.create_task(asyncio.to_thread(helm, "install", "sums", chart, *options))
@@ -468,7 +495,7 @@ async def test_helm_waits_until_the_job_serves(world: World, tmp_path: Path) -> 
         world.kubelet.let_go("gpu-1")
         async with asyncio.timeout(DEADLINE_S):
             await installing
-    assert "True" == world.condition("Ready")["status"]
+        await world.until(lambda: world.condition("Ready").get("status") == "True")
 
 
 async def test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job(world: World) -> None:
@@ -477,6 +504,7 @@ async def test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job(w
         await world.until(lambda: world.status.get("phase") == "Rollout")
         async with world.operator(LEASE | {"LEASE_NAME": "another"}) as other:
             await world.until(lambda: other.said("lease taken"))
+            await told_up_to(world, Reason.ANOTHER_OPERATOR)
             world.kubelet.let_go("rollout")
             await world.until(lambda: world.is_complete)
             assert not other.said("epoch raised")
@@ -502,7 +530,7 @@ async def test_who_answers_in_a_members_place_is_told_nothing(world: World, tmp_
         await world.until(lambda: world.status.get("phase") == "Rollout")
         lost = world.kubelet.of_seat("gpu-1")
         world.kubelet.end(lost.pod.uid)
-        await world.until(lambda: operator.said("member lost"))
+        await world.until(lambda: operator.said("member lost") and not lost.listens)
         own = tmp_path / resources.tls_secret_name(replace(make_job(), uid=world.job["metadata"]["uid"]))
         await passes_for_nobody(world, operator, lost, uid="another pod's", keys=own, because="unknown member")
         forged = write_keys(Authority.new().job_files(world.job["metadata"]["uid"]), tmp_path / "forged")
