@@ -18,6 +18,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// patience is how long the kernel may take for what it does at once, on a machine that has other things to do.
+const patience = 10 * time.Second
+
 // Groups are directories for memory limits and, where there is a version 2 hierarchy, one to kill by. Either may be "".
 type Groups struct {
 	memory, kill string
@@ -196,7 +199,7 @@ func (g *Groups) killTogether(id string) error {
 				return // the removal of a group is news too
 			}
 			// the news is that memory is out, which comes before anything is killed for it
-			for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
+			for end := time.Now().Add(patience); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
 				if g.OOMKilled(id) {
 					g.Kill(id)
 					break
@@ -292,7 +295,7 @@ func removeTree(dir string) error {
 
 func remove(dir string) error {
 	var err error
-	for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
+	for end := time.Now().Add(patience); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
 		if err = syscall.Rmdir(dir); err == nil || err == syscall.ENOENT {
 			return nil
 		}

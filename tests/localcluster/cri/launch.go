@@ -21,7 +21,7 @@ import (
 )
 
 // drainLimit is how long the output of an ended container is still read, if a process elsewhere holds the other end.
-const drainLimit = time.Second
+const drainLimit = 10 * time.Second
 
 // environment of a container: what stands for an image's on the machine's own root, the image's, then the pod's.
 func (s *server) environment(p *sandbox, c *container) []string {

@@ -6,7 +6,6 @@ import (
 	"io"
 	"os"
 	"os/exec"
-	"time"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
@@ -30,7 +29,7 @@ func (s *server) PortForward(_ context.Context, q *v1.PortForwardRequest) (*v1.P
 type streamer struct{ s *server }
 
 func (t streamer) Exec(_ context.Context, id string, args []string, in io.Reader, out, errOut io.WriteCloser, tty bool, resize <-chan remotecommand.TerminalSize) error {
-	cmd := &exec.Cmd{WaitDelay: time.Second}
+	cmd := &exec.Cmd{WaitDelay: drainLimit}
 	if !tty {
 		cmd.Stdout, cmd.Stderr = out, errOut
 		if in != nil {

@@ -36,19 +36,20 @@ func UpDetached(o Options, args []string) error {
 	if err := keepDescriptors(); err != nil {
 		return err
 	}
+	signals := make(chan os.Signal, 4)
+	signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP) // before there is a supervisor, who would be left alone
 	p, err := os.StartProcess(layout.Self, append([]string{"localcluster"}, args...), &os.ProcAttr{
 		Files: []*os.File{nil, log, log}, Env: os.Environ(), Sys: &syscall.SysProcAttr{Setsid: true}})
 	if err != nil {
 		return err
 	}
-	signals := make(chan os.Signal, 4)
-	signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP)
+	var heard strings.Builder
 	ended := make(chan *os.ProcessState, 1)
 	go func() {
 		state, _ := p.Wait() // a child's end can't be missed
 		ended <- state
 	}()
-	said := io.NewSectionReader(log, 0, 1<<62)
+	said := io.TeeReader(io.NewSectionReader(log, 0, 1<<62), &heard)
 	for {
 		select {
 		case s := <-signals:
@@ -65,8 +66,8 @@ func UpDetached(o Options, args []string) error {
 		if err := pass(said); err != nil {
 			return err
 		}
-		if _, err := os.Stat(o.Dir.Kubeconfig()); err == nil {
-			return pass(said)
+		if strings.Contains("\n"+heard.String(), "\n"+readyWords) { // its last words; a kubeconfig may be of before
+			return nil
 		}
 	}
 }

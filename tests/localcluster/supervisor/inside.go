@@ -16,6 +16,9 @@ import (
 	"a.localcluster/pki"
 )
 
+// readyWords begin the line that tells that the cluster is ready; its kubeconfig is there by then.
+const readyWords = "ready after "
+
 // The descriptors that pid 1 starts with.
 const (
 	portFD = 3
@@ -73,7 +76,7 @@ func Inside(text string) error {
 			return
 		}
 		p.readied <- struct{}{}
-		fmt.Printf("ready after %.1f s: export KUBECONFIG=%s\n", time.Since(begin).Seconds(), o.Dir.Kubeconfig())
+		fmt.Printf(readyWords+"%.1f s: export KUBECONFIG=%s\n", time.Since(begin).Seconds(), o.Dir.Kubeconfig())
 	}()
 	err = p.run(ctx)
 	if ctx.Err() != nil {
