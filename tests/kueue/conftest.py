@@ -59,11 +59,12 @@ def install_kueue(cluster: Cluster) -> None:
         "data": {name: base64.b64encode(content).decode() for name, content in files.items()},
     }
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps(secret))
-    cluster.kubectl("wait", "pod/kueue", "-n", "kueue-system", "--for=condition=Ready", "--timeout=60s")
+    cluster.kubectl("wait", "pod/kueue", "-n", "kueue-system", "--for=condition=Ready", "--timeout=110s")
     served = (KUEUE / "config/components/webhook/manifests.yaml").read_text()
     for configuration in yaml.safe_load_all(served):
         cluster.kubectl("apply", "-f", "-", stdin=json.dumps(by_address(configuration, certificate)))
-    cluster.kubectl("apply", "-f", HERE / "queues.yaml")
+    # not at once: the API server has to know of the webhooks, and the manager to serve them
+    cluster.wait_for("queues", lambda: cluster.kubectl("apply", "-f", HERE / "queues.yaml"), deadline_s=120)
 
 
 def by_address(configuration: dict[str, Any], certificate: bytes) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from e2e.running_job import Kubectl, RunningJob, wait_for
 from colocated_rl_api import names
 from colocated_rl_api.job_status import Phase
 
-START_S = 300  # engines and trainers start on two cores
+START_S = 600  # engines and trainers start on two cores
+SOON_S = 120  # for Kueue to say what it has done
 GATE = "kueue.x-k8s.io/admission"
 
 Queued = Callable[..., RunningJob]
@@ -50,32 +51,43 @@ def gated(job: RunningJob) -> list[bool]:
 
 def wait_until_gated(job: RunningJob, count: int) -> None:
     wait_for(
-        f"{count} gated pods of {job.name}", lambda: gated(job) == [True] * count, deadline_s=60, explain=job.describe
+        f"{count} gated pods of {job.name}",
+        lambda: gated(job) == [True] * count,
+        deadline_s=SOON_S,
+        explain=job.describe,
     )
 
 
-def reserved(kubectl: Kubectl) -> int:
-    """Pods that Kueue counts against the quota."""
+def reserved(kubectl: Kubectl) -> int | None:
+    """Pods that Kueue counts against the quota; None before it has counted."""
     queue: dict[str, Any] = json.loads(kubectl("get", "clusterqueue", "lab", "-o", "json"))
-    (flavor,) = queue["status"]["flavorsReservation"]
+    if not (flavors := queue.get("status", {}).get("flavorsReservation")):
+        return None
+    (flavor,) = flavors
     (resource,) = flavor["resources"]
     return int(resource["total"])
+
+
+def wait_until_reserved(kubectl: Kubectl, count: int, job: RunningJob) -> None:
+    what = f"{count} pods counted against the quota"
+    wait_for(what, lambda: reserved(kubectl) == count, deadline_s=SOON_S, explain=job.describe)
 
 
 def test_a_job_waits_with_all_its_pods_and_starts_when_another_has_ended(kubectl: Kubectl, queued: Queued) -> None:
     first = queued("first", replicas=2)
     first.wait_for_step(1, deadline_s=START_S)
     assert [False, False] == gated(first)
-    assert 2 == reserved(kubectl)
+    wait_until_reserved(kubectl, 2, first)
     second = queued("second")
     wait_until_gated(second, 1)
+    wait_for("a phase", lambda: second.status.get("phase"), deadline_s=SOON_S, explain=second.describe)
     assert Phase.PENDING == second.status["phase"]
     first.wait_for_condition("Complete", deadline_s=START_S)
     second.wait_for_step(1, deadline_s=START_S)
     assert [False] == gated(second)
     second.wait_for_condition("Complete", deadline_s=START_S)
     assert (0, 0) == (first.status["restarts"], second.status["restarts"])
-    wait_for("quota to be free", lambda: reserved(kubectl) == 0, deadline_s=60)
+    wait_until_reserved(kubectl, 0, second)
 
 
 def test_a_preempted_job_waits_at_the_gate_and_goes_on(kubectl: Kubectl, queued: Queued) -> None:
@@ -94,10 +106,10 @@ def test_a_preempted_job_waits_at_the_gate_and_goes_on(kubectl: Kubectl, queued:
 def test_a_suspended_job_gives_its_quota_back_and_gets_it_again(kubectl: Kubectl) -> None:
     patient = RunningJob(kubectl, namespace=NAMESPACE, name="patient")
     patient.kubectl("patch", names.PLURAL, patient.name, "--type=merge", "--patch", '{"spec":{"suspend":true}}')
-    wait_for("quota to be free", lambda: reserved(kubectl) == 0, deadline_s=120, explain=patient.describe)
+    wait_until_reserved(kubectl, 0, patient)
     done = patient.step
     patient.kubectl("patch", names.PLURAL, patient.name, "--type=merge", "--patch", '{"spec":{"suspend":false}}')
     patient.wait_for_step(done + 1, deadline_s=START_S)
-    assert 2 == reserved(kubectl)
-    patient.kubectl("delete", names.PLURAL, patient.name, "--timeout=60s")
-    wait_for("quota to be free", lambda: reserved(kubectl) == 0, deadline_s=60, explain=patient.describe)
+    wait_until_reserved(kubectl, 2, patient)
+    patient.kubectl("delete", names.PLURAL, patient.name, "--timeout=110s")
+    wait_until_reserved(kubectl, 0, patient)
