@@ -83,4 +83,4 @@ def engine_process(
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(60)

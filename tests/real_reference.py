@@ -50,7 +50,7 @@ class RunningReference:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.process.terminate()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -58,7 +58,7 @@ class RunningReference:
 
     def seen(self, path: str) -> tuple[int, str]:
         """Of the metrics port."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=60)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -79,8 +79,8 @@ class RunningReference:
         raise AssertionError(f"not ready within {START_S} s: {self.log.read_text()}")
 
     def ask(self, path: str, body: bytes) -> tuple[int, bytes]:
-        connection = http.client.HTTPSConnection("127.0.0.1", self.data_port, timeout=30)
-        plain = socket.create_connection(("127.0.0.1", self.data_port), timeout=30)
+        connection = http.client.HTTPSConnection("127.0.0.1", self.data_port, timeout=60)
+        plain = socket.create_connection(("127.0.0.1", self.data_port), timeout=60)
         connection.sock = self._context.wrap_socket(plain, server_hostname=self._server_name)
         try:
             connection.request("POST", path, body, {"Authorization": self._authorization})
