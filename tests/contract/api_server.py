@@ -35,10 +35,13 @@ class Answer(NamedTuple):
         return [cause.get("field", "") for cause in details.get("causes", ())]
 
 
+COMMAND_S = 600.0  # what is waited for has a shorter time of its own
+
+
 class ApiServer:
     """Reads one kubeconfig with a token. One connection, kept."""
 
-    def __init__(self, kubeconfig: Path, *, timeout_s: float = 30) -> None:
+    def __init__(self, kubeconfig: Path, *, timeout_s: float = 60) -> None:
         config = yaml.safe_load(kubeconfig.read_text())
         cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
         context = ssl.create_default_context(cadata=base64.b64decode(cluster["certificate-authority-data"]).decode())
@@ -50,17 +53,22 @@ class ApiServer:
         """`body`: bytes as they are, anything else as JSON."""
         content = body if body is None or isinstance(body, bytes) else json.dumps(body)
         headers = self._headers | {"Content-Type": content_type}
-        self._connection.request(method, path, content, headers)
         try:
-            response = self._connection.getresponse()
-        except http.client.RemoteDisconnected:  # it ends connections that were idle, and answered nothing
-            self._connection.request(method, path, content, headers)
-            response = self._connection.getresponse()
+            response = self._exchange(method, path, content, headers)
+        except (ConnectionError, ssl.SSLError):  # it ends connections that were idle, and answered nothing
+            self._connection.close()
+            response = self._exchange(method, path, content, headers)
         text = response.read()
         try:
             return Answer(response.status, json.loads(text))
         except json.JSONDecodeError:
             return Answer(response.status, {"message": text.decode(errors="replace")})
+
+    def _exchange(
+        self, method: str, path: str, content: str | bytes | None, headers: dict[str, str]
+    ) -> http.client.HTTPResponse:
+        self._connection.request(method, path, content, headers)
+        return self._connection.getresponse()
 
     def close(self) -> None:
         self._connection.close()
@@ -92,7 +100,7 @@ class Command:
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=COMMAND_S,
             check=False,
         )
 
@@ -102,6 +110,10 @@ class Kubectl(Command):
         super().__init__(binary, "kubectl", kubeconfig)
         self.kubeconfig = kubeconfig
         self.helm = Helm(binary, kubeconfig)
+
+    def wait_until_pods_may_come(self, namespace: str) -> None:
+        """A controller gives a new namespace its ServiceAccount; before, no pod is admitted."""
+        self("-n", namespace, "wait", "--for=create", "serviceaccount/default", "--timeout=60s")
 
 
 class Helm(Command):

@@ -9,6 +9,7 @@ import yaml
 from cluster import Cluster
 from contract.api_server import ApiServer, Kubectl
 
+from colocated_rl_api import names
 from setup.layout import CHECKOUT
 
 CRD_FILE = CHECKOUT.root / "crds/colocatedrljobs.yaml"
@@ -27,11 +28,13 @@ def kubectl(plain_cluster: Cluster) -> Kubectl:
 
 
 @pytest.fixture(scope="session")
-def api(kubectl: Kubectl) -> Iterator[ApiServer]:
+def api(plain_cluster: Cluster, kubectl: Kubectl) -> Iterator[ApiServer]:
     """The API server, with the CRD of this checkout."""
     kubectl("apply", "--server-side", "--force-conflicts", "-f", CRD_FILE)
     name = yaml.safe_load(CRD_FILE.read_text())["metadata"]["name"]
-    kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+    kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
+    # what kubectl goes by, the server's lists of kinds and of their fields, has a new one some time after it is served
+    plain_cluster.wait_for("jobs are listed", lambda: plain_cluster.kubectl("explain", names.SHORT_NAME), 60)
     server = ApiServer(kubectl.kubeconfig)
     yield server
     server.close()

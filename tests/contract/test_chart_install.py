@@ -37,7 +37,9 @@ UNUSED = GARBAGE_COLLECTION | {
 CRD = f"crd/{names.PLURAL}.{names.GROUP}"
 # the CRD is there already, applied by kubectl
 ADOPT = ("--take-ownership", "--force-conflicts")
-INSTALL = ("--values", CHART / "ci/local-values.yaml", *ADOPT, "--wait", "--timeout", "2m")
+WAITING = ("--wait", "--timeout", "5m")
+INSTALL = ("--values", CHART / "ci/local-values.yaml", *ADOPT, *WAITING)
+DEADLINE_S = 180  # for the operator, garbage collection among others: on a machine that does much else
 
 
 def namespace(name: str) -> Document:
@@ -50,6 +52,7 @@ def release(kubectl: Kubectl, api: ApiServer) -> Iterator[None]:
     """One release, and a namespace for jobs; `api` has installed the CRD before."""
     for name in (NAMESPACE, TEAM):
         kubectl("apply", "-f", "-", stdin=json.dumps(namespace(name)))
+        kubectl.wait_until_pods_may_come(name)
     kubectl.helm("install", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL)
     yield
     kubectl.helm("uninstall", RELEASE, "--namespace", NAMESPACE, "--ignore-not-found", "--wait", "--no-hooks")
@@ -78,10 +81,16 @@ def resource_attributes(resource: str) -> dict[str, str]:
     return {"group": group, "resource": plural, "subresource": subresource, "name": name}
 
 
-def test_operator_runs_in_a_restricted_namespace_and_leads(kubectl: Kubectl, release: None) -> None:
+def test_operator_runs_in_a_restricted_namespace_and_leads(
+    plain_cluster: Cluster, kubectl: Kubectl, release: None
+) -> None:
     [pod] = json.loads(kubectl("-n", NAMESPACE, "get", "pods", "-o", "json"))["items"]
-    lease = json.loads(kubectl("-n", NAMESPACE, "get", "lease", "rl-colocated-rl", "-o", "json"))
-    assert pod["metadata"]["name"] == lease["spec"]["holderIdentity"]
+
+    def leads() -> bool:  # which it need not to be ready
+        lease = plain_cluster.get("lease", "rl-colocated-rl", "--namespace", NAMESPACE)
+        return bool(pod["metadata"]["name"] == lease["spec"].get("holderIdentity"))
+
+    plain_cluster.wait_for("the operator leads", leads, DEADLINE_S)
     assert 0 == pod["status"]["containerStatuses"][0]["restartCount"]
 
 
@@ -89,10 +98,13 @@ def test_notes_say_what_is_watched(kubectl: Kubectl, release: None) -> None:
     assert "watches all namespaces" in kubectl.helm("get", "notes", RELEASE, "--namespace", NAMESPACE)
 
 
-def test_helm_test_sees_the_operator_answer_and_leaves_nothing(kubectl: Kubectl, release: None) -> None:
-    said = kubectl.helm("test", RELEASE, "--namespace", NAMESPACE, "--logs", "--timeout", "90s")
+def test_helm_test_sees_the_operator_answer_and_leaves_nothing(
+    plain_cluster: Cluster, kubectl: Kubectl, release: None
+) -> None:
+    said = kubectl.helm("test", RELEASE, "--namespace", NAMESPACE, "--logs", "--timeout", "5m")
     assert f"job {NAMESPACE}/rl-colocated-rl-test: Suspended" in said
-    assert "" == kubectl("-n", NAMESPACE, "get", names.SHORT_NAME, "-o", "name")
+    jobs = ("-n", NAMESPACE, "get", names.SHORT_NAME, "-o", "name")
+    plain_cluster.wait_for("no job is left", lambda: plain_cluster.kubectl(*jobs) == "", DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +159,7 @@ def test_people_of_a_namespace_may_do_the_same_with_its_jobs(
     def aggregated() -> bool:  # by a controller, some time after the parts of the role were made
         return may(kubectl, person, "list", jobs, TEAM) and creates == may(kubectl, person, "create", jobs, TEAM)
 
-    assert plain_cluster.wait_for(f"rights on jobs in {role}", aggregated, deadline_s=20)
+    assert plain_cluster.wait_for(f"rights on jobs in {role}", aggregated, DEADLINE_S)
     assert not may(kubectl, person, "patch", f"{jobs}/status", TEAM)
     assert not may(kubectl, person, "list", jobs, "default")
 
@@ -165,7 +177,7 @@ def test_jobs_and_crd_outlive_upgrade_uninstall_and_reinstall(kubectl: Kubectl, 
     before = uids()
     kubectl.helm("upgrade", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL, "--set", "logLevel=DEBUG")
     assert before == uids()
-    uninstall = ("uninstall", RELEASE, "--namespace", NAMESPACE, "--wait", "--timeout", "2m")
+    uninstall = ("uninstall", RELEASE, "--namespace", NAMESPACE, *WAITING)
     said = kubectl.helm.refusal(*uninstall)
     assert f"would be left half-way: {TEAM}/{job['metadata']['name']}" in said
     assert "1" == kubectl("-n", NAMESPACE, "get", DEPLOYMENT, "-o", "jsonpath={.status.readyReplicas}")
@@ -176,7 +188,7 @@ def test_jobs_and_crd_outlive_upgrade_uninstall_and_reinstall(kubectl: Kubectl, 
     )
     kubectl.helm("install", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL)
     assert before == uids()
-    kubectl("-n", TEAM, "delete", name, "--timeout=60s")  # by the operator that is there again
+    kubectl("-n", TEAM, "delete", name, f"--timeout={DEADLINE_S}s")  # by the operator that is there again
     kubectl.helm(*uninstall)  # now nothing is left half-way
     kubectl.helm("install", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL)
 
@@ -207,7 +219,7 @@ def test_chart_installs_and_upgrades_as_the_pages_say(kubectl: Kubectl, release:
     said = kubectl.helm(*(RELEASE + "-2" if word == RELEASE else word for word in install), "--dry-run=client")
     assert "registry.example.com/rl/operator:0.1.0" in said
     before = images(kubectl)
-    kubectl.helm(*upgrade, "--wait", "--timeout", "2m")
+    kubectl.helm(*upgrade, *WAITING)
     assert before == images(kubectl)
     assert all(image.endswith(":dev") for image in before)
 
@@ -216,27 +228,26 @@ def test_a_job_whose_operator_is_gone_for_good_is_let_go_as_the_runbook_says(kub
     job = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
     name = job["metadata"]["name"]
     kubectl("-n", TEAM, "apply", "-f", "-", stdin=json.dumps(job))
-    kubectl("-n", TEAM, "wait", f"crlj/{name}", "--for=jsonpath={.status.phase}", "--timeout=60s")
+    kubectl("-n", TEAM, "wait", f"crlj/{name}", "--for=jsonpath={.status.phase}", f"--timeout={DEADLINE_S}s")
     mine = f"{names.JOB_NAME_LABEL}={name}"
     claims = kubectl("-n", TEAM, "get", "pvc", "-l", mine, "-o", "name").split()
     assert kubectl("-n", TEAM, "get", "pods,secrets,configmaps,networkpolicies", "-l", mine, "-o", "name").split()
     kubectl("-n", NAMESPACE, "scale", DEPLOYMENT, "--replicas=0")
-    kubectl(
-        "-n", NAMESPACE, "wait", "pods", "-l", "app.kubernetes.io/component=operator", "--for=delete", "--timeout=60s"
-    )
+    operators = ("pods", "-l", "app.kubernetes.io/component=operator")
+    kubectl("-n", NAMESPACE, "wait", *operators, "--for=delete", f"--timeout={DEADLINE_S}s")
     try:
         kubectl("-n", TEAM, "delete", "crlj", name, "--wait=false")
         [command] = under("docs/runbooks/operations.md", "A job's deletion hangs")
         program, *words = shlex.split(command)
         assert "kubectl" == program
         kubectl("-n", TEAM, *(name if word == "JOB" else word for word in words))
-        kubectl("-n", TEAM, "wait", f"crlj/{name}", "--for=delete", "--timeout=30s")
+        kubectl("-n", TEAM, "wait", f"crlj/{name}", "--for=delete", f"--timeout={DEADLINE_S}s")
         for kind in ("pods", "secrets", "configmaps", "networkpolicies"):
-            kubectl("-n", TEAM, "wait", kind, "-l", mine, "--for=delete", "--timeout=90s")
+            kubectl("-n", TEAM, "wait", kind, "-l", mine, "--for=delete", f"--timeout={DEADLINE_S}s")
         assert claims == kubectl("-n", TEAM, "get", "pvc", "-l", mine, "-o", "name").split()
     finally:
         kubectl("-n", NAMESPACE, "scale", DEPLOYMENT, "--replicas=1")
-        kubectl("-n", NAMESPACE, "rollout", "status", DEPLOYMENT, "--timeout=60s")
+        kubectl("-n", NAMESPACE, "rollout", "status", DEPLOYMENT, f"--timeout={DEADLINE_S}s")
 
 
 def requests_of_operators(cluster: Cluster) -> list[Document]:
@@ -265,8 +276,8 @@ def test_every_right_is_used_and_none_is_missing(plain_cluster: Cluster, kubectl
     before = len(requests_of_operators(plain_cluster))  # of some that lost their rights before they ended
     kubectl("-n", TEAM, "apply", "-f", "-", stdin=json.dumps(job))
     mine = ("pods", "--namespace", TEAM, "--selector", f"{names.JOB_NAME_LABEL}={job['metadata']['name']}")
-    plain_cluster.wait_for("its pods", lambda: plain_cluster.get(*mine)["items"] or None, deadline_s=60)
-    kubectl("delete", *one, "--timeout=60s")
+    plain_cluster.wait_for("its pods", lambda: plain_cluster.get(*mine)["items"] or None, DEADLINE_S)
+    kubectl("delete", *one, f"--timeout={DEADLINE_S}s")
     rights = granted(rendered(CHART / "ci/local-values.yaml"), bound_to_jobs="ClusterRole")
     requests = requests_of_operators(plain_cluster)
     assert rights - UNUSED <= used(requests)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from contract.api_server import ApiServer, Document, Helm, Kubectl
+from contract.api_server import COMMAND_S, ApiServer, Document, Helm, Kubectl
 from documents.values import documented
 
 from builders import make_job
@@ -328,7 +328,7 @@ def test_rules_and_dashboard_are_the_files_and_runbooks_are_where_the_values_say
 def test_bundle_is_the_chart_and_kubectl_takes_it(kubectl: Kubectl, api: ApiServer) -> None:
     """By plain `kubectl apply`, which keeps a copy of each object in an annotation of at most 256 KiB."""
     script = (CHECKOUT.root / "charts/bundle.sh", CHECKOUT.localcluster, "helm")
-    text = subprocess.run(script, capture_output=True, text=True, timeout=60, check=True).stdout
+    text = subprocess.run(script, capture_output=True, text=True, timeout=COMMAND_S, check=True).stdout
     namespace, *objects = [document for document in yaml.safe_load_all(text) if document]
     assert ("Namespace", "colocated-rl-system") == (namespace["kind"], namespace["metadata"]["name"])
     chart = helm("template", "colocated-rl", CHART, "--namespace", "colocated-rl-system", "--no-hooks")
@@ -341,7 +341,7 @@ def test_bundle_is_the_chart_and_kubectl_takes_it(kubectl: Kubectl, api: ApiServ
 def test_bundle_is_of_the_namespace_that_is_named_whatever_it_looks_like() -> None:
     words = (CHECKOUT.root / "charts/bundle.sh", CHECKOUT.localcluster, "helm")
     environment = {**os.environ, "NAMESPACE": "2026"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=COMMAND_S, check=True)
     namespace, *objects = [document for document in yaml.safe_load_all(done.stdout) if document]
     assert "2026" == namespace["metadata"]["name"]
     assert {"2026"} == {each["metadata"]["namespace"] for each in objects if "namespace" in each["metadata"]}

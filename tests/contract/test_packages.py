@@ -14,7 +14,7 @@ from setup.layout import CHECKOUT
 from setup.localcluster import IMAGE_ROOT
 from setup.toolchain import clean_environment
 
-INSTALL_S = 120.0
+INSTALL_S = 300.0
 OF_PYDANTIC = {"annotated-types", "pydantic", "pydantic-core", "typing-extensions", "typing-inspection"}
 
 

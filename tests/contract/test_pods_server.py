@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cluster
 NAMESPACE = "rendered"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 IMAGES = PodImages("agent", "rollout", "gpu", "Always")
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 CLUSTER: list[Document] = [
     {
@@ -92,6 +92,7 @@ def rendered(name: str, seat: str = "gpu-0", **spec: Any) -> Document:
 def world(kubectl: Kubectl) -> Iterator[None]:
     """What an admin has prepared, and claims of a job."""
     kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([*CLUSTER, *GATES]))
+    kubectl.wait_until_pods_may_come(NAMESPACE)
     yield
     for objects in (CLUSTER, GATES):
         kubectl("delete", "--wait=false", "-f", "-", stdin=yaml.safe_dump_all(objects))

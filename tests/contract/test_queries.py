@@ -23,7 +23,7 @@ for call, texts in ((promql_parser.parse, given["queries"]), (promql_parser.pars
         except Exception as error:
             print(f"{text}: {error}")
 """
-PARSE_S = 60.0
+PARSE_S = 180.0
 
 
 def refused(queries: list[str], durations: list[str]) -> str:

@@ -15,7 +15,7 @@ from setup.environments import PEERS
 from setup.layout import CHECKOUT
 from setup.toolchain import clean_environment
 
-PEER_S = 120.0
+PEER_S = 300.0
 PARTS = ("operator", "workloads/trainer")
 
 
