@@ -48,7 +48,7 @@ def in_ranks(size: int, folder: Path, model: Path, do: Callable[[Watched], objec
 def _started(
     settings: RankSettings, do: Callable[[Watched], object], config: Mapping[str, object]
 ) -> Iterator[Connection]:
-    here, there = forking.Pipe(duplex=False)
+    here, there = forking.Pipe()
     process = forking.Process(target=_be, args=(settings, do, config, there), daemon=True)
     process.start()
     there.close()
@@ -70,8 +70,12 @@ def _answer(pipe: Connection) -> object:
 def _be(
     settings: RankSettings, do: Callable[[Watched], object], config: Mapping[str, object], pipe: Connection
 ) -> None:
+    """A rank that fails ends at once, without waiting for its peers. One that is done stays for those that are not: the
+    first holds what all have told each other.
+    """
     try:
         pipe.send(do(Watched(settings, config)))
+        pipe.poll(ANSWER_S)  # until the test has all answers, or is gone
     except Exception as error:  # noqa: BLE001 - told to the test
         pipe.send(error)
-    os._exit(0)  # without waiting for peers
+    os._exit(0)
