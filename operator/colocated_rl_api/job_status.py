@@ -66,7 +66,9 @@ class RolloutStatus(StatusPart):
 
     reward: float | None = Field(default=None, description="Mean reward of the newest sealed batch.")
     staleness: float | None = Field(default=None, description="Mean staleness of its tokens, in steps.")
-    tokens_per_second: float | None = Field(default=None, description="Generated over the last 30 seconds.")
+    tokens_per_second: float | None = Field(
+        default=None, description="Of responses that ended, or were interrupted, over the last 30 seconds."
+    )
     samples: dict[str, int] = Field(default_factory=dict, max_length=16, description="Samples by state.")
 
 

@@ -230,7 +230,7 @@ class RolloutFacts(Wire):
     samples: dict[str, int] = Field(default_factory=dict)  # by state (I3), all of them: they add up to admitted
     reward_mean: float | None = None  # of the newest sealed batch
     staleness_mean: float | None = None  # tokens of the newest sealed batch, in versions, as the trainer will see them
-    tokens_per_second: float | None = None  # generated, over the last 30 s
+    tokens_per_second: float | None = None  # of attempts that ended over the last 30 s
     gates_open: int = 0
     unscored: int | None = None  # completed samples that wait for a reference on devices of its own; None: no such
     problem: Problem | None = None

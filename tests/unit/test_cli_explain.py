@@ -81,6 +81,9 @@ def rollout_page(**more: Any) -> Body:
     return {"facts": facts, "hello": {}, "target": None}
 
 
+SEALED: Body = {"step": 2, "groups": 4, "samples": 8, "lossTokens": 10}
+
+
 def pages(**more: Any) -> Body:
     return {"sums-gpu-0-0": gpu_page(), "sums-gpu-1-0": gpu_page(), "sums-rollout-0": rollout_page()} | more
 
@@ -116,7 +119,7 @@ def test_a_job_whose_reference_is_slow_says_how_many_samples_wait_for_it() -> No
         job(status=running(), **APART), [*PODS, pod("reference-0", **READY)], pages(**{"sums-rollout-0": busy})
     )
     assert not found.is_problem
-    words = "7 of 8 samples finished, 5 of them wait for the reference, 0 under way, 0 tokens/s"
+    words = "7 of 8 samples finished, 5 of them wait for the reference, 0 under way"
     assert f"rollout fills batch 2: {words}" == found.waits_for
     assert () == found.notes, "a reference has no page to read"
 
@@ -133,8 +136,7 @@ def test_a_reference_that_is_missing_or_loads_its_model_is_named() -> None:
 
 
 def test_a_sealed_batch_waits_for_the_evaluation_that_is_due() -> None:
-    sealed = {"step": 2, "groups": 4, "samples": 8, "lossTokens": 10}
-    states = pages(**{"sums-rollout-0": rollout_page(sealed=sealed)})
+    states = pages(**{"sums-rollout-0": rollout_page(sealed=SEALED)})
     evaluated = explained(job(status=running(), evaluation={"everySteps": 1, "deadlineSeconds": 60}), states=states)
     assert "batch 2 is sealed; the evaluation of step 1 has to end first" in str(evaluated.waits_for)
     assert "batch 2 is sealed: the switch begins" == explained(job(status=running()), states=states).waits_for
@@ -183,8 +185,7 @@ def test_a_job_with_a_reference_waits_for_its_scores_and_then_for_the_step(score
 
 
 def test_a_sealed_batch_of_a_resident_job_waits_for_no_evaluation() -> None:
-    sealed = {"step": 2, "groups": 4, "samples": 8, "lossTokens": 10}
-    states = pages(**{"sums-rollout-0": rollout_page(sealed=sealed)})
+    states = pages(**{"sums-rollout-0": rollout_page(sealed=SEALED)})
     one = job(status=running(), evaluation={"everySteps": 1}, rollout=RESIDENT_ROLLOUT)
     assert "batch 2 is sealed: the step begins" == explained(one, states=states).waits_for
 
@@ -353,6 +354,14 @@ def test_open_gates_without_tokens_are_a_problem() -> None:
     states = pages(**{"sums-rollout-0": rollout_page(tokensPerSecond=0.0)})
     found = explained(job(status=running()), states=states)
     assert ([("NothingGenerated", "sums-rollout-0")], True) == (reasons(found), found.is_problem)
+
+
+@pytest.mark.parametrize("more", [{"samples": {"running": 512}}, {"sealed": SEALED}], ids=["long", "ahead"])
+def test_long_responses_and_a_batch_that_waits_for_its_step_are_no_problem(more: Body) -> None:
+    states = pages(**{"sums-rollout-0": rollout_page(tokensPerSecond=0.0, **more)})
+    found = explained(job(status=running()), states=states)
+    assert ([], False) == (reasons(found), found.is_problem)
+    assert "tokens/s" not in str(found.waits_for)
 
 
 def test_gates_that_have_just_opened_have_brought_no_tokens_yet() -> None:

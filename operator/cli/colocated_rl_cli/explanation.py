@@ -242,8 +242,14 @@ def _of_rollout(
             continue
         if said.gates_open == 0:
             yield Cause("NoGateOpen", "every gate is closed, as it sees them", pod)
-        elif said.tokens_per_second == 0.0 and not (said.stopped or said.unscored or _serves_anew(seen)):
+        elif said.tokens_per_second == 0.0 and not (_is_busy(said, status) or _serves_anew(seen)):
             yield Cause("NothingGenerated", f"{said.gates_open} gates are open", pod)
+
+
+def _is_busy(said: RolloutFacts, status: ColocatedRLJobStatus) -> bool:
+    """Responses are under way, whose tokens count once they have ended, or something else has to end first."""
+    is_ahead = said.sealed is not None and said.sealed.step > (status.step or 0)
+    return bool(said.samples.get("running") or said.unscored or said.stopped or is_ahead)
 
 
 def _serves_anew(seen: Evidence) -> bool:

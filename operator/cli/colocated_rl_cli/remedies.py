@@ -332,7 +332,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     # --- what this program finds out by itself
     "NothingGenerated": Remedy(
-        "the engines' gates are open and no token was made in 30 s",
+        "the engines' gates are open, no sample runs at them, and no response ended in 30 s",
         "see the rollout pod's log and problem; engine logs are in the gpu containers",
     ),
     "NoGateOpen": Remedy("the rollout controller sees no open gate", "see the GPU pods above", heals=True),

@@ -132,7 +132,7 @@ def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts |
     done = samples.get("completed", 0)
     under_way = sum(samples.get(state, 0) for state in ("running", "interrupted", "scoring"))
     rate = rollout.tokens_per_second if rollout else status.rollout.tokens_per_second if status.rollout else None
-    pace = f", {rate:.0f} tokens/s" if rate is not None else ""
+    pace = f", {rate:.0f} tokens/s" if rate else ""  # of long responses none may have ended lately
     unscored = rollout.unscored if rollout else status.reference.unscored if status.reference else None
     scored = f", {unscored} of them wait for the reference" if unscored else ""
     return f"rollout fills batch {step + 1}: {done} of {wanted} samples finished{scored}, {under_way} under way{pace}"

@@ -145,7 +145,7 @@ _STORE_GAUGES = (
 
 
 class TokenRate:
-    """Tokens per second over the last RATE_WINDOW_S."""
+    """Tokens per second over the last RATE_WINDOW_S, of attempts that ended."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -158,7 +158,7 @@ class TokenRate:
         self._sum += tokens
 
     def read(self) -> float | None:
-        """None before anything was generated. Tokens per second."""
+        """None where no time has passed yet."""
         now = self._clock()
         while self._events and self._events[0][0] < now - RATE_WINDOW_S:
             self._sum -= self._events.popleft()[1]
