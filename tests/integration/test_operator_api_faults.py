@@ -114,11 +114,17 @@ async def kept_running(world: World) -> AsyncIterator[list[Operator]]:
         await asyncio.gather(running, return_exceptions=True)
 
 
+def all_know_its_epoch(world: World) -> bool:
+    """Once the operator has heard that it is recorded."""
+    targets = [member.pod.target for member in world.kubelet.members.values()]
+    return {world.status["epoch"]} == {target and target.epoch for target in targets}
+
+
 async def test_an_api_server_that_is_away_for_a_minute_costs_a_job_nothing(
     access: ClusterAccess, proxy: UnrulyApi, tmp_path: Path
 ) -> None:
-    """It goes in the middle of a switch, which ends without it; so does the next batch. Of two replicas the leader
-    ends once, both wait, and one of them goes on where the members are.
+    """It goes once all members know of a switch, which ends without it; so does the next batch. Of two replicas the
+    leader ends once, both wait, and one of them goes on where the members are.
     """
     async with open_real_world(access, tmp_path, SPEC, operators=proxy.access) as world:
         world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 2)
@@ -128,7 +134,7 @@ async def test_an_api_server_that_is_away_for_a_minute_costs_a_job_nothing(
             async with kept_running(world) as second:
                 await world.until(lambda: second and second[0].said(CANDIDATE))
                 world.kubelet.let_go("rollout")  # not before: who is held up for long is taken for one that hangs
-                await world.until(lambda: world.status.get("phase") == "Switching" and world.status["targetStep"] == 2)
+                await world.until(lambda: world.status.get("targetStep") == 2 and all_know_its_epoch(world))
                 members = {*world.kubelet.members}
                 until = asyncio.get_running_loop().time() + AWAY_S
                 await proxy.leave()
