@@ -16,7 +16,7 @@ import pytest
 import yaml
 from cluster import Cluster, CommandFailed
 from documents.blocks import under
-from e2e.conftest import MODEL, OPERATOR_NAMESPACE, SCENARIOS, volume
+from e2e.conftest import HELM_S, MODEL, OPERATOR_NAMESPACE, SCENARIOS, volume
 from e2e.running_job import RunningJob, wait_for
 from e2e.terminal import Terminal
 
@@ -25,7 +25,6 @@ from setup.layout import CHECKOUT
 CHART = CHECKOUT.root / "charts/colocated-rl"
 NAMESPACE = "default"
 STEP_S = 900.0
-HELM_S = 400.0
 
 
 def packed_earlier(cluster: Cluster, place: Path) -> Path:
