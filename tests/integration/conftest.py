@@ -1,15 +1,27 @@
-"""What tests of the operator's loop share."""
+"""What tests of the operator's loop share, and the event loops on which tests of the data path run."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from colocated_rl_operator.cluster import ClusterAccess
 from fakes.world import SPEC, World, open_world
 from real_operator import cluster_without_nodes
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+DATA_PATH = {"test_listening.py", "test_agent_data_port.py", "test_agent_gate.py"}
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, LoopFactory]:
+    """asyncio's own, and for the data path also the one that an agent has."""
+    here: dict[str, LoopFactory] = {"asyncio": asyncio.new_event_loop}
+    return here | {"uvloop": uvloop.new_event_loop} if item.path.name in DATA_PATH else here
 
 
 @pytest.fixture

@@ -577,6 +577,19 @@ async def test_h58_answer_that_breaks_off_is_an_abort_with_what_was_read(says: b
         assert 1 == len(aborted), "in case it goes on"
 
 
+@pytest.mark.parametrize("end", [chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n", b"no chunk\r\n", b""])
+async def test_events_that_an_engine_sends_at_once_go_out_at_once(end: bytes) -> None:
+    """So they come to a gate that has more to do than its core can; to write is most of what an event costs."""
+    together = [event(1, "null"), event(2, "null")]
+    says = STREAM + b"".join(map(chunk, together)) + end
+    body = b'{"input_ids":[1,2],"stream":true}'
+    head = b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+    async with gate_before(says) as (port, _), calling(port) as caller:
+        await caller.says(head + body)
+        answer = await caller.gets_all()
+    assert chunk(b"".join(together)) in answer, "also of an engine that broke off then"
+
+
 async def test_h17_h58_engine_that_is_lost_at_any_byte_leaves_every_whole_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -633,7 +633,8 @@ async def test_a_connection_is_not_used_again_after_an_error_of_the_engines_own(
         upstream = Upstream(str(server.make_url("")))
         for status in (500, 200, 400, 200):
             connection = await upstream.connect()
-            assert status == await connection.exchange(upstream.request("/generate", b"{}"), lambda *_: None)
+            request = upstream.request("/generate", b"{}")
+            assert status == await connection.exchange(request, lambda *_: None, lambda: None)
         upstream.close()
     first, *others = used
     assert first not in others
