@@ -242,7 +242,9 @@ class Gate:
         try:
             connection = await upstream.connect()
             with running.on(connection, self._large):
-                status = await connection.exchange(upstream.request(path, running.asked.body), running.take)
+                status = await connection.exchange(
+                    upstream.request(path, running.asked.body), running.take, running.flush
+                )
             ended = True
             if status != 200:
                 raise Refused(status, bytes(running.error).decode(errors="replace"))

@@ -23,6 +23,8 @@ MAX_HEAD_BYTES = 64 * 1024
 
 Take = Callable[[int, bytes], None]
 """Gets the status of an answer and the next piece of its body. What it raises ends the exchange."""
+Flush = Callable[[], None]
+"""Called when all pieces that came together were taken."""
 
 
 class UpstreamLost(OSError):
@@ -77,6 +79,7 @@ class UpstreamConnection(asyncio.Protocol):
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self._take: Take | None = None
+        self._flush: Flush | None = None
         self._ended: asyncio.Future[int] | None = None
         self._status = self._head_bytes = 0
         self._is_kept = False
@@ -86,11 +89,11 @@ class UpstreamConnection(asyncio.Protocol):
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
-    async def exchange(self, request: bytes, take: Take) -> int:
+    async def exchange(self, request: bytes, take: Take, flush: Flush) -> int:
         """The status, when the whole answer was taken. Raises OSError, and what `take` raises."""
         if not self.is_open:
             raise UpstreamLost("the connection broke before it was used")
-        self._take = take
+        self._take, self._flush = take, flush
         self._ended = asyncio.get_running_loop().create_future()
         self._head_bytes = 0
         self._is_kept = False
@@ -103,7 +106,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.abort()
             raise
         finally:
-            self._take = self._ended = None
+            self._take = self._flush = self._ended = None
         self.resume()
         if self._is_kept and not self._transport.is_closing() and self._upstream.keep(self):
             self._deadline.set(IDLE_CONNECTION_S)
@@ -148,6 +151,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._fail(error.__context__ if isinstance(error.__context__, Exception) else error)
         except HttpParserError as error:
             self._fail(UpstreamLost(f"no answer of HTTP: {error}"))
+        if self._flush is not None:
+            self._flush()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._deadline.end()
