@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,9 +18,11 @@ CRD_FILE = CHECKOUT.root / "crds/colocatedrljobs.yaml"
 
 
 @pytest.fixture(scope="session")
-def plain_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    place = tmp_path_factory.mktemp("cluster")
-    with Cluster.up(place, images=CHECKOUT.images, options=("--devices=2",)) as cluster:
+def plain_cluster() -> Iterator[Cluster]:
+    with (
+        tempfile.TemporaryDirectory(prefix="cluster-") as place,  # short, as the cluster's sockets lie in it
+        Cluster.up(Path(place), images=CHECKOUT.images, options=("--devices=2",)) as cluster,
+    ):
         yield cluster
 
 
