@@ -2,8 +2,10 @@
 that a process of this language costs in its place, and, where it is installed, beside `sglang-router`.
 
 Upstream and load are of this file and have one core, whoever is measured has the other. Each is told the same: plain
-requests that are answered with 4 KB after 50 ms, and streams of 32 events in 320 ms. CPU time is that of the measured
-process alone, so it can be compared on a busy machine too; times and rates only with what was measured right before.
+requests that are answered with 4 KB after 50 ms, and streams of 32 events in 320 ms. Callers begin together, as after a
+switch, and then all go on together too; streams are measured once more with beginnings spread over the time of one. CPU
+time is that of the measured process alone, so it can be compared on a busy machine too; times and rates only with what
+was measured right before.
 Everybody takes three turns of a third each, so that all see the same machine, and begins with its connections open.
 
 Then the same with the real engine on the CPU and the demo's model, as far as the set-up has made both: streams of 64
@@ -44,6 +46,7 @@ from setup.layout import CHECKOUT
 
 PLAIN_S, PLAIN_BYTES = 0.05, 4096
 EVENTS, EVENT_S = 32, 0.01
+STREAM_S = EVENTS * EVENT_S
 CONCURRENCY = (64, 256, 1024)
 ENGINE_CONCURRENCY, ENGINE_REQUESTS, ENGINE_TOKENS, TURNS = 16, 64, 64, 3
 ENGINE_FLAGS = ("--max-total-tokens", "16384", "--max-running-requests", str(ENGINE_CONCURRENCY))
@@ -200,15 +203,18 @@ class Times:
 class Caller(asyncio.Protocol):
     """One connection that sends one request after the other."""
 
-    def __init__(self, request: bytes, left: Iterator[int], times: Times, ended: asyncio.Future[None]) -> None:
+    def __init__(
+        self, request: bytes, left: Iterator[int], times: Times, ended: asyncio.Future[None], begins_after_s: float
+    ) -> None:
         self.request, self.left, self.times, self.ended = request, left, times, ended
+        self.begins_after_s = begins_after_s
         self.received = bytearray()
         self.began = 0.0
         self.first = 0.0
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        self.send()
+        asyncio.get_running_loop().call_later(self.begins_after_s, self.send)
 
     def send(self) -> None:
         if next(self.left, None) is None:
@@ -251,7 +257,8 @@ def asked(*, streams: bool) -> dict[str, Any]:
     return {"text": "pieces" if streams else "whole", "sampling_params": {}} | ({"stream": True} if streams else {})
 
 
-async def load(port: int, body: dict[str, Any], *, concurrency: int, requests: int) -> Times:
+async def load(port: int, body: dict[str, Any], *, concurrency: int, requests: int, spread_s: float = 0.0) -> Times:
+    """spread_s: from the first caller's beginning to the last one's."""
     data = json.dumps(body, separators=(",", ":")).encode()
     request = (
         b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
@@ -260,10 +267,11 @@ async def load(port: int, body: dict[str, Any], *, concurrency: int, requests: i
     times, left, loop = Times(), iter(range(requests)), asyncio.get_running_loop()
     began = time.perf_counter()
     ends = []
-    for _ in range(concurrency):
+    for number in range(concurrency):
         end: asyncio.Future[None] = loop.create_future()
         ends.append(end)
-        await loop.create_connection(partial(Caller, request, left, times, end), "127.0.0.1", port)
+        caller = partial(Caller, request, left, times, end, number / concurrency * spread_s)
+        await loop.create_connection(caller, "127.0.0.1", port)
     await asyncio.gather(*ends)
     times.took_s = time.perf_counter() - began
     return times
@@ -342,10 +350,11 @@ def beside_simulated_engine(router: str, requests: int) -> None:
     upstream = free_port()
     os.sched_setaffinity(0, {OTHER_CORE % (os.cpu_count() or 1)})
     with process(*US, "upstream", "--ports", str(upstream), core=OTHER_CORE, port=upstream):
-        for streams in (False, True):
+        for streams, spread_s in ((False, 0.0), (True, 0.0), (True, STREAM_S)):
             for concurrency in CONCURRENCY:
-                what = f"{'streams' if streams else 'plain'}, {concurrency} at once"
-                in_turns(what, proxies(router, upstream), asked(streams=streams), concurrency, requests)
+                what = f"{'streams' if streams else 'plain'}, {concurrency} {'spread' if spread_s else 'at once'}"
+                who = proxies(router, upstream)
+                in_turns(what, who, asked(streams=streams), concurrency, requests, spread_s=spread_s)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
@@ -361,13 +370,20 @@ def beside_real_engine(router: str) -> None:
 
 
 def in_turns(
-    what: str, who: dict[str, tuple[int, Command]], body: dict[str, Any], concurrency: int, requests: int
+    what: str,
+    who: dict[str, tuple[int, Command]],
+    body: dict[str, Any],
+    concurrency: int,
+    requests: int,
+    *,
+    spread_s: float = 0.0,
 ) -> None:
     """Measure and show everybody, direct first."""
     found = {name: (Times(), 0.0) for name in who}
     for _ in range(TURNS):
         for name, (port, command) in who.items():
-            times, cpu_s = measure(port, command, body, concurrency=concurrency, requests=requests // TURNS)
+            load_it = partial(load, port, body, concurrency=concurrency, spread_s=spread_s)
+            times, cpu_s = measure(port, command, load_it, requests // TURNS, concurrency)
             before, before_s = found[name]
             found[name] = before + times, before_s + cpu_s / TURNS
     direct, _ = found["direct"]
@@ -376,20 +392,16 @@ def in_turns(
 
 
 def measure(
-    port: int, command: Command, body: dict[str, Any], *, concurrency: int, requests: int
+    port: int, command: Command, load_it: Callable[..., Coroutine[Any, Any, Times]], requests: int, concurrency: int
 ) -> tuple[Times, float]:
     """Times, and CPU seconds of 1,000 requests; those of nobody are 0."""
-
-    def run(requests: int) -> Times:
-        return uvloop.run(load(port, body, concurrency=concurrency, requests=requests))
-
     if not command:
-        run(concurrency)
-        return run(requests), 0.0
+        uvloop.run(load_it(requests=concurrency))
+        return uvloop.run(load_it(requests=requests)), 0.0
     with process(*command, core=MEASURED_CORE, port=port) as pid:
-        run(concurrency)  # its connections to the upstream are kept
+        uvloop.run(load_it(requests=concurrency))  # its connections to the upstream are kept
         before = cpu_seconds(pid)
-        times = run(requests)
+        times = uvloop.run(load_it(requests=requests))
         return times, (cpu_seconds(pid) - before) / requests * 1000
 
 
