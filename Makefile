@@ -204,7 +204,7 @@ contract-layer:
 .PHONY: cluster-layer
 cluster-layer: vet-layer
 	@$(GO) test -vet=off ./... # vet-layer has done that
-	@pytest --numprocesses=2 --dist=loadfile -m cluster tests/contract tests/integration # each with a cluster of its own
+	@pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m cluster tests/integration tests/contract # the longest first
 
 .PHONY: e2e-layer
 e2e-layer:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +18,14 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, CommandFailed
-from e2e.conftest import NAMESPACE, SCENARIOS, installed, with_images
+from e2e.conftest import NAMESPACE, installed, with_images
 from e2e.running_job import Kubectl, RunningJob, wait_for
 from traces import Process, family, living
 
 from colocated_rl_api import names
 from setup.layout import CHECKOUT
+
+pytestmark = pytest.mark.cluster
 
 HOME, LOST, SPARE = "node1", "node2", "node3"
 JOBS = ("first", "second")
@@ -61,12 +64,15 @@ def simulated_gpu_image(place: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two GPUs on each node, of which one on the spare node is taken; the operator stands at home."""
-    place = tmp_path_factory.mktemp("lost")
-    (place / "site").mkdir()
-    images = place / "images.yaml"
-    images.write_text(with_images({"colocated-rl/simulated:dev": simulated_gpu_image(place / "site")}))
+    folder = tmp_path_factory.mktemp("lost")
+    (folder / "site").mkdir()
+    images = folder / "images.yaml"
+    images.write_text(with_images({"colocated-rl/simulated:dev": simulated_gpu_image(folder / "site")}))
     options = ("--nodes=3", "--extended-resource=nvidia.com/gpu=2")
-    with installed(place / "c", images=images, options=options, cordoned=(LOST, SPARE)) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="lost-") as place,  # short, as the cluster's sockets lie in it
+        installed(Path(place), images=images, options=options, cordoned=(LOST, SPARE)) as cluster,
+    ):
         cluster.kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=OTHER_TENANT)
         cluster.kubectl("uncordon", LOST)
         yield cluster
@@ -109,7 +115,7 @@ def nodes(job: RunningJob) -> dict[str, str]:
 def test_a_job_goes_on_elsewhere_and_one_without_room_gives_its_devices_back(
     cluster: Cluster, kubectl: Kubectl
 ) -> None:
-    text = (SCENARIOS / "lost-node.yaml").read_text()
+    text = Path(__file__).with_name("lost-node.yaml").read_text()
     jobs = [RunningJob(kubectl, namespace=NAMESPACE, name=name) for name in JOBS]
     for job in jobs:
         kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=text.replace("JOB", job.name))
