@@ -5,8 +5,8 @@ Upstream and load are of this file and have one core, whoever is measured has th
 requests that are answered with 4 KB after 50 ms, and streams of 32 events in 320 ms. Callers begin together, as after a
 switch, and then all go on together too; streams are measured once more with beginnings spread over the time of one. CPU
 time is that of the measured process alone, so it can be compared on a busy machine too; times and rates only with what
-was measured right before.
-Everybody takes three turns of a third each, so that all see the same machine, and begins with its connections open.
+was measured right before. Everybody takes three turns of a third each, so that all see the same machine, and begins
+with its connections open.
 
 Then the same with the real engine on the CPU and the demo's model, as far as the set-up has made both: streams of 64
 tokens.

@@ -579,7 +579,7 @@ async def test_h58_answer_that_breaks_off_is_an_abort_with_what_was_read(says: b
 
 @pytest.mark.parametrize("end", [chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n", b"no chunk\r\n", b""])
 async def test_events_that_an_engine_sends_at_once_go_out_at_once(end: bytes) -> None:
-    """So they come to a gate that has more to do than its core can; to write is most of what an event costs."""
+    """So they come to a gate that has more to do than its core can, and each write is a call of the kernel."""
     together = [event(1, "null"), event(2, "null")]
     says = STREAM + b"".join(map(chunk, together)) + end
     body = b'{"input_ids":[1,2],"stream":true}'
