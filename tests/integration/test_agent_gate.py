@@ -29,11 +29,12 @@ from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.gate import Backend, Gate
 from colocated_rl_agent.running import LARGE_BYTES, MAX_EVENT_BYTES, Events, Running
 from colocated_rl_agent.turns import Turns
-from colocated_rl_agent.upstream import Upstream, UpstreamConnection
+from colocated_rl_agent.upstream import MAX_HEARD_BYTES, Take, Upstream, UpstreamConnection, UpstreamLost
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES, GateState
 from colocated_rl_api.ladder import WeightVersion
 from fakes import serving
 from fakes.engine import VOCABULARY, FakeEngine, Sample
+from fakes.rollout import until
 from fakes.sse import events
 from fakes.weights import write_export
 
@@ -634,11 +635,92 @@ async def test_a_connection_is_not_used_again_after_an_error_of_the_engines_own(
         for status in (500, 200, 400, 200):
             connection = await upstream.connect()
             request = upstream.request("/generate", b"{}")
-            assert status == await connection.exchange(request, lambda *_: None, lambda: None)
+            assert status == await connection.exchange(request, lambda *_: None)
         upstream.close()
     first, *others = used
     assert first not in others
     assert 1 == len({*others})
+
+
+class Saying(asyncio.Protocol):
+    """Of an engine that says the same to everybody; all of its connections that are open."""
+
+    def __init__(self, answer: bytes, connections: set[Saying], used: list[Saying]) -> None:
+        self.answer, self.connections, self.used = answer, connections, used
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.used.append(self)
+        self.transport.write(self.answer)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.connections.discard(self)
+
+
+@asynccontextmanager
+async def saying(answer: bytes) -> AsyncIterator[tuple[Upstream, list[Saying]]]:
+    """The connection of each request that was sent is noted."""
+    connections: set[Saying] = set()
+    used: list[Saying] = []
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Saying(answer, connections, used), "127.0.0.1", 0)
+    async with server:
+        upstream = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        yield upstream, used
+        upstream.close()
+        await until(lambda: not connections)
+
+
+@dataclass
+class Taking:
+    taken: list[bytes]
+
+    def __call__(self, status: int, piece: bytes) -> None:
+        self.taken.append(piece)
+
+
+async def test_what_follows_an_answer_is_nobodys_and_ends_its_connection() -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+    for follows, connections in ((b"", 1), (answer, 2), (b"HTTP/1.1 4", 2), (b"x", 2)):
+        async with saying(answer + follows) as (upstream, used):
+            taken: list[bytes] = []
+            for _ in range(2):
+                connection = await upstream.connect()
+                assert 200 == await connection.exchange(upstream.request("/generate", b"{}"), Taking(taken))
+        assert [b"{}"] * 2 == taken
+        assert connections == len({*used})
+
+
+async def test_an_engine_that_falls_silent_has_lost_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colocated_rl_agent.upstream.SILENCE_S", 0.05)
+    async with saying(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n{}") as (upstream, _):
+        taken: list[bytes] = []
+        connection = await upstream.connect()
+        with pytest.raises(UpstreamLost, match="silent"):
+            await connection.exchange(upstream.request("/generate", b"{}"), Taking(taken))
+        assert [b"{}"] == taken
+        assert not connection.is_open
+
+
+@pytest.mark.parametrize("most", [MAX_HEARD_BYTES, 0])
+async def test_an_answer_that_can_not_be_taken_costs_none_of_those_that_came_with_it(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("colocated_rl_agent.upstream.MAX_HEARD_BYTES", most)
+
+    def refuse(status: int, piece: bytes) -> None:
+        raise Refused(502, "not this one")
+
+    async with saying(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as (upstream, _):
+        request = upstream.request("/generate", b"{}")
+        takes: list[Take] = [refuse, Taking([]), refuse, Taking([])]
+        connections = [await upstream.connect() for _ in takes]
+        exchanges = (each.exchange(request, take) for each, take in zip(connections, takes, strict=True))
+        ended = await asyncio.gather(*exchanges, return_exceptions=True)
+    assert [Refused, int, Refused, int] == [type(each) for each in ended]
 
 
 async def test_requests_beyond_what_can_be_held_are_sent_away_for_now(scene: Scene) -> None:

@@ -31,6 +31,11 @@ def too_large() -> Malformed:
 class Call:
     """One request and its answer. `flows`: called when `is_stalled` has changed."""
 
+    __slots__ = (
+        "_arrived", "_body", "_connection", "broken", "flows", "has_begun", "headers", "is_answered",
+        "is_whole", "keep_alive", "may_stall_s", "method", "target",
+    )  # fmt: skip
+
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._body = bytearray()
@@ -101,8 +106,10 @@ class Call:
 
     def give(self, data: bytes, content_type: str, *, ends: bool = False) -> None:
         """A piece of an answer that comes in pieces. ends: it is the last one."""
-        piece = b"%x\r\n%b\r\n%b" % (len(data), data, b"0\r\n\r\n" if ends else b"")
-        self.is_answered = ends
+        piece = b"%x\r\n%b\r\n" % (len(data), data)
+        if ends:
+            self.is_answered = True
+            piece += b"0\r\n\r\n"
         if not self.has_begun:
             self.has_begun = True
             piece = self._head(200, content_type, "Transfer-Encoding: chunked\r\n") + piece

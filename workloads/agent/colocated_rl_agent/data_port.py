@@ -50,6 +50,11 @@ ONLY = {b"content-encoding": "identity", b"expect": "100-continue", b"transfer-e
 class Connection(asyncio.Protocol):
     """One caller's. Requests are answered one after the other, in the order in which they came."""
 
+    __slots__ = (
+        "_arrived_bytes", "_arriving", "_begins", "_calls", "_deadline", "_is_deaf", "_is_paused", "_lines",
+        "_parser", "_port", "_task", "_transport", "caller_s", "is_stalled",
+    )  # fmt: skip
+
     def __init__(self, port: DataPort) -> None:
         self._port = port
         self.caller_s = port.caller_s

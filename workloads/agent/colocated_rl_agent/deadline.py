@@ -13,6 +13,8 @@ def _nobody() -> None:
 class Deadline:
     """Calls `late` when a time has passed that was not moved or cleared before. Its timer runs late, never early."""
 
+    __slots__ = ("_at", "_late", "_loop", "_timer", "_timer_at")
+
     def __init__(self, late: Callable[[], None]) -> None:
         self._late = late
         self._loop = asyncio.get_running_loop()

@@ -151,6 +151,8 @@ def _interval(limit: object) -> int:
 
 
 class NativeReply:
+    __slots__ = ("_ended", "_last", "_refusal", "_rid", "_tokens", "_version", "outcome", "size")
+
     def __init__(self, rid: str, version: WeightVersion) -> None:
         self._rid = rid
         self._version = version
@@ -159,10 +161,7 @@ class NativeReply:
         self._ended = False
         self._tokens = 0
         self.outcome = "aborted"
-
-    @property
-    def size(self) -> int:
-        return len(self._last)
+        self.size = 0
 
     @property
     def tokens(self) -> int:
@@ -174,8 +173,8 @@ class NativeReply:
             return 0
 
     def take(self, event: bytes) -> bytes | None:
-        if _UNFINISHED in event or _UNFINISHED_SPACED in event:
-            self._last = event
+        if event.rfind(_UNFINISHED) >= 0 or event.rfind(_UNFINISHED_SPACED) >= 0:  # `in` takes three times as long
+            self._last, self.size = event, len(event)
             return event
         self._ended = True
         try:
@@ -185,13 +184,14 @@ class NativeReply:
             self._refusal, self.outcome = refusal, "error"
             return event
         self._last = event if state == said else to_json(state)
+        self.size = len(self._last)
         self._tokens = len(state["output_ids"])
         self.outcome = "aborted" if state["meta_info"]["finish_reason"]["type"] == "abort" else "finished"
         return self._last
 
     def forget(self) -> None:
         if not self._ended:
-            self._last = b""
+            self._last, self.size = b"", 0
 
     def rest(self) -> bytes | None:
         return None if self._ended else to_json(self._state())

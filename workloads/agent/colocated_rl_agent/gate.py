@@ -242,9 +242,7 @@ class Gate:
         try:
             connection = await upstream.connect()
             with running.on(connection, self._large):
-                status = await connection.exchange(
-                    upstream.request(path, running.asked.body), running.take, running.flush
-                )
+                status = await connection.exchange(upstream.request(path, running.asked.body), running.take)
             ended = True
             if status != 200:
                 raise Refused(status, bytes(running.error).decode(errors="replace"))

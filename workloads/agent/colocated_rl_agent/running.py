@@ -24,13 +24,14 @@ STREAM = "text/event-stream"
 class Running:
     """hold: called when a reply has grown, with its size before."""
 
+    __slots__ = ("_connection", "_events", "_hold", "_is_large", "_turns", "asked", "call", "error", "reply")
+
     def __init__(self, call: Call, asked: Request, reply: Reply, hold: Callable[[Reply, int], None]) -> None:
         self._hold = hold
         self._events = Events()
         self._connection: UpstreamConnection | None = None
         self._turns: Turns
         self._is_large = False
-        self._given: list[bytes] = []  # since the last flush
         self.call = call
         self.asked = asked
         self.reply = reply
@@ -48,28 +49,24 @@ class Running:
             turns.give_back(self)
 
     def take(self, status: int, piece: bytes) -> None:
-        """Raises Refused for what no engine says."""
+        """What the engine sent at once goes out at once: behind a slow caller, or on a busy core, that is cheaper.
+
+        Raises Refused for what no engine says.
+        """
         if status != 200:
             self.error += piece[: MAX_ERROR_BYTES - len(self.error)]
             return
-        reply, streams = self.reply, self.asked.streams
+        reply, given = self.reply, b""
+        before = reply.size
         for event in self._events.feed(piece):
-            if event == DONE:
-                continue
-            before = reply.size
-            given = reply.take(event)
-            if reply.size != before:
-                self._hold(reply, before)
-            if streams and given is not None:
-                self._given.append(b"data: %b\n\n" % given)
+            if event != DONE and (said := reply.take(event)) is not None:
+                given += b"data: %b\n\n" % said
+        if given and self.asked.streams:
+            self.call.give(given, STREAM)
+        if reply.size != before:
+            self._hold(reply, before)
         if self._is_large or self._events.pending > LARGE_BYTES:
             self._weigh(self._events.pending)
-
-    def flush(self) -> None:
-        """What the engine sent at once goes out at once: behind a slow caller, or on a busy core, that is cheaper."""
-        if self._given:
-            self.call.give(b"".join(self._given), STREAM)
-            self._given.clear()
 
     def _weigh(self, pending: int) -> None:
         """A chunk is large, or was and has come whole."""
@@ -104,6 +101,8 @@ class Running:
 
 class Events:
     """Data of server-sent events, whole ones only: what a broken connection cut off is not an event."""
+
+    __slots__ = ("_buffer", "_seen", "pending")
 
     def __init__(self) -> None:
         self._buffer = bytearray()
