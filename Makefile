@@ -199,7 +199,7 @@ unit-layer:
 
 .PHONY: contract-layer
 contract-layer:
-	@pytest --numprocesses=2 --dist=loadfile -m 'not cluster' tests/contract tests/integration
+	@pytest --numprocesses=3 --dist=loadfile -m 'not cluster' tests/contract tests/integration # two of them wait for engines
 
 .PHONY: cluster-layer
 cluster-layer: vet-layer
