@@ -271,6 +271,7 @@ async def test_engine_is_never_taken_back_to_older_weights_that_the_group_names(
     async with small_group() as group:
         await group.climb(V0)
         await group.climb(V1)
+        await settled_volume(group, V1)
         shutil.copytree(export_of(group, V1), export_of(group, V0))
         calls = list(group.engine.engine.calls) if group.engine.engine else []
         group.epoch += 1
