@@ -43,6 +43,7 @@ from colocated_rl_operator.cluster import ClusterAccess
 from colocated_rl_operator.errors import ApiError, ApiUnreachable, Conflict, NotFound, Refused
 
 REQUEST_DEADLINE_S = 20.0  # waiting for its turn included
+CREATE_DEADLINE_S = 65.0  # the server's own is 60: of its webhooks each may take 30, and then it says which one hangs
 AT_ONCE = 32  # of one kind and namespace
 MAX_ANSWER_BYTES = 64 * 1024 * 1024  # a list of the pods of the largest job
 
@@ -213,7 +214,7 @@ class Kube:
         try:
             headers = {**self._access.headers(), "Accept": "application/json", "Content-Type": content_type}
             async with (
-                asyncio.timeout(REQUEST_DEADLINE_S),
+                asyncio.timeout(CREATE_DEADLINE_S if verb == "post" else REQUEST_DEADLINE_S),
                 self._turn(path, resource),
                 self._session.request(
                     verb, self._access.server + path, params=query, data=data, headers=headers, allow_redirects=False
