@@ -56,13 +56,14 @@ class Running:
         if status != 200:
             self.error += piece[: MAX_ERROR_BYTES - len(self.error)]
             return
-        reply, given = self.reply, b""
+        reply, streams = self.reply, self.asked.streams
+        given: list[bytes] = []
         before = reply.size
         for event in self._events.feed(piece):
-            if event != DONE and (said := reply.take(event)) is not None:
-                given += b"data: %b\n\n" % said
-        if given and self.asked.streams:
-            self.call.give(given, STREAM)
+            if event != DONE and (said := reply.take(event)) is not None and streams:
+                given.append(b"data: %b\n\n" % said)
+        if given:
+            self.call.give(b"".join(given), STREAM)
         if reply.size != before:
             self._hold(reply, before)
         if self._is_large or self._events.pending > LARGE_BYTES:
