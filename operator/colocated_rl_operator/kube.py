@@ -43,7 +43,8 @@ from colocated_rl_operator.cluster import ClusterAccess
 from colocated_rl_operator.errors import ApiError, ApiUnreachable, Conflict, NotFound, Refused
 
 REQUEST_DEADLINE_S = 20.0  # waiting for its turn included
-CREATE_DEADLINE_S = 65.0  # the server's own is 60: of its webhooks each may take 30, and then it says which one hangs
+MAKING_DEADLINE_S = 65.0  # where webhooks are asked, each for up to 30: the server itself gives up after 60
+APPLY = "application/apply-patch+yaml"
 AT_ONCE = 32  # of one kind and namespace
 MAX_ANSWER_BYTES = 64 * 1024 * 1024  # a list of the pods of the largest job
 
@@ -159,7 +160,7 @@ class Kube:
             plural,
             f"{root}/namespaces/{namespace}/{plural}/{body['metadata']['name']}",
             body,
-            "application/apply-patch+yaml",
+            APPLY,
             query={"fieldManager": names.FIELD_MANAGER, "force": "true"},
         )
 
@@ -210,11 +211,12 @@ class Kube:
         assert self._session is not None, "enter the context first"
         what = f"{verb} {path}"
         data = None if body is None else json.dumps(body)
+        deadline_s = MAKING_DEADLINE_S if verb == "post" or content_type == APPLY else REQUEST_DEADLINE_S
         code, content = 0, bytearray()
         try:
             headers = {**self._access.headers(), "Accept": "application/json", "Content-Type": content_type}
             async with (
-                asyncio.timeout(CREATE_DEADLINE_S if verb == "post" else REQUEST_DEADLINE_S),
+                asyncio.timeout(deadline_s),
                 self._turn(path, resource),
                 self._session.request(
                     verb, self._access.server + path, params=query, data=data, headers=headers, allow_redirects=False

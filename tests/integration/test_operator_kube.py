@@ -23,6 +23,7 @@ from colocated_rl_operator.kube import AT_ONCE, Kube
 from fakes.api_server import FakeApiServer
 
 JOB_PATH = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}/sums"
+X = {"metadata": {"name": "x"}}
 
 
 @pytest.fixture
@@ -79,22 +80,23 @@ async def test_something_in_between_that_answers_is_no_api_server(code: int, say
 
 
 async def test_a_webhook_that_takes_its_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may take 30 s. Who hung up after 20 never made a pod, and never heard which webhook it was."""
+    """It may take 30 s. Who hung up after 20 never made an object, and never heard which webhook it was."""
     monkeypatch.setattr("colocated_rl_operator.kube.REQUEST_DEADLINE_S", 0.05)
     is_late = asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
         await is_late.wait()
-        return web.json_response({"metadata": {"name": "x"}})
+        return web.json_response(X)
 
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", answer)
     async with TestServer(application) as server, Kube(ClusterAccess(str(server.make_url("")).rstrip("/"))) as kube:
-        made = asyncio.create_task(kube.create_pod("default", {"metadata": {"name": "x"}}))
+        making = [kube.create_pod("default", X), kube.apply("default", {"apiVersion": "v1", "kind": "ConfigMap", **X})]
+        made = [asyncio.create_task(each) for each in making]
         with pytest.raises(ApiUnreachable, match="no answer"):
             await kube.read_job("default", "sums")
         is_late.set()
-        assert "x" == (await made)["metadata"]["name"]
+        assert [X, X] == await asyncio.gather(*made)
 
 
 async def test_calls_that_hang_hold_up_none_of_another_kind_or_namespace() -> None:
