@@ -199,7 +199,7 @@ unit-layer:
 
 .PHONY: contract-layer
 contract-layer:
-	@pytest --numprocesses=3 --dist=loadfile -m 'not cluster' tests/contract tests/integration # two of them wait for engines
+	@pytest --numprocesses=3 --dist=loadfile -m 'not cluster' tests/contract tests/integration # while an engine starts, two cores have room for a third
 
 .PHONY: cluster-layer
 cluster-layer: vet-layer

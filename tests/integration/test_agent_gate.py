@@ -643,7 +643,7 @@ async def test_a_connection_is_not_used_again_after_an_error_of_the_engines_own(
 
 
 class Saying(asyncio.Protocol):
-    """Of an engine that says the same to everybody; all of its connections that are open."""
+    """A connection of an engine that says the same to everybody. connections: the open ones. used: of each request."""
 
     def __init__(self, answer: bytes, connections: set[Saying], used: list[Saying]) -> None:
         self.answer, self.connections, self.used = answer, connections, used
@@ -662,7 +662,7 @@ class Saying(asyncio.Protocol):
 
 @asynccontextmanager
 async def saying(answer: bytes) -> AsyncIterator[tuple[Upstream, list[Saying]]]:
-    """The connection of each request that was sent is noted."""
+    """Such an engine, and the connection of each request that it had."""
     connections: set[Saying] = set()
     used: list[Saying] = []
     loop = asyncio.get_running_loop()
