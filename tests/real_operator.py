@@ -53,8 +53,8 @@ def cluster_without_nodes(folder: Path) -> Iterator[ClusterAccess]:
                 subprocess.run(arguments, check=True, capture_output=True, timeout=START_DEADLINE_S)
 
             kubectl("apply", "--server-side", "-f", CHECKOUT.root / "crds/colocatedrljobs.yaml")
+            _wait_until_listed(kubectl)  # first, for `wait` fails at a new one that has no conditions yet
             kubectl("wait", "--for=condition=Established", f"crd/{names.PLURAL}.{names.GROUP}", "--timeout=60s")
-            _wait_until_listed(kubectl)
             kubectl("cordon", "--selector=kubernetes.io/os=linux")
             kubectl("create", "namespace", OPERATORS)
             kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")

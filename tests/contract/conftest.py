@@ -36,9 +36,10 @@ def api(plain_cluster: Cluster, kubectl: Kubectl) -> Iterator[ApiServer]:
     """The API server, with the CRD of this checkout."""
     kubectl("apply", "--server-side", "--force-conflicts", "-f", CRD_FILE)
     name = yaml.safe_load(CRD_FILE.read_text())["metadata"]["name"]
-    kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
-    # what kubectl goes by, the server's lists of kinds and of their fields, has a new one some time after it is served
+    # what kubectl goes by, the server's lists of kinds and of their fields, has a new one some time after it is served;
+    # and `wait` fails at one that has no conditions yet
     plain_cluster.wait_for("jobs are listed", lambda: plain_cluster.kubectl("explain", names.SHORT_NAME), 60)
+    kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
     server = ApiServer(kubectl.kubeconfig)
     yield server
     server.close()
