@@ -10,8 +10,8 @@ from statistics import median
 
 from bench.memory import peaks
 from bench.switch import switches
-from colocated_rl_cli.figures import read_figures, rung_times, switch_seconds
-from colocated_rl_cli.records import Records
+from colocated_rl_cli.draw.figures import read_figures, rung_times, switch_seconds
+from colocated_rl_cli.evidence.records import Records
 
 OUT = Path(__file__).resolve().parents[1] / ".build/bench"
 RECORDS = OUT / "records.json"

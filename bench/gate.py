@@ -36,10 +36,10 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent import garbage
-from colocated_rl_agent.data_port import DataPort
-from colocated_rl_agent.gate import Backend, Gate
+from colocated_rl_agent.gate.data_port import DataPort
+from colocated_rl_agent.gate.gate import Backend, Gate
 from colocated_rl_agent.metrics import Metrics
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_trainer.conformance.ranks import free_port
 from engines import engine_process
 from setup.layout import CHECKOUT

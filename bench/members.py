@@ -21,8 +21,16 @@ from typing import Any
 
 from builders import absent_engine, absent_trainer, facts_at, pod_facts, rollout_facts
 from colocated_rl_api import names
-from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
-from colocated_rl_api.member_wire import EvaluationResult, Goal, Hello, PodTarget, RolloutTarget, read_target
+from colocated_rl_api.facts import EvaluationResult
+from colocated_rl_api.ladder import TIME_SLICED
+from colocated_rl_api.member_wire import (
+    Goal,
+    Hello,
+    PodTarget,
+    RolloutTarget,
+    read_target,
+)
+from colocated_rl_api.rungs import Rung, WeightVersion
 
 GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 TEXT, CLOSE, PING, PONG = 0x81, 0x88, 0x89, 0x8A

@@ -36,8 +36,9 @@ from bench.gate import cpu_seconds
 from bench.members import Journal
 from bench.scene import Scene, Staged, scene_of
 from colocated_rl_api import names
-from colocated_rl_api.ladder import TIME_SLICED, Rung
-from colocated_rl_operator.cluster import ClusterAccess
+from colocated_rl_api.ladder import TIME_SLICED
+from colocated_rl_api.rungs import Rung
+from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.metrics import PREFIX
 from colocated_rl_trainer.conformance.ranks import free_port
 from real_operator import Operator, cluster_without_nodes, kubeconfig_of, running_operator

@@ -23,7 +23,7 @@ from bench.simulated_engines import PROMPT_TOKENS, Rates
 from bench.simulated_job import Job, Outcome, colocated, synchronous
 from bench.traces import near_uniform, reasoning
 from colocated_rl_api.job import Interruption
-from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.store.store import Store
 
 TRACES = {"reasoning": reasoning, "near-uniform": near_uniform}
 STALENESS = (0, 1, 2, 3, 4)

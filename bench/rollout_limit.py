@@ -31,18 +31,18 @@ from bench.gate import content_length
 from bench.simulated_job import NoText, PromptsInOrder, Rewards
 from colocated_rl_api.gate_wire import GATE_LINE_S, GateState
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_rollout.engine_client import gate_connector
-from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.engines.engine_client import gate_connector
+from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import Episodes
+from colocated_rl_rollout.gateway.sessions import Sessions
+from colocated_rl_rollout.gateway.turns import Turns
 from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.samples import SampleState
-from colocated_rl_rollout.sessions import Sessions
-from colocated_rl_rollout.store import Store
-from colocated_rl_rollout.turns import Turns
+from colocated_rl_rollout.rules.samples import SampleState
+from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.worker import Worker
 from colocated_rl_trainer.conformance.ranks import free_port
 from fakes.authority import Authority

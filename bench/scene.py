@@ -19,7 +19,7 @@ from builders import make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import Hello
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_operator.cluster import ClusterAccess
+from colocated_rl_operator.clients.cluster import ClusterAccess
 from real_operator import JOBS, NAMESPACE, PODS, Api, Body
 
 SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"

@@ -21,11 +21,16 @@ import numpy as np
 
 from bench.virtual_time import loop
 from colocated_rl_api.gate_wire import GateState
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
-from colocated_rl_rollout.engine_client import EngineClient, GateClosed, Generated, GenerateRequest
-from colocated_rl_rollout.resume import Ending
-from colocated_rl_rollout.samples import Span, Tokens
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.engines.engine_client import (
+    EngineClient,
+    GateClosed,
+    Generated,
+    GenerateRequest,
+)
+from colocated_rl_rollout.rules.resume import Ending
+from colocated_rl_rollout.rules.samples import Span, Tokens
 
 NUMBER = 10  # token of sample 0 of a group; no end token of any model
 PROMPT_TOKENS = 256

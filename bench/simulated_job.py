@@ -20,20 +20,20 @@ from prometheus_client import CollectorRegistry
 from bench import virtual_time
 from bench.simulated_engines import PROMPT_TOKENS, Machine, Numbers, Rates, SimulatedEngine, Trace
 from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Interruption
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
-from colocated_rl_rollout.batches import BatchRecord
-from colocated_rl_rollout.chat import Chat
-from colocated_rl_rollout.engine_client import EngineClient
-from colocated_rl_rollout.engines import Engines
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.engines.engine_client import EngineClient
+from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import Episodes
+from colocated_rl_rollout.gateway.sessions import Sessions
+from colocated_rl_rollout.gateway.turns import Turns
 from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.prompts import PromptSource
-from colocated_rl_rollout.rewards import TaskProcesses
-from colocated_rl_rollout.samples import Prompt, SampleState
-from colocated_rl_rollout.sessions import Sessions
-from colocated_rl_rollout.store import Store
-from colocated_rl_rollout.turns import Turns
+from colocated_rl_rollout.rewards.prompts import PromptSource
+from colocated_rl_rollout.rewards.rewards import TaskProcesses
+from colocated_rl_rollout.rules.chat import Chat
+from colocated_rl_rollout.rules.samples import Prompt, SampleState
+from colocated_rl_rollout.store.batches import BatchRecord
+from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.worker import Worker
 
 

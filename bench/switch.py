@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from colocated_rl_api.ladder import Rung
+from colocated_rl_api.rungs import Rung
 
 Line = Mapping[str, Any]
 

@@ -28,15 +28,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from bench.turns import GIB, TURNS, in_turns, show
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_trainer.conformance.ranks import job_file
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.loop import ReferenceTrainer
-from colocated_rl_trainer.manifest import Exported, write_manifest
-from colocated_rl_trainer.rank import Rank
-from colocated_rl_trainer.residency import Residency
-from colocated_rl_trainer.settings import RankSettings, TrainerConfig
-from colocated_rl_trainer.weights import write_model
+from colocated_rl_trainer.grpo.loop import ReferenceTrainer
+from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
+from colocated_rl_trainer.protocol.rank import Rank
+from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
+from colocated_rl_trainer.state.residency import Residency
+from colocated_rl_trainer.state.weights import write_model
 from fakes.tiny_model import write_tiny_model
 from setup.environments import PEERS
 from setup.layout import CHECKOUT

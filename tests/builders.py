@@ -10,9 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from colocated_rl_api import names
-from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung, WeightVersion
-from colocated_rl_api.member_wire import (
+from colocated_rl_api.facts import (
     EngineFacts,
     EngineState,
     GateFacts,
@@ -23,9 +21,20 @@ from colocated_rl_api.member_wire import (
     TrainerFacts,
     TrainerState,
 )
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.ladder import TIME_SLICED, Ladder
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
-from colocated_rl_operator.observation import Climb, Job, Member, Memory, Observation, PodPhase, remember
-from colocated_rl_operator.reasons import Cause
+from colocated_rl_operator.planner.observation import (
+    Climb,
+    Job,
+    Member,
+    Memory,
+    Observation,
+    PodPhase,
+    remember,
+)
+from colocated_rl_operator.planner.reasons import Cause
 
 UID = "6f1f0c5e-0000-4000-8000-000000000000"
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)

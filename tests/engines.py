@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colocated_rl_agent.drivers.sglang import engine_command, engine_config
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_trainer.conformance.ranks import free_port
 from setup.layout import CHECKOUT
 

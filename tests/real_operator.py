@@ -22,7 +22,7 @@ import aiohttp
 import yaml
 
 from colocated_rl_api import names
-from colocated_rl_operator.cluster import ClusterAccess, find_cluster
+from colocated_rl_operator.clients.cluster import ClusterAccess, find_cluster
 from setup.layout import CHECKOUT
 
 Body = dict[str, Any]

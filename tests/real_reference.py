@@ -36,7 +36,7 @@ class RunningReference:
         self._server_name = names.member_server_name(document["uid"])
         self._authorization = f"Bearer {(tls / names.DATA_TOKEN_FILE).read_text().strip()}"
         self.data_port, self.metrics_port = free_port(), free_port()
-        words = [sys.executable, "-m", "colocated_rl_trainer.reference", f"--job-file={file}", f"--config={config}"]
+        words = [sys.executable, "-m", "colocated_rl_trainer.ref_policy", f"--job-file={file}", f"--config={config}"]
         words += [f"--models={model.parent}", f"--tls={tls}", "--host=127.0.0.1"]
         words += [f"--data-port={self.data_port}", f"--metrics-port={self.metrics_port}"]
         self.log = folder / "reference.log"

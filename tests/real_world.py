@@ -19,7 +19,7 @@ import pytest
 
 from builders import make_job, make_manifest
 from colocated_rl_api.member_wire import Goal
-from colocated_rl_operator.cluster import ClusterAccess
+from colocated_rl_operator.clients.cluster import ClusterAccess
 from fakes.group import Group
 from fakes.member import FakeKubelet
 from real_operator import (

@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.gpu.moves import finish
 from bench.gpu.shapes import random_tensors, shapes_of
 from bench.turns import in_turns, show
-from colocated_rl_trainer.budget import gib
+from colocated_rl_trainer.grpo.budget import gib
 
 SHARED_MEMORY = Path("/dev/shm")
 ANSWER_S = 300.0

@@ -6,8 +6,8 @@ import torch
 
 from bench.gpu.shapes import Parameters, shapes_of
 from bench.turns import GIB, in_turns, show
-from colocated_rl_trainer.budget import Budget, gib
-from colocated_rl_trainer.residency import Residency
+from colocated_rl_trainer.grpo.budget import Budget, gib
+from colocated_rl_trainer.state.residency import Residency
 
 PIECE = 4 * GIB  # of a plain copy; more of them goes no faster
 

@@ -9,7 +9,7 @@ import torch
 from bench.gpu.moves import finish, free_bytes
 from bench.gpu.shapes import random_tensors, shapes_of
 from bench.turns import GIB
-from colocated_rl_agent.devices import FREED_SHARE
+from colocated_rl_agent.runner.devices import FREED_SHARE
 
 KV_BYTES = 8 * GIB
 

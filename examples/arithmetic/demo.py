@@ -20,12 +20,12 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from colocated_rl_cli.api import Api
-from colocated_rl_cli.errors import CliError
-from colocated_rl_cli.following import JobWatch
-from colocated_rl_cli.kubectl import Login
+from colocated_rl_cli.base.errors import CliError
+from colocated_rl_cli.cluster.api import Api
+from colocated_rl_cli.cluster.following import JobWatch
+from colocated_rl_cli.cluster.kubectl import Login
+from colocated_rl_cli.evidence.records import Records
 from colocated_rl_cli.live import shown
-from colocated_rl_cli.records import Records
 from examples.arithmetic.cluster import ClusterError, LocalCluster, remove_old
 from examples.arithmetic.report import render, summary
 from examples.arithmetic.verdict import JOB_SECONDS_AT_MOST, JOB_TOOK, shortfalls

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from colocated_rl_trainer.loss import group_advantage, importance_ratio, policy_loss
+from colocated_rl_trainer.grpo.loss import group_advantage, importance_ratio, policy_loss
 from examples.arithmetic.sampling import Response, encode_prompt, exact_match, response_logp, sample, score
 from examples.arithmetic.task import Problem, problems
 

@@ -23,8 +23,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from colocated_rl_cli.figures import Figures, read_figures
-from colocated_rl_cli.records import Records
+from colocated_rl_cli.draw.figures import Figures, read_figures
+from colocated_rl_cli.evidence.records import Records
 from examples.arithmetic.cluster import ClusterError
 from examples.arithmetic.demo import HERE, ROOT, Demo, NotSetUp
 from examples.arithmetic.pairs import compared, verdict

@@ -13,9 +13,9 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
-from colocated_rl_cli import timeline
-from colocated_rl_cli.charts import Series, line_chart, table
-from colocated_rl_cli.figures import (
+from colocated_rl_cli.draw import timeline
+from colocated_rl_cli.draw.charts import Series, line_chart, table
+from colocated_rl_cli.draw.figures import (
     Evaluated,
     Figures,
     holder_shares,
@@ -23,7 +23,7 @@ from colocated_rl_cli.figures import (
     staleness_tokens,
     switch_seconds,
 )
-from colocated_rl_cli.records import Records
+from colocated_rl_cli.evidence.records import Records
 from examples.arithmetic.verdict import START_AT_MOST, TARGET, job_s
 
 

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from colocated_rl_rollout.gym import import_reasoning_gym
+from colocated_rl_rollout.tasks.gym import import_reasoning_gym
 
 CHAIN_SUM: dict[str, int] = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}
 HELD_OUT_PERCENT = 10

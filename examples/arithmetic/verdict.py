@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from colocated_rl_cli.figures import read_figures
-from colocated_rl_cli.records import Records
+from colocated_rl_cli.draw.figures import read_figures
+from colocated_rl_cli.evidence.records import Records
 
 START_AT_MOST = 0.35  # held-out exact match before the first step
 TARGET = 0.75  # and after the last

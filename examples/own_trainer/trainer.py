@@ -6,10 +6,10 @@ that is not learning, and the last line: `serve` answers the agent and calls eac
 
 from torch.optim import SGD, Optimizer
 
-from colocated_rl_trainer.batch import Shard
-from colocated_rl_trainer.loss import token_logp
-from colocated_rl_trainer.rank_server import serve
-from colocated_rl_trainer.torch_loop import TorchLoop
+from colocated_rl_trainer.grpo.batch import Shard
+from colocated_rl_trainer.grpo.loss import token_logp
+from colocated_rl_trainer.grpo.torch_loop import TorchLoop
+from colocated_rl_trainer.protocol.rank_server import serve
 
 
 class Reinforce(TorchLoop):

@@ -23,7 +23,7 @@ Columns (n samples, T tokens of all of them, prompt and response, one after anot
 
 from __future__ import annotations
 
-from colocated_rl_api.member_wire import Wire
+from colocated_rl_api.wire import Wire
 
 HEADER_KEY = "colocated_rl_batch"
 DIGEST_HEADER = "X-Content-SHA256"

@@ -11,8 +11,8 @@ from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from colocated_rl_api.ladder import Rung
 from colocated_rl_api.parts import Part, Rule, rules
+from colocated_rl_api.rungs import Rung
 
 
 class FailureAction(StrEnum):

@@ -16,7 +16,7 @@ lost with its engine likewise, with the tokens read so far. An engine's own erro
 
 from __future__ import annotations
 
-from colocated_rl_api.member_wire import Version, Wire
+from colocated_rl_api.wire import Version, Wire
 
 GATE_LINE_S = 2.0
 MAX_REQUEST_BYTES = 8 * 1024 * 1024

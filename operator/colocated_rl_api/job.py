@@ -18,7 +18,7 @@ from pydantic.alias_generators import to_camel
 from colocated_rl_api.colocation import COLOCATIONS, ROLE_MAX, TRAINER
 from colocated_rl_api.failure import FailurePolicy
 from colocated_rl_api.job_status import ColocatedRLJobStatus
-from colocated_rl_api.ladder import Ladder, Placement, ladder_for
+from colocated_rl_api.ladder import Ladder, ladder_for
 from colocated_rl_api.names import OPERATOR
 from colocated_rl_api.parts import (
     Claimed,
@@ -35,6 +35,7 @@ from colocated_rl_api.parts import (
 )
 from colocated_rl_api.pod_template import PodTemplates
 from colocated_rl_api.prompts import Prompts
+from colocated_rl_api.rungs import Placement
 
 MANY_STEPS = 1_000_000
 JOB_NAME_MAX = 40  # longest derived name: NAME-trainer-REPLICA-ATTEMPT, at most 63 characters

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from colocated_rl_api.ladder import Placement
 from colocated_rl_api.parts import Part
+from colocated_rl_api.rungs import Placement
 
 
 class Phase(StrEnum):

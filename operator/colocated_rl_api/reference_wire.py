@@ -15,7 +15,7 @@ be asked again, of any pod. Everything else is answered with a `ScoreError`:
 
 from __future__ import annotations
 
-from colocated_rl_api.member_wire import Wire
+from colocated_rl_api.wire import Wire
 
 SCORE_PATH = "/v1/score"
 BYTES_OF_A_TOKEN = 4  # of an id, and of a log-probability

@@ -30,7 +30,8 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from colocated_rl_api.member_wire import TrainerState, Version, Wire
+from colocated_rl_api.facts import TrainerState
+from colocated_rl_api.wire import Version, Wire
 
 PROTOCOL = 1  # rises when who speaks an older one can't be understood any more
 

@@ -18,7 +18,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from colocated_rl_api.member_wire import Version, Wire
+from colocated_rl_api.wire import Version, Wire
 
 MANIFEST = "manifest.json"
 

@@ -20,15 +20,15 @@ from prometheus_client import REGISTRY
 
 from colocated_rl_api import logs, names
 from colocated_rl_operator import handlers
-from colocated_rl_operator.act import Doors
-from colocated_rl_operator.authority import Authority, find_authority
-from colocated_rl_operator.case import Pods, Wakeups
-from colocated_rl_operator.cluster import ClusterAccess, find_cluster
-from colocated_rl_operator.errors import ApiError, BadSetting, NotFound
-from colocated_rl_operator.events import Events
-from colocated_rl_operator.kube import Kube
-from colocated_rl_operator.lease import Lease, LeaseTerms
-from colocated_rl_operator.members import Members
+from colocated_rl_operator.clients.authority import Authority, find_authority
+from colocated_rl_operator.clients.cluster import ClusterAccess, find_cluster
+from colocated_rl_operator.clients.errors import ApiError, BadSetting, NotFound
+from colocated_rl_operator.clients.events import Events
+from colocated_rl_operator.clients.kube import Kube
+from colocated_rl_operator.clients.lease import Lease, LeaseTerms
+from colocated_rl_operator.clients.members import Members
+from colocated_rl_operator.loop.act import Doors
+from colocated_rl_operator.loop.case import Pods, Wakeups
 from colocated_rl_operator.metrics import Metrics
 from colocated_rl_operator.probes import Probes
 from colocated_rl_operator.settings import Settings

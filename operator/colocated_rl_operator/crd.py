@@ -29,7 +29,7 @@ from colocated_rl_api import names
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus
-from colocated_rl_operator.reasons import Cause, ConditionType, Reason
+from colocated_rl_operator.planner.reasons import Cause, ConditionType, Reason
 
 Schema = dict[str, Any]
 

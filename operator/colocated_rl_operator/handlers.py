@@ -18,14 +18,19 @@ import kopf
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import bind, log
-from colocated_rl_operator.act import Doors, bury, delete_pods
-from colocated_rl_operator.case import Case, Wakeups, job_of, version_of
-from colocated_rl_operator.cluster import ClusterAccess
-from colocated_rl_operator.errors import JobGone, OperatorError, first
-from colocated_rl_operator.events import About
-from colocated_rl_operator.kube import Body
-from colocated_rl_operator.reconcile import end, one_pass
-from colocated_rl_operator.record import Record
+from colocated_rl_operator.clients.cluster import ClusterAccess
+from colocated_rl_operator.clients.errors import JobGone, OperatorError, first
+from colocated_rl_operator.clients.events import About
+from colocated_rl_operator.clients.kube import Body
+from colocated_rl_operator.loop.act import Doors, bury, delete_pods
+from colocated_rl_operator.loop.case import (
+    Case,
+    Wakeups,
+    job_of,
+    version_of,
+)
+from colocated_rl_operator.loop.reconcile import end, one_pass
+from colocated_rl_operator.loop.record import Record
 
 LOG = logging.getLogger(__name__)
 

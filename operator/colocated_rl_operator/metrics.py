@@ -23,7 +23,7 @@ from collections import Counter as Tally
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from colocated_rl_api.job_status import Phase
-from colocated_rl_operator.reasons import Cause, Reason
+from colocated_rl_operator.planner.reasons import Cause, Reason
 
 PREFIX = "colocated_rl_operator_"
 FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)

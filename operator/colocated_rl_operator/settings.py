@@ -21,8 +21,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from colocated_rl_operator.errors import BadSetting
-from colocated_rl_operator.resources import PodImages
+from colocated_rl_operator.clients.errors import BadSetting
+from colocated_rl_operator.manifests.resources import PodImages
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")

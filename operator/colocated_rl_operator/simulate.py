@@ -13,8 +13,8 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_operator.observation import Job, Observation
-from colocated_rl_operator.plan import Plan, plan
+from colocated_rl_operator.planner.observation import Job, Observation
+from colocated_rl_operator.planner.plan import Plan, plan
 
 observation: TypeAdapter[Observation] = TypeAdapter(Observation)
 decided: TypeAdapter[Plan] = TypeAdapter(Plan)

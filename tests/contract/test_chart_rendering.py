@@ -17,8 +17,9 @@ from documents.values import documented
 
 from builders import make_job
 from colocated_rl_api import names
-from colocated_rl_operator import authority, resources
-from colocated_rl_operator.resources import PodImages
+from colocated_rl_operator.clients import authority
+from colocated_rl_operator.manifests import resources
+from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.settings import Settings
 from setup.layout import CHECKOUT
 

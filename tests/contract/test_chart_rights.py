@@ -16,8 +16,8 @@ from contract.api_server import Document
 from contract.test_chart_rendering import CHART, NAMESPACE, rendered
 
 from colocated_rl_api import names
-from colocated_rl_operator.cluster import ClusterAccess
-from colocated_rl_operator.kube import Kube
+from colocated_rl_operator.clients.cluster import ClusterAccess
+from colocated_rl_operator.clients.kube import Kube
 
 pytestmark = pytest.mark.cluster
 

@@ -23,7 +23,7 @@ from contract.test_chart_rendering import CHART, rendered
 
 from builders import make_manifest
 from colocated_rl_api import names
-from colocated_rl_cli.errors import Exit
+from colocated_rl_cli.base.errors import Exit
 from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.cluster

@@ -12,7 +12,7 @@ from contract.api_server import ApiServer, Document, Kubectl
 from builders import make_job
 from colocated_rl_api import names
 from colocated_rl_operator import crd
-from colocated_rl_operator.resources import PodImages, pod
+from colocated_rl_operator.manifests.resources import PodImages, pod
 from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.cluster

@@ -26,19 +26,24 @@ from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
 import fakes
-from colocated_rl_agent.data_port import DataPort
-from colocated_rl_agent.dialects import Reply
 from colocated_rl_agent.drivers.base import CallRefused
 from colocated_rl_agent.drivers.sglang import SGLang
-from colocated_rl_agent.exports import verify_export
-from colocated_rl_agent.gate import Backend, Gate
-from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
-from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_agent.files.exports import verify_export
+from colocated_rl_agent.gate.data_port import DataPort
+from colocated_rl_agent.gate.dialects import Reply
+from colocated_rl_agent.gate.gate import Backend, Gate
+from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
+from colocated_rl_agent.planner.views import (
+    CUDA_GRAPH,
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
+)
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import Probe
-from colocated_rl_rollout.engine_client import GenerateRequest
-from colocated_rl_rollout.resume import Ending, read_answer
+from colocated_rl_rollout.engines.engine_client import GenerateRequest
+from colocated_rl_rollout.rules.resume import Ending, read_answer
 from engines import ADMIN_KEY, EngineProcess, engine_process
 from fakes.engine import END_TOKEN
 from fakes.engine import VOCABULARY as FAKE_VOCABULARY

@@ -22,11 +22,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from colocated_rl_agent.data_port import DataPort
 from colocated_rl_agent.drivers.sglang import SGLang
-from colocated_rl_agent.gate import Backend, Gate
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_agent.gate.data_port import DataPort
+from colocated_rl_agent.gate.gate import Backend, Gate
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.rungs import WeightVersion
 from engines import ADMIN_KEY, engine_process
 from fakes.engine_model import EXPERTS_OF_TOKEN, LAYERS, write_engine_export
 from fakes.gateway import controller_running, extra

@@ -23,8 +23,8 @@ from pydantic import ValidationError
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec, Rollout
-from colocated_rl_cli.manifest import judge
-from colocated_rl_cli.yaml_text import read
+from colocated_rl_cli.base.yaml_text import read
+from colocated_rl_cli.manifest.manifest import judge
 from colocated_rl_operator.crd import Schema, structural_schema
 from setup.layout import CHECKOUT
 

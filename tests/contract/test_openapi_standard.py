@@ -8,7 +8,7 @@ import pytest
 from documents.openapi import trainer
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from colocated_rl_rollout.interface import interface
+from colocated_rl_rollout.pages.interface import interface
 
 
 @pytest.mark.parametrize("said", [interface(), trainer()], ids=["rollout", "trainer"])

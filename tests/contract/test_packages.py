@@ -56,7 +56,7 @@ def test_contract_is_installed_and_imported_with_pydantic_alone(python: Path, tm
 def test_persons_own_trainer_needs_only_the_helper(python: Path, tmp_path: Path) -> None:
     run(CHECKOUT.uv, "pip", "install", "--python", python, wheel("operator"), wheel("workloads-trainer"))
     assert {"colocated-rl", "colocated-rl-trainer", "xxhash", *OF_PYDANTIC} == libraries(python)
-    imports = "import colocated_rl_trainer.rank_server, colocated_rl_trainer.conformance.checks"
+    imports = "import colocated_rl_trainer.protocol.rank_server, colocated_rl_trainer.conformance.checks"
     assert "imported" == run(python, "-c", f"{imports}; print('imported')", cwd=tmp_path)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from builders import OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, make_job
-from colocated_rl_api.ladder import Placement
-from colocated_rl_operator.reasons import Cause
+from colocated_rl_api.rungs import Placement
+from colocated_rl_operator.planner.reasons import Cause
 from fakes.explore import bounds_of, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
 from fakes.model import MORTAL, Model

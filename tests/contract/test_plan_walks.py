@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from builders import IN_ONE_POD
-from colocated_rl_api.ladder import Placement
+from colocated_rl_api.rungs import Placement
 from fakes.walks import (
     ANY_WALK,
     COMPARING_WALK,

@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 from unit.test_rollout_store import JOB, completed_group, seal
 
-from colocated_rl_rollout import parquet
-from colocated_rl_rollout.rows import Row, Rows, RowsUnusable, data_files
-from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.pages import parquet
+from colocated_rl_rollout.store.store import Store
+from colocated_rl_rollout.tasks.rows import (
+    Row,
+    Rows,
+    RowsUnusable,
+    data_files,
+)
 from setup.environments import PEERS
 from setup.layout import CHECKOUT
 from setup.toolchain import clean_environment

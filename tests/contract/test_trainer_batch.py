@@ -12,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_rl_api.batch import BatchHeader
-from colocated_rl_trainer.batch import BadShard, GroupShare, Minibatch, Shard, Use, deal_minibatches, micro_batches
 from colocated_rl_trainer.conformance.shards import Sample, Values, columns, write_shard, write_shards
+from colocated_rl_trainer.grpo.batch import (
+    BadShard,
+    GroupShare,
+    Minibatch,
+    Shard,
+    Use,
+    deal_minibatches,
+    micro_batches,
+)
 
 SAMPLES = [
     Sample(prompt=[1, 2, 3], response=[4, 5], logp=[-0.1, -0.2], reward=1.0, group=7, token_step=2),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from colocated_rl_trainer.loss import (
+from colocated_rl_trainer.grpo.loss import (
     LengthMismatch,
     group_advantage,
     importance_ratio,
@@ -18,7 +18,7 @@ from colocated_rl_trainer.loss import (
     policy_loss,
     token_logp,
 )
-from colocated_rl_trainer.settings import KL
+from colocated_rl_trainer.protocol.settings import KL
 
 LOW, HIGH, CAP = 0.2, 0.28, 2.0
 Floats = npt.NDArray[np.float64]

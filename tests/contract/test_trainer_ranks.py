@@ -20,8 +20,14 @@ from safetensors.torch import load_file
 
 from colocated_rl_trainer.conformance.ranks import Refusal, TrainerGroup, TrainerKind, running
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.group import Group, GroupLost, _waiting_for_peers, form_group, interface_towards
-from colocated_rl_trainer.rank import Refused
+from colocated_rl_trainer.protocol.rank import Refused
+from colocated_rl_trainer.state.group import (
+    Group,
+    GroupLost,
+    _waiting_for_peers,
+    form_group,
+    interface_towards,
+)
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
 CONFIG: dict[str, object] = {"learningRate": 1e-2, "minibatches": 2, "microBatchTokens": 60, "threads": 1}

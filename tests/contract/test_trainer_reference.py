@@ -11,12 +11,12 @@ from contract.trainer_in_process import OneRank, only_rank
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from colocated_rl_trainer.batch import Shard
 from colocated_rl_trainer.conformance.ranks import Launch, TrainerKind, running, scores_beside
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.loop import ReferenceTrainer
-from colocated_rl_trainer.settings import SettingsError, TrainerConfig
-from colocated_rl_trainer.weights import load_model
+from colocated_rl_trainer.grpo.batch import Shard
+from colocated_rl_trainer.grpo.loop import ReferenceTrainer
+from colocated_rl_trainer.protocol.settings import SettingsError, TrainerConfig
+from colocated_rl_trainer.state.weights import load_model
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 from fakes.watched_trainer import fork
 

@@ -22,12 +22,12 @@ from real_reference import START_S, RunningReference
 
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import JobFile
-from colocated_rl_trainer.batch import BadShard, Shard
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.reference.desk import Question
-from colocated_rl_trainer.reference.scorer import Scorer
-from colocated_rl_trainer.settings import TrainerConfig
-from colocated_rl_trainer.weights import load_model
+from colocated_rl_trainer.grpo.batch import BadShard, Shard
+from colocated_rl_trainer.protocol.settings import TrainerConfig
+from colocated_rl_trainer.ref_policy.desk import Question
+from colocated_rl_trainer.ref_policy.scorer import Scorer
+from colocated_rl_trainer.state.weights import load_model
 from fakes.authority import Authority
 from fakes.tiny_model import write_tiny_model
 

@@ -13,10 +13,10 @@ import torch
 from contract.trainer_in_process import OneRank
 from contract.trainer_ranks_in_process import Watched, in_ranks
 
-from colocated_rl_rollout.batches import shard_path, take_places
-from colocated_rl_rollout.recording import deal_anew, take_batch
+from colocated_rl_rollout.store.batches import shard_path, take_places
+from colocated_rl_rollout.store.recording import deal_anew, take_batch
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.sharding import whole
+from colocated_rl_trainer.state.sharding import whole
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
 STEPS = 3

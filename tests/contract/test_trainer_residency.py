@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from colocated_rl_trainer.residency import GRADIENTS, MOMENTS, PARAMETERS, Residency
+from colocated_rl_trainer.state.residency import (
+    GRADIENTS,
+    MOMENTS,
+    PARAMETERS,
+    Residency,
+)
 
 CPU = torch.device("cpu")
 

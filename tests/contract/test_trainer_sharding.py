@@ -18,15 +18,15 @@ from full_disk import no_file_above
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import finished_model
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.finished import leave
-from colocated_rl_trainer.group import GroupLost
-from colocated_rl_trainer.manifest import Exported, tensor_entries, write_manifest
-from colocated_rl_trainer.rank import Refused
-from colocated_rl_trainer.sharding import part_of, whole
-from colocated_rl_trainer.weights import write_model
+from colocated_rl_trainer.protocol.finished import leave
+from colocated_rl_trainer.protocol.manifest import Exported, tensor_entries, write_manifest
+from colocated_rl_trainer.protocol.rank import Refused
+from colocated_rl_trainer.state.group import GroupLost
+from colocated_rl_trainer.state.sharding import part_of, whole
+from colocated_rl_trainer.state.weights import write_model
 from fakes.tiny_model import write_tiny_model
 
 Tensors = Mapping[str, torch.Tensor]

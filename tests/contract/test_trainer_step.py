@@ -16,12 +16,17 @@ from contract.trainer_in_process import OneRank, only_rank
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from colocated_rl_api.batch import BatchHeader
-from colocated_rl_trainer.batch import BadShard, Shard, Use, deal_minibatches
 from colocated_rl_trainer.conformance.shards import Sample, columns, write_shard, write_shards
-from colocated_rl_trainer.loop import DeviceFull, Diverged, ReferenceTrainer
-from colocated_rl_trainer.residency import PARAMETERS
-from colocated_rl_trainer.settings import SettingsError, TrainerConfig
-from colocated_rl_trainer.weights import load_model
+from colocated_rl_trainer.grpo.batch import (
+    BadShard,
+    Shard,
+    Use,
+    deal_minibatches,
+)
+from colocated_rl_trainer.grpo.loop import DeviceFull, Diverged, ReferenceTrainer
+from colocated_rl_trainer.protocol.settings import SettingsError, TrainerConfig
+from colocated_rl_trainer.state.residency import PARAMETERS
+from colocated_rl_trainer.state.weights import load_model
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
 Weights = Mapping[str, torch.Tensor]

@@ -15,8 +15,8 @@ from torch.optim import AdamW, Optimizer
 
 from colocated_rl_trainer.conformance.ranks import TrainerKind, running
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.rank import Rank
-from colocated_rl_trainer.weights import load_model
+from colocated_rl_trainer.protocol.rank import Rank
+from colocated_rl_trainer.state.weights import load_model
 from examples.own_trainer.trainer import Reinforce
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 from setup.layout import CHECKOUT

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from contract.trainer_in_process import OneRank, only_rank
 
-from colocated_rl_trainer.settings import SettingsError
+from colocated_rl_trainer.protocol.settings import SettingsError
 from fakes.tiny_model import write_tiny_model
 from setup.environments import PEERS
 from setup.layout import CHECKOUT

@@ -18,9 +18,9 @@ from contract.trainer_in_process import OneRank
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from colocated_rl_trainer.batch import Shard, Use
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.loss import importance_ratio
+from colocated_rl_trainer.grpo.batch import Shard, Use
+from colocated_rl_trainer.grpo.loss import importance_ratio
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 from setup.environments import PEERS
 from setup.layout import CHECKOUT

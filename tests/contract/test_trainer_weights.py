@@ -18,11 +18,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from colocated_rl_api.weights import MANIFEST
-from colocated_rl_trainer.checkpoint import CONTENTS, OPTIMIZER
-from colocated_rl_trainer.manifest import tensor_entries
-from colocated_rl_trainer.residency import Residency
-from colocated_rl_trainer.settings import SettingsError
-from colocated_rl_trainer.weights import load_model, probe, write_model, write_tensors
+from colocated_rl_trainer.protocol.manifest import tensor_entries
+from colocated_rl_trainer.protocol.settings import SettingsError
+from colocated_rl_trainer.state.checkpoint import CONTENTS, OPTIMIZER
+from colocated_rl_trainer.state.residency import Residency
+from colocated_rl_trainer.state.weights import (
+    load_model,
+    probe,
+    write_model,
+    write_tensors,
+)
 from fakes.tiny_model import write_tiny_model
 
 

@@ -11,8 +11,8 @@ import torch
 
 from colocated_rl_trainer.conformance.ranks import job_file, scores_beside
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.loop import ReferenceTrainer
-from colocated_rl_trainer.settings import RankSettings, TrainerConfig
+from colocated_rl_trainer.grpo.loop import ReferenceTrainer
+from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
 
 
 def only_rank(

@@ -13,8 +13,8 @@ from typing import Any
 from contract.trainer_in_process import only_rank
 
 from colocated_rl_trainer.conformance.ranks import free_port
-from colocated_rl_trainer.loop import ReferenceTrainer
-from colocated_rl_trainer.settings import RankSettings, TrainerConfig
+from colocated_rl_trainer.grpo.loop import ReferenceTrainer
+from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
 from fakes.watched_trainer import forking
 
 ANSWER_S = 300.0

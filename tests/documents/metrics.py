@@ -15,7 +15,7 @@ from colocated_rl_member.metrics import ProblemGauge
 from colocated_rl_operator.metrics import Metrics as OperatorMetrics
 from colocated_rl_rollout.metrics import Metrics as RolloutMetrics
 from colocated_rl_rollout.metrics import StoreGauges
-from colocated_rl_trainer.reference.figures import Figures
+from colocated_rl_trainer.ref_policy.figures import Figures
 
 HEAD = """\
 <!-- Made by `make generate` from the metrics of operator, agent and rollout controller: change those instead. -->

@@ -8,9 +8,14 @@ from typing import Any
 
 from colocated_rl_api import trainer_wire
 from colocated_rl_api.trainer_wire import TrainerEnvironment, TrainerError, TrainerStatus
-from colocated_rl_rollout.interface import interface
-from colocated_rl_rollout.openapi import JSON, Operation, Route, document
-from colocated_rl_trainer.rank_server import ROUTES
+from colocated_rl_rollout.pages.interface import interface
+from colocated_rl_rollout.pages.openapi import (
+    JSON,
+    Operation,
+    Route,
+    document,
+)
+from colocated_rl_trainer.protocol.rank_server import ROUTES
 
 SAID = re.compile(r"^\* `(?P<method>GET|POST) (?P<path>\S+)`(?P<meaning>.*?)(?=^\*|^$)", re.MULTILINE | re.DOTALL)
 FAILED = {

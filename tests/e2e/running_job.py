@@ -15,8 +15,9 @@ from typing import Any, Protocol, TypeVar
 from cluster import CommandFailed
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import TIME_SLICED, Rung
-from colocated_rl_cli.records import read_line
+from colocated_rl_api.ladder import TIME_SLICED
+from colocated_rl_api.rungs import Rung
+from colocated_rl_cli.evidence.records import read_line
 
 POLL_S = 1.0  # each look starts a kubectl
 T = TypeVar("T")

@@ -20,8 +20,8 @@ import pytest
 import yaml
 from traces import Process, family, listens, living, traces, wait_until
 
-from colocated_rl_cli.figures import read_figures
-from colocated_rl_cli.records import Records
+from colocated_rl_cli.draw.figures import read_figures
+from colocated_rl_cli.evidence.records import Records
 from examples.arithmetic.report import render, summary
 from examples.arithmetic.verdict import shortfalls
 from setup.layout import CHECKOUT

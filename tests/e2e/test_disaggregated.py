@@ -12,7 +12,8 @@ from e2e.conftest import apply
 from e2e.running_job import Kubectl, RunningJob, wait_for
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import DISAGGREGATED, Rung
+from colocated_rl_api.ladder import DISAGGREGATED
+from colocated_rl_api.rungs import Rung
 
 START_S = 900  # an engine and two trainers start on two cores
 STEPS_S = 900  # another engine too

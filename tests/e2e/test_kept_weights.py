@@ -11,7 +11,7 @@ import pytest
 from e2e.conftest import apply
 from e2e.running_job import Kubectl, RunningJob
 
-from colocated_rl_api.member_wire import TagState
+from colocated_rl_api.facts import TagState
 
 START_S = 900  # two engines and trainers start on two cores
 STEPS_S = 600

@@ -9,7 +9,8 @@ from e2e.conftest import apply
 from e2e.running_job import Kubectl, RunningJob
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import SCORED_TIME_SLICED, Rung
+from colocated_rl_api.ladder import SCORED_TIME_SLICED
+from colocated_rl_api.rungs import Rung
 
 DONE_S = 1200  # an engine and a trainer start, two steps
 ROWS = 81  # that the function makes

@@ -12,7 +12,8 @@ import pytest
 from e2e.conftest import apply
 from e2e.running_job import Kubectl, RunningJob, wait_for
 
-from colocated_rl_api.ladder import SCORED_RESIDENT, Rung
+from colocated_rl_api.ladder import SCORED_RESIDENT
+from colocated_rl_api.rungs import Rung
 
 START_S = 900  # an engine and a trainer start on two cores
 STEPS_S = 600

@@ -20,7 +20,8 @@ from e2e.running_job import Kubectl, Line, RunningJob, reached, wait_for
 from e2e.terminal import Terminal
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import TIME_SLICED, Rung
+from colocated_rl_api.ladder import TIME_SLICED
+from colocated_rl_api.rungs import Rung
 from setup.layout import CHECKOUT
 
 START_S = 900  # two engines and two trainers start on two cores

@@ -19,7 +19,7 @@ from typing import Any, Self
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from colocated_rl_operator.cluster import ClusterAccess
+from colocated_rl_operator.clients.cluster import ClusterAccess
 
 PANIC = "This request caused apiserver to panic. Look in the logs for details."
 

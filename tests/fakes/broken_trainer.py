@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 
-from colocated_rl_api.member_wire import Wire
 from colocated_rl_api.weights import Probe
-from colocated_rl_trainer import rank_server
-from colocated_rl_trainer.rank import Loop, Refused, Watch
-from colocated_rl_trainer.rank_server import serve
-from colocated_rl_trainer.settings import RankSettings
+from colocated_rl_api.wire import Wire
+from colocated_rl_trainer.protocol import rank_server
+from colocated_rl_trainer.protocol.rank import Loop, Refused, Watch
+from colocated_rl_trainer.protocol.rank_server import serve
+from colocated_rl_trainer.protocol.settings import RankSettings
 from fakes.toy_trainer import ToyLoop
 
 

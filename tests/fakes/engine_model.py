@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import Probe
-from colocated_rl_trainer.manifest import Exported, write_manifest
+from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
 
 PROBE = tuple(range(5, 29))
 VOCABULARY = 300

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from colocated_rl_rollout import tables
-from colocated_rl_rollout.database import Statement
 from colocated_rl_rollout.episodes import Episodes
-from colocated_rl_rollout.samples import Trajectory
+from colocated_rl_rollout.rules.samples import Trajectory
+from colocated_rl_rollout.store import tables
+from colocated_rl_rollout.store.database import Statement
 
 
 class Told(Episodes):

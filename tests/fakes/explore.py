@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from builders import PLACED, make_job
-from colocated_rl_api.ladder import Placement
-from colocated_rl_operator.reasons import Cause
+from colocated_rl_api.rungs import Placement
+from colocated_rl_operator.planner.reasons import Cause
 from fakes.model import MORTAL, Model, State
 from fakes.model_pod import Broken, must
 from fakes.packed import Moves, Packing

@@ -20,8 +20,8 @@ from typing import Any
 from aiohttp import web
 
 from colocated_rl_api.gate_wire import GATE_LINE_S, MAX_REQUEST_BYTES, Closed, GateState
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
 from fakes import serving

@@ -18,10 +18,10 @@ import openai
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCompletionToolParam
 from prometheus_client import CollectorRegistry
 
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.controller import Controller
-from colocated_rl_rollout.rewards import TaskProcesses
+from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.settings import read_settings
 from fakes.gate import FakeGate
 from fakes.interface import Checked

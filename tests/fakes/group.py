@@ -18,28 +18,35 @@ from itertools import count
 from operator import is_
 
 from builders import absent_engine, absent_trainer, released_engine, rollout_facts
-from colocated_rl_api.failure import FailureCause
-from colocated_rl_api.job import Verify
-from colocated_rl_api.ladder import Ladder, Rung, WeightVersion
-from colocated_rl_api.member_wire import (
+from colocated_rl_api.facts import (
     EngineFacts,
     EngineState,
     EvaluationResult,
     GateFacts,
-    Goal,
     PodFacts,
-    PodTarget,
     RolloutFacts,
-    RolloutTarget,
     TagState,
     TrainerFacts,
     TrainerState,
 )
+from colocated_rl_api.failure import FailureCause
+from colocated_rl_api.job import Verify
+from colocated_rl_api.ladder import Ladder
+from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
+from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
-from colocated_rl_operator.actions import CreatePod
-from colocated_rl_operator.answers import MAX_AVOIDED
-from colocated_rl_operator.observation import Climb, Job, Member, Memory, Observation, PodPhase, remember
-from colocated_rl_operator.plan import Plan, plan
+from colocated_rl_operator.planner.actions import CreatePod
+from colocated_rl_operator.planner.failure_policy import MAX_AVOIDED
+from colocated_rl_operator.planner.observation import (
+    Climb,
+    Job,
+    Member,
+    Memory,
+    Observation,
+    PodPhase,
+    remember,
+)
+from colocated_rl_operator.planner.plan import Plan, plan
 
 GONE = absent_engine()
 NO_TRAINER = absent_trainer()

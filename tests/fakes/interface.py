@@ -16,7 +16,7 @@ from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
 from colocated_rl_rollout.controller import Controller
-from colocated_rl_rollout.interface import interface
+from colocated_rl_rollout.pages.interface import interface
 
 NAME = "urn:document"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
-from colocated_rl_operator.observation import Climb, Job
-from colocated_rl_operator.reasons import Cause
+from colocated_rl_operator.planner.observation import Climb, Job
+from colocated_rl_operator.planner.reasons import Cause
 from fakes.explore import Search
 from fakes.model import Model, State, with_first
 from fakes.packed import rows_of

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from builders import UID
 from colocated_rl_api import names
-from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import Goal, PodTarget
+from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.__main__ import run
-from colocated_rl_operator.authority import Authority
-from colocated_rl_operator.members import Address, Members
+from colocated_rl_operator.clients.authority import Authority
+from colocated_rl_operator.clients.members import Address, Members
 
 FIRST = 8  # connections that pay for what all share
 

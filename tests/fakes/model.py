@@ -39,25 +39,33 @@ from functools import cache, partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from colocated_rl_agent import actions as do
+from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.settings import kept_tags
 from colocated_rl_api import names
-from colocated_rl_api.failure import FailureCause
-from colocated_rl_api.ladder import Ladder, Placement, Rung, WeightVersion
-from colocated_rl_api.member_wire import (
+from colocated_rl_api.facts import (
     EngineState,
-    Goal,
     PodFacts,
     RolloutFacts,
-    RolloutTarget,
     SealedBatch,
     TrainerState,
 )
+from colocated_rl_api.failure import FailureCause
+from colocated_rl_api.ladder import Ladder
+from colocated_rl_api.member_wire import Goal, RolloutTarget
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
-from colocated_rl_operator.actions import CreatePod, PodAction
-from colocated_rl_operator.observation import Climb, Job, Member, Memory, Observation, PodPhase, rests
-from colocated_rl_operator.plan import Plan, plan
-from colocated_rl_operator.reasons import Cause
+from colocated_rl_operator.planner.actions import CreatePod, PodAction
+from colocated_rl_operator.planner.observation import (
+    Climb,
+    Job,
+    Member,
+    Memory,
+    Observation,
+    PodPhase,
+    rests,
+)
+from colocated_rl_operator.planner.plan import Plan, plan
+from colocated_rl_operator.planner.reasons import Cause
 from fakes.model_pod import (
     CALLS,
     FIRST,

@@ -10,25 +10,41 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from colocated_rl_agent import actions as do
-from colocated_rl_agent.facts import Rules, next_actions
-from colocated_rl_agent.journal import EngineStarted, EpochAccepted, Intent, Outcome, Record
-from colocated_rl_agent.journal import Memory as Journal
-from colocated_rl_agent.views import KV_CACHE, TAGS, WEIGHTS, EngineView, PodView, RankView
+from colocated_rl_agent.files.journal import (
+    EngineStarted,
+    EpochAccepted,
+    Intent,
+    Outcome,
+    Record,
+)
+from colocated_rl_agent.files.journal import Memory as Journal
+from colocated_rl_agent.planner import actions as do
+from colocated_rl_agent.planner.next_actions import Rules, next_actions
+from colocated_rl_agent.planner.views import (
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
+    EngineView,
+    PodView,
+    RankView,
+)
 from colocated_rl_api import names
-from colocated_rl_api.job import Verify
-from colocated_rl_api.ladder import LADDERS, TIME_SLICED, Ladder, Rung, WeightVersion
-from colocated_rl_api.member_wire import (
-    Endpoint,
+from colocated_rl_api.facts import (
     EngineState,
-    Goal,
     PodFacts,
-    PodTarget,
-    Refusal,
-    Rendezvous,
     TagState,
     TrainerState,
 )
+from colocated_rl_api.job import Verify
+from colocated_rl_api.ladder import LADDERS, TIME_SLICED, Ladder
+from colocated_rl_api.member_wire import (
+    Endpoint,
+    Goal,
+    PodTarget,
+    Refusal,
+    Rendezvous,
+)
+from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_member.fence import EpochFence
 from fakes.values import Hashed
 
@@ -527,7 +543,7 @@ def call_of(engine: Engine, view: EngineView, action: do.Action) -> tuple[Engine
 
 
 def recognized(pod: Pod) -> EngineView:
-    """As `colocated_rl_agent.engine.Engine.attach`: what the journal says, and what the engine can be asked."""
+    """As `colocated_rl_agent.lanes.engine.Engine.attach`: what the journal says, and what the engine can be asked."""
     engine, memory = pod.engine, pod.durable.engine
     if engine is None:
         return EngineView()

@@ -24,23 +24,23 @@ import aiohttp
 from aiohttp import web
 
 import fakes
-from colocated_rl_agent import runner
+from colocated_rl_agent.runner import runner
 from colocated_rl_agent.settings import Directories
 from colocated_rl_api import names
 from colocated_rl_api.batch import DIGEST_HEADER
+from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.member_wire import (
     Endpoint,
     Goal,
     Hello,
     JobFile,
-    PodFacts,
     PodTarget,
     Refusal,
     Rendezvous,
     from_member,
 )
+from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.server import SHUTDOWN_S
 from colocated_rl_member.tls import MemberTls

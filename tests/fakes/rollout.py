@@ -15,6 +15,7 @@ import aiohttp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from colocated_rl_api import names
+from colocated_rl_api.facts import RolloutFacts
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.member_wire import (
     Endpoint,
@@ -22,13 +23,12 @@ from colocated_rl_api.member_wire import (
     Hello,
     JobFile,
     Refusal,
-    RolloutFacts,
     RolloutTarget,
     from_member,
 )
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_rollout.chat import Chat
-from colocated_rl_rollout.rewards import TaskProcesses
+from colocated_rl_rollout.rewards.rewards import TaskProcesses
+from colocated_rl_rollout.rules.chat import Chat
 from fakes.authority import Authority
 
 JOB_UID = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"

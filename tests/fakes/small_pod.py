@@ -26,11 +26,19 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.agent import Agent
+from colocated_rl_agent.files.volume import SILENT_S
 from colocated_rl_agent.settings import Directories, Settings
-from colocated_rl_agent.volume import SILENT_S
 from colocated_rl_api import names
-from colocated_rl_api.ladder import Rung, WeightVersion
-from colocated_rl_api.member_wire import Endpoint, Goal, JobFile, PodFacts, PodTarget, Refusal, Rendezvous, TrainerState
+from colocated_rl_api.facts import PodFacts, TrainerState
+from colocated_rl_api.member_wire import (
+    Endpoint,
+    Goal,
+    JobFile,
+    PodTarget,
+    Refusal,
+    Rendezvous,
+)
+from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import Ports
 from colocated_rl_member.tls import MemberTls

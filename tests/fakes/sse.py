@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 
-from colocated_rl_agent.running import Events
+from colocated_rl_agent.gate.running import Events
 
 
 async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from colocated_rl_api.prompts import Prompts
-from colocated_rl_rollout.rewards import Endpoint, TaskProcesses
-from colocated_rl_rollout.task_server import COMMAND, listen, serve
+from colocated_rl_rollout.rewards.rewards import Endpoint, TaskProcesses
+from colocated_rl_rollout.tasks.task_server import COMMAND, listen, serve
 
 START_S = 300.0  # the libraries of some tasks take seconds of a processor, which others may share
 

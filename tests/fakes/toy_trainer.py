@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from colocated_rl_api.weights import Probe
-from colocated_rl_trainer.rank import Refused, Watch
-from colocated_rl_trainer.rank_server import serve
-from colocated_rl_trainer.settings import RankSettings
+from colocated_rl_trainer.protocol.rank import Refused, Watch
+from colocated_rl_trainer.protocol.rank_server import serve
+from colocated_rl_trainer.protocol.settings import RankSettings
 
 
 class ToyLoop:

@@ -37,7 +37,7 @@ from aiohttp import web
 from yarl import URL
 
 from colocated_rl_api import names
-from colocated_rl_operator.cluster import ClusterAccess
+from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_trainer.conformance.ranks import free_port
 from fakes import serving
 from fakes.authority import Authority

@@ -1,6 +1,6 @@
 """A pod as a value: what its agent believes, what is so, and an operator, where everything may fail at any point.
 
-The agent's real table (`colocated_rl_agent.facts`) chooses each action; a check of the truth stands before each.
+The agent's real table (`planner.next_actions` of the agent) chooses each action; a check of the truth stands before it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ from typing import Any, assert_never
 
 from hypothesis import strategies as st
 
-from colocated_rl_agent import actions as do
-from colocated_rl_agent.facts import Rules, next_actions
-from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS, EngineView, PodView, RankView
+from colocated_rl_agent.planner import actions as do
+from colocated_rl_agent.planner.next_actions import Rules, next_actions
+from colocated_rl_agent.planner.views import (
+    CUDA_GRAPH,
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
+    EngineView,
+    PodView,
+    RankView,
+)
+from colocated_rl_api.facts import EngineState, TagState, TrainerState
 from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import (
     RESIDENT,
@@ -22,10 +31,14 @@ from colocated_rl_api.ladder import (
     SCORED_TIME_SLICED,
     TIME_SLICED,
     Ladder,
-    Rung,
-    WeightVersion,
 )
-from colocated_rl_api.member_wire import Endpoint, EngineState, Goal, PodTarget, Rendezvous, TagState, TrainerState
+from colocated_rl_api.member_wire import (
+    Endpoint,
+    Goal,
+    PodTarget,
+    Rendezvous,
+)
+from colocated_rl_api.rungs import Rung, WeightVersion
 
 V0 = WeightVersion(0, 1)
 RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2, verify=Verify.PROBE)

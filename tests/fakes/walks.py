@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from builders import IN_ONE_POD, PLACED, TOGETHER, make_job
 from colocated_rl_api.failure import FailureAction, FailureCause
-from colocated_rl_api.ladder import Placement
-from colocated_rl_operator.plan import Plan
-from colocated_rl_operator.reasons import Cause
+from colocated_rl_api.rungs import Placement
+from colocated_rl_operator.planner.plan import Plan
+from colocated_rl_operator.planner.reasons import Cause
 from fakes.group import Simulation, must
 
 MOVES_TO_THE_END = 4000

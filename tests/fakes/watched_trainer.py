@@ -17,13 +17,13 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from colocated_rl_trainer.loop import ReferenceTrainer
-from colocated_rl_trainer.manifest import Exported
-from colocated_rl_trainer.rank import Watch
-from colocated_rl_trainer.rank_server import serve
-from colocated_rl_trainer.residency import GRADIENTS
-from colocated_rl_trainer.settings import RankSettings, TrainerConfig
-from colocated_rl_trainer.sharding import whole
+from colocated_rl_trainer.grpo.loop import ReferenceTrainer
+from colocated_rl_trainer.protocol.manifest import Exported
+from colocated_rl_trainer.protocol.rank import Watch
+from colocated_rl_trainer.protocol.rank_server import serve
+from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
+from colocated_rl_trainer.state.residency import GRADIENTS
+from colocated_rl_trainer.state.sharding import whole
 
 PLACES = (
     "load", "loaded", "onload", "onloaded", "score", "scored", "train", "dirty", "trained", "export",
@@ -34,7 +34,7 @@ PLACES = (
 forking = multiprocessing.get_context("forkserver")
 forking.set_forkserver_preload(  # what takes long; nothing of the tests: the server has no path of theirs
     [
-        "colocated_rl_trainer.loop",
+        "colocated_rl_trainer.grpo.loop",
         "pytest",
         "torch.distributed.checkpoint.state_dict",
         "transformers.core_model_loading",

@@ -15,17 +15,17 @@ from prometheus_client import CollectorRegistry
 
 from builders import make_job, make_manifest
 from colocated_rl_api import names
-from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import Goal
-from colocated_rl_operator.act import Doors
-from colocated_rl_operator.authority import Authority
-from colocated_rl_operator.case import Pods, Wakeups
-from colocated_rl_operator.events import Events
+from colocated_rl_api.rungs import Rung
+from colocated_rl_operator.clients.authority import Authority
+from colocated_rl_operator.clients.events import Events
+from colocated_rl_operator.clients.kube import Kube
+from colocated_rl_operator.clients.members import Members
 from colocated_rl_operator.handlers import Office, drive_job, note_job, note_pod
-from colocated_rl_operator.kube import Kube
-from colocated_rl_operator.members import Members
+from colocated_rl_operator.loop.act import Doors
+from colocated_rl_operator.loop.case import Pods, Wakeups
+from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.metrics import Metrics
-from colocated_rl_operator.resources import PodImages
 from fakes.api_server import FakeApiServer
 from fakes.group import Group
 from fakes.member import FakeKubelet

@@ -15,10 +15,10 @@ import torch
 
 from bench.gpu.hand_over import beside_a_copy_on_the_device
 from bench.gpu.moves import free_bytes, make_state
-from colocated_rl_agent.runner import device_memory
+from colocated_rl_agent.runner.runner import device_memory
 from colocated_rl_trainer.conformance.checks import CHECKS, Check
 from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, running
-from colocated_rl_trainer.residency import MOMENTS, PARAMETERS
+from colocated_rl_trainer.state.residency import MOMENTS, PARAMETERS
 from fakes.tiny_model import write_tiny_model
 
 MIB = 2**20

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 from e2e.conftest import pytest_runtest_makereport  # noqa: F401 - a failure shows what the operator said here too
 
-from colocated_rl_operator.cluster import ClusterAccess
+from colocated_rl_operator.clients.cluster import ClusterAccess
 from fakes.world import SPEC, World, open_world
 from real_operator import cluster_without_nodes
 

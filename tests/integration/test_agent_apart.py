@@ -13,10 +13,10 @@ from typing import ClassVar
 import aiohttp
 import pytest
 
-from colocated_rl_agent.exports import VERIFY_AGAIN_S, export_directory
+from colocated_rl_agent.files.exports import VERIFY_AGAIN_S, export_directory
 from colocated_rl_api import names
-from colocated_rl_api.ladder import Rung, WeightVersion
-from colocated_rl_api.member_wire import EngineState, TrainerState
+from colocated_rl_api.facts import EngineState, TrainerState
+from colocated_rl_api.rungs import Rung, WeightVersion
 from fakes.small_pod import SmallGroup, SmallPod, small_group
 
 V0, V1, V2 = (WeightVersion(step, 1) for step in range(3))

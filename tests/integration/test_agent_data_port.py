@@ -17,17 +17,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_rl_agent import upstream
-from colocated_rl_agent.call import Call, Malformed
-from colocated_rl_agent.data_port import MAX_HEAD_BYTES, MAX_WAITING, UNREAD_BYTES, Connection, DataPort
-from colocated_rl_agent.deadline import Deadline
-from colocated_rl_agent.gate import Backend, Gate
-from colocated_rl_agent.running import Running
-from colocated_rl_agent.turns import Turns
-from colocated_rl_agent.upstream import UpstreamConnection
+from colocated_rl_agent.gate import upstream
+from colocated_rl_agent.gate.call import Call, Malformed
+from colocated_rl_agent.gate.data_port import (
+    MAX_HEAD_BYTES,
+    MAX_WAITING,
+    UNREAD_BYTES,
+    Connection,
+    DataPort,
+)
+from colocated_rl_agent.gate.deadline import Deadline
+from colocated_rl_agent.gate.gate import Backend, Gate
+from colocated_rl_agent.gate.running import Running
+from colocated_rl_agent.gate.turns import Turns
+from colocated_rl_agent.gate.upstream import UpstreamConnection
 from colocated_rl_api import names
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.tls import MemberTls
 from fakes.authority import Authority
 

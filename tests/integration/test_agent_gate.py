@@ -21,17 +21,36 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from yarl import URL
 
-from colocated_rl_agent import gate as gate_module
-from colocated_rl_agent.call import Call
-from colocated_rl_agent.data_port import CALLER_S, Connection, DataPort
-from colocated_rl_agent.dialects import DIALECTS, DONE, OF_EACH_SAMPLE, Dialect, Native, Refused, join
 from colocated_rl_agent.drivers.sglang import SGLang
-from colocated_rl_agent.gate import Backend, Gate
-from colocated_rl_agent.running import LARGE_BYTES, MAX_EVENT_BYTES, Events, Running
-from colocated_rl_agent.turns import Turns
-from colocated_rl_agent.upstream import MAX_HEARD_BYTES, Take, Upstream, UpstreamConnection, UpstreamLost
+from colocated_rl_agent.gate import gate as gate_module
+from colocated_rl_agent.gate.call import Call
+from colocated_rl_agent.gate.data_port import CALLER_S, Connection, DataPort
+from colocated_rl_agent.gate.dialects import (
+    DIALECTS,
+    DONE,
+    OF_EACH_SAMPLE,
+    Dialect,
+    Native,
+    Refused,
+    join,
+)
+from colocated_rl_agent.gate.gate import Backend, Gate
+from colocated_rl_agent.gate.running import (
+    LARGE_BYTES,
+    MAX_EVENT_BYTES,
+    Events,
+    Running,
+)
+from colocated_rl_agent.gate.turns import Turns
+from colocated_rl_agent.gate.upstream import (
+    MAX_HEARD_BYTES,
+    Take,
+    Upstream,
+    UpstreamConnection,
+    UpstreamLost,
+)
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES, GateState
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.rungs import WeightVersion
 from fakes import serving
 from fakes.engine import VOCABULARY, FakeEngine, Sample
 from fakes.rollout import until
@@ -695,7 +714,7 @@ async def test_what_follows_an_answer_is_nobodys_and_ends_its_connection() -> No
 
 
 async def test_an_engine_that_falls_silent_has_lost_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colocated_rl_agent.upstream.SILENCE_S", 0.05)
+    monkeypatch.setattr("colocated_rl_agent.gate.upstream.SILENCE_S", 0.05)
     async with saying(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n{}") as (upstream, _):
         taken: list[bytes] = []
         connection = await upstream.connect()
@@ -709,7 +728,7 @@ async def test_an_engine_that_falls_silent_has_lost_the_request(monkeypatch: pyt
 async def test_an_answer_that_can_not_be_taken_costs_none_of_those_that_came_with_it(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colocated_rl_agent.upstream.MAX_HEARD_BYTES", most)
+    monkeypatch.setattr("colocated_rl_agent.gate.upstream.MAX_HEARD_BYTES", most)
 
     def refuse(status: int, piece: bytes) -> None:
         raise Refused(502, "not this one")

@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import TOGETHER
-from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung, WeightVersion, ladder_for
-from colocated_rl_api.member_wire import EngineState, Refusal
+from colocated_rl_api.facts import EngineState
+from colocated_rl_api.ladder import TIME_SLICED, Ladder, ladder_for
+from colocated_rl_api.member_wire import Refusal
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from fakes.engine import VOCABULARY, FakeEngine
 from fakes.small_pod import ASKED, PATIENT_S, SOON_S, SmallPod, small_pod
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from colocated_rl_api.ladder import Rung, WeightVersion
-from colocated_rl_api.member_wire import TrainerState
+from colocated_rl_api.facts import TrainerState
+from colocated_rl_api.rungs import Rung, WeightVersion
 from fakes.pod import Group, make_job, network, pod
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)

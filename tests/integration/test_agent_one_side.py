@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from builders import PLACED
-from colocated_rl_api.ladder import Placement, Rung, WeightVersion
-from colocated_rl_api.member_wire import EngineState, TrainerState
+from colocated_rl_api.facts import EngineState, TrainerState
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from fakes.pod import Group, Network, Pod, make_job, network, pod
 from fakes.rollout import until
 from fakes.weights import write_export

@@ -12,8 +12,14 @@ from typing import Any
 
 import pytest
 
-from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
-from colocated_rl_api.member_wire import EngineState, PodFacts, TagState, TrainerState
+from colocated_rl_api.facts import (
+    EngineState,
+    PodFacts,
+    TagState,
+    TrainerState,
+)
+from colocated_rl_api.ladder import TIME_SLICED
+from colocated_rl_api.rungs import Rung, WeightVersion
 from fakes.device import GIB, TOTAL_BYTES, Device
 from fakes.pod import DEADLINE_S, Group, Network, Pod, make_job, network, pod
 from fakes.rollout import until

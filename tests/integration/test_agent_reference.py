@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from builders import TOGETHER
-from colocated_rl_api.ladder import Placement, Rung, WeightVersion, ladder_for
-from colocated_rl_api.member_wire import TrainerState
+from colocated_rl_api.facts import TrainerState
+from colocated_rl_api.ladder import ladder_for
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from fakes.pod import Group, Network, Pod, make_job, network, pod
 from fakes.rollout import until
 

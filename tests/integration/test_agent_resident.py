@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from colocated_rl_api.ladder import RESIDENT, Rung, WeightVersion
-from colocated_rl_api.member_wire import EngineState, PodFacts, TrainerState
+from colocated_rl_api.facts import EngineState, PodFacts, TrainerState
+from colocated_rl_api.ladder import RESIDENT
+from colocated_rl_api.rungs import Rung, WeightVersion
 from fakes.device import Device
 from fakes.pod import Group, Network, Pod, make_job, network, pod
 from fakes.rollout import until

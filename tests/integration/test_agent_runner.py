@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from colocated_rl_agent import runner
-from colocated_rl_agent.runner_link import (
+from colocated_rl_agent.runner import runner
+from colocated_rl_agent.runner.runner_link import (
     ChildExited,
     RunnerEvent,
     RunnerHello,
@@ -30,8 +30,8 @@ from colocated_rl_agent.runner_link import (
     RunnerTerminating,
     RunnerUnreachable,
 )
-from colocated_rl_agent.runner_link import Device as Memory
-from colocated_rl_operator import resources
+from colocated_rl_agent.runner.runner_link import Device as Memory
+from colocated_rl_operator.manifests import resources
 from fakes.device import GIB, TOTAL_BYTES, Device
 
 DEADLINE_S = 60.0  # less than what is killed would live by itself

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from colocated_rl_api.ladder import Rung, WeightVersion
+from colocated_rl_api.rungs import Rung, WeightVersion
 from fakes.small_pod import PATIENT_S, SOON_S, SmallPod, small_pod
 from fakes.weights import weights_checksum
 

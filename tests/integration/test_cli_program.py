@@ -29,8 +29,8 @@ from builders import make_manifest
 from colocated_rl_api import names
 from colocated_rl_cli import __main__ as program
 from colocated_rl_cli import completion
+from colocated_rl_cli.base.errors import Exit
 from colocated_rl_cli.completion import complete
-from colocated_rl_cli.errors import Exit
 from colocated_rl_cli.parser import COMMANDS, build
 from fakes.cluster_api import UNREACHED, ClusterApi, page
 from fakes.kubectl import Played, play_kubectl

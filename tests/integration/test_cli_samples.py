@@ -19,8 +19,8 @@ from unit.test_rollout_store import JOB, completed_group, seal
 
 from builders import make_manifest
 from colocated_rl_api import names
-from colocated_rl_cli.errors import Exit
-from colocated_rl_rollout.store import Store
+from colocated_rl_cli.base.errors import Exit
+from colocated_rl_rollout.store.store import Store
 from fakes.cluster_api import ClusterApi, page
 from fakes.kubectl import Played, play_kubectl
 

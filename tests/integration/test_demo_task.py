@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_rl_rollout.tasks import is_held_out
+from colocated_rl_rollout.tasks.tasks import is_held_out
 from examples.arithmetic.task import HELD_OUT_PERCENT, Problem, problems, reward
 
 ROOT = Path(__file__).resolve().parents[2]

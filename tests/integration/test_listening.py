@@ -13,19 +13,20 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from colocated_rl_agent.call import Call
-from colocated_rl_agent.data_port import DataPort
+from colocated_rl_agent.gate.call import Call
+from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_api import names
+from colocated_rl_api.facts import GateFacts, PodFacts
 from colocated_rl_api.listening import EVERYWHERE, listen
-from colocated_rl_api.member_wire import Endpoint, GateFacts, Hello, PodFacts, PodTarget
+from colocated_rl_api.member_wire import Endpoint, Hello, PodTarget
 from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.server import MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_operator.members import Address, Members
+from colocated_rl_operator.clients.members import Address, Members
 from colocated_rl_operator.metrics import Metrics
 from colocated_rl_operator.probes import Probes
-from colocated_rl_trainer.reference.figures import Figures
-from colocated_rl_trainer.reference.ports import MetricsPort
+from colocated_rl_trainer.ref_policy.figures import Figures
+from colocated_rl_trainer.ref_policy.ports import MetricsPort
 from fakes.authority import Authority
 
 JOB_UID = "2f6c1f5e-0f0e-4a39-8f0f-1f2e3d4c5b6a"

@@ -21,24 +21,22 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import Rung
+from colocated_rl_api.facts import GateFacts, PodFacts, Problem
 from colocated_rl_api.member_wire import (
     MAX_MESSAGE_BYTES,
     Endpoint,
-    GateFacts,
     Goal,
     Hello,
-    PodFacts,
     PodTarget,
-    Problem,
     Refusal,
     RolloutTarget,
     from_member,
 )
+from colocated_rl_api.rungs import Rung
 from colocated_rl_member.data import DATA_IDLE_S, NO_TOKEN, DataClient, data_application
 from colocated_rl_member.server import MAX_HEADERS, MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_rollout import engine_client
+from colocated_rl_rollout.engines import engine_client
 from fakes.authority import Authority
 
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from real_world import CANDIDATE, World, open_real_world
 
 from builders import make_manifest
 from colocated_rl_api import names
-from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import PodTarget
-from colocated_rl_operator.cluster import ClusterAccess
+from colocated_rl_api.rungs import Rung
+from colocated_rl_operator.clients.cluster import ClusterAccess
 from fakes.unruly_api import UnrulyApi
 from real_operator import JOBS, NAMESPACE, Api, Body, Operator
 

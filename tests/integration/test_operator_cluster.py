@@ -25,12 +25,13 @@ from real_world import CANDIDATE, DEADLINE_S, LEASE, LEASE_PATH, World, open_rea
 
 from builders import make_job, make_manifest
 from colocated_rl_api import names
-from colocated_rl_api.ladder import TIME_SLICED, Rung
+from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.member_wire import PodTarget, RolloutTarget
-from colocated_rl_operator import resources
-from colocated_rl_operator.authority import SECRET_NAME, Authority
-from colocated_rl_operator.cluster import ClusterAccess
-from colocated_rl_operator.reasons import Reason
+from colocated_rl_api.rungs import Rung
+from colocated_rl_operator.clients.authority import SECRET_NAME, Authority
+from colocated_rl_operator.clients.cluster import ClusterAccess
+from colocated_rl_operator.manifests import resources
+from colocated_rl_operator.planner.reasons import Reason
 from fakes.group import GpuPod
 from fakes.member import FakeMember
 from real_operator import JOBS, NAMESPACE, OPERATORS, PODS, Body, Operator

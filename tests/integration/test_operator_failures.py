@@ -14,7 +14,7 @@ from kopf import DaemonStoppingReason
 from builders import make_job
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import Goal, PodTarget
-from colocated_rl_operator.answers import QUEUE_S
+from colocated_rl_operator.planner.failure_policy import QUEUE_S
 from fakes.group import GpuPod
 from fakes.world import SPEC, World, condition
 

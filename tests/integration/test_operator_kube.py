@@ -15,11 +15,16 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from builders import UID, make_manifest
 from colocated_rl_api import names
-from colocated_rl_operator.authority import SECRET_NAME, Authority, find_authority
-from colocated_rl_operator.cluster import ClusterAccess
-from colocated_rl_operator.errors import ApiUnreachable, Conflict, NotFound, Refused
-from colocated_rl_operator.events import SERIES_S, About, Events
-from colocated_rl_operator.kube import AT_ONCE, Kube
+from colocated_rl_operator.clients.authority import SECRET_NAME, Authority, find_authority
+from colocated_rl_operator.clients.cluster import ClusterAccess
+from colocated_rl_operator.clients.errors import (
+    ApiUnreachable,
+    Conflict,
+    NotFound,
+    Refused,
+)
+from colocated_rl_operator.clients.events import SERIES_S, About, Events
+from colocated_rl_operator.clients.kube import AT_ONCE, Kube
 from fakes.api_server import FakeApiServer
 
 JOB_PATH = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}/sums"
@@ -81,7 +86,7 @@ async def test_something_in_between_that_answers_is_no_api_server(code: int, say
 
 async def test_a_webhook_that_takes_its_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take 30 s. Who hung up after 20 never made an object, and never heard which webhook it was."""
-    monkeypatch.setattr("colocated_rl_operator.kube.REQUEST_DEADLINE_S", 0.05)
+    monkeypatch.setattr("colocated_rl_operator.clients.kube.REQUEST_DEADLINE_S", 0.05)
     is_late = asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:

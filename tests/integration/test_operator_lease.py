@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from colocated_rl_operator.cluster import ClusterAccess
-from colocated_rl_operator.errors import ApiUnreachable
-from colocated_rl_operator.kube import Kube
-from colocated_rl_operator.lease import Lease, LeaseTerms
+from colocated_rl_operator.clients.cluster import ClusterAccess
+from colocated_rl_operator.clients.errors import ApiUnreachable
+from colocated_rl_operator.clients.kube import Kube
+from colocated_rl_operator.clients.lease import Lease, LeaseTerms
 from fakes.api_server import FakeApiServer
 
 PATH = "/apis/coordination.k8s.io/v1/namespaces/operators/leases/colocated-rl-operator"

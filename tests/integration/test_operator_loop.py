@@ -19,13 +19,14 @@ from prometheus_client import Histogram
 
 from builders import PLACED, RESIDENT_ROLLOUT, make_manifest
 from colocated_rl_api import names
-from colocated_rl_api.ladder import RESIDENT, Placement, Rung
+from colocated_rl_api.ladder import RESIDENT
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
-from colocated_rl_operator.act import DELETE_TRIES, FAILS_S, expire_again_s
-from colocated_rl_operator.errors import ApiUnreachable
+from colocated_rl_api.rungs import Placement, Rung
+from colocated_rl_operator.clients.errors import ApiUnreachable
 from colocated_rl_operator.handlers import drive_job, note_job
+from colocated_rl_operator.loop.act import DELETE_TRIES, FAILS_S, expire_again_s
 from colocated_rl_operator.metrics import Metrics
-from colocated_rl_operator.plan import STOP_DEADLINE_S
+from colocated_rl_operator.planner.plan import STOP_DEADLINE_S
 from fakes.world import (
     DEADLINE_S,
     JOB_PATH,

@@ -20,20 +20,24 @@ from prometheus_client import CollectorRegistry
 
 from builders import UID, rollout_facts
 from colocated_rl_api import names
-from colocated_rl_api.ladder import Rung
+from colocated_rl_api.facts import GateFacts, PodFacts, RolloutFacts
 from colocated_rl_api.member_wire import (
     MAX_MESSAGE_BYTES,
-    GateFacts,
     Goal,
     Hello,
-    PodFacts,
     PodTarget,
-    RolloutFacts,
 )
+from colocated_rl_api.rungs import Rung
 from colocated_rl_member.server import MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_operator.authority import Authority
-from colocated_rl_operator.members import HANDSHAKES_AT_ONCE, MAX_RETRY_S, RETRY_S, Address, Members
+from colocated_rl_operator.clients.authority import Authority
+from colocated_rl_operator.clients.members import (
+    HANDSHAKES_AT_ONCE,
+    MAX_RETRY_S,
+    RETRY_S,
+    Address,
+    Members,
+)
 from colocated_rl_trainer.conformance.ranks import free_port
 from fakes import serving
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from colocated_rl_rollout.chat import Chat, Unrenderable
-from colocated_rl_rollout.prompts import NoPrompts, PromptSource
-from colocated_rl_rollout.samples import Prompt
-from colocated_rl_rollout.tasks import is_held_out
+from colocated_rl_rollout.rewards.prompts import NoPrompts, PromptSource
+from colocated_rl_rollout.rules.chat import Chat, Unrenderable
+from colocated_rl_rollout.rules.samples import Prompt
+from colocated_rl_rollout.tasks.tasks import is_held_out
 from fakes.rollout import CHAT_TEMPLATE, MARK, make_spec, write_model
 from fakes.tasks import START_S, task_processes
 

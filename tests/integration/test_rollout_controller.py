@@ -28,18 +28,19 @@ from safetensors.numpy import load
 
 from colocated_rl_api import names
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_api.facts import EvaluationResult, Problem, RolloutFacts
 from colocated_rl_api.job import Evaluation as EvaluationSpec
 from colocated_rl_api.job import Mode, Recording
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import JsonLines
-from colocated_rl_api.member_wire import Endpoint, EvaluationResult, Goal, Problem, RolloutFacts
-from colocated_rl_cli.figures import evaluations_of
-from colocated_rl_rollout import engines
+from colocated_rl_api.member_wire import Endpoint, Goal
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_cli.draw.figures import evaluations_of
 from colocated_rl_rollout.controller import EVALUATIONS_SAID, Controller
-from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
+from colocated_rl_rollout.engines import engines
+from colocated_rl_rollout.rewards.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
 from colocated_rl_rollout.settings import read_settings
-from colocated_rl_rollout.store import Store
-from colocated_rl_rollout.task_wire import Question
+from colocated_rl_rollout.store.store import Store
+from colocated_rl_rollout.tasks.task_wire import Question
 from fakes.gate import FakeGate, Fault, logp_of
 from fakes.interface import Interface, rollout_interface, routes_of
 from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, SilentProcesses, make_spec, until

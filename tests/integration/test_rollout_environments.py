@@ -21,10 +21,10 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load
 
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.member_wire import RolloutFacts
-from colocated_rl_rollout.samples import SampleState
-from colocated_rl_rollout.task_server import COMMAND
+from colocated_rl_api.facts import RolloutFacts
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.rules.samples import SampleState
+from colocated_rl_rollout.tasks.task_server import COMMAND
 from fakes.gate import logp_of
 from fakes.gateway import TOOLS_TEMPLATE, GatewayScene, gateway_running
 from fakes.rollout import until

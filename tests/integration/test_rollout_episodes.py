@@ -17,14 +17,19 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.prompts import Environment, Mix, Prompts, WeightedSource
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost, Episodes
+from colocated_rl_rollout.gateway.openai_requests import RequestRefused
+from colocated_rl_rollout.gateway.sessions import Session, Sessions
 from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.openai_requests import RequestRefused
-from colocated_rl_rollout.samples import Finish, Span, Tokens, Trajectory
-from colocated_rl_rollout.sessions import Session, Sessions
-from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.rules.samples import (
+    Finish,
+    Span,
+    Tokens,
+    Trajectory,
+)
+from colocated_rl_rollout.store.store import Store
 from fakes.rollout import JOB_UID, until
 from fakes.tasks import task_server
 

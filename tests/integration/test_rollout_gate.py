@@ -14,14 +14,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from colocated_rl_agent.data_port import DataPort
-from colocated_rl_agent.gate import MAX_IN_FLIGHT, Backend, Gate
+from colocated_rl_agent.gate.data_port import DataPort
+from colocated_rl_agent.gate.gate import MAX_IN_FLIGHT, Backend, Gate
 from colocated_rl_api.gate_wire import GATE_LINE_S
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
-from colocated_rl_rollout import engine_client
-from colocated_rl_rollout.engine_client import (
+from colocated_rl_rollout.engines import engine_client
+from colocated_rl_rollout.engines.engine_client import (
     AnswerGarbled,
     AttemptLost,
     EngineClient,
@@ -31,7 +31,7 @@ from colocated_rl_rollout.engine_client import (
     RequestRejected,
     gate_socket,
 )
-from colocated_rl_rollout.resume import Ending
+from colocated_rl_rollout.rules.resume import Ending
 from fakes.engine import CONTEXT, END_TOKEN, FakeEngine
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
 from fakes.weights import logprob, write_export

@@ -24,13 +24,13 @@ from documents.blocks import blocks
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.engine_client import Generated
-from colocated_rl_rollout.engines import Engines
-from colocated_rl_rollout.gateway import MAX_REQUEST_BYTES, Reading
-from colocated_rl_rollout.openai_requests import ONLY, RequestRefused
-from colocated_rl_rollout.task_server import COMMAND
-from colocated_rl_rollout.turns import RETRY_S, Turn
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.engines.engine_client import Generated
+from colocated_rl_rollout.engines.engines import Engines
+from colocated_rl_rollout.gateway.gateway import MAX_REQUEST_BYTES, Reading
+from colocated_rl_rollout.gateway.openai_requests import ONLY, RequestRefused
+from colocated_rl_rollout.gateway.turns import RETRY_S, Turn
+from colocated_rl_rollout.tasks.task_server import COMMAND
 from fakes.gate import Fault, logp_of
 from fakes.gateway import ANSWER, QUESTION, TOOLS, TOOLS_TEMPLATE, extra, gateway_running, text_of
 from fakes.gateway import GatewayScene as Scene
@@ -317,7 +317,7 @@ async def test_a_request_that_waits_too_long_is_told_so(tmp_path: Path) -> None:
 
 
 async def test_a_stream_that_waits_shows_that_somebody_is_there(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colocated_rl_rollout.gateway.SILENCE_S", 0.01)
+    monkeypatch.setattr("colocated_rl_rollout.gateway.gateway.SILENCE_S", 0.01)
     async with scene.client.chat.completions.with_streaming_response.create(
         model="job", messages=[QUESTION], stream=True
     ) as response:

@@ -18,10 +18,10 @@ import pytest
 from aiohttp import web
 from openai.types import Completion
 
-from colocated_rl_agent.data_port import DataPort
-from colocated_rl_agent.gate import Backend, Gate
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_agent.gate.data_port import DataPort
+from colocated_rl_agent.gate.gate import Backend, Gate
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.rungs import WeightVersion
 from fakes.engine import FakeEngine, Sample
 from fakes.gateway import controller_running, extra
 from fakes.rollout import DEADLINE_S, JobOnDisk, make_spec, until

@@ -22,10 +22,10 @@ from safetensors.numpy import load_file
 from bench import virtual_time
 from bench.simulated_engines import Rates
 from bench.simulated_job import Job, Scene
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.batches import shard_path
-from colocated_rl_rollout.samples import SampleState
-from colocated_rl_rollout.store import Store
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.rules.samples import SampleState
+from colocated_rl_rollout.store.batches import shard_path
+from colocated_rl_rollout.store.store import Store
 
 JOB = Job(
     trace=lambda prompt, number: 1 + 7 * (prompt % 3 == 0),  # some groups span a switch

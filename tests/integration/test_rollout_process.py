@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.rungs import WeightVersion
 from fakes.gate import FakeGate
 from fakes.rollout import Answers, JobOnDisk, OperatorEnd, make_spec, until
 from fakes.tasks import task_server

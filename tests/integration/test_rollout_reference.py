@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from real_reference import RunningReference
 
 from colocated_rl_api.job import Reference
-from colocated_rl_rollout.rewards import TaskProcesses
-from colocated_rl_trainer.weights import load_model
+from colocated_rl_rollout.rewards.rewards import TaskProcesses
+from colocated_rl_trainer.state.weights import load_model
 from fakes.reference import FakeReference, reference_logp
 from fakes.rollout import JobOnDisk, make_spec, until
 from fakes.tiny_model import write_tiny_model

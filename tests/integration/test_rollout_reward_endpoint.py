@@ -17,8 +17,8 @@ from aiohttp.test_utils import TestServer
 
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.prompts import HttpReward
-from colocated_rl_rollout.reward_endpoint import MAX_REPLY_BYTES, MAX_REQUEST_BYTES, RewardEndpoint
-from colocated_rl_rollout.rewards import RewardFailed
+from colocated_rl_rollout.rewards.reward_endpoint import MAX_REPLY_BYTES, MAX_REQUEST_BYTES, RewardEndpoint
+from colocated_rl_rollout.rewards.rewards import RewardFailed
 from fakes.rollout import JOB_UID, make_spec
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from colocated_rl_api.prompts import Prompts, ReasoningGym
-from colocated_rl_rollout.gym import answer_in
-from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses
-from colocated_rl_rollout.task_connection import TaskUnusable
-from colocated_rl_rollout.tasks import is_held_out
+from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
+from colocated_rl_rollout.rewards.task_connection import TaskUnusable
+from colocated_rl_rollout.tasks.gym import answer_in
+from colocated_rl_rollout.tasks.tasks import is_held_out
 from fakes.rollout import until
 from fakes.tasks import task_processes, task_server
 

@@ -25,7 +25,8 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from colocated_rl_api.member_wire import JobFile, Problem
+from colocated_rl_api.facts import Problem
+from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.prompts import (
     Environment,
     HttpReward,
@@ -40,13 +41,13 @@ from colocated_rl_api.prompts import (
     Source,
     WeightedSource,
 )
-from colocated_rl_rollout.hub import fetch
-from colocated_rl_rollout.reward_endpoint import RewardEndpoint
-from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses
-from colocated_rl_rollout.rows import Row, RowsUnusable
-from colocated_rl_rollout.task_connection import ProcessLost, TaskConnection, TaskUnusable
-from colocated_rl_rollout.task_server import COMMAND
-from colocated_rl_rollout.task_wire import Greeting, Question
+from colocated_rl_rollout.rewards.reward_endpoint import RewardEndpoint
+from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
+from colocated_rl_rollout.rewards.task_connection import ProcessLost, TaskConnection, TaskUnusable
+from colocated_rl_rollout.tasks.hub import fetch
+from colocated_rl_rollout.tasks.rows import Row, RowsUnusable
+from colocated_rl_rollout.tasks.task_server import COMMAND
+from colocated_rl_rollout.tasks.task_wire import Greeting, Question
 from examples.own_prompts.judge import Judge
 from fakes.hub import FakeHub
 from fakes.rollout import make_spec, until
@@ -56,7 +57,7 @@ from setup.layout import CHECKOUT
 EXAMPLE = CHECKOUT.root / "examples/own_prompts"
 DEADLINE_S = 60.0
 MEMORY_BYTES = 2**30
-PROGRAM = "import sys; sys.modules['pycosat'] = None; from colocated_rl_rollout.task_process import main; main()"
+PROGRAM = "import sys; sys.modules['pycosat'] = None; from colocated_rl_rollout.tasks.task_process import main; main()"
 WITHOUT_PYCOSAT = [sys.executable, "-W", "ignore", "-c", PROGRAM]  # whether or not this environment has it
 REWARDS = """
 import os, pathlib; KEPT = []
@@ -221,7 +222,7 @@ def _is_gone(process: Path) -> bool:
 async def test_the_server_ends_at_once_when_it_is_asked_to_with_a_process_under_way(tmp_path: Path) -> None:
     """As the first process of a container it would be spared by a signal that it has no handler for."""
     path = tmp_path / "tasks.sock"
-    program = (sys.executable, "-m", "colocated_rl_rollout.task_server", "--socket", str(path))
+    program = (sys.executable, "-m", "colocated_rl_rollout.tasks.task_server", "--socket", str(path))
     server = await asyncio.create_subprocess_exec(*program, "--cache", str(tmp_path))
     async with asyncio.timeout(DEADLINE_S):
         await until(lambda: path.exists() and stat.S_IMODE(path.stat().st_mode) == 0o660)

@@ -19,16 +19,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from colocated_rl_agent.drivers.sglang import SGLang
-from colocated_rl_agent.exports import verify_export
-from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_agent.files.exports import verify_export
+from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import Probe, finished_model
-from colocated_rl_rollout.resume import join, read_answer
-from colocated_rl_rollout.samples import Tokens
+from colocated_rl_rollout.rules.resume import join, read_answer
+from colocated_rl_rollout.rules.samples import Tokens
 from colocated_rl_trainer.conformance.shards import Sample
-from colocated_rl_trainer.finished import leave
-from colocated_rl_trainer.loss import token_logp
-from colocated_rl_trainer.manifest import Exported, write_manifest
+from colocated_rl_trainer.grpo.loss import token_logp
+from colocated_rl_trainer.protocol.finished import leave
+from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
 from engines import ADMIN_KEY, engine_process
 from fakes.engine_model import write_engine_export
 

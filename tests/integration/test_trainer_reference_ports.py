@@ -14,10 +14,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_api import names
-from colocated_rl_trainer.reference import ports
-from colocated_rl_trainer.reference.desk import Desk, NotScored, Question
-from colocated_rl_trainer.reference.figures import Figures
-from colocated_rl_trainer.reference.ports import DataPort, MetricsPort
+from colocated_rl_trainer.ref_policy import ports
+from colocated_rl_trainer.ref_policy.desk import Desk, NotScored, Question
+from colocated_rl_trainer.ref_policy.figures import Figures
+from colocated_rl_trainer.ref_policy.ports import DataPort, MetricsPort
 from fakes.authority import Authority
 
 JOB_UID = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"

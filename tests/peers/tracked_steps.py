@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from colocated_rl_trainer.settings import RankSettings, TrainerConfig
-from colocated_rl_trainer.trackers import TENSORBOARD_FOLDER, check_trackers, make_trackers
+from colocated_rl_trainer.grpo.trackers import TENSORBOARD_FOLDER, check_trackers, make_trackers
+from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
 
 
 def main(folder: Path) -> None:

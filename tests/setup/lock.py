@@ -55,7 +55,7 @@ def _compile(layout: Layout, session: Session, words: Sequence[str], *, into: st
                 "--no-annotate",
                 "--no-emit-package=colocated-rl",
                 "--no-emit-package=colocated-rl-member",
-                "--no-emit-package=pycosat",  # has no wheel; `colocated_rl_rollout.gym` does without
+                "--no-emit-package=pycosat",  # has no wheel; `colocated_rl_rollout.tasks.gym` does without
             ),
             *(*words, "--output-file", into),
         ],

@@ -23,13 +23,19 @@ from colocated_rl_agent.drivers.sglang import (
     engine_config,
 )
 from colocated_rl_agent.drivers.trainer import MAX_STATUS_BYTES, TrainerRank, trainer_environment
-from colocated_rl_agent.probe import ProbeDisagrees, require_agreement
+from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
+from colocated_rl_agent.planner.views import (
+    CUDA_GRAPH,
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
+)
 from colocated_rl_agent.settings import SettingsError, read_settings
-from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from colocated_rl_api import names
+from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.job import OWNED_ENGINE_FLAGS
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.member_wire import Rendezvous, TrainerState
+from colocated_rl_api.member_wire import Rendezvous
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import TrainerEnvironment
 from colocated_rl_trainer.conformance.ranks import free_port
 from fakes.engine import VOCABULARY, FakeEngine

@@ -8,19 +8,27 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 
-from colocated_rl_agent import actions as do
-from colocated_rl_agent.facts import Rules, next_actions
-from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS, EngineView, PodView, RankView
+from colocated_rl_agent.planner import actions as do
+from colocated_rl_agent.planner.next_actions import Rules, next_actions
+from colocated_rl_agent.planner.views import (
+    CUDA_GRAPH,
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
+    EngineView,
+    PodView,
+    RankView,
+)
+from colocated_rl_api.facts import EngineState, TrainerState
 from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import (
     RESIDENT,
     SCORED_RESIDENT,
     SCORED_TIME_SLICED,
     Ladder,
-    Rung,
-    WeightVersion,
 )
-from colocated_rl_api.member_wire import EngineState, Goal, PodTarget, TrainerState
+from colocated_rl_api.member_wire import Goal, PodTarget
+from colocated_rl_api.rungs import Rung, WeightVersion
 from fakes.unruly_pod import CHANCES, KEPT, KINDS, NEW_POD, NOW, RULES, V0, Chance, make_target, must_arrive
 
 V1, V2, V3 = (WeightVersion(step, 1) for step in range(1, 4))

@@ -6,12 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from colocated_rl_agent import actions as do
-from colocated_rl_agent.facts import Rules, next_actions
-from colocated_rl_agent.views import EngineView, PodView, RankView
+from colocated_rl_agent.planner import actions as do
+from colocated_rl_agent.planner.next_actions import Rules, next_actions
+from colocated_rl_agent.planner.views import EngineView, PodView, RankView
+from colocated_rl_api.facts import EngineState, TrainerState
 from colocated_rl_api.job import Verify
-from colocated_rl_api.ladder import DISAGGREGATED, Rung, WeightVersion
-from colocated_rl_api.member_wire import Endpoint, EngineState, Goal, PodTarget, Rendezvous, TrainerState
+from colocated_rl_api.ladder import DISAGGREGATED
+from colocated_rl_api.member_wire import (
+    Endpoint,
+    Goal,
+    PodTarget,
+    Rendezvous,
+)
+from colocated_rl_api.rungs import Rung, WeightVersion
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 OLDER, GIVEN_UP, AGAIN = WeightVersion(1, 1), WeightVersion(2, 1), WeightVersion(2, 2)

@@ -18,11 +18,22 @@ import xxhash
 from aiohttp import web
 
 from colocated_rl_agent.__main__ import install_runner
-from colocated_rl_agent.batches import Shards, ShardUnavailable, fetch_shard, remove_shards, shard_path
-from colocated_rl_agent.exports import ExportTorn, exports_in, remove_exports, verify_export
+from colocated_rl_agent.files.batches import (
+    Shards,
+    ShardUnavailable,
+    fetch_shard,
+    remove_shards,
+    shard_path,
+)
+from colocated_rl_agent.files.exports import (
+    ExportTorn,
+    exports_in,
+    remove_exports,
+    verify_export,
+)
 from colocated_rl_api.batch import DIGEST_HEADER
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.tls import MemberTls
 from fakes import serving

@@ -10,7 +10,7 @@ from full_disk import no_file_above
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_rl_agent.journal import (
+from colocated_rl_agent.files.journal import (
     FILE,
     EngineStarted,
     EpochAccepted,
@@ -23,9 +23,14 @@ from colocated_rl_agent.journal import (
     Record,
     TrainerStarted,
 )
-from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.member_wire import TagState
+from colocated_rl_agent.planner.views import (
+    CUDA_GRAPH,
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
+)
+from colocated_rl_api.facts import TagState
+from colocated_rl_api.rungs import WeightVersion
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.metrics import BelowTarget, Metrics
-from colocated_rl_api.ladder import Rung
+from colocated_rl_api.rungs import Rung
 
 
 def test_figures_of_a_step_are_those_of_the_last_one_by_rank() -> None:

@@ -13,9 +13,14 @@ from typing import ClassVar
 
 import pytest
 
-from colocated_rl_agent.exports import Exports
-from colocated_rl_agent.volume import Beat, Volume, VolumeSilent, in_threads
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_agent.files.exports import Exports
+from colocated_rl_agent.files.volume import (
+    Beat,
+    Volume,
+    VolumeSilent,
+    in_threads,
+)
+from colocated_rl_api.rungs import WeightVersion
 
 PLACE = Path("/weights")
 SOON_S = 0.02
@@ -93,7 +98,7 @@ async def test_call_that_gets_on_may_take_as_long_as_it_needs() -> None:
 
 def test_process_ends_although_a_call_of_it_does_not() -> None:
     program = (
-        "import asyncio, threading; from pathlib import Path; from colocated_rl_agent.volume import *\n"
+        "import asyncio, threading; from pathlib import Path; from colocated_rl_agent.files.volume import *\n"
         "def hang(beat): in_threads('hash', lambda _: threading.Event().wait(), [1, 2], at_once=2)\n"
         "try: asyncio.run(Volume(Path('/weights'), silent_s=0.01).call('read', hang))\n"
         "except VolumeSilent: print('given up')\n"

@@ -20,7 +20,7 @@ from bench.memory import Peak, family, kind_of
         ("sglang::scheduler_TP0", "engine"),
         ("python3 -m colocated_rl_trainer", "trainer rank"),
         ("/opt/colocated-rl/bin/python -m colocated_rl_rollout", "rollout controller"),
-        ("python -P -W ignore -m colocated_rl_rollout.task_process", "task process of the rollout controller"),
+        ("python -P -W ignore -m colocated_rl_rollout.tasks.task_process", "task process of the rollout controller"),
         ("localcluster --dir /x kubectl get pods", "kubectl"),
         ("localcluster kube-apiserver --etcd-servers=x", "API server"),
         ("localcluster etcd /x", "other processes of the local cluster"),

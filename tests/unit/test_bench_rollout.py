@@ -21,12 +21,12 @@ from bench.rollout_bound import least_s
 from bench.simulated_engines import PROMPT_TOKENS, Machine, Rates
 from bench.simulated_job import Job, Scene, colocated, synchronous
 from colocated_rl_api.job import AtMaxStaleness, Interruption
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.batches import shard_path
-from colocated_rl_rollout.database import StoreFailed
-from colocated_rl_rollout.engines import BURST, PACE_S
-from colocated_rl_rollout.samples import SampleState
-from colocated_rl_rollout.store import Store
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.engines.engines import BURST, PACE_S
+from colocated_rl_rollout.rules.samples import SampleState
+from colocated_rl_rollout.store.batches import shard_path
+from colocated_rl_rollout.store.database import StoreFailed
+from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.worker import SWITCH_S
 
 V0 = WeightVersion(0, 1)

@@ -13,14 +13,14 @@ import pytest
 
 from builders import RESIDENT_ROLLOUT, make_manifest
 from colocated_rl_api import names
-from colocated_rl_api.ladder import Rung
+from colocated_rl_api.rungs import Rung
+from colocated_rl_cli.base.errors import NotAllowed
 from colocated_rl_cli.commands import told
-from colocated_rl_cli.errors import NotAllowed
-from colocated_rl_cli.evidence import Evidence
-from colocated_rl_cli.explanation import Explanation, explain
-from colocated_rl_cli.remedies import REMEDIES
-from colocated_rl_cli.waiting import MOVERS
-from colocated_rl_operator.reasons import Cause, Reason
+from colocated_rl_cli.evidence.evidence import Evidence
+from colocated_rl_cli.explain.explanation import Explanation, explain
+from colocated_rl_cli.explain.remedies import REMEDIES
+from colocated_rl_cli.explain.waiting import MOVERS
+from colocated_rl_operator.planner.reasons import Cause, Reason
 from setup.layout import CHECKOUT
 
 NOW = datetime(2026, 1, 1, 1, tzinfo=UTC)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from colocated_rl_api.ladder import DISAGGREGATED, RESIDENT, SCORED_TIME_SLICED, Rung
-from colocated_rl_cli.figures import (
+from colocated_rl_api.ladder import DISAGGREGATED, RESIDENT, SCORED_TIME_SLICED
+from colocated_rl_api.rungs import Rung
+from colocated_rl_cli.draw.figures import (
     Holder,
     holder_shares,
     read_figures,

@@ -9,9 +9,9 @@ import yaml
 
 from builders import UID, make_job, make_manifest
 from colocated_rl_api.job import ColocatedRLJob, Mode
-from colocated_rl_api.ladder import Placement
-from colocated_rl_cli import one_side
-from colocated_rl_cli.errors import UsageError
+from colocated_rl_api.rungs import Placement
+from colocated_rl_cli.base.errors import UsageError
+from colocated_rl_cli.manifest import one_side
 
 
 def job(name: str = "sums", *, step: int | None = None, **spec: Any) -> dict[str, Any]:

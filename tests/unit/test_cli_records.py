@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from colocated_rl_cli import timeline
-from colocated_rl_cli.bundle import Bundle
-from colocated_rl_cli.errors import NotAllowed
-from colocated_rl_cli.figures import Holder, read_figures
-from colocated_rl_cli.records import Records
-from colocated_rl_cli.scrubbing import REMOVED, scrub, scrub_text
-from colocated_rl_cli.trace import HOLDER, RUNGS, trace
+from colocated_rl_cli.base.errors import NotAllowed
+from colocated_rl_cli.draw import timeline
+from colocated_rl_cli.draw.figures import Holder, read_figures
+from colocated_rl_cli.draw.trace import HOLDER, RUNGS, trace
+from colocated_rl_cli.evidence.records import Records
+from colocated_rl_cli.support.bundle import Bundle
+from colocated_rl_cli.support.scrubbing import REMOVED, scrub, scrub_text
 
 RECORDED = Path(__file__).parent / "records/run.json"
 

@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 
 from builders import make_manifest
 from colocated_rl_api.job import ColocatedRLJob
-from colocated_rl_cli.errors import UsageError
-from colocated_rl_cli.manifest import judge
-from colocated_rl_cli.starter import Wishes, manifest
-from colocated_rl_cli.yaml_text import Place, Unreadable, plain, read, written
+from colocated_rl_cli.base.errors import UsageError
+from colocated_rl_cli.base.yaml_text import (
+    Place,
+    Unreadable,
+    plain,
+    read,
+    written,
+)
+from colocated_rl_cli.manifest.manifest import judge
+from colocated_rl_cli.manifest.starter import Wishes, manifest
 from setup.layout import CHECKOUT
 
 CORPUS = CHECKOUT.root / "tests/scenarios/manifests"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from colocated_rl_cli.records import Records
-from colocated_rl_cli.view import frame, plain_line
+from colocated_rl_cli.draw.view import frame, plain_line
+from colocated_rl_cli.evidence.records import Records
 
 RECORDED = Path(__file__).parent / "records/run.json"
 

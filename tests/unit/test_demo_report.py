@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from colocated_rl_cli.records import Records
+from colocated_rl_cli.evidence.records import Records
 from examples.arithmetic.report import render, summary
 from examples.arithmetic.verdict import JOB_TOOK, shortfalls
 

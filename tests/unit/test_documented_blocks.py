@@ -11,7 +11,7 @@ import yaml
 from documents.blocks import Block, blocks, pages
 
 from builders import make_manifest
-from colocated_rl_cli.manifest import judge
+from colocated_rl_cli.manifest.manifest import judge
 from setup.layout import CHECKOUT
 
 BLOCKS = [block for page in pages() for block in blocks(page)]

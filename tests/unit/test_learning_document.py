@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from colocated_rl_api.job import ColocatedRLJobSpec
-from colocated_rl_cli.figures import read_figures
-from colocated_rl_cli.records import Records
+from colocated_rl_cli.draw.figures import read_figures
+from colocated_rl_cli.evidence.records import Records
 from examples.arithmetic.demo import HERE
 from examples.arithmetic.pairs import compared, verdict
 from examples.arithmetic.prove_learning import Kind, document, older_share, seeded

@@ -10,10 +10,10 @@ import pytest
 
 from builders import make_job, make_manifest
 from colocated_rl_api.job import ColocatedRLJobSpec, Evaluation
-from colocated_rl_api.ladder import Rung
 from colocated_rl_api.member_wire import Endpoint, Goal, JobFile, PodTarget, Rendezvous, RolloutTarget, read_target
-from colocated_rl_operator.belongings import config
-from colocated_rl_operator.observe import read_job
+from colocated_rl_api.rungs import Rung
+from colocated_rl_operator.loop.observe import read_job
+from colocated_rl_operator.manifests.belongings import config
 
 NEWER = {"aFieldOfTomorrow": {"with": ["parts"]}, "another": 1}
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from unit.test_documents import RULES
 
 from colocated_rl_operator import metrics as of_operator
-from colocated_rl_operator.reasons import Cause
+from colocated_rl_operator.planner.reasons import Cause
 from colocated_rl_rollout import metrics as of_rollout
 
 

@@ -11,9 +11,14 @@ from documents.openapi import trainer
 from jsonschema import Draft202012Validator
 from pydantic import create_model
 
-from colocated_rl_rollout.interface import interface
-from colocated_rl_rollout.openapi import JSON, Operation, Route, document
-from colocated_rl_trainer.rank_server import ROUTES
+from colocated_rl_rollout.pages.interface import interface
+from colocated_rl_rollout.pages.openapi import (
+    JSON,
+    Operation,
+    Route,
+    document,
+)
+from colocated_rl_trainer.protocol.rank_server import ROUTES
 from fakes.interface import Interface
 
 DOCUMENTS = {"rollout": interface(), "trainer": trainer()}

@@ -8,9 +8,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from colocated_rl_operator.cluster import ClusterAccess
-from colocated_rl_operator.departure import abandoned, refusal
-from colocated_rl_operator.kube import Kube
+from colocated_rl_operator.clients.cluster import ClusterAccess
+from colocated_rl_operator.clients.kube import Kube
+from colocated_rl_operator.pre_uninstall import abandoned, refusal
 
 OURS = "rl-system/rl"
 

@@ -13,8 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_rl_api.member_wire import MAX_MESSAGE_BYTES
-from colocated_rl_operator.errors import ContractBroken
-from colocated_rl_operator.link import GUID, PING, PONG, TEXT, Link, make_frame
+from colocated_rl_operator.clients.errors import ContractBroken
+from colocated_rl_operator.clients.link import (
+    GUID,
+    PING,
+    PONG,
+    TEXT,
+    Link,
+    make_frame,
+)
 
 CLOSE = 0x8
 LONG_AGO_S = 60.0

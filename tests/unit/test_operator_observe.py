@@ -12,17 +12,24 @@ import pytest
 from builders import CREATED, UID, facts_at, make_climb, make_job, make_member
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus
-from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
+from colocated_rl_api.ladder import TIME_SLICED
+from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
-from colocated_rl_operator.authority import Authority
-from colocated_rl_operator.case import RELIST_S, Case, Pods, Queue, look
-from colocated_rl_operator.events import About, Events
-from colocated_rl_operator.kube import Kube
-from colocated_rl_operator.members import Members
-from colocated_rl_operator.observation import Job, Member, Observation
-from colocated_rl_operator.observe import observe
-from colocated_rl_operator.reasons import Cause
-from colocated_rl_operator.record import Record
+from colocated_rl_operator.clients.authority import Authority
+from colocated_rl_operator.clients.events import About, Events
+from colocated_rl_operator.clients.kube import Kube
+from colocated_rl_operator.clients.members import Members
+from colocated_rl_operator.loop.case import (
+    RELIST_S,
+    Case,
+    Pods,
+    Queue,
+    look,
+)
+from colocated_rl_operator.loop.observe import observe
+from colocated_rl_operator.loop.record import Record
+from colocated_rl_operator.planner.observation import Job, Member, Observation
+from colocated_rl_operator.planner.reasons import Cause
 from fakes.api_server import FakeApiServer
 
 Body = dict[str, Any]

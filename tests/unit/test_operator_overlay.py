@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from builders import make_job
-from colocated_rl_agent import runner
+from colocated_rl_agent.runner import runner
 from colocated_rl_api import names
 from colocated_rl_api.pod_template import OWNED_PATHS, OWNED_VARIABLES, OWNED_VOLUME_PREFIXES, OWNED_VOLUMES
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
-from colocated_rl_operator import resources
-from colocated_rl_operator.resources import PodImages
+from colocated_rl_operator.manifests import resources
+from colocated_rl_operator.manifests.resources import PodImages
 
 IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
 SEATS = (gpu_seat(0), ROLLOUT_SEAT)

@@ -11,7 +11,12 @@ import re
 import pytest
 
 from colocated_rl_operator import crd
-from colocated_rl_operator.reasons import Cause, ConditionType, Reason, Told
+from colocated_rl_operator.planner.reasons import (
+    Cause,
+    ConditionType,
+    Reason,
+    Told,
+)
 
 TOLD: list[Told] = [*ConditionType, *Cause, *Reason]
 REFERENCE = crd.reference_page()

@@ -10,10 +10,15 @@ import pytest
 
 from builders import UID
 from colocated_rl_api.job_status import ColocatedRLJobStatus
-from colocated_rl_operator.errors import ApiUnreachable, Conflict, Refused, StaleEpoch
-from colocated_rl_operator.events import About, Events
-from colocated_rl_operator.reasons import Cause
-from colocated_rl_operator.record import News, Record
+from colocated_rl_operator.clients.errors import (
+    ApiUnreachable,
+    Conflict,
+    Refused,
+    StaleEpoch,
+)
+from colocated_rl_operator.clients.events import About, Events
+from colocated_rl_operator.loop.record import News, Record
+from colocated_rl_operator.planner.reasons import Cause
 
 DEADLINE_S = 60.0
 

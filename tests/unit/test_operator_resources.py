@@ -10,11 +10,11 @@ import pytest
 from builders import OWN_ROLLOUT, PLACED, UID, make_job
 from colocated_rl_api import names
 from colocated_rl_api.job import JOB_NAME_MAX
-from colocated_rl_api.ladder import Placement
 from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.rungs import Placement
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
-from colocated_rl_operator import belongings, resources
-from colocated_rl_operator.resources import PodImages
+from colocated_rl_operator.manifests import belongings, resources
+from colocated_rl_operator.manifests.resources import PodImages
 
 IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
 

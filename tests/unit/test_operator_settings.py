@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from colocated_rl_operator.cluster import find_cluster
-from colocated_rl_operator.errors import BadSetting
-from colocated_rl_operator.observation import Observation
+from colocated_rl_operator.clients.cluster import find_cluster
+from colocated_rl_operator.clients.errors import BadSetting
+from colocated_rl_operator.planner.observation import Observation
 from colocated_rl_operator.settings import Settings
 from colocated_rl_operator.simulate import observation
 

@@ -9,13 +9,25 @@ from typing import Any
 import pytest
 
 from builders import CREATED, facts_at, make_climb, make_job, make_observation, rollout_facts, trainer
+from colocated_rl_api.facts import EvaluationResult, Problem
 from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, Holder, Phase
-from colocated_rl_api.ladder import Rung, WeightVersion
-from colocated_rl_api.member_wire import EvaluationResult, Problem
-from colocated_rl_operator.observation import Climb, Observation, PodPhase, remember
-from colocated_rl_operator.plan import plan
-from colocated_rl_operator.reasons import Cause, ConditionType, Reason
-from colocated_rl_operator.status import BLINK_S, Stall, invalid, is_urgent, leaving, report
+from colocated_rl_api.rungs import Rung, WeightVersion
+from colocated_rl_operator.planner.observation import (
+    Climb,
+    Observation,
+    PodPhase,
+    remember,
+)
+from colocated_rl_operator.planner.plan import plan
+from colocated_rl_operator.planner.reasons import Cause, ConditionType, Reason
+from colocated_rl_operator.planner.status import (
+    BLINK_S,
+    Stall,
+    invalid,
+    is_urgent,
+    leaving,
+    report,
+)
 
 BLANK = ColocatedRLJobStatus()
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)

@@ -8,10 +8,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from colocated_rl_operator.cluster import ClusterAccess
-from colocated_rl_operator.errors import Refused
-from colocated_rl_operator.kube import Kube
-from colocated_rl_operator.trial import verdict
+from colocated_rl_operator.clients.cluster import ClusterAccess
+from colocated_rl_operator.clients.errors import Refused
+from colocated_rl_operator.clients.kube import Kube
+from colocated_rl_operator.helm_test import verdict
 
 
 def job(**conditions: str) -> dict[str, Any]:

@@ -20,22 +20,38 @@ from builders import (
     rollout_facts,
     trainer,
 )
-from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
-from colocated_rl_api.member_wire import (
+from colocated_rl_api.facts import (
     EngineState,
     EvaluationResult,
-    Goal,
     PodFacts,
-    PodTarget,
     Problem,
-    RolloutTarget,
 )
+from colocated_rl_api.ladder import TIME_SLICED
+from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
+from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
-from colocated_rl_operator.actions import CreatePod, DeletePod
-from colocated_rl_operator.observation import Climb, Memory, Observation, PodPhase, in_epoch, remember
-from colocated_rl_operator.plan import STOP_DEADLINE_S, Plan, patience_s, plan
-from colocated_rl_operator.reasons import Cause
-from colocated_rl_operator.roster import FORCE_AFTER_S, MAX_DELAY_S, RESTARTS_S, SILENCE_S
+from colocated_rl_operator.planner.actions import CreatePod, DeletePod
+from colocated_rl_operator.planner.observation import (
+    Climb,
+    Memory,
+    Observation,
+    PodPhase,
+    in_epoch,
+    remember,
+)
+from colocated_rl_operator.planner.plan import (
+    STOP_DEADLINE_S,
+    Plan,
+    patience_s,
+    plan,
+)
+from colocated_rl_operator.planner.reasons import Cause
+from colocated_rl_operator.planner.roster import (
+    FORCE_AFTER_S,
+    MAX_DELAY_S,
+    RESTARTS_S,
+    SILENCE_S,
+)
 
 V1 = WeightVersion(1, 1)
 BLANK = pod_facts(absent_engine(), absent_trainer(), epoch=0)

@@ -22,16 +22,25 @@ from builders import (
     trainers_at,
 )
 from colocated_rl_api import names
+from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
-from colocated_rl_api.ladder import DISAGGREGATED, SCORED_DISAGGREGATED, Placement, Rung, WeightVersion
-from colocated_rl_api.member_wire import PodFacts, PodTarget, RolloutTarget
-from colocated_rl_operator.actions import CreatePod, DeletePod
-from colocated_rl_operator.observation import Job, Memory, Observation, PodPhase, Tally, remember
-from colocated_rl_operator.plan import Plan, plan
-from colocated_rl_operator.reasons import Cause
-from colocated_rl_operator.roster import SILENCE_S
-from colocated_rl_operator.status import report
+from colocated_rl_api.ladder import DISAGGREGATED, SCORED_DISAGGREGATED
+from colocated_rl_api.member_wire import PodTarget, RolloutTarget
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from colocated_rl_operator.planner.actions import CreatePod, DeletePod
+from colocated_rl_operator.planner.observation import (
+    Job,
+    Memory,
+    Observation,
+    PodPhase,
+    Tally,
+    remember,
+)
+from colocated_rl_operator.planner.plan import Plan, plan
+from colocated_rl_operator.planner.reasons import Cause
+from colocated_rl_operator.planner.roster import SILENCE_S
+from colocated_rl_operator.planner.status import report
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 TRAINERS = ("sums-trainer-0-0", "sums-trainer-1-0")

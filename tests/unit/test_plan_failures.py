@@ -8,15 +8,30 @@ from typing import Any
 import pytest
 
 from builders import absent_trainer, facts_at, make_climb, make_job, make_member, make_observation, rollout_facts
+from colocated_rl_api.facts import PodFacts, Problem
 from colocated_rl_api.failure import FailureAction, FailureCause
-from colocated_rl_api.ladder import TIME_SLICED, Rung, WeightVersion
-from colocated_rl_api.member_wire import Goal, PodFacts, PodTarget, Problem
-from colocated_rl_operator.actions import CreatePod, DeletePod
-from colocated_rl_operator.answers import MAX_AVOIDED, MAX_QUEUE_S, QUEUE_S, queue_s
-from colocated_rl_operator.observation import Climb, Member, Memory, Observation, PodPhase, Tally, remember
-from colocated_rl_operator.plan import Plan, patience_s, plan
-from colocated_rl_operator.reasons import Cause, Waiting
-from colocated_rl_operator.roster import SILENCE_S
+from colocated_rl_api.ladder import TIME_SLICED
+from colocated_rl_api.member_wire import Goal, PodTarget
+from colocated_rl_api.rungs import Rung, WeightVersion
+from colocated_rl_operator.planner.actions import CreatePod, DeletePod
+from colocated_rl_operator.planner.failure_policy import (
+    MAX_AVOIDED,
+    MAX_QUEUE_S,
+    QUEUE_S,
+    queue_s,
+)
+from colocated_rl_operator.planner.observation import (
+    Climb,
+    Member,
+    Memory,
+    Observation,
+    PodPhase,
+    Tally,
+    remember,
+)
+from colocated_rl_operator.planner.plan import Plan, patience_s, plan
+from colocated_rl_operator.planner.reasons import Cause, Waiting
+from colocated_rl_operator.planner.roster import SILENCE_S
 
 V2 = WeightVersion(2, 1)
 

@@ -18,13 +18,14 @@ import pytest
 
 import fakes.model
 from builders import PLACED, make_job
-from colocated_rl_agent import facts
-from colocated_rl_agent.actions import Offload, Wait
-from colocated_rl_agent.views import KV_CACHE, EngineView
-from colocated_rl_api.ladder import Ladder, Placement, Rung
-from colocated_rl_operator import plan
-from colocated_rl_operator.observation import Job, Observation
-from colocated_rl_operator.reasons import Cause
+from colocated_rl_agent.planner import next_actions
+from colocated_rl_agent.planner.actions import Offload, Wait
+from colocated_rl_agent.planner.views import KV_CACHE, EngineView
+from colocated_rl_api.ladder import Ladder
+from colocated_rl_api.rungs import Placement, Rung
+from colocated_rl_operator.planner import plan
+from colocated_rl_operator.planner.observation import Job, Observation
+from colocated_rl_operator.planner.reasons import Cause
 from fakes.explore import Explored, Search, bounds_of, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
 from fakes.model import Model, Shown
@@ -180,7 +181,7 @@ def test_a_cache_that_is_kept_beside_a_trainer_is_noticed(monkeypatch: pytest.Mo
 
 
 def test_an_export_that_nobody_verified_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "_may_rise", lambda pod, target, rules: rules.asks_for(target, Rung.UPDATED))
+    monkeypatch.setattr(next_actions, "_may_rise", lambda pod, target, rules: rules.asks_for(target, Rung.UPDATED))
     with pytest.raises(Broken, match="an export that nobody has verified"):
         explore(Model(job(1), deaths=1, of=("agent",)), limit=MOST_STATES)
 
@@ -195,9 +196,11 @@ def test_a_state_without_a_way_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 # ------------------------------------------------------------------------------------------- and of the resident ladder
 def forget_barrier(monkeypatch: pytest.MonkeyPatch, *, at: Rung, before: Rung) -> None:
     """An agent that is allowed as far as `at` goes on to the rung that the barrier comes before."""
-    asks_for = facts.Rules.asks_for
+    asks_for = next_actions.Rules.asks_for
     monkeypatch.setattr(
-        facts.Rules, "asks_for", lambda rules, target, rung: asks_for(rules, target, at if rung is before else rung)
+        next_actions.Rules,
+        "asks_for",
+        lambda rules, target, rung: asks_for(rules, target, at if rung is before else rung),
     )
 
 
@@ -230,7 +233,7 @@ def test_a_step_that_is_trained_before_every_reference_has_scored_is_noticed(mon
 
 
 def test_a_trainer_that_leaves_the_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "_rest", lambda pod, target, rules: Offload())
+    monkeypatch.setattr(next_actions, "_rest", lambda pod, target, rules: Offload())
     with pytest.raises(Broken, match="Offload on the Resident ladder"):
         explore(Model(job(1, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
 
@@ -241,12 +244,12 @@ def test_old_weights_that_are_removed_while_an_engine_may_need_them_are_noticed(
 ) -> None:
     """By trainers that rest as soon as their own part is done."""
     monkeypatch.setattr(
-        facts,
+        next_actions,
         "_train_alone",
         lambda pod, target, rules: (
-            facts._rest(pod, target, rules)
+            next_actions._rest(pod, target, rules)
             if rules.ladder.reaches(rules.standing(pod, target), target.rung)
-            else facts._train(pod, target, rules) or Wait()
+            else next_actions._train(pod, target, rules) or Wait()
         ),
     )
     with pytest.raises(Broken, match="an export that is not there"):

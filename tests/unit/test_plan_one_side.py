@@ -23,14 +23,21 @@ from builders import (
     trainer,
 )
 from colocated_rl_agent.settings import Settings
+from colocated_rl_api.facts import (
+    EngineState,
+    EvaluationResult,
+    PodFacts,
+    TrainerState,
+)
 from colocated_rl_api.job import ColocatedRLJob, Verify
 from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
-from colocated_rl_api.ladder import ROLLOUT_ONLY, TRAIN_ONLY, Placement, Rung, WeightVersion
-from colocated_rl_api.member_wire import EngineState, EvaluationResult, PodFacts, PodTarget, RolloutTarget, TrainerState
-from colocated_rl_operator.observation import Job, Observation, remember
-from colocated_rl_operator.plan import patience_s, plan
-from colocated_rl_operator.reasons import Cause, ConditionType
-from colocated_rl_operator.status import report
+from colocated_rl_api.ladder import ROLLOUT_ONLY, TRAIN_ONLY
+from colocated_rl_api.member_wire import PodTarget, RolloutTarget
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from colocated_rl_operator.planner.observation import Job, Observation, remember
+from colocated_rl_operator.planner.plan import patience_s, plan
+from colocated_rl_operator.planner.reasons import Cause, ConditionType
+from colocated_rl_operator.planner.status import report
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 

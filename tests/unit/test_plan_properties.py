@@ -11,10 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 
 from builders import IN_ONE_POD, TOGETHER
-from colocated_rl_api.ladder import TIME_SLICED, Ladder, Placement, Rung
-from colocated_rl_operator import observation
-from colocated_rl_operator.observation import Tally
-from colocated_rl_operator.reasons import Cause
+from colocated_rl_api.ladder import TIME_SLICED, Ladder
+from colocated_rl_api.rungs import Placement, Rung
+from colocated_rl_operator.planner import observation
+from colocated_rl_operator.planner.observation import Tally
+from colocated_rl_operator.planner.reasons import Cause
 from fakes.group import Broken
 from fakes.walks import (
     ANY_WALK,

@@ -19,6 +19,7 @@ from builders import (
     rollout_facts,
     trainer,
 )
+from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
 from colocated_rl_api.ladder import (
     DISAGGREGATED,
@@ -30,16 +31,14 @@ from colocated_rl_api.ladder import (
     TIME_SLICED,
     TRAIN_ONLY,
     Ladder,
-    Placement,
-    Rung,
-    WeightVersion,
     ladder_for,
 )
-from colocated_rl_api.member_wire import PodFacts, PodTarget, RolloutTarget
-from colocated_rl_operator.observation import Job, Observation, remember
-from colocated_rl_operator.plan import patience_s, plan
-from colocated_rl_operator.reasons import Cause
-from colocated_rl_operator.status import report
+from colocated_rl_api.member_wire import PodTarget, RolloutTarget
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from colocated_rl_operator.planner.observation import Job, Observation, remember
+from colocated_rl_operator.planner.plan import patience_s, plan
+from colocated_rl_operator.planner.reasons import Cause
+from colocated_rl_operator.planner.status import report
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 BELOW = {SCORED_TIME_SLICED: Rung.RELEASED, SCORED_RESIDENT: Rung.SEALED}

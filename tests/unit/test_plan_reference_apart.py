@@ -22,16 +22,22 @@ from builders import (
 from colocated_rl_api import names
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus, Phase, ReferencePlacement
-from colocated_rl_api.ladder import Placement, Rung, WeightVersion
 from colocated_rl_api.member_wire import PodTarget, RolloutTarget
-from colocated_rl_operator import belongings, resources
-from colocated_rl_operator.actions import CreatePod, DeletePod
-from colocated_rl_operator.observation import Job, Member, Observation, PodPhase, remember
-from colocated_rl_operator.observe import read_job
-from colocated_rl_operator.plan import patience_s, plan
-from colocated_rl_operator.reasons import Cause, ConditionType, Waiting
-from colocated_rl_operator.resources import PodImages
-from colocated_rl_operator.status import SCORING, SHARING, report
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from colocated_rl_operator.loop.observe import read_job
+from colocated_rl_operator.manifests import belongings, resources
+from colocated_rl_operator.manifests.resources import PodImages
+from colocated_rl_operator.planner.actions import CreatePod, DeletePod
+from colocated_rl_operator.planner.observation import (
+    Job,
+    Member,
+    Observation,
+    PodPhase,
+    remember,
+)
+from colocated_rl_operator.planner.plan import patience_s, plan
+from colocated_rl_operator.planner.reasons import Cause, ConditionType, Waiting
+from colocated_rl_operator.planner.status import SCORING, SHARING, report
 
 V1 = WeightVersion(1, 1)
 IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
@@ -245,7 +251,7 @@ def test_its_pods_have_devices_of_their_own_and_the_jobs_model() -> None:
     assert [] == body["spec"]["initContainers"], "no agent: it is no member"
     assert (names.GPU_CONTAINER, "all:1") == (container["name"], container["image"])
     assert "2" == container["resources"]["limits"]["amd.com/gpu"]
-    assert ["python3", "-P", "-m", "colocated_rl_trainer.reference"] == container["command"]
+    assert ["python3", "-P", "-m", "colocated_rl_trainer.ref_policy"] == container["command"]
     mounted = {each["name"]: each.get("readOnly", False) for each in container["volumeMounts"]}
     assert {"model": True, "tls": True, "job": True}.items() <= mounted.items()
     assert not {"checkpoints", "weights", "batches", "store"} & {*mounted}

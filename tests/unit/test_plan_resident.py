@@ -17,20 +17,20 @@ from builders import (
     make_observation,
     rollout_facts,
 )
-from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, Holder, Phase
-from colocated_rl_api.ladder import RESIDENT, TIME_SLICED, Placement, Rung, WeightVersion
-from colocated_rl_api.member_wire import (
+from colocated_rl_api.facts import (
     EngineFacts,
     EngineState,
     EvaluationResult,
     PodFacts,
-    PodTarget,
-    RolloutTarget,
 )
-from colocated_rl_operator.observation import Job, Observation, remember
-from colocated_rl_operator.plan import patience_s, plan
-from colocated_rl_operator.reasons import Cause, ConditionType
-from colocated_rl_operator.status import report
+from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, Holder, Phase
+from colocated_rl_api.ladder import RESIDENT, TIME_SLICED
+from colocated_rl_api.member_wire import PodTarget, RolloutTarget
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from colocated_rl_operator.planner.observation import Job, Observation, remember
+from colocated_rl_operator.planner.plan import patience_s, plan
+from colocated_rl_operator.planner.reasons import Cause, ConditionType
+from colocated_rl_operator.planner.status import report
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 

@@ -101,7 +101,7 @@ def test_trainer_helper_asks_for_the_contract_and_a_fast_hash_alone() -> None:
 
 def test_trainer_helper_is_imported_without_any_library_of_tensors() -> None:
     absent = dict.fromkeys(["torch", "numpy", "transformers", "safetensors"])
-    script = f"import sys; sys.modules |= {absent}; import colocated_rl_trainer.rank_server; print('imported')"
+    script = f"import sys; sys.modules |= {absent}; import colocated_rl_trainer.protocol.rank_server; print('imported')"
     assert "imported" == output_of(script)
 
 

@@ -12,9 +12,22 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.batches import BatchRecord, partition, shard_path, write_batch
-from colocated_rl_rollout.samples import Finish, Group, Prompt, Sample, SampleState, Span, Tokens
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.rules.samples import (
+    Finish,
+    Group,
+    Prompt,
+    Sample,
+    SampleState,
+    Span,
+    Tokens,
+)
+from colocated_rl_rollout.store.batches import (
+    BatchRecord,
+    partition,
+    shard_path,
+    write_batch,
+)
 
 
 def make_sample(

@@ -16,9 +16,9 @@ from bench import virtual_time
 from bench.simulated_engines import SimulatedEngine
 from bench.simulated_job import Job, SimulatedEngines
 from colocated_rl_api.gate_wire import GateState
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
-from colocated_rl_rollout.engine_client import (
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.engines.engine_client import (
     REST_AT_MOST_S,
     REST_S,
     AttemptLost,
@@ -26,9 +26,9 @@ from colocated_rl_rollout.engine_client import (
     Generated,
     GenerateRequest,
 )
-from colocated_rl_rollout.engines import BURST, PACE_S, Engines
-from colocated_rl_rollout.resume import Ending
-from colocated_rl_rollout.samples import Span, Tokens
+from colocated_rl_rollout.engines.engines import BURST, PACE_S, Engines
+from colocated_rl_rollout.rules.resume import Ending
+from colocated_rl_rollout.rules.samples import Span, Tokens
 
 OPEN = GateState(open=True, epoch=1, incarnation="e1", version=WeightVersion(0, 1), in_flight=0)
 

@@ -6,7 +6,7 @@ import re
 import traceback
 from types import SimpleNamespace
 
-from colocated_rl_rollout.environments import fault
+from colocated_rl_rollout.tasks.environments import fault
 
 SECRET = "what was generated\nTraceback of nothing"
 

@@ -14,16 +14,22 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_api.job import Evaluation as Rules
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.engines import Engines
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost
 from colocated_rl_rollout.evaluation import Evaluation, Scoreboard
+from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.prompts import PromptSource
-from colocated_rl_rollout.rewards import TaskProcesses
-from colocated_rl_rollout.samples import Finish, Prompt, Span, Tokens, Trajectory
-from colocated_rl_rollout.sessions import Sessions
-from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.rewards.prompts import PromptSource
+from colocated_rl_rollout.rewards.rewards import TaskProcesses
+from colocated_rl_rollout.rules.samples import (
+    Finish,
+    Prompt,
+    Span,
+    Tokens,
+    Trajectory,
+)
+from colocated_rl_rollout.store.store import Store
 from fakes.episodes import Told
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
 

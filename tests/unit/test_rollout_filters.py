@@ -7,8 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from colocated_rl_api.job import Filter
-from colocated_rl_rollout.filters import judge
-from colocated_rl_rollout.samples import Finish, Group, Prompt, Sample, SampleState
+from colocated_rl_rollout.rules.filters import judge
+from colocated_rl_rollout.rules.samples import (
+    Finish,
+    Group,
+    Prompt,
+    Sample,
+    SampleState,
+)
 
 EQUAL, TRUNCATED = Filter.EQUAL_REWARDS, Filter.TRUNCATED
 

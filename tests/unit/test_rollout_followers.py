@@ -17,12 +17,12 @@ import pytest
 from aiohttp import web
 from unit.test_rollout_store import JOB, S, completed_group, prompt, recorded, seal, segment
 
-from colocated_rl_api.member_wire import RolloutFacts
-from colocated_rl_rollout.exports import Exports
-from colocated_rl_rollout.followers import LINES, Followers
-from colocated_rl_rollout.pages import pages
-from colocated_rl_rollout.samples import Finish
-from colocated_rl_rollout.store import Store
+from colocated_rl_api.facts import RolloutFacts
+from colocated_rl_rollout.pages.exports import Exports
+from colocated_rl_rollout.pages.followers import LINES, Followers
+from colocated_rl_rollout.pages.pages import pages
+from colocated_rl_rollout.rules.samples import Finish
+from colocated_rl_rollout.store.store import Store
 from fakes.interface import rollout_interface
 from fakes.rollout import until
 

@@ -9,7 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from colocated_rl_rollout.growing_text import CUT_OFF, KEPT, WINDOW, GrowingText
+from colocated_rl_rollout.gateway.growing_text import (
+    CUT_OFF,
+    KEPT,
+    WINDOW,
+    GrowingText,
+)
 
 SPECIAL = ["<|end|>", "<|call|>"]
 BYTES = [f"<0x{value:02X}>" for value in range(256)]

@@ -11,11 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.chat import Chat
-from colocated_rl_rollout.engine_client import RequestRejected
-from colocated_rl_rollout.openai_replies import Pieces, Reply, extension, settled, visible
-from colocated_rl_rollout.openai_requests import (
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.engines.engine_client import RequestRejected
+from colocated_rl_rollout.gateway.openai_replies import (
+    Pieces,
+    Reply,
+    extension,
+    settled,
+    visible,
+)
+from colocated_rl_rollout.gateway.openai_requests import (
     MEMBERS_AT_MOST,
     ONLY,
     WITHOUT_EFFECT,
@@ -31,10 +36,11 @@ from colocated_rl_rollout.openai_requests import (
     read_reward,
     text_prompt_of,
 )
-from colocated_rl_rollout.resume import cut, stopped_at
-from colocated_rl_rollout.samples import Finish, Span, Tokens
-from colocated_rl_rollout.tool_calls import read_calls, reads_calls_of
-from colocated_rl_rollout.turns import refusal_of
+from colocated_rl_rollout.gateway.turns import refusal_of
+from colocated_rl_rollout.rules.chat import Chat
+from colocated_rl_rollout.rules.resume import cut, stopped_at
+from colocated_rl_rollout.rules.samples import Finish, Span, Tokens
+from colocated_rl_rollout.rules.tool_calls import read_calls, reads_calls_of
 from fakes.rollout import write_model
 
 TEXT = st.text('ab <>{"é\ud800', max_size=8)

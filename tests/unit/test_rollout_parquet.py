@@ -13,11 +13,11 @@ import pytest
 from unit.test_rollout_batches import make_groups
 from unit.test_rollout_store import JOB, S, completed_group, prompt, recorded, seal
 
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout import parquet
-from colocated_rl_rollout.batches import write_batch
-from colocated_rl_rollout.samples import Finish, Span, Tokens
-from colocated_rl_rollout.store import Store
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.pages import parquet
+from colocated_rl_rollout.rules.samples import Finish, Span, Tokens
+from colocated_rl_rollout.store.batches import write_batch
+from colocated_rl_rollout.store.store import Store
 from setup.layout import CHECKOUT
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from colocated_rl_rollout.chat import Chat
-from colocated_rl_rollout.prompts import LeftOut, PromptSource
+from colocated_rl_rollout.rewards.prompts import LeftOut, PromptSource
+from colocated_rl_rollout.rules.chat import Chat
 from fakes.rollout import JobOnDisk, make_spec, until
 from fakes.tasks import task_processes
 

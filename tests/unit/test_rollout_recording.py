@@ -17,12 +17,20 @@ from safetensors.numpy import save_file
 
 from builders import PLACED, make_job
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
-from colocated_rl_api.ladder import Placement, WeightVersion
-from colocated_rl_rollout.batches import BatchRecord, shard_path, write_batch
-from colocated_rl_rollout.recording import RecordingUnusable, take_batch
+from colocated_rl_api.rungs import Placement, WeightVersion
 from colocated_rl_rollout.replay import Replay
-from colocated_rl_rollout.samples import Finish, Group, Prompt, Sample, SampleState, Span, Tokens
-from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.rules.samples import (
+    Finish,
+    Group,
+    Prompt,
+    Sample,
+    SampleState,
+    Span,
+    Tokens,
+)
+from colocated_rl_rollout.store.batches import BatchRecord, shard_path, write_batch
+from colocated_rl_rollout.store.recording import RecordingUnusable, take_batch
+from colocated_rl_rollout.store.store import Store
 from fakes.rollout import until
 
 JOB = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"

@@ -13,12 +13,20 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.metrics import Metrics
 from colocated_rl_rollout.reference import AT_ONCE, TOLD_AFTER, Reference
-from colocated_rl_rollout.samples import Finish, Group, Prompt, Sample, SampleState, Span, Tokens
+from colocated_rl_rollout.rules.samples import (
+    Finish,
+    Group,
+    Prompt,
+    Sample,
+    SampleState,
+    Span,
+    Tokens,
+)
 from fakes.authority import Authority
 from fakes.reference import FakeReference, reference_logp
 from fakes.rollout import JOB_UID, TOKEN, until

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.resume import (
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.rules.resume import (
     Ending,
     GarbledAnswer,
     finish_of,
@@ -21,7 +21,12 @@ from colocated_rl_rollout.resume import (
     read_experts,
     remaining,
 )
-from colocated_rl_rollout.samples import NO_TOKENS, Finish, Span, Tokens
+from colocated_rl_rollout.rules.samples import (
+    NO_TOKENS,
+    Finish,
+    Span,
+    Tokens,
+)
 
 END = 2
 

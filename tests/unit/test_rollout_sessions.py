@@ -16,12 +16,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry
 
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.gateway.openai_requests import Conversation, RequestRefused
+from colocated_rl_rollout.gateway.sessions import (
+    IDLE_S,
+    RecordedTurn,
+    Session,
+    Sessions,
+)
 from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.openai_requests import Conversation, RequestRefused
-from colocated_rl_rollout.samples import Finish, SampleState, Span, Tokens
-from colocated_rl_rollout.sessions import IDLE_S, RecordedTurn, Session, Sessions
-from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.rules.samples import (
+    Finish,
+    SampleState,
+    Span,
+    Tokens,
+)
+from colocated_rl_rollout.store.store import Store
 from fakes.rollout import JOB_UID
 
 NAMES = ("a", "b", "c", "d")

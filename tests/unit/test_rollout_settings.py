@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from colocated_rl_api import names
-from colocated_rl_rollout.chat import Chat, ModelUnusable
+from colocated_rl_rollout.rules.chat import Chat, ModelUnusable
 from colocated_rl_rollout.sealer import trainer_ranks
 from colocated_rl_rollout.settings import SettingsError, read_settings
-from colocated_rl_rollout.task_process import memory_bytes
+from colocated_rl_rollout.tasks.task_process import memory_bytes
 from fakes.rollout import JobOnDisk, make_spec, write_model
 
 ENVIRONMENT = {names.ENV_POD_NAME: "job-rollout-0-0", names.ENV_POD_UID: "uid"}

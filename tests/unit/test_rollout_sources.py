@@ -19,10 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_rl_api.prompts import HuggingFace
-from colocated_rl_rollout.hub import files_of
-from colocated_rl_rollout.rows import BATCH_ROWS, Row, Rows, RowsUnusable, data_files
-from colocated_rl_rollout.task_wire import Question
-from colocated_rl_rollout.tasks import Part, Tasks
+from colocated_rl_rollout.tasks.hub import files_of
+from colocated_rl_rollout.tasks.rows import (
+    BATCH_ROWS,
+    Row,
+    Rows,
+    RowsUnusable,
+    data_files,
+)
+from colocated_rl_rollout.tasks.task_wire import Question
+from colocated_rl_rollout.tasks.tasks import Part, Tasks
 
 ROWS: list[Row] = [
     {"prompt": f"{number} + 1?", "answer": number + 1, "tags": ["sum", None], "source": {"page": number / 2}}

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_rl_rollout.staleness import NO_DEADLINE, Candidate, choose, deadline, room, staleness
+from colocated_rl_rollout.rules.staleness import (
+    NO_DEADLINE,
+    Candidate,
+    choose,
+    deadline,
+    room,
+    staleness,
+)
 
 
 @pytest.mark.parametrize(

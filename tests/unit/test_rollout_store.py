@@ -26,13 +26,28 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.member_wire import EvaluationResult
-from colocated_rl_rollout.batches import BatchRecord, shard_path, write_batch, write_shards
-from colocated_rl_rollout.database import StoreFailed, open_database
-from colocated_rl_rollout.samples import LIVE, NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens
-from colocated_rl_rollout.store import SPARE_BYTES, Store, WrongMove
-from colocated_rl_rollout.transcripts import in_batch
+from colocated_rl_api.facts import EvaluationResult
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.rules.samples import (
+    LIVE,
+    NO_TOKENS,
+    Finish,
+    Group,
+    Prompt,
+    Sample,
+    SampleState,
+    Span,
+    Tokens,
+)
+from colocated_rl_rollout.store.batches import (
+    BatchRecord,
+    shard_path,
+    write_batch,
+    write_shards,
+)
+from colocated_rl_rollout.store.database import StoreFailed, open_database
+from colocated_rl_rollout.store.store import SPARE_BYTES, Store, WrongMove
+from colocated_rl_rollout.store.transcripts import in_batch
 
 JOB = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
 S = SampleState

@@ -12,14 +12,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bench import virtual_time
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_rollout.chat import Chat
-from colocated_rl_rollout.engine_client import AttemptLost, Generated, GenerateRequest
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.engines.engine_client import AttemptLost, Generated, GenerateRequest
+from colocated_rl_rollout.gateway.openai_requests import Asked, RequestRefused
+from colocated_rl_rollout.gateway.turns import EXPERTS_WEIGH, TOKENS_HELD_AT_MOST, Turns
 from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.openai_requests import Asked, RequestRefused
-from colocated_rl_rollout.resume import ATTEMPTS_AT_MOST, Ending
-from colocated_rl_rollout.samples import Finish, Span, Tokens
-from colocated_rl_rollout.turns import EXPERTS_WEIGH, TOKENS_HELD_AT_MOST, Turns
+from colocated_rl_rollout.rules.chat import Chat
+from colocated_rl_rollout.rules.resume import ATTEMPTS_AT_MOST, Ending
+from colocated_rl_rollout.rules.samples import Finish, Span, Tokens
 from fakes.rollout import write_model
 
 PARKED_S = 60.0

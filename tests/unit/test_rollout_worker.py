@@ -15,21 +15,31 @@ from prometheus_client import CollectorRegistry
 from safetensors.numpy import load_file
 
 from colocated_rl_api.job import AtMaxStaleness
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
-from colocated_rl_rollout.batches import LEFT_BYTES, shard_path
-from colocated_rl_rollout.engine_client import EngineClient
-from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.engines.engine_client import EngineClient
+from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost
+from colocated_rl_rollout.gateway.sessions import Sessions
+from colocated_rl_rollout.gateway.turns import Turns
 from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.prompts import PromptSource
-from colocated_rl_rollout.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST, RESENT_AT_MOST
-from colocated_rl_rollout.rewards import TaskProcesses
-from colocated_rl_rollout.samples import NO_TOKENS, Finish, Group, Prompt, Sample, SampleState, Span, Tokens, Trajectory
-from colocated_rl_rollout.sessions import Sessions
-from colocated_rl_rollout.store import SPARE_BYTES, Store
-from colocated_rl_rollout.turns import Turns
+from colocated_rl_rollout.rewards.prompts import PromptSource
+from colocated_rl_rollout.rewards.rewards import TaskProcesses
+from colocated_rl_rollout.rules.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST, RESENT_AT_MOST
+from colocated_rl_rollout.rules.samples import (
+    NO_TOKENS,
+    Finish,
+    Group,
+    Prompt,
+    Sample,
+    SampleState,
+    Span,
+    Tokens,
+    Trajectory,
+)
+from colocated_rl_rollout.store.batches import LEFT_BYTES, shard_path
+from colocated_rl_rollout.store.store import SPARE_BYTES, Store
 from colocated_rl_rollout.worker import Worker
 from fakes.episodes import Told
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from colocated_rl_trainer.budget import Budget, host_memory
-from colocated_rl_trainer.settings import SettingsError
+from colocated_rl_trainer.grpo.budget import Budget, host_memory
+from colocated_rl_trainer.protocol.settings import SettingsError
 
 GIB = 2**30
 P = GIB // 4  # parameters that are a GiB in float32

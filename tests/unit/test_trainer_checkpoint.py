@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 from full_disk import no_file_above
 
-from colocated_rl_trainer.checkpoint import CONTENTS, Checkpoints, NoneLeft, Superseded
+from colocated_rl_trainer.state.checkpoint import (
+    CONTENTS,
+    Checkpoints,
+    NoneLeft,
+    Superseded,
+)
 
 
 def test_no_checkpoint_in_an_empty_or_absent_directory(tmp_path: Path) -> None:

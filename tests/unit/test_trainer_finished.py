@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 from full_disk import no_file_above
 
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Algorithm, finished_model
-from colocated_rl_trainer.checkpoint import Checkpoints
-from colocated_rl_trainer.finished import leave
-from colocated_rl_trainer.manifest import Exported, NotAnExport, digest_of, write_manifest
+from colocated_rl_trainer.protocol.finished import leave
+from colocated_rl_trainer.protocol.manifest import (
+    Exported,
+    NotAnExport,
+    digest_of,
+    write_manifest,
+)
+from colocated_rl_trainer.state.checkpoint import Checkpoints
 
 TENSOR = 4096  # bytes
 

@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Manifest, Probe, TensorEntry
-from colocated_rl_trainer.manifest import Exported, NotAnExport, tensor_entries, write_manifest
+from colocated_rl_trainer.protocol.manifest import (
+    Exported,
+    NotAnExport,
+    tensor_entries,
+    write_manifest,
+)
 
 VERSION = WeightVersion(3, 1)
 

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from documents.openapi import trainer
 
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.member_wire import TrainerState
+from colocated_rl_api.facts import TrainerState
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import (
     ExportRequest,
     FinishRequest,
@@ -30,7 +30,7 @@ from colocated_rl_api.trainer_wire import (
     TrainRequest,
 )
 from colocated_rl_api.weights import MANIFEST, Probe
-from colocated_rl_trainer.rank import (
+from colocated_rl_trainer.protocol.rank import (
     NotDone,
     OffloadRequest,
     OnloadRequest,
@@ -41,7 +41,7 @@ from colocated_rl_trainer.rank import (
     conflict,
     holds,
 )
-from colocated_rl_trainer.rank_server import MAX_BODY_BYTES, RankServer
+from colocated_rl_trainer.protocol.rank_server import MAX_BODY_BYTES, RankServer
 from fakes.interface import Interface
 
 DEADLINE_S = 60.0

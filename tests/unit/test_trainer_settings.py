@@ -10,7 +10,7 @@ import pytest
 
 from colocated_rl_api.trainer_wire import TrainerEnvironment
 from colocated_rl_trainer.conformance.ranks import job_file
-from colocated_rl_trainer.settings import RankSettings, SettingsError, TrainerConfig
+from colocated_rl_trainer.protocol.settings import RankSettings, SettingsError, TrainerConfig
 
 ENVIRONMENT: dict[str, str] = {
     TrainerEnvironment.SOCKET: "/run/colocate/sock/trainer-3.sock",

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 
 from colocated_rl_cli import completion
-from colocated_rl_cli.errors import CliError, Exit
-from colocated_rl_cli.output import complain, say
+from colocated_rl_cli.base.errors import CliError, Exit
+from colocated_rl_cli.base.output import complain, say
 from colocated_rl_cli.parser import build
 
 ASKED_TO_COMPLETE = "__complete"

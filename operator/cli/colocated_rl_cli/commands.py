@@ -15,22 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from colocated_rl_api import names
-from colocated_rl_cli import bundle, one_side, questions, samples, starter, timeline
-from colocated_rl_cli.api import Api
-from colocated_rl_cli.errors import CliError, Exit, UsageError
-from colocated_rl_cli.evidence import Evidence, has_pages, is_over
-from colocated_rl_cli.explanation import Explanation, explain
-from colocated_rl_cli.figures import read_figures, standings
-from colocated_rl_cli.following import JobWatch
-from colocated_rl_cli.kubectl import Login
+from colocated_rl_cli.base.errors import CliError, Exit, UsageError
+from colocated_rl_cli.base.output import (
+    complain,
+    document,
+    say,
+    table,
+)
+from colocated_rl_cli.base.yaml_text import MAX_BYTES
+from colocated_rl_cli.cluster import samples
+from colocated_rl_cli.cluster.api import Api
+from colocated_rl_cli.cluster.following import JobWatch
+from colocated_rl_cli.cluster.kubectl import Login
+from colocated_rl_cli.cluster.pages import states
+from colocated_rl_cli.draw import timeline
+from colocated_rl_cli.draw.figures import read_figures, standings
+from colocated_rl_cli.draw.trace import trace
+from colocated_rl_cli.draw.view import frame
+from colocated_rl_cli.evidence.evidence import Evidence, has_pages, is_over
+from colocated_rl_cli.evidence.records import Records, read_line
+from colocated_rl_cli.explain.explanation import Explanation, explain
 from colocated_rl_cli.live import Terminal, shown
-from colocated_rl_cli.manifest import Verdict, judge
-from colocated_rl_cli.output import complain, document, say, table
-from colocated_rl_cli.pages import states
-from colocated_rl_cli.records import Records, read_line
-from colocated_rl_cli.trace import trace
-from colocated_rl_cli.view import frame
-from colocated_rl_cli.yaml_text import MAX_BYTES
+from colocated_rl_cli.manifest import one_side, questions, starter
+from colocated_rl_cli.manifest.manifest import Verdict, judge
+from colocated_rl_cli.support import bundle
 
 MANY_PODS = 64  # whose pages `explain` reads
 MANY_EVENTS = 10  # pods that don't run, of which it reads events

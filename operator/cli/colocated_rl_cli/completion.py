@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from colocated_rl_cli.api import Api
-from colocated_rl_cli.errors import CliError, Exit
-from colocated_rl_cli.kubectl import Login
-from colocated_rl_cli.output import say
+from colocated_rl_cli.base.errors import CliError, Exit
+from colocated_rl_cli.base.output import say
+from colocated_rl_cli.cluster.api import Api
+from colocated_rl_cli.cluster.kubectl import Login
 
 SHELLS = ("bash", "zsh", "fish")
 NAMES_DEADLINE_S = 3.0

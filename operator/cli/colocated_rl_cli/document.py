@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from colocated_rl_cli.base.errors import Exit
 from colocated_rl_cli.completion import subparsers
-from colocated_rl_cli.errors import Exit
+from colocated_rl_cli.explain.remedies import REMEDIES
 from colocated_rl_cli.parser import COMMANDS, Command, build
-from colocated_rl_cli.remedies import REMEDIES
 
 PAGE = Path("docs/cli.md")
 

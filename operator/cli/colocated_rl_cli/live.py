@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from rich.console import Console
 from rich.live import Live
 
-from colocated_rl_cli.figures import Line
-from colocated_rl_cli.following import JobWatch
-from colocated_rl_cli.view import frame, plain_line
+from colocated_rl_cli.cluster.following import JobWatch
+from colocated_rl_cli.draw.figures import Line
+from colocated_rl_cli.draw.view import frame, plain_line
 
 EVERY_S = 0.5
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from colocated_rl_api import __version__, names
 from colocated_rl_cli import commands
+from colocated_rl_cli.base.errors import Exit
+from colocated_rl_cli.base.output import FORMATS
 from colocated_rl_cli.completion import SHELLS, print_script
-from colocated_rl_cli.errors import Exit
-from colocated_rl_cli.output import FORMATS
 
 EPILOG = """\
 exit codes: 0 fine; 1 a problem was found (an invalid manifest, a job that does not move); 2 wrong words;

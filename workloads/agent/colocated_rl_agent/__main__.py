@@ -17,9 +17,10 @@ import aiohttp
 import uvloop
 from prometheus_client import REGISTRY
 
-from colocated_rl_agent import garbage, runner
+from colocated_rl_agent import garbage
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.drivers.sglang import IDLE_CONNECTION_S
+from colocated_rl_agent.runner import runner
 from colocated_rl_agent.settings import Settings, SettingsError, read_settings
 from colocated_rl_api import logs, names
 

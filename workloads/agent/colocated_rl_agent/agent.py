@@ -17,19 +17,22 @@ from typing import assert_never
 import aiohttp
 from prometheus_client import CollectorRegistry
 
-from colocated_rl_agent import actions as do
-from colocated_rl_agent.batches import Shards, ShardUnavailable
-from colocated_rl_agent.climb import Climb
-from colocated_rl_agent.data_port import DataPort
-from colocated_rl_agent.devices import Devices, require_room
-from colocated_rl_agent.engine import Engine
-from colocated_rl_agent.exports import Exports, ExportTorn
-from colocated_rl_agent.facts import next_actions
-from colocated_rl_agent.gate import Gate
-from colocated_rl_agent.journal import Journal
+from colocated_rl_agent.files.batches import Shards, ShardUnavailable
+from colocated_rl_agent.files.exports import Exports, ExportTorn
+from colocated_rl_agent.files.journal import Journal
+from colocated_rl_agent.files.volume import SILENT_S, Volume, VolumeSilent
+from colocated_rl_agent.gate.data_port import DataPort
+from colocated_rl_agent.gate.gate import Gate
+from colocated_rl_agent.lanes.engine import Engine
+from colocated_rl_agent.lanes.trainers import Trainers
 from colocated_rl_agent.metrics import BelowTarget, Metrics
+from colocated_rl_agent.planner import actions as do
+from colocated_rl_agent.planner.climb import Climb
+from colocated_rl_agent.planner.next_actions import next_actions
+from colocated_rl_agent.planner.views import ENGINE_NAME, PodView
 from colocated_rl_agent.problems import Problems
-from colocated_rl_agent.runner_link import (
+from colocated_rl_agent.runner.devices import Devices, require_room
+from colocated_rl_agent.runner.runner_link import (
     ChildExited,
     RunnerError,
     RunnerEvent,
@@ -39,13 +42,11 @@ from colocated_rl_agent.runner_link import (
     RunnerTerminating,
 )
 from colocated_rl_agent.settings import Settings
-from colocated_rl_agent.trainers import Trainers
-from colocated_rl_agent.views import ENGINE_NAME, PodView
-from colocated_rl_agent.volume import SILENT_S, Volume, VolumeSilent
+from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.job import Verify
-from colocated_rl_api.ladder import Rung, WeightVersion
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import Goal, Hello, PodFacts, PodTarget
+from colocated_rl_api.member_wire import Goal, Hello, PodTarget
+from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import MemberServer
 from colocated_rl_member.tls import MemberTls

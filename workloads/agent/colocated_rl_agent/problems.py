@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from colocated_rl_agent.actions import Action, Wait
+from colocated_rl_agent.planner.actions import Action, Wait
+from colocated_rl_api.facts import Problem
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import Problem
 
 LOG = logging.getLogger(__name__)
 

@@ -13,13 +13,18 @@ from pathlib import Path
 
 import pydantic
 
-from colocated_rl_agent.exports import export_directory
-from colocated_rl_agent.facts import Rules
-from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
+from colocated_rl_agent.files.exports import export_directory
+from colocated_rl_agent.planner.next_actions import Rules
+from colocated_rl_agent.planner.views import (
+    CUDA_GRAPH,
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
+)
 from colocated_rl_api import names
 from colocated_rl_api.job import EngineMemory, Interruption, Verify
-from colocated_rl_api.ladder import Placement, WeightVersion
 from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.rungs import Placement, WeightVersion
 from colocated_rl_member.server import Ports
 
 RUNNER_SOCKET = "runner.sock"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from colocated_rl_api.member_wire import Problem
+from colocated_rl_api.facts import Problem
 
 
 class ProblemGauge(Collector):

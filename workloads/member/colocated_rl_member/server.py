@@ -28,15 +28,14 @@ from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 
 from colocated_rl_api import names
+from colocated_rl_api.facts import PodFacts, RolloutFacts
 from colocated_rl_api.listening import EVERYWHERE, listen
 from colocated_rl_api.logs import in_words, log
 from colocated_rl_api.member_wire import (
     HEARTBEAT_S,
     MAX_MESSAGE_BYTES,
     Hello,
-    PodFacts,
     Refusal,
-    RolloutFacts,
     read_target,
 )
 from colocated_rl_member.connection import Connection

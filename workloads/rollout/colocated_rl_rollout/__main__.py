@@ -11,13 +11,13 @@ import sys
 import aiohttp
 
 from colocated_rl_api import logs, names
-from colocated_rl_rollout.chat import ModelUnusable
 from colocated_rl_rollout.controller import Controller
-from colocated_rl_rollout.database import StoreFailed
-from colocated_rl_rollout.engine_client import gate_connector
-from colocated_rl_rollout.reward_endpoint import RewardEndpoint
-from colocated_rl_rollout.rewards import TaskProcesses
+from colocated_rl_rollout.engines.engine_client import gate_connector
+from colocated_rl_rollout.rewards.reward_endpoint import RewardEndpoint
+from colocated_rl_rollout.rewards.rewards import TaskProcesses
+from colocated_rl_rollout.rules.chat import ModelUnusable
 from colocated_rl_rollout.settings import Settings, SettingsError, read_settings
+from colocated_rl_rollout.store.database import StoreFailed
 
 LOG = logging.getLogger(__name__)
 

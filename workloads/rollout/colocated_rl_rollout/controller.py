@@ -19,40 +19,38 @@ import aiohttp
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from colocated_rl_api import names
-from colocated_rl_api.job import Interruption
-from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import (
+from colocated_rl_api.facts import (
     EvaluationResult,
-    Goal,
-    Hello,
     Problem,
     RolloutFacts,
-    RolloutTarget,
     SealedBatch,
 )
+from colocated_rl_api.job import Interruption
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Goal, Hello, RolloutTarget
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import MemberServer
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_rollout.chat import Chat
-from colocated_rl_rollout.elsewhere import telling_what_there_is
-from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import Episodes
 from colocated_rl_rollout.evaluation import Evaluation
-from colocated_rl_rollout.exports import Exports
-from colocated_rl_rollout.followers import Followers
-from colocated_rl_rollout.gateway import SAYS_EXPERTS, Gateway
-from colocated_rl_rollout.interface import interface
+from colocated_rl_rollout.gateway.gateway import SAYS_EXPERTS, Gateway
+from colocated_rl_rollout.gateway.not_found import telling_what_there_is
+from colocated_rl_rollout.gateway.sessions import Sessions
+from colocated_rl_rollout.gateway.turns import Turns
 from colocated_rl_rollout.metrics import Metrics, StoreGauges, TokenRate
-from colocated_rl_rollout.pages import data_routes, pages
-from colocated_rl_rollout.prompts import PromptSource
+from colocated_rl_rollout.pages.exports import Exports
+from colocated_rl_rollout.pages.followers import Followers
+from colocated_rl_rollout.pages.interface import interface
+from colocated_rl_rollout.pages.pages import data_routes, pages
 from colocated_rl_rollout.reference import Reference
 from colocated_rl_rollout.replay import Replay
-from colocated_rl_rollout.rewards import TaskProcesses
+from colocated_rl_rollout.rewards.prompts import PromptSource
+from colocated_rl_rollout.rewards.rewards import TaskProcesses
+from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.sealer import Sealer, trainer_ranks
-from colocated_rl_rollout.sessions import Sessions
 from colocated_rl_rollout.settings import Settings
-from colocated_rl_rollout.store import Store
-from colocated_rl_rollout.turns import Turns
+from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.worker import Worker
 
 LOG = logging.getLogger(__name__)

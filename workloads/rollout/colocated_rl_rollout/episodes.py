@@ -24,14 +24,24 @@ from typing import Any
 
 import pydantic
 
+from colocated_rl_api.facts import Problem
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import Problem
 from colocated_rl_api.prompts import Prompts
-from colocated_rl_rollout.database import Statement
-from colocated_rl_rollout.samples import Trajectory
-from colocated_rl_rollout.sessions import Session, Sessions
-from colocated_rl_rollout.task_connection import RESTART_S, ProcessLost, TaskConnection, TaskUnusable
-from colocated_rl_rollout.task_wire import REWARD, Play, Reply, Stop
+from colocated_rl_rollout.gateway.sessions import Session, Sessions
+from colocated_rl_rollout.rewards.task_connection import (
+    RESTART_S,
+    ProcessLost,
+    TaskConnection,
+    TaskUnusable,
+)
+from colocated_rl_rollout.rules.samples import Trajectory
+from colocated_rl_rollout.store.database import Statement
+from colocated_rl_rollout.tasks.task_wire import (
+    REWARD,
+    Play,
+    Reply,
+    Stop,
+)
 
 LOG = logging.getLogger(__name__)
 

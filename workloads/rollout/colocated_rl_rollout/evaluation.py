@@ -14,26 +14,26 @@ import statistics
 import time
 from collections.abc import Callable, Collection
 
+from colocated_rl_api.facts import EvaluationResult, Problem
 from colocated_rl_api.job import Evaluation as Rules
-from colocated_rl_api.ladder import WeightVersion
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import EvaluationResult, Problem
-from colocated_rl_rollout.chat import Chat, Unrenderable
-from colocated_rl_rollout.engine_client import (
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.engines.engine_client import (
     EngineClient,
     GateRefused,
     Generated,
     GenerateRequest,
     RequestRejected,
 )
-from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost, Episodes
-from colocated_rl_rollout.prompts import NoPrompts, PromptSource
-from colocated_rl_rollout.resume import finish_of
-from colocated_rl_rollout.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
-from colocated_rl_rollout.samples import Finish, Prompt, Tokens
-from colocated_rl_rollout.store import Store
-from colocated_rl_rollout.task_connection import TaskUnusable
+from colocated_rl_rollout.rewards.prompts import NoPrompts, PromptSource
+from colocated_rl_rollout.rewards.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
+from colocated_rl_rollout.rewards.task_connection import TaskUnusable
+from colocated_rl_rollout.rules.chat import Chat, Unrenderable
+from colocated_rl_rollout.rules.resume import finish_of
+from colocated_rl_rollout.rules.samples import Finish, Prompt, Tokens
+from colocated_rl_rollout.store.store import Store
 
 LOG = logging.getLogger(__name__)
 

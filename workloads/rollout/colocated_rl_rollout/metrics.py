@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from colocated_rl_rollout.samples import SampleState
-from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.rules.samples import SampleState
+from colocated_rl_rollout.store.store import Store
 
 RATE_WINDOW_S = 30.0
 ALERTED_DISCARDS = ("TooStale", "SessionTooStale")

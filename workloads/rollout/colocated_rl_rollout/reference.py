@@ -18,12 +18,18 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
+from colocated_rl_api.facts import Problem
 from colocated_rl_api.logs import in_words, log
-from colocated_rl_api.member_wire import Endpoint, Problem
+from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.reference_wire import BYTES_OF_A_TOKEN, SCORE_PATH
 from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.samples import Group, Sample, SampleState, Scores
+from colocated_rl_rollout.rules.samples import (
+    Group,
+    Sample,
+    SampleState,
+    Scores,
+)
 
 LOG = logging.getLogger(__name__)
 

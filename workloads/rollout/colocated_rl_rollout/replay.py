@@ -13,12 +13,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from colocated_rl_api.facts import Problem
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import Problem
-from colocated_rl_rollout.recording import RecordingUnusable, take_batch
 from colocated_rl_rollout.sealer import FULL_RETRY_S, Sealer, trainer_ranks
-from colocated_rl_rollout.store import Store
+from colocated_rl_rollout.store.recording import RecordingUnusable, take_batch
+from colocated_rl_rollout.store.store import Store
 
 LOG = logging.getLogger(__name__)
 

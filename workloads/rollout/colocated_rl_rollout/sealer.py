@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TypeVar
 
+from colocated_rl_api.facts import Problem
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import Problem, RolloutTarget
-from colocated_rl_rollout.batches import BatchRecord
-from colocated_rl_rollout.store import Store
+from colocated_rl_api.member_wire import RolloutTarget
+from colocated_rl_rollout.store.batches import BatchRecord
+from colocated_rl_rollout.store.store import Store
 
 LOG = logging.getLogger(__name__)
 

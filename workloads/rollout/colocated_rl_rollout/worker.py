@@ -20,12 +20,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from colocated_rl_api.facts import Problem
 from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Filter, Interruption
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import Problem, RolloutTarget
-from colocated_rl_rollout.batches import write_batch
-from colocated_rl_rollout.chat import Chat
-from colocated_rl_rollout.engine_client import (
+from colocated_rl_api.member_wire import RolloutTarget
+from colocated_rl_rollout.engines.engine_client import (
     AnswerGarbled,
     EngineClient,
     GateClosed,
@@ -34,22 +33,41 @@ from colocated_rl_rollout.engine_client import (
     GenerateRequest,
     RequestRejected,
 )
-from colocated_rl_rollout.engines import Engines
+from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost, Episodes
 from colocated_rl_rollout.evaluation import Evaluation
-from colocated_rl_rollout.filters import judge
+from colocated_rl_rollout.gateway.sessions import Sessions
+from colocated_rl_rollout.gateway.turns import Turns
 from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.prompts import PromptSource
 from colocated_rl_rollout.reference import Reference
-from colocated_rl_rollout.resume import exhausted, finish_of, join, remaining
-from colocated_rl_rollout.rewards import RewardFailed, TaskProcesses
-from colocated_rl_rollout.samples import NO_TOKENS, WAITING, Finish, Group, Sample, SampleState
+from colocated_rl_rollout.rewards.prompts import PromptSource
+from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
+from colocated_rl_rollout.rewards.task_connection import TaskUnusable
+from colocated_rl_rollout.rules.chat import Chat
+from colocated_rl_rollout.rules.filters import judge
+from colocated_rl_rollout.rules.resume import (
+    exhausted,
+    finish_of,
+    join,
+    remaining,
+)
+from colocated_rl_rollout.rules.samples import (
+    NO_TOKENS,
+    WAITING,
+    Finish,
+    Group,
+    Sample,
+    SampleState,
+)
+from colocated_rl_rollout.rules.staleness import (
+    Candidate,
+    choose,
+    deadline,
+    room,
+)
 from colocated_rl_rollout.sealer import FULL_RETRY_S, Sealer, trainer_ranks
-from colocated_rl_rollout.sessions import Sessions
-from colocated_rl_rollout.staleness import Candidate, choose, deadline, room
-from colocated_rl_rollout.store import Store
-from colocated_rl_rollout.task_connection import TaskUnusable
-from colocated_rl_rollout.turns import Turns
+from colocated_rl_rollout.store.batches import write_batch
+from colocated_rl_rollout.store.store import Store
 
 LOG = logging.getLogger(__name__)
 

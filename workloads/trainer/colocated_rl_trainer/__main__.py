@@ -2,15 +2,15 @@
 
 import os
 
-from colocated_rl_trainer.rank import Loop
-from colocated_rl_trainer.rank_server import serve
-from colocated_rl_trainer.settings import RankSettings, TrainerConfig
+from colocated_rl_trainer.protocol.rank import Loop
+from colocated_rl_trainer.protocol.rank_server import serve
+from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
 
 
 def _make_loop(settings: RankSettings) -> Loop:
     config = TrainerConfig.read(settings.config)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings are no JSON lines, and pods have no host names
-    from colocated_rl_trainer.loop import ReferenceTrainer  # torch takes seconds: the socket answers by now
+    from colocated_rl_trainer.grpo.loop import ReferenceTrainer
 
     return ReferenceTrainer(settings, config)
 

@@ -1,1 +1,1 @@
-"""The only code that talks to an engine or a trainer. Each driver translates its neighbour's errors into `base`'s."""
+"""The only code that calls an engine or a trainer. Translates their answers and errors, decides nothing."""

@@ -19,8 +19,8 @@ import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable, read_answer, read_body, within
-from colocated_rl_agent.views import CUDA_GRAPH, KV_CACHE, WEIGHTS
-from colocated_rl_api.ladder import WeightVersion
+from colocated_rl_agent.planner.views import CUDA_GRAPH, KV_CACHE, WEIGHTS
+from colocated_rl_api.rungs import WeightVersion
 
 SUPPORTED_VERSIONS = ("0.5.23",)
 FLUSH_MARGIN = 0.8  # the engine's own flush timeout, of the deadline: its answer must come before ours gives up

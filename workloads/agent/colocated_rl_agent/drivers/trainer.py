@@ -18,8 +18,9 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from colocated_rl_agent.drivers.base import CallRefused, NothingDone, OutcomeUnknown, Unsuitable, read_body, within
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.member_wire import JobFile, Rendezvous, TrainerState
+from colocated_rl_api.facts import TrainerState
+from colocated_rl_api.member_wire import JobFile, Rendezvous
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import (
     PROTOCOL,
     ExportRequest,

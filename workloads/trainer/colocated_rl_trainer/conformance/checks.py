@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.member_wire import TrainerState
+from colocated_rl_api.facts import TrainerState
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import PROTOCOL, TrainerError, TrainerStatus
 from colocated_rl_api.weights import MANIFEST, Digest, Manifest, finished_model
 from colocated_rl_trainer.conformance.ranks import Refusal, TrainerGroup, TrainerKind, running
 from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.manifest import digests_of, read_header, tensor_entries
+from colocated_rl_trainer.protocol.manifest import digests_of, read_header, tensor_entries
 
 PROMPT_END_S = 5.0
 GROUPS, GROUP_SIZE = 4, 4

@@ -18,8 +18,8 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any, Protocol, TypeVar
 
-from colocated_rl_api.ladder import WeightVersion
-from colocated_rl_api.member_wire import TrainerState
+from colocated_rl_api.facts import TrainerState
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import TrainerEnvironment, TrainerError, TrainerStatus
 
 START_S = 300.0  # importing torch and transformers takes 10 s of a core: a minute, where many share it

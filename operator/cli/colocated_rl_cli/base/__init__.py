@@ -1,0 +1,1 @@
+"""Errors, output and YAML with positions, for all commands."""

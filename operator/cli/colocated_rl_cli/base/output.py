@@ -1,0 +1,50 @@
+"""What commands print: tables for people, JSON and YAML for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from colocated_rl_cli.base.yaml_text import written
+
+FORMATS = ("text", "json", "yaml")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def complain(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def document(value: Any, form: str) -> str:
+    """form: json or yaml."""
+    plain = json.loads(json.dumps(value, default=str))
+    return json.dumps(plain, indent=2) if form == "json" else written(plain).rstrip()
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Columns as wide as they have to be, headed by their names as kubectl does; nothing is a dash."""
+    cells = [[column.upper() for column in columns]]
+    cells += [[_cell(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
+    return "\n".join(_spaced(line, widths) for line in cells)
+
+
+def row_of(row: Mapping[str, Any], columns: Mapping[str, int]) -> str:
+    """Of a table whose rows come one after another. columns: with the widths of what they hold, usually."""
+    widths = [max(len(name), width) for name, width in columns.items()]
+    return _spaced([_cell(row.get(name)) for name in columns], widths)
+
+
+def _spaced(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "   ".join(f"{text:{width}}" for text, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _cell(value: Any) -> str:
+    if value is None or value == "":
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,200 @@
+"""The API server, as whoever is logged in: objects, changes of them, logs. The only module that knows its paths.
+
+Every call has a deadline, but for the streams `follow_log` and `watch`, which last until they end. Errors say which
+right is missing, or what does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from colocated_rl_api import names
+from colocated_rl_api.logs import in_words
+from colocated_rl_cli.base.errors import (
+    CliError,
+    NotAllowed,
+    NotReached,
+    NotThere,
+)
+from colocated_rl_cli.cluster.kubectl import Login, proxied
+from colocated_rl_cli.evidence.causes import event_time
+
+CALL_DEADLINE_S = 30.0
+MAX_LINE_BYTES = 4 * 1024 * 1024
+MAX_LOG_BYTES = 64 * 1024 * 1024
+
+Object = dict[str, Any]
+
+
+class Api:
+    """One namespace of one cluster."""
+
+    def __init__(self, session: aiohttp.ClientSession, namespace: str) -> None:
+        self.session = session
+        self.namespace = namespace
+
+    @classmethod
+    @asynccontextmanager
+    async def reach(cls, login: Login, namespace: str | None) -> AsyncIterator[Api]:
+        """Raises NotReached."""
+        chosen = namespace or await login.namespace()
+        async with proxied(login) as socket:
+            connector = aiohttp.UnixConnector(str(socket), limit=0)
+            async with aiohttp.ClientSession(
+                "http://localhost", connector=connector, read_bufsize=MAX_LINE_BYTES, trust_env=False
+            ) as session:
+                yield cls(session, chosen)
+
+    # ----------------------------------------------------------------------------------------------------------- paths
+    @property
+    def jobs(self) -> str:
+        return f"/apis/{names.API_VERSION}/namespaces/{self.namespace}/{names.PLURAL}"
+
+    @property
+    def pods(self) -> str:
+        return f"/api/v1/namespaces/{self.namespace}/pods"
+
+    # --------------------------------------------------------------------------------------------------------- objects
+    async def job(self, name: str) -> Object:
+        """Raises NotThere."""
+        found: Object = await self.get(f"{self.jobs}/{name}", what=f"job {self.namespace}/{name}")
+        return found
+
+    async def job_names(self) -> list[str]:
+        found = await self.get(self.jobs, what=f"jobs of namespace {self.namespace}")
+        return [str(job["metadata"]["name"]) for job in found["items"]]
+
+    async def change_job(self, name: str, patch: Mapping[str, Any]) -> Object:
+        """A merge patch."""
+        what = f"job {self.namespace}/{name}"
+        changed: Object = await self._json("PATCH", f"{self.jobs}/{name}", what=what, body=patch)
+        return changed
+
+    async def pods_of(self, job: str) -> list[Object]:
+        """By name, former attempts too."""
+        selector = {"labelSelector": f"{names.JOB_NAME_LABEL}={job}"}
+        found = await self.get(self.pods, what=f"pods of job {self.namespace}/{job}", query=selector)
+        return sorted(found["items"], key=lambda pod: str(pod["metadata"]["name"]))
+
+    async def operators(self) -> list[Object]:
+        """Pods of the operator in this namespace."""
+        selector = {"labelSelector": f"app.kubernetes.io/name={names.MANAGED_BY}"}
+        found = await self.get(self.pods, what=f"operator in namespace {self.namespace}", query=selector)
+        return list(found["items"])
+
+    async def events_about(self, uid: str) -> list[Object]:
+        """Oldest first. The API server forgets them after an hour, usually."""
+        found = await self.get(
+            f"/api/v1/namespaces/{self.namespace}/events",
+            what=f"events of namespace {self.namespace}",
+            query={"fieldSelector": f"involvedObject.uid={uid}"},
+        )
+        return sorted(found["items"], key=event_time)
+
+    async def log(self, pod: str, container: str, *, previous: bool = False, newest: int | None = None) -> str:
+        """What is kept of it, or its newest lines. Raises NotThere where the container has not run."""
+        query = {"container": container, "previous": str(previous).lower(), "limitBytes": str(MAX_LOG_BYTES)}
+        if newest is not None:
+            query["tailLines"] = str(newest)
+        path, what = f"{self.pods}/{pod}/log", f"log of container {container} of pod {pod}"
+        async with self._asked("GET", path, what=what, query=query) as answer:
+            return (await answer.read()).decode(errors="replace")
+
+    async def get(self, path: str, *, what: str, query: Mapping[str, str] | None = None) -> Any:
+        return await self._json("GET", path, what=what, query=query)
+
+    # --------------------------------------------------------------------------------------------------------- streams
+    async def watch(self, path: str, query: Mapping[str, str], *, what: str) -> AsyncIterator[tuple[str, Object]]:
+        """What is there as ADDED, then each change, until the server ends it. Raises CliError."""
+        async with self._asked("GET", path, what=what, query={**query, "watch": "1"}, deadline_s=None) as answer:
+            async for line in _lines(answer, what):
+                try:
+                    event = json.loads(line)
+                except json.JSONDecodeError:
+                    return  # cut off by the end of the connection
+                if event["type"] == "ERROR":
+                    return  # too old: the caller asks again from the beginning
+                yield event["type"], event["object"]
+
+    async def follow_log(self, pod: str, container: str) -> AsyncIterator[str]:
+        """From its beginning until the container ends. Raises CliError."""
+        query, what = {"container": container, "follow": "true"}, f"log of container {container} of pod {pod}"
+        async with self._asked("GET", f"{self.pods}/{pod}/log", what=what, query=query, deadline_s=None) as answer:
+            async for line in _lines(answer, what):
+                yield line
+
+    # ----------------------------------------------------------------------------------------------------------- calls
+    async def _json(
+        self, method: str, path: str, *, what: str, query: Mapping[str, str] | None = None, body: object = None
+    ) -> Any:
+        async with self._asked(method, path, what=what, query=query, body=body) as answer:
+            return await answer.json()
+
+    @asynccontextmanager
+    async def _asked(
+        self,
+        method: str,
+        path: str,
+        *,
+        what: str,
+        query: Mapping[str, str] | None = None,
+        body: object = None,
+        deadline_s: float | None = CALL_DEADLINE_S,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = {"Content-Type": "application/merge-patch+json"} if body is not None else {}
+        try:
+            async with self.session.request(
+                method,
+                path,
+                params=query,
+                data=None if body is None else json.dumps(body),
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=deadline_s, sock_connect=CALL_DEADLINE_S),
+            ) as answer:
+                if answer.status >= 400:
+                    raise refusal(answer.status, await answer.text(), what)
+                yield answer
+        except TimeoutError as error:
+            raise NotReached(f"{what}: no answer from the API server within {deadline_s} s") from error
+        except aiohttp.ClientError as error:
+            raise NotReached(f"{what}: the connection to the API server ended: {in_words(error)}") from error
+
+
+def refusal(status: int, text: str, what: str) -> CliError:
+    """What an answer other than success means."""
+    try:
+        said, is_servers = str(json.loads(text).get("message") or text), True
+    except (json.JSONDecodeError, AttributeError):  # kubectl's own words
+        said, is_servers = text.strip(), False
+    said = said[:2000]
+    match status:
+        case _ if status >= 500 and not is_servers:
+            return NotReached(f"{what}: kubectl reaches no API server: {said}; see that `kubectl get crlj` works")
+        case 401:
+            return NotAllowed(f"{what}: the API server does not know who asks ({said}): log in again, as for kubectl")
+        case 403:
+            return NotAllowed(f"{what}: {said}; docs/cli.md lists the rights that each command needs")
+        case 404 if "the server could not find the requested resource" in said or "page not found" in said:
+            return NotThere(f"{what}: the cluster has no {names.KIND}: is the chart installed?")
+        case 404:
+            return NotThere(f"{what}: {said}; kubectl get crlj -A lists the jobs there are")
+        case 502 | 503 | 504:
+            return NotReached(f"{what}: the API server is not reached: {said}")
+        case _:
+            return NotReached(f"{what}: the API server answers {status}: {said}")
+
+
+async def _lines(answer: aiohttp.ClientResponse, what: str) -> AsyncIterator[str]:
+    while True:
+        try:
+            line = await answer.content.readline()
+        except ValueError as error:
+            raise NotReached(f"{what}: a line of more than {MAX_LINE_BYTES} bytes") from error
+        if not line:
+            return
+        yield line.decode(errors="replace")

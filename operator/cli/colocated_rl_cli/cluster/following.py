@@ -1,0 +1,160 @@
+"""Follows a job through what it says itself: its status and the log lines of its pods, as they come.
+
+At the end `collect` reads all logs once more from their beginning, so that no line is missed that came before a
+follower or after it. What can't be had for a while (a pod that starts, an API server that restarts) is asked for again;
+`trouble` says so meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from colocated_rl_api import names
+from colocated_rl_cli.base.errors import (
+    CliError,
+    NotAllowed,
+    NotReached,
+    NotThere,
+)
+from colocated_rl_cli.cluster.api import Api
+from colocated_rl_cli.evidence.evidence import is_over
+from colocated_rl_cli.evidence.records import Records, read_line
+
+AGAIN_S = 0.5
+MAX_LINES = 200_000  # kept; older ones go
+PODS_AT_MOST = 64  # whose logs are followed
+CONTAINERS = dict.fromkeys(names.GPU_ROLES, names.AGENT_CONTAINER) | {
+    names.ROLE_ROLLOUT: names.ROLLOUT_CONTAINER,
+    names.ROLE_REFERENCE: names.GPU_CONTAINER,
+}
+
+
+class JobWatch:
+    """One job. on_line: called with each new line. refuse_lost: raises when there is no use in asking again."""
+
+    def __init__(self, api: Api, name: str, *, refuse_lost: Callable[[], None] = lambda: None) -> None:
+        self.job: Mapping[str, Any] = {}
+        self.lines: deque[Mapping[str, Any]] = deque(maxlen=MAX_LINES)
+        self.trouble: CliError | None = None
+        self.on_line: Callable[[Mapping[str, Any]], None] = lambda _: None
+        self._api = api
+        self._name = name
+        self._refuse_lost = refuse_lost
+        self._ended = asyncio.Event()
+        self._failure: Exception | None = None
+        self._seen: set[int] = set()  # hashes of pod and line, as they came: all of them, which may be many
+        self._followed: dict[str, asyncio.Task[None]] = {}
+        self._over: set[str] = set()  # pods whose logs get no further line
+
+    @property
+    def phase(self) -> str:
+        return str(self.job.get("status", {}).get("phase") or "")
+
+    async def until_ended(self, *, deadline_s: float | None = None) -> None:
+        """Return when the job is complete, failed or gone.
+
+        Raises TimeoutError, NotAllowed, and what refuse_lost raises.
+        """
+        async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._again(self._watch_job), name="watch/job"),
+                group.create_task(self._again(lambda: self._watch_pods(group)), name="watch/pods"),
+            ]
+            await self._ended.wait()
+            for task in (*tasks, *self._followed.values()):
+                task.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+    def end(self) -> None:
+        """Nobody wants to know more: `until_ended` returns."""
+        self._ended.set()
+
+    async def collect(self) -> Records:
+        """Every log that is still there from its beginning, and the events."""
+        for pod in await self._api.pods_of(self._name):
+            name, container = pod["metadata"]["name"], container_of(pod)
+            if container is None:
+                continue
+            for previous in (True, False):
+                try:
+                    text = await self._api.log(name, container, previous=previous)
+                except (NotThere, NotReached):
+                    continue  # no earlier container, or one that never started
+                for line in text.splitlines():
+                    self._read(name, line)
+        uid = self.job.get("metadata", {}).get("uid")
+        events = await self._api.events_about(uid) if uid else []
+        return Records(job=self.job, lines=sorted(self.lines, key=lambda line: float(line["ts"])), events=events)
+
+    async def _again(self, task: Callable[[], Any], *, until: Callable[[], bool] = lambda: False) -> None:
+        """Do it until there is no use in it. The API server ends a watch every few minutes.
+
+        until: it is done for the last time where this holds before.
+        """
+        is_last = False
+        while not is_last:
+            is_last = until()
+            try:
+                await task()
+            except NotAllowed as error:
+                self._failure = error
+            except CliError as error:
+                self.trouble = error
+            try:
+                self._refuse_lost()
+            except Exception as error:  # noqa: BLE001 - of whoever asked for it, and raised to him
+                self._failure = error
+            if self._failure is not None:
+                self._ended.set()
+                return
+            await asyncio.sleep(AGAIN_S)
+
+    async def _watch_job(self) -> None:
+        query, what = {"fieldSelector": f"metadata.name={self._name}"}, f"job {self._api.namespace}/{self._name}"
+        async for kind, job in self._api.watch(self._api.jobs, query, what=what):
+            self.job, self.trouble = job, None
+            if kind == "DELETED" or is_over(job):
+                self._ended.set()
+
+    async def _watch_pods(self, group: asyncio.TaskGroup) -> None:
+        query, what = {"labelSelector": f"{names.JOB_NAME_LABEL}={self._name}"}, f"pods of job {self._name}"
+        async for kind, pod in self._api.watch(self._api.pods, query, what=what):
+            name, container = pod["metadata"]["name"], container_of(pod)
+            is_over = kind == "DELETED" or pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+            (self._over.add if is_over else self._over.discard)(name)
+            known = self._followed.get(name)
+            is_new = known is None or (known.done() and not is_over)  # another pod may get the name of one that is gone
+            following = sum(not task.done() for task in self._followed.values())
+            if is_new and following < PODS_AT_MOST and container and has_started(pod, container):
+                follow, is_read = partial(self._follow, name, container), partial(self._over.__contains__, name)
+                self._followed[name] = group.create_task(self._again(follow, until=is_read), name=f"watch/{name}")
+
+    async def _follow(self, pod: str, container: str) -> None:
+        try:
+            async for line in self._api.follow_log(pod, container):
+                self._read(pod, line)
+        except (NotThere, NotReached):
+            return  # the container is started again, or the pod has gone
+
+    def _read(self, pod: str, text: str) -> None:
+        key = hash((pod, text.strip()))
+        if key not in self._seen and (line := read_line(text)) is not None:
+            self._seen.add(key)
+            self.lines.append(line)
+            self.on_line(line)
+
+
+def container_of(pod: Mapping[str, Any]) -> str | None:
+    """Where its member runs. None: it does not say what it is, or says it in a newer version's word."""
+    return CONTAINERS.get(pod["metadata"]["labels"].get(names.ROLE_LABEL, ""))
+
+
+def has_started(pod: Mapping[str, Any], container: str) -> bool:
+    status = pod.get("status", {})
+    statuses = [*status.get("containerStatuses", []), *status.get("initContainerStatuses", [])]
+    return any(one["name"] == container and "waiting" not in one.get("state", {}) for one in statuses)

@@ -1,0 +1,215 @@
+"""Members' pages, which listen on their pods' loopback: reached through the API server's port-forward.
+
+So the right to `pods/portforward` is the login, and no port is opened on this machine for others to use. A page is one
+HTTP request over a WebSocket (`v4.channel.k8s.io`): frames carry a channel number, 0 for data and 1 for errors; the
+first frame of each names the port. An answer is read as it comes, so a page may be long, or last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from colocated_rl_api import names
+from colocated_rl_api.logs import in_words
+from colocated_rl_cli.base.errors import CliError, NotReached, NotThere
+from colocated_rl_cli.cluster.api import Api, refusal
+
+DEADLINE_S = 15.0  # of a whole page
+QUIET_S = 45.0  # of an answer that is read as it comes; members say something every 15 s
+MAX_PAGE_BYTES = 64 * 1024 * 1024
+MAX_HEAD_LINE_BYTES = 64 * 1024
+AT_ONCE = 16
+_DATA, _ERROR = 0, 1
+
+
+async def page(api: Api, pod: str, path: str, query: Mapping[str, str] | None = None) -> Any:
+    """A page as JSON. Raises NotReached, NotAllowed, NotThere (the member has no such page)."""
+    text = await text_page(api, pod, path, query=query)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise NotReached(f"page {path} of pod {pod} is no JSON: {text[:200]!r}") from error
+
+
+async def text_page(
+    api: Api, pod: str, path: str, *, query: Mapping[str, str] | None = None, port: int = names.PAGES_PORT
+) -> str:
+    """As `page`, whatever it holds."""
+    what, body = f"page {path} of pod {pod}", bytearray()
+    try:
+        async with asyncio.timeout(DEADLINE_S), answered(api, pod, path, query=query, port=port) as answer:
+            async for piece in answer.body():
+                body += piece
+                if len(body) > MAX_PAGE_BYTES:
+                    raise NotReached(f"{what}: more than {MAX_PAGE_BYTES} bytes")
+    except TimeoutError as error:
+        raise NotReached(f"{what}: no answer through port-forward within {DEADLINE_S:.0f} s") from error
+    return body.decode(errors="replace")
+
+
+async def states(api: Api, pods: Iterable[str]) -> dict[str, Any]:
+    """`/v1/state` of each pod: hello, target and facts; where it was not read, the CliError that says why."""
+    limit = asyncio.Semaphore(AT_ONCE)
+    found: dict[str, Any] = {}
+
+    async def read(pod: str) -> None:
+        async with limit:
+            try:
+                found[pod] = await page(api, pod, "/v1/state")
+            except CliError as error:
+                found[pod] = error  # not idle, not failed: nobody knows
+
+    async with asyncio.TaskGroup() as group:
+        for pod in pods:
+            group.create_task(read(pod), name=f"state/{pod}")
+    return found
+
+
+@asynccontextmanager
+async def answered(
+    api: Api, pod: str, path: str, *, query: Mapping[str, str] | None = None, port: int = names.PAGES_PORT
+) -> AsyncIterator[Answer]:
+    """A page whose body is read as it comes. Raises NotReached, NotAllowed, NotThere, also while it is read."""
+    asked = URL(path).with_query(query) if query else URL(path)
+    request = f"GET {asked.raw_path_qs} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+    address, what = f"{api.pods}/{pod}/portforward?ports={port}", f"page {path} of pod {pod}"
+    try:
+        async with api.session.ws_connect(
+            address, protocols=("v4.channel.k8s.io",), max_msg_size=MAX_PAGE_BYTES, autoping=True
+        ) as link:
+            await link.send_bytes(bytes([_DATA]) + request)
+            answer = Answer(link, what, port)
+            await answer.begin()
+            yield answer
+    except aiohttp.WSServerHandshakeError as error:
+        raise await _why_refused(api, address, error, what) from error
+    except aiohttp.ClientError as error:
+        raise NotReached(f"{what}: port-forward failed: {in_words(error)}") from error
+
+
+class Answer:
+    """A member's answer, read from the port-forward no further than it is asked for.
+
+    headers: by their names in lower case.
+    """
+
+    def __init__(self, link: aiohttp.ClientWebSocketResponse, what: str, port: int) -> None:
+        self._link = link
+        self._what = what
+        self._port = port
+        self._read = bytearray()
+        self._named: set[int] = set()
+        self.headers: dict[str, str] = {}
+
+    async def begin(self) -> None:
+        """Read its head; one that is no success is raised."""
+        if not await self._more():  # a kubelet that says nothing of a refused connection
+            message = f"port {self._port} of the pod gave no answer: does the member run, and listen there?"
+            raise NotReached(f"{self._what}: {message}")
+        try:
+            status = int((await self._line()).split()[1])
+            while line := await self._line():
+                name, _, value = line.partition(":")
+                self.headers[name.lower()] = value.strip()
+        except (ValueError, IndexError) as error:
+            raise NotReached(f"{self._what}: port {self._port} of the pod does not speak HTTP") from error
+        if status != 200:
+            body = bytearray()
+            async for piece in self.body():
+                body += piece[: MAX_HEAD_LINE_BYTES - len(body)]
+            said = body.decode(errors="replace").strip()[:500]
+            kind = NotThere if status == 404 else NotReached
+            raise kind(
+                f"{self._what}: {said}" if status == 404 else f"{self._what}: the member answers {status}: {said}"
+            )
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """In pieces. Raises NotReached when it is cut off."""
+        try:
+            if self.headers.get("transfer-encoding", "").lower() == "chunked":
+                while size := int((await self._line()).partition(";")[0], 16):
+                    async for piece in self._bytes(size):
+                        yield piece
+                    await self._line()
+            elif "content-length" in self.headers:
+                async for piece in self._bytes(int(self.headers["content-length"])):
+                    yield piece
+            else:  # the connection's end tells
+                while self._read or await self._more():
+                    yield self._taken(len(self._read))
+        except ValueError as error:
+            raise NotReached(f"{self._what}: the member's answer is broken: {error}") from error
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Of the body, without their ends."""
+        begun = b""
+        async for piece in self.body():
+            *whole, begun = (begun + piece).split(b"\n")
+            for line in whole:
+                yield line
+            if len(begun) > MAX_PAGE_BYTES:
+                raise NotReached(f"{self._what}: a line of more than {MAX_PAGE_BYTES} bytes")
+
+    async def _bytes(self, count: int) -> AsyncIterator[bytes]:
+        while count:
+            if not self._read and not await self._more():
+                raise self._cut_off()
+            piece = self._taken(min(count, len(self._read)))
+            count -= len(piece)
+            yield piece
+
+    async def _line(self) -> str:
+        while (end := self._read.find(b"\n")) < 0:
+            if len(self._read) > MAX_HEAD_LINE_BYTES:
+                raise ValueError(f"a line of more than {MAX_HEAD_LINE_BYTES} bytes")
+            if not await self._more():
+                raise self._cut_off()
+        return self._taken(end + 1).decode(errors="replace").rstrip("\r\n")
+
+    def _taken(self, count: int) -> bytes:
+        taken = bytes(self._read[:count])
+        del self._read[:count]
+        return taken
+
+    async def _more(self) -> bool:
+        """Whether more has come; False at the end of the connection."""
+        try:
+            async with asyncio.timeout(QUIET_S):
+                async for message in self._link:
+                    if message.type is aiohttp.WSMsgType.BINARY and message.data and self._took(message.data):
+                        return True
+        except TimeoutError as error:
+            raise NotReached(f"{self._what}: nothing came through port-forward for {QUIET_S:.0f} s") from error
+        return False
+
+    def _took(self, frame: bytes) -> bool:
+        """Whether there were bytes of the answer in it."""
+        channel, content = frame[0], frame[1:]
+        if channel not in self._named:  # the first of each channel says the port
+            self._named.add(channel)
+            content = content[2:]
+        if channel == _ERROR and content:
+            raise NotReached(f"{self._what}: {content.decode(errors='replace').strip()}: does the member run?")
+        if channel == _DATA:
+            self._read += content
+        return channel == _DATA and bool(content)
+
+    def _cut_off(self) -> NotReached:
+        return NotReached(f"{self._what}: the member's answer was cut off")
+
+
+async def _why_refused(api: Api, address: str, error: aiohttp.WSServerHandshakeError, what: str) -> CliError:
+    """The words of a refusal are in the answer to an ordinary request: a WebSocket's handshake hides them."""
+    try:
+        await api.get(address, what=what)
+    except CliError as why:
+        if error.status in (401, 403, 404):
+            return why
+    return refusal(error.status, error.message, what)

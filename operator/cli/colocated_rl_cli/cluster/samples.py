@@ -1,0 +1,151 @@
+"""Samples of a job, as its rollout controller tells them: the newest, or each as it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from colocated_rl_api import names
+from colocated_rl_cli.base.errors import (
+    CliError,
+    NotAllowed,
+    NotReached,
+    NotThere,
+    UsageError,
+)
+from colocated_rl_cli.base.output import document, row_of, table
+from colocated_rl_cli.cluster.api import Api
+from colocated_rl_cli.cluster.pages import answered, page
+from colocated_rl_cli.evidence.evidence import is_over
+
+PAGE = "/v1/samples"
+LINES = "application/x-ndjson"
+PARQUET = "application/vnd.apache.parquet"
+BEGINS_AFTER = "x-begins-after"
+AGAIN_S, AGAIN_AT_MOST_S = 0.5, 8.0
+COLUMNS = {"id": 8, "group_id": 8, "state": 11, "reward": 9, "finish": 6, "attempts": 8, "step": 5, "reason": 6}
+
+Row = Mapping[str, Any]
+
+
+async def newest(api: Api, job: str, query: Mapping[str, str]) -> list[Row]:
+    found: list[Row] = (await page(api, await rollout_pod(api, job), PAGE, query))["samples"]
+    return found
+
+
+async def followed(
+    api: Api, job: str, query: Mapping[str, str], *, complain: Callable[[str], None]
+) -> AsyncGenerator[Row, None]:
+    """Each sample as it ends, once, until the job is over or gone.
+
+    What breaks (a port-forward, the pod, the API server) is told and asked for again, from the last sample on. Raises
+    CliError where it can't begin.
+    """
+    after: int | None = None
+    said, wait_s = "", AGAIN_S
+    while True:
+        trouble = ""
+        try:
+            going_on = {} if after is None else {"after": str(after)}
+            pod = await rollout_pod(api, job)
+            async with answered(api, pod, PAGE, query={"follow": "true", **query, **going_on}) as answer:
+                if not answer.headers.get("content-type", "").startswith(LINES):
+                    raise NotThere(f"pod {pod} is of an earlier release, whose samples can't be followed")
+                after = int(answer.headers[BEGINS_AFTER])
+                said, wait_s = "", AGAIN_S
+                async for line in answer.lines():
+                    if line:
+                        row: Row = json.loads(line)
+                        if "state" not in query and row["ended"] > after + 1:
+                            complain(
+                                f"{row['ended'] - after - 1} that ended before are in a checkpoint, and only counted"
+                            )
+                        after = row["ended"]
+                        yield row
+        except NotAllowed:
+            raise
+        except CliError as error:
+            if after is None:
+                raise
+            trouble = str(error)
+        ends = await _is_over(api, job)
+        if trouble not in ("", said):
+            said = trouble
+            complain(said if ends else f"{said}; it is asked again")
+        if ends:
+            return
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, AGAIN_AT_MOST_S)
+
+
+async def download(api: Api, job: str, query: Mapping[str, str], file: Path) -> int:
+    """All of them, as a Parquet file; its bytes. Raises CliError, UsageError where it can't be written."""
+    pod, unfinished = await rollout_pod(api, job), file.with_name(f"{file.name}.part")
+    try:
+        async with answered(api, pod, PAGE, query={"format": "parquet", **query}) as answer:
+            if not answer.headers.get("content-type", "").startswith(PARQUET):
+                raise NotThere(f"pod {pod} is of an earlier release, which writes no Parquet files")
+            written = 0
+            with unfinished.open("wb") as part:
+                async for piece in answer.body():
+                    written += part.write(piece)
+        unfinished.replace(file)
+        return written
+    except OSError as error:
+        raise UsageError(f"{file} can't be written: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+async def _is_over(api: Api, job: str) -> bool:
+    try:
+        return is_over(await api.job(job))
+    except NotThere:
+        return True
+    except NotReached:
+        return False  # nobody knows
+
+
+async def rollout_pod(api: Api, job: str) -> str:
+    """Raises NotThere."""
+    await api.job(job)  # says so if there is none
+    for pod in await api.pods_of(job):
+        if (
+            pod["metadata"]["labels"].get(names.ROLE_LABEL) == names.ROLE_ROLLOUT
+            and pod["status"].get("phase") == "Running"
+        ):
+            return str(pod["metadata"]["name"])
+    raise NotThere(f"job {api.namespace}/{job} has no rollout pod that runs: kubectl crlj explain {job} says why")
+
+
+def listed(rows: list[Row], form: str, *, text: bool) -> str:
+    """form: text, json or yaml. text: with prompts and responses."""
+    if form != "text":
+        return document(rows, form)
+    return "\n\n".join(_in_words(row) for row in rows) if text else table(rows, [*COLUMNS])
+
+
+def told(row: Row, form: str, *, text: bool) -> str:
+    """One of many that come one after another: of JSON a line each, of YAML an item of a list."""
+    match form:
+        case "json":
+            return json.dumps(row)
+        case "yaml":
+            return document([row], form)
+        case _:
+            return _in_words(row) + "\n" if text else row_of(row, COLUMNS)
+
+
+def head(form: str, *, text: bool) -> str | None:
+    """What stands above them."""
+    return row_of({name: name.upper() for name in COLUMNS}, COLUMNS) if form == "text" and not text else None
+
+
+def _in_words(row: Row) -> str:
+    reward = "-" if row["reward"] is None else f"{row['reward']:.4g}"
+    texts = [textwrap.indent(row.get(name) or "-", "    ") for name in ("prompt", "response")]
+    return f"{row['id']}: {row['state']}, reward {reward}\n  prompt\n{texts[0]}\n  response\n{texts[1]}"

@@ -1,0 +1,337 @@
+"""What the log lines of a run say, as figures. Pure: records in, values out; nothing is measured here.
+
+Lines are the JSON objects of `colocated_rl_api.logs`, in any order, also with lines of which nothing is known here.
+The holder of a pod's GPU is read from the rungs that its agent reached: rollout until the gate closes, then the switch,
+the trainer from Released until Offloaded, and the switch again until the gate opens on the new weights. In a resident
+job rollout goes on beside training, and the switch is from the closed gate to the open one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any
+
+from colocated_rl_api import names
+from colocated_rl_api.ladder import TIME_SLICED, Ladder
+from colocated_rl_api.rungs import Rung
+
+Line = Mapping[str, Any]
+
+UP_TO_CLOSED = (Rung.UNKNOWN, *TIME_SLICED.rungs[: TIME_SLICED.place(Rung.CLOSED)])
+
+
+class Holder(StrEnum):
+    """Who has the GPU of a pod."""
+
+    START = "start-up"
+    ROLLOUT = "rollout"
+    SWITCH = "switch"
+    TRAINER = "training"
+    BOTH = "rollout and training"
+    IDLE = "idle"  # of trainers alone, between steps
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A batch. `staleness`: its tokens by how many steps older than the newest their weights are when they train."""
+
+    step: int
+    ts: float
+    reward: float
+    samples: int
+    tokens: int
+    took_s: float
+    resumed_samples: int | None  # None: of a recording, which does not say
+    staleness: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """ts: None of one whose log has gone with its pod."""
+
+    step: int
+    ts: float | None
+    mean: float
+    stderr: float
+    best: float | None  # mean of the best answer to each question; None with one answer each
+    samples: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Time of a pod between two rungs. `towards`: the rung that ended it; None for the last."""
+
+    pod: str
+    start: float
+    end: float
+    holder: Holder
+    towards: Rung | None
+    step: int
+    epoch: int | None = None  # that asked for it
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a pod stands by its newest line, who has its GPU, and since when."""
+
+    rung: Rung
+    holder: Holder
+    since: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened once and is worth showing: a loss, a restart."""
+
+    ts: float
+    who: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RungTime:
+    """Seconds that pods needed to reach a rung from the one before, over all switches of a run."""
+
+    rung: Rung
+    holder: Holder
+    mean_s: float
+    median_s: float
+    longest_s: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run."""
+
+    batches: tuple[Sealed, ...]
+    evaluations: tuple[Evaluated, ...]
+    spans: tuple[Span, ...]
+    marks: tuple[Mark, ...]
+    ladder: Ladder
+    mismatch: float | None  # nats: mean over a step's tokens of |engine - trainer|, of the worst step; None: unmeasured
+
+    @property
+    def began(self) -> float:
+        return min((span.start for span in self.spans), default=0.0)
+
+    @property
+    def ended(self) -> float:
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def pods(self) -> list[str]:
+        return sorted({span.pod for span in self.spans})
+
+    @property
+    def first(self) -> Evaluated | None:
+        """Before the first step."""
+        return next((one for one in self.evaluations if one.step == 0), None)
+
+    @property
+    def last(self) -> Evaluated | None:
+        return self.evaluations[-1] if self.evaluations else None
+
+
+def read_figures(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> Figures:
+    """Figures of one job from the log lines of its members. ladder: that it climbs."""
+    ordered = sorted((line for line in lines if isinstance(line.get("ts"), int | float)), key=lambda line: line["ts"])
+    return Figures(
+        batches=batches_of(ordered),
+        evaluations=evaluations_of(ordered),
+        spans=tuple(_spans(ordered, ladder)),
+        marks=tuple(
+            Mark(
+                line["ts"], str(line.get("pod") or line.get("role") or ""), f"{line['event']}: {line.get('reason', '')}"
+            )
+            for line in ordered
+            if line.get("level") in ("error", "critical")
+        ),
+        ladder=ladder,
+        mismatch=max(
+            (
+                line["metrics"]["mismatch_mean"]
+                for line in _named(ordered, "step trained")
+                if "mismatch_mean" in line["metrics"]
+            ),
+            default=None,
+        ),
+    )
+
+
+def batches_of(lines: Sequence[Line]) -> tuple[Sealed, ...]:
+    """In the order of the lines; one that was sealed again after a restart counts once."""
+    return tuple({one.step: one for one in map(_sealed, _named(lines, "batch sealed"))}.values())
+
+
+def evaluations_of(lines: Sequence[Line]) -> tuple[Evaluated, ...]:
+    """By step. A rollout controller begins with those of the ones before it."""
+    known = [one for line in _named(lines, "rollout controller ready") for one in line.get("evaluations", ())]
+    found = {one["step"]: _evaluated(one) for one in [*known, *_named(lines, "evaluation ended")]}
+    return tuple(found[step] for step in sorted(found))
+
+
+def standings(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> dict[str, Standing]:
+    """Of each pod, by name."""
+    now: dict[str, Standing] = {}
+    served: set[str] = set()
+    for line in lines:
+        if _is_of_a_rung(line) and line.get("role") in names.GPU_ROLES:
+            rung, pod = Rung(line["rung"]), line["pod"]
+            if rung is ladder.top:
+                served.add(pod)
+            now[pod] = Standing(
+                rung, _holder(rung, None, ladder, line["role"]) if pod in served else Holder.START, line["ts"]
+            )
+    return dict(sorted(now.items()))
+
+
+def holder_shares(figures: Figures) -> dict[Holder, float]:
+    """Part of the pods' time after start-up that each holder had; empty when nothing is known."""
+    held: dict[Holder, float] = defaultdict(float)
+    for span in figures.spans:
+        if span.holder is not Holder.START:
+            held[span.holder] += span.end - span.start
+    total = sum(held.values())
+    return {holder: seconds / total for holder, seconds in held.items()} if total else {}
+
+
+def rung_times(figures: Figures) -> list[RungTime]:
+    """How long each rung took, in ladder order, over all pods and all switches after start-up."""
+    by_rung: dict[Rung, list[Span]] = defaultdict(list)
+    for span in figures.spans:
+        if span.holder in (Holder.SWITCH, Holder.TRAINER) and span.towards is not None:
+            by_rung[span.towards].append(span)
+    times = []
+    for rung in figures.ladder.rungs:
+        if spans := by_rung.get(rung):
+            took = [span.end - span.start for span in spans]
+            times.append(RungTime(rung, spans[0].holder, mean(took), median(took), max(took), len(took)))
+    return times
+
+
+def switches_of(figures: Figures) -> dict[int, list[Span]]:
+    """Spans in which the GPUs changed hands or the trainer had them, by the step that was climbed to."""
+    found: dict[int, list[Span]] = defaultdict(list)
+    for span in figures.spans:
+        if span.holder in (Holder.SWITCH, Holder.TRAINER):
+            found[span.step].append(span)
+    return dict(sorted(found.items()))
+
+
+def switch_seconds(figures: Figures) -> list[float]:
+    """Of each switch: from the first gate closed to all gates open, without the time the trainer had the GPUs."""
+    seconds = []
+    for spans in switches_of(figures).values():
+        training = [span for span in spans if span.holder is Holder.TRAINER]
+        if all(span.towards is not Rung.SERVING for span in spans):
+            continue  # under way when the records end
+        if not training and not figures.ladder.serves_on:
+            continue  # no step: an engine came back
+        whole = max(span.end for span in spans) - min(span.start for span in spans)
+        held = max(span.end for span in training) - min(span.start for span in training) if training else 0.0
+        seconds.append(max(0.0, whole - held))
+    return seconds
+
+
+def typical_switch(figures: Figures) -> list[Span]:
+    """Spans of the switch that lasted as long as most: the one of median length; empty if there was none."""
+    whole = [spans for spans in switches_of(figures).values() if any(span.towards is Rung.SERVING for span in spans)]
+    whole.sort(key=lambda spans: max(span.end for span in spans) - min(span.start for span in spans))
+    return whole[len(whole) // 2] if whole else []
+
+
+def staleness_tokens(figures: Figures) -> dict[int, int]:
+    """Trained tokens by staleness, of all batches."""
+    tokens: dict[int, int] = defaultdict(int)
+    for batch in figures.batches:
+        for age, count in batch.staleness.items():
+            tokens[age] += count
+    return dict(sorted(tokens.items()))
+
+
+def _named(lines: Sequence[Line], event: str) -> list[Line]:
+    return [line for line in lines if line.get("event") == event]
+
+
+def _sealed(line: Line) -> Sealed:
+    return Sealed(
+        step=line["step"],
+        ts=line["ts"],
+        reward=line["reward_mean"],
+        samples=line["samples"],
+        tokens=line["loss_tokens"],
+        took_s=line["took_s"],
+        resumed_samples=line.get("resumed_samples"),
+        staleness={int(age): count for age, count in line["staleness"].items()},
+    )
+
+
+def _evaluated(line: Line) -> Evaluated:
+    return Evaluated(line["step"], line.get("ts"), line["mean"], line["stderr"], line.get("best"), line["samples"])
+
+
+def _spans(lines: Sequence[Line], ladder: Ladder) -> list[Span]:
+    rises: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        if line.get("role") not in names.GPU_ROLES:  # the operator's lines are of the whole group
+            continue
+        if line.get("event") == "agent up" and line["pod"] not in rises:
+            rises[line["pod"]].append({**line, "rung": Rung.UNKNOWN})
+        elif _is_of_a_rung(line):
+            rises[line["pod"]].append(line)
+    return [span for pod, of_pod in sorted(rises.items()) for span in _spans_of(pod, of_pod, ladder)]
+
+
+def _is_of_a_rung(line: Line) -> bool:
+    """That this release knows: one of a newer agent's own is passed over."""
+    return line.get("event") == "rung reached" and line.get("rung") in set(Rung)
+
+
+def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[Span]:
+    spans: list[Span] = []
+    has_served = False
+    for line, following in pairwise(rises):
+        rung, towards = Rung(line["rung"]), Rung(following["rung"])
+        has_served |= rung is ladder.top
+        role = following["role"]
+        holder = _holder(rung, towards, ladder, role) if has_served else Holder.START
+        start, end = line["ts"], following["ts"]
+        first = _first_of_climb(ladder)
+        if rung is ladder.top and ladder.reaches(towards, first) and towards is not first:  # passed on the way
+            began = max(start, end - following["took_s"])
+            spans.append(Span(pod, start, began, holder, first, following["step"], following.get("epoch")))
+            start, holder = began, _holder(first, towards, ladder, role)
+        spans.append(Span(pod, start, end, holder, towards, following["step"], following.get("epoch")))
+    return spans
+
+
+def _first_of_climb(ladder: Ladder) -> Rung:
+    """With which a climb begins for the GPU: the gate closes, or the trainer begins beside rollout."""
+    return Rung.CLOSED if ladder.takes_turns else ladder.rungs[0]
+
+
+def _holder(rung: Rung, towards: Rung | None, ladder: Ladder, role: str) -> Holder:
+    """Of the time from a rung to another; None: not there yet. role: of the pod."""
+    if not (ladder.serves and ladder.trains):
+        return Holder.ROLLOUT if ladder.serves else Holder.TRAINER
+    if role == names.ROLE_TRAINER:
+        return Holder.IDLE if rung is ladder.top else Holder.TRAINER
+    if ladder.serves_on:
+        beside = _RESIDENT.get(rung, Holder.ROLLOUT)
+        return Holder.ROLLOUT if beside is Holder.BOTH and role == names.ROLE_ENGINE else beside
+    if towards in UP_TO_CLOSED or rung in (Rung.SEALED, Rung.SERVING, Rung.UNKNOWN):
+        return Holder.ROLLOUT
+    return Holder.TRAINER if rung in _TRAINING else Holder.SWITCH
+
+
+_TRAINING = (Rung.RELEASED, Rung.SCORED, Rung.TRAINED, Rung.EXPORTED)
+_RESIDENT = {
+    **dict.fromkeys((Rung.SEALED, Rung.SCORED, Rung.TRAINED), Holder.BOTH),
+    **dict.fromkeys((Rung.CLOSED, Rung.SETTLED, Rung.PAUSED, Rung.DRAINED, Rung.UPDATED), Holder.SWITCH),
+}

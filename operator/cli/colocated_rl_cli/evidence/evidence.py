@@ -1,0 +1,106 @@
+"""What was seen of a job, and what follows at once: who fills each seat, what members say, where pods stand. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import pydantic
+
+from colocated_rl_api import names
+from colocated_rl_api.facts import PodFacts, RolloutFacts
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.job_status import ColocatedRLJobStatus, Phase
+from colocated_rl_api.member_wire import PodTarget
+from colocated_rl_api.rungs import Rung
+from colocated_rl_cli.base.errors import CliError
+from colocated_rl_cli.evidence.records import ladder_of
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was seen. states: page `/v1/state` by pod, or why it was not read. since: when a pod reached its rung."""
+
+    job: Object
+    pods: Sequence[Object]
+    events: Sequence[Object]
+    states: Mapping[str, Any | CliError]
+    now: datetime
+    since: Mapping[str, float] = field(default_factory=dict)
+
+
+def seats_of(pods: Sequence[Object]) -> dict[str, Object]:
+    """The pod of each seat: of several attempts the newest that has not ended. Without its role's label it has none."""
+    found: dict[str, Object] = {}
+    for pod in sorted(pods, key=lambda pod: int(pod["metadata"]["labels"].get(names.ATTEMPT_LABEL, 0))):
+        labels, phase = pod["metadata"]["labels"], pod.get("status", {}).get("phase")
+        role = labels.get(names.ROLE_LABEL)
+        seat = role if role == names.ROLE_ROLLOUT else f"{role}-{labels.get(names.REPLICA_LABEL)}"
+        if role is None:
+            continue
+        if seat not in found or phase not in ("Succeeded", "Failed"):
+            found[seat] = pod
+    return found
+
+
+def is_over(job: Object) -> bool:
+    """It is complete, or has failed: nothing more happens."""
+    return job.get("status", {}).get("phase") in (Phase.COMPLETE, Phase.FAILED)
+
+
+def has_pages(pod: Object) -> bool:
+    """It is a member: a reference on devices of its own is none."""
+    return bool(pod["metadata"]["labels"].get(names.ROLE_LABEL) != names.ROLE_REFERENCE)
+
+
+def facts_of(seen: Evidence) -> dict[str, PodFacts | RolloutFacts]:
+    """Of the members whose page was read, and could be."""
+    found: dict[str, PodFacts | RolloutFacts] = {}
+    for pod, state in seen.states.items():
+        if isinstance(state, CliError):
+            continue
+        model = PodFacts if state.get("facts", {}).get("type") == "podFacts" else RolloutFacts
+        try:
+            found[pod] = model.model_validate(state["facts"])
+        except (pydantic.ValidationError, KeyError):
+            continue  # of another version: told in the notes
+    return found
+
+
+def rungs_of(
+    status: ColocatedRLJobStatus, seen: Evidence, facts: Mapping[str, PodFacts | RolloutFacts]
+) -> dict[str, Rung]:
+    """Towards the version that the newest epoch climbs to; from members' pages, and from status for those not read.
+
+    A page may be newer than the status: it says itself where its member is to go.
+    """
+    found = {pod.name: Rung(pod.rung) for pod in status.out_of_line if pod.rung in set(Rung)}
+    for pod in seats_of(seen.pods).values():
+        name = pod["metadata"]["name"]
+        known, target = facts.get(name), _target(seen.states.get(name))
+        if not isinstance(known, PodFacts):
+            continue
+        is_current = target is not None and target.epoch >= (status.epoch or 0) and known.epoch == target.epoch
+        reached = ladder_of(seen.job).standing(known, target.version) if target is not None and is_current else None
+        found[name] = reached or Rung.UNKNOWN
+    return found
+
+
+def spec_of(job: Object) -> ColocatedRLJobSpec | None:
+    """None for one in words of another version."""
+    try:
+        return ColocatedRLJobSpec.model_validate(job["spec"])
+    except pydantic.ValidationError:
+        return None
+
+
+def _target(state: Any) -> PodTarget | None:
+    """Of a GPU pod's page."""
+    try:
+        return PodTarget.model_validate(state["target"])
+    except (pydantic.ValidationError, TypeError, KeyError):
+        return None  # it has none yet, or the page was not read

@@ -1,0 +1,70 @@
+"""What is kept of a job: itself as it was seen last, its members' log lines, its events.
+
+Reports come from this alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import pydantic
+
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.ladder import TIME_SLICED, Ladder, ladder_for
+from colocated_rl_api.rungs import Placement
+
+
+def ladder_of(job: Mapping[str, Any]) -> Ladder:
+    """That a job climbs, as its status says or, before it does, its spec; time-sliced if neither can be read."""
+    placement = job.get("status", {}).get("placement")
+    if placement in set(Placement):
+        reference = job.get("spec", {}).get("reference")
+        is_trainers = reference is not None and reference.get("colocateWith") != ""
+        return ladder_for(Placement(placement), scores=is_trainers)
+    try:
+        return ColocatedRLJobSpec.model_validate(job.get("spec")).ladder
+    except pydantic.ValidationError:
+        return TIME_SLICED
+
+
+def read_line(text: str) -> dict[str, Any] | None:
+    """A line of a member's log; None for one of something else, or cut off by the end of a container."""
+    if not text.startswith("{"):
+        return None
+    try:
+        line: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return line if isinstance(line.get("ts"), int | float) else None
+
+
+@dataclass(frozen=True)
+class Records:
+    """`took_s`: by name, what whoever kept them measured besides, on its own clock."""
+
+    job: Mapping[str, Any]
+    lines: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]] = ()
+    took_s: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Raises OSError, TypeError or ValueError where it holds none."""
+        found = cls(**json.loads(file.read_text()))
+        if not all(isinstance(one, dict) for one in (found.job, *found.lines, *found.events)):
+            raise TypeError("a job, lines and events are objects")
+        return found
+
+    @property
+    def ladder(self) -> Ladder:
+        return ladder_of(self.job)
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def write(self, file: Path) -> None:
+        file.write_text(self.as_json())

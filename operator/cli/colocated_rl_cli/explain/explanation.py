@@ -1,0 +1,280 @@
+"""Why is this job not moving? From what was seen, which pod stands where, what is the case, and what to do. Pure.
+
+Causes come from those who know best: conditions of the job, kubelet about pods, members about themselves. A cause that
+heals by itself is told, and is no problem. Where nothing is wrong, what the job waits for is said all the same: who
+moves the slowest pod from its rung, and which deadline of the spec bounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pydantic
+
+from colocated_rl_api import names
+from colocated_rl_api.facts import PodFacts, Problem, RolloutFacts
+from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, FailuresStatus, Phase
+from colocated_rl_api.rungs import Rung
+from colocated_rl_api.seats import seats_for
+from colocated_rl_cli.base.errors import CliError
+from colocated_rl_cli.evidence.evidence import (
+    Evidence,
+    Object,
+    facts_of,
+    has_pages,
+    rungs_of,
+    seats_of,
+)
+from colocated_rl_cli.explain import remedies
+from colocated_rl_cli.explain.waiting import waits_for
+
+QUIET_S = 30.0  # over which rollout controllers count their tokens
+
+
+@dataclass(frozen=True)
+class Cause:
+    reason: str
+    message: str  # of whoever knows: names what happened
+    pod: str | None = None
+    rung: str | None = None
+
+    @property
+    def remedy(self) -> remedies.Remedy:
+        return remedies.of(self.reason)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`waits_for`: what the job does now, when nothing is wrong with it. `notes`: what could not be seen."""
+
+    job: str
+    headline: str
+    causes: tuple[Cause, ...] = ()
+    waits_for: str | None = None
+    rungs: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()  # newest events of that kind
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_problem(self) -> bool:
+        return any(not cause.remedy.heals for cause in self.causes)
+
+
+def explain(seen: Evidence) -> Explanation:
+    job, metadata = seen.job, seen.job["metadata"]
+    status, unknown = _status(job)
+    facts = facts_of(seen)
+    rungs = rungs_of(status, seen, facts)
+    causes = [*_of_job(job, status)]
+    if not (_is_over(status) or status.phase in (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED)):
+        causes += _of_pods(seen, status)
+        causes += _of_members(status, facts, rungs, {cause.pod for cause in causes})
+        causes += _of_rollout(seen, status, facts)
+    return Explanation(
+        job=f"{metadata['namespace']}/{metadata['name']}",
+        headline=_headline(job, status),
+        causes=tuple(sorted(causes, key=lambda cause: cause.remedy.heals)),
+        waits_for=None if causes or _is_over(status) else waits_for(seen, status, facts, rungs),
+        rungs={pod: rung.value for pod, rung in sorted(rungs.items())},
+        warnings=tuple(_warnings(seen)),
+        notes=(*_notes(seen), *(f"status.{field} is in words that a newer kubectl crlj knows" for field in unknown)),
+    )
+
+
+def _status(job: Object) -> tuple[ColocatedRLJobStatus, list[str]]:
+    """What can be read of it, and the fields that can't: a newer operator has more phases."""
+    told = dict(job.get("status") or {})
+    try:
+        return ColocatedRLJobStatus.model_validate(told), []
+    except pydantic.ValidationError as error:
+        unknown = sorted({str(one["loc"][0]) for one in error.errors()})
+    known = {field: value for field, value in told.items() if field not in unknown}
+    return ColocatedRLJobStatus.model_validate(known), unknown
+
+
+def _headline(job: Object, status: ColocatedRLJobStatus) -> str:
+    steps = job["spec"].get("steps", "?")
+    parts = [str(status.phase or "not acted on"), f"step {status.step or 0} of {steps}"]
+    if status.target_step is not None and status.target_step != status.step and not _is_over(status):
+        parts.append(f"on the way to step {status.target_step}")
+    if status.epoch is not None:
+        parts.append(f"epoch {status.epoch} ({status.cause})")
+    if status.restarts:
+        parts.append(f"{status.restarts} of {job['spec'].get('backoffLimit', 6)} restarts used")
+    if status.failures is not None:
+        parts += _failures(status.failures)
+    return ", ".join(parts)
+
+
+def _failures(failures: FailuresStatus) -> Iterator[str]:
+    """What was done about the newest, and by which rule."""
+    if failures.cause:
+        rule = "the usual answer" if failures.rule is None else f"failurePolicy.rules[{failures.rule}]"
+        yield f"last {failures.cause}: {failures.action} ({rule})"
+    if failures.avoided_nodes:
+        yield f"no GPU pod on {' '.join(failures.avoided_nodes)}"
+
+
+def _observed(status: ColocatedRLJobStatus) -> int | None:
+    """Newest generation that an operator has looked at; the schema says -1 of a job that none has seen."""
+    return None if status.observed_generation == -1 else status.observed_generation
+
+
+def _is_over(status: ColocatedRLJobStatus) -> bool:
+    return _holds(status, "Complete") or _holds(status, "Failed")
+
+
+def _holds(status: ColocatedRLJobStatus, kind: str) -> bool:
+    return any(one.type == kind and one.status is ConditionStatus.TRUE for one in status.conditions)
+
+
+# ------------------------------------------------------------------------------------------------------------- the job
+def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Cause]:
+    if job["metadata"].get("deletionTimestamp"):
+        yield Cause("Deleted", f"since {job['metadata']['deletionTimestamp']}")
+    elif job["spec"].get("managedBy", names.OPERATOR) != names.OPERATOR:
+        yield Cause("ManagedByAnother", str(job["spec"]["managedBy"]))
+    elif (observed := _observed(status)) is None:
+        yield Cause("NotSeen", f"created {job['metadata'].get('creationTimestamp')}, and it has no status")
+    elif observed < job["metadata"].get("generation", 0):
+        yield Cause("SpecNotSeen", f"generation {job['metadata']['generation']}, seen {observed}")
+    true = [one for one in status.conditions if one.status is ConditionStatus.TRUE]
+    stops = {one.reason: one.message for one in true if one.type in ("Stalled", "Failed")}  # as a rule for one reason
+    yield from (Cause(reason, message) for reason, message in stops.items())
+    yield from (Cause("Suspended", one.message) for one in true if one.type == "Suspended")
+    for one in status.conditions:
+        if one.type == "Reconciling" and one.reason in ("BackingOff", "PodsReadyDeadlineExceeded"):
+            yield Cause(one.reason, one.message)
+    if status.phase is Phase.SUSPENDING:
+        yield Cause("Suspending", "")
+
+
+# ---------------------------------------------------------------------------------------------------------------- pods
+def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Cause]:
+    """What kubelet and the scheduler say; of each seat the newest pod."""
+    if _observed(status) is None:
+        return
+    current = seats_of(seen.pods)
+    for seat in _seats(seen.job["spec"]):
+        if seat not in current:
+            yield Cause("NoPod", f"seat {seat}")
+    for pod in current.values():
+        if trouble := _trouble(pod, seen.events):
+            yield Cause(*trouble, pod=pod["metadata"]["name"])
+
+
+def _seats(spec: Object) -> tuple[str, ...]:
+    """Also of a spec in words of another version."""
+    rollout, reference = spec.get("rollout", {}), spec.get("reference") or {}
+    engines = rollout.get("replicas", 0) if rollout.get("colocateWith") == "" else None
+    sizes = {"replicas": spec.get("replicas", 1), "engines": engines, "references": reference.get("replicas", 0)}
+    return seats_for(spec.get("mode", ""), **sizes).all
+
+
+def _trouble(pod: Object, events: Sequence[Object]) -> tuple[str, str] | None:
+    """Reason and message; None for a pod that runs."""
+    status, name = pod.get("status", {}), pod["metadata"]["name"]
+    if pod["metadata"].get("deletionTimestamp"):
+        return "PodTerminating", f"since {pod['metadata']['deletionTimestamp']}"
+    for condition in status.get("conditions", ()):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return "Unschedulable", condition.get("message", "")
+    if status.get("reason") == "Evicted":
+        return "Evicted", status.get("message", "")
+    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+        if found := _container_trouble(container):
+            return found
+    if status.get("phase") == "Pending":
+        mount = [
+            one for one in events if one["involvedObject"].get("name") == name and "Mount" in one.get("reason", "")
+        ]
+        return ("VolumeNotMounted", mount[-1].get("message", "")) if mount else ("PodStarting", "Pending")
+    if status.get("phase") == "Failed":
+        return "PodNotRunning", " ".join(str(status.get(key, "")) for key in ("reason", "message")).strip() or "Failed"
+    if not has_pages(pod) and not _is_ready(status):
+        return "PodStarting", "it runs, and is not ready: its model is being loaded"
+    return None
+
+
+def _is_ready(status: Object) -> bool:
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", ()))
+
+
+def _container_trouble(container: Object) -> tuple[str, str] | None:
+    state, name = container.get("state", {}), container["name"]
+    waiting = state.get("waiting", {})
+    reason = waiting.get("reason", "")
+    if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
+        return "ImageNotPulled", f"container {name}: {reason}: {waiting.get('message', '')}"
+    ended = state.get("terminated") or container.get("lastState", {}).get("terminated") or {}
+    if "running" in state or not (ended.get("exitCode") or reason.startswith("Create") or reason == "CrashLoopBackOff"):
+        return None
+    if ended.get("reason") == "OOMKilled":
+        return "OutOfMemory", f"container {name}, {container.get('restartCount', 0)} restarts"
+    words = str(ended.get("message") or waiting.get("message") or "").strip()[-600:]
+    return "ContainerCrashes", f"container {name}: {reason or ended.get('reason', '')}, {words}".rstrip(", ")
+
+
+# ------------------------------------------------------------------------------------------------------------- members
+def _of_members(
+    status: ColocatedRLJobStatus,
+    facts: Mapping[str, PodFacts | RolloutFacts],
+    rungs: Mapping[str, Rung],
+    known: set[str | None],
+) -> Iterator[Cause]:
+    """known: pods whose cause is told already."""
+    problems: dict[str, Problem] = {
+        pod.name: Problem(reason=pod.reason, message=pod.message) for pod in status.out_of_line if pod.reason
+    }
+    for pod, said in facts.items():
+        if said.problem is not None:
+            problems[pod] = said.problem
+        else:
+            problems.pop(pod, None)  # the page is newer than the status
+    for pod, problem in sorted(problems.items()):
+        if pod not in known:
+            yield Cause(problem.reason, problem.message, pod, rungs[pod].value if pod in rungs else None)
+    if status.rung == Rung.UNKNOWN:
+        for pod in sorted(set(rungs) - set(problems) - known - {None}):
+            if rungs[pod] is Rung.UNKNOWN:
+                yield Cause("MemberSilent", f"epoch {status.epoch} is not known to it", pod, Rung.UNKNOWN.value)
+
+
+def _of_rollout(
+    seen: Evidence, status: ColocatedRLJobStatus, facts: Mapping[str, PodFacts | RolloutFacts]
+) -> Iterator[Cause]:
+    for pod, said in facts.items():
+        if not isinstance(said, RolloutFacts) or said.problem is not None or status.rung != Rung.SERVING:
+            continue
+        if said.gates_open == 0:
+            yield Cause("NoGateOpen", "every gate is closed, as it sees them", pod)
+        elif said.tokens_per_second == 0.0 and not (_is_busy(said, status) or _serves_anew(seen)):
+            yield Cause("NothingGenerated", f"{said.gates_open} gates are open", pod)
+
+
+def _is_busy(said: RolloutFacts, status: ColocatedRLJobStatus) -> bool:
+    """Responses are under way, whose tokens count once they have ended, or something else has to end first."""
+    is_ahead = said.sealed is not None and said.sealed.step > (status.step or 0)
+    return bool(said.samples.get("running") or said.unscored or said.stopped or is_ahead)
+
+
+def _serves_anew(seen: Evidence) -> bool:
+    """A gate may have opened so lately that nothing can be said of what it brought."""
+    return seen.now.timestamp() < max(seen.since.values(), default=0.0) + QUIET_S
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+def _warnings(seen: Evidence) -> Iterator[str]:
+    shown = [event for event in seen.events if event.get("type") == "Warning"]
+    for event in shown[-5:]:
+        count = event.get("count") or (event.get("series") or {}).get("count") or 1
+        often = f" ({count} times)" if count > 1 else ""
+        yield f"{event['involvedObject'].get('name')}: {event.get('reason')}: {event.get('message', '')}{often}"[:400]
+
+
+def _notes(seen: Evidence) -> Iterator[str]:
+    refused = {str(error) for error in seen.states.values() if isinstance(error, CliError)}
+    if refused:
+        unread = sum(isinstance(state, CliError) for state in seen.states.values())
+        yield f"{unread} of {len(seen.states)} members' pages were not read, the status stands in: {min(refused)}"

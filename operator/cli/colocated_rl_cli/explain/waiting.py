@@ -1,0 +1,146 @@
+"""What a job waits for when nothing is wrong with it: who moves its slowest pod, or fills its batch. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from colocated_rl_api.facts import PodFacts, RolloutFacts
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_api.rungs import Placement, Rung
+from colocated_rl_cli.evidence.evidence import Evidence, spec_of
+from colocated_rl_cli.evidence.records import ladder_of
+
+
+class Mover(NamedTuple):
+    """Who takes a pod from its rung to the next one, and which deadline of spec.switch bounds that."""
+
+    words: str
+    deadline: str | None
+
+
+MOVERS: dict[Rung, Mover] = {
+    Rung.UNKNOWN: Mover("its agent reports under the new epoch", None),
+    Rung.SEALED: Mover("its agent closes the gate", "settle_seconds"),
+    Rung.CLOSED: Mover("requests in flight are ended and handed back", "settle_seconds"),
+    Rung.SETTLED: Mover("the engine pauses", "engine_call_seconds"),
+    Rung.PAUSED: Mover("the engine's scheduler says that it is idle", "engine_call_seconds"),
+    Rung.DRAINED: Mover("the engine releases its memory", "engine_call_seconds"),
+    Rung.RELEASED: Mover("the trainer, which has the GPU, makes the step (after a start: loads its checkpoint)", None),
+    Rung.SCORED: Mover("the trainer, which has scores of the batch, makes the step", None),
+    Rung.TRAINED: Mover("the trainer writes the new weights", "trainer_progress_seconds"),
+    Rung.EXPORTED: Mover("the trainer leaves the device", "trainer_progress_seconds"),
+    Rung.OFFLOADED: Mover("the engine starts on the new weights, or loads them", "engine_start_seconds"),
+    Rung.UPDATED: Mover("the engine maps its memory again", "engine_call_seconds"),
+    Rung.RESTORED: Mover("the probe agrees and the gate opens", "engine_call_seconds"),
+    Rung.SERVING: Mover("rollout fills the next batch", None),
+}
+RESIDENT_MOVERS = MOVERS | {
+    Rung.SEALED: Mover("the trainer makes the step beside rollout (after a start: loads its checkpoint)", None),
+    Rung.EXPORTED: Mover("its agent closes the gate, once no evaluation needs the older weights", "settle_seconds"),
+    Rung.DRAINED: Mover("the engine loads the new weights, or starts on them", "engine_start_seconds"),
+    Rung.UPDATED: Mover("the probe agrees and the gate opens", "engine_call_seconds"),
+}
+APART_MOVERS = RESIDENT_MOVERS | {
+    Rung.TRAINED: Mover(
+        "trainers write the new weights, and agents of engines compare them", "trainer_progress_seconds"
+    ),
+}
+ALONE_MOVERS = MOVERS | {
+    Rung.SEALED: Mover("the trainer makes the step (after a start: loads its checkpoint)", None),
+    Rung.RELEASED: Mover("the engine starts on the model, and its gate opens", "engine_start_seconds"),
+}
+SCORED = Mover("the reference scores the batch (after a start: the trainer loads its checkpoint)", None)
+
+
+def waits_for(
+    seen: Evidence,
+    status: ColocatedRLJobStatus,
+    facts: Mapping[str, PodFacts | RolloutFacts],
+    rungs: Mapping[str, Rung],
+) -> str:
+    known = {pod: rung for pod, rung in rungs.items() if rung is not Rung.UNKNOWN}
+    at = (
+        ladder_of(seen.job).slowest(known.values())
+        if known
+        else Rung(status.rung)
+        if status.rung in set(Rung)
+        else Rung.UNKNOWN
+    )
+    if at is ladder_of(seen.job).top:
+        rollout = next((said for said in facts.values() if isinstance(said, RolloutFacts)), None)
+        return _batch(seen, status, rollout)
+    who = sorted(pod for pod, rung in known.items() if rung is at) or ["every pod"]
+    since = max((seen.since[pod] for pod in who if pod in seen.since), default=None)
+    lasted = f", for {max(0.0, seen.now.timestamp() - since):.0f} s now" if since is not None else ""
+    return f"{_listed(who)} at {at}{lasted}: {_mover(seen, at).words}{_bound(seen, at)}"
+
+
+def _mover(seen: Evidence, at: Rung) -> Mover:
+    ladder = ladder_of(seen.job)
+    if ladder.next_barrier(at) is Rung.SCORED and at in ladder.training:
+        return SCORED
+    match ladder.placement:
+        case Placement.TIME_SLICED:
+            return MOVERS[at]
+        case Placement.RESIDENT:
+            return RESIDENT_MOVERS[at]
+        case Placement.DISAGGREGATED:
+            return APART_MOVERS[at]
+        case Placement.ROLLOUT_ONLY | Placement.TRAIN_ONLY:
+            return ALONE_MOVERS[at]
+
+
+def _bound(seen: Evidence, at: Rung) -> str:
+    spec = spec_of(seen.job)
+    if spec is None:
+        return ""
+    switch = spec.switch
+    if ladder_of(seen.job).next_barrier(at) in (Rung.SCORED, Rung.TRAINED):
+        return (
+            f" (at most {switch.trainer_start_seconds} s to start, "
+            f"{switch.trainer_progress_seconds} s without progress: "
+            "switch.trainerStartSeconds, switch.trainerProgressSeconds)"
+        )
+    name = _mover(seen, at).deadline
+    if name is None:
+        return ""
+    alias = type(switch).model_fields[name].alias
+    return f" (at most {getattr(switch, name)} s: switch.{alias})"
+
+
+def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts | None) -> str:
+    """All gates are open, or there are none: what the next step needs."""
+    spec, step = spec_of(seen.job), status.step or 0
+    if spec is None:
+        return f"the batch of step {step + 1}"
+    if step >= spec.steps:
+        return "the last checkpoint, the model that the job leaves and the last evaluation"
+    if not spec.ladder.serves:
+        return f"the recorded batch of step {step + 1}"
+    samples = (rollout.samples if rollout else status.rollout.samples if status.rollout else {}) or {}
+    if spec.ladder.trains and rollout and rollout.sealed and rollout.sealed.step > step:
+        evaluated = rollout.evaluated.step if rollout.evaluated else None
+        if spec.evaluation and evaluated != step and not spec.ladder.serves_on:
+            return (
+                f"batch {rollout.sealed.step} is sealed; the evaluation of step {step} has to end first (at most "
+                f"{spec.evaluation.deadline_seconds} s: evaluation.deadlineSeconds)"
+            )
+        return f"batch {rollout.sealed.step} is sealed: the {_begins(spec)} begins"
+    wanted = spec.rollout.batch_size * spec.rollout.group_size
+    done = samples.get("completed", 0)
+    under_way = sum(samples.get(state, 0) for state in ("running", "interrupted", "scoring"))
+    rate = rollout.tokens_per_second if rollout else status.rollout.tokens_per_second if status.rollout else None
+    pace = f", {rate:.0f} tokens/s" if rate else ""  # of long responses none may have ended lately
+    unscored = rollout.unscored if rollout else status.reference.unscored if status.reference else None
+    scored = f", {unscored} of them wait for the reference" if unscored else ""
+    return f"rollout fills batch {step + 1}: {done} of {wanted} samples finished{scored}, {under_way} under way{pace}"
+
+
+def _begins(spec: ColocatedRLJobSpec) -> str:
+    return "step" if spec.ladder.serves_on else "switch"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(words[:4]) + (f" and {len(words) - 4} more" if len(words) > 4 else "")

@@ -1,0 +1,1 @@
+"""Writes manifests and judges them without a cluster."""

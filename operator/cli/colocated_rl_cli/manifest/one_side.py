@@ -1,0 +1,70 @@
+"""Manifests of jobs with one side of another job alone: one that records its batches, one that trains them.
+
+The other job is only read. What is written is a job of its own, with a store and checkpoints of its own, which differs
+from the first in what one side alone can't have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from colocated_rl_api import names
+from colocated_rl_api.job import JOB_NAME_MAX, Mode
+from colocated_rl_cli.base.errors import UsageError
+from colocated_rl_cli.base.yaml_text import written
+from colocated_rl_cli.manifest.manifest import judge
+
+OF_A_RUN = ("suspend", "recorded", "managedBy")  # of the first job alone
+
+
+def rollout_only(job: Mapping[str, Any], *, name: str | None, steps: int | None) -> str:
+    """Of a job that records batches with the model as the first begins with it. Raises UsageError."""
+    return _manifest(job, Mode.ROLLOUT_ONLY, name or _named(job, "rollout"), {"steps": steps or job["spec"]["steps"]})
+
+
+def train_only(job: Mapping[str, Any], *, name: str | None, steps: int | None, recorded: str | None) -> str:
+    """Of a job that trains batches as the first one does. recorded: CLAIM[:PATH]; the first job's own when absent.
+
+    Raises UsageError.
+    """
+    if recorded is None:
+        recording, known = {"claimName": _store_of(job)}, job.get("status", {}).get("step")
+    else:
+        claim, _, path = recorded.partition(":")
+        recording, known = {"claimName": claim, **({"path": path} if path else {})}, None
+    spec = {"steps": steps or known or job["spec"]["steps"], "recorded": recording}
+    return _manifest(job, Mode.TRAIN_ONLY, name or _named(job, "train"), spec)
+
+
+def _store_of(job: Mapping[str, Any]) -> str:
+    """The claim in which it keeps its batches, all of them."""
+    metadata, spec = job["metadata"], job["spec"]
+    if spec.get("mode") != Mode.ROLLOUT_ONLY and not spec.get("storage", {}).get("keepBatches"):
+        raise UsageError(
+            f"job {metadata['name']} keeps only batches that no checkpoint holds yet: let a job with "
+            "spec.storage.keepBatches or one made by rollout-only record them, or name a recording: "
+            "--recorded CLAIM:PATH"
+        )
+    return names.claim_name(metadata["name"], metadata["uid"], "store")
+
+
+def _named(job: Mapping[str, Any], side: str) -> str:
+    return f"{job['metadata']['name'][: JOB_NAME_MAX - len(side) - 1].rstrip('-')}-{side}"
+
+
+def _manifest(job: Mapping[str, Any], mode: Mode, name: str, changes: Mapping[str, Any]) -> str:
+    metadata = {key: job["metadata"][key] for key in ("namespace", "labels") if job["metadata"].get(key)}
+    left_out = (*OF_A_RUN, *(("evaluation",) if mode is Mode.TRAIN_ONLY else ()))
+    spec = {key: value for key, value in job["spec"].items() if key not in left_out}
+    document = {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "metadata": {"name": name, **metadata},
+        "spec": {**spec, "mode": mode.value, **changes},
+    }
+    text = written(document, width=110)
+    if faults := judge(text).faults:
+        told = "; ".join(f"{fault.field}: {fault.message}" for fault in faults)
+        raise UsageError(f"no job can be made of {job['metadata']['name']}: {told}")
+    return text

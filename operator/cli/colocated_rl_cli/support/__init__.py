@@ -1,0 +1,1 @@
+"""The bundle for a bug report, and what is scrubbed out of it."""

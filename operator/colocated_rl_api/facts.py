@@ -1,0 +1,195 @@
+"""What members report: everything that a plan or a status may depend on. A position is derived from it, never reported.
+
+Facts are a state, not a log: a newer report replaces an older one.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from colocated_rl_api.rungs import Rung
+from colocated_rl_api.wire import Version, Wire
+
+
+# ---------------------------------------------------------------------------------------------- facts of a GPU pod
+class TagState(StrEnum):
+    """One memory tag of one engine incarnation. UNKNOWN after a call whose outcome nobody saw (I6)."""
+
+    MAPPED = "Mapped"
+    KEPT = "Kept"  # mapped for as long as the engine lives: the job does not offload it
+    RELEASED = "Released"
+    UNKNOWN = "Unknown"
+
+
+HELD = frozenset({TagState.MAPPED, TagState.KEPT})
+_GIVEN_UP = frozenset({TagState.RELEASED, TagState.KEPT})
+
+
+class EngineState(StrEnum):
+    ABSENT = "Absent"  # process reaped
+    STARTING = "Starting"
+    READY = "Ready"  # answers
+
+
+class EngineFacts(Wire):
+    """What is known of one engine. Everything but `state` and `name` belongs to one incarnation."""
+
+    name: str
+    state: EngineState
+    incarnation: str | None = None
+    starts_on: Version | None = None  # weights it was started on, while STARTING
+    paused: bool = False
+    drained: bool = False  # flush answered 200 after the gate last closed
+    weights: TagState = TagState.MAPPED
+    kv_cache: TagState = TagState.MAPPED
+    cuda_graph: TagState = TagState.MAPPED
+    version: Version | None = None  # read back; None from the release of the weights until an update is confirmed
+    checksum: str | None = Field(default=None, max_length=128)  # of `version`, by the engine; None: not asked for
+    failures: int = 0  # of its incarnations, since one last served
+
+    @property
+    def is_absent(self) -> bool:
+        return self.state is EngineState.ABSENT
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is EngineState.READY
+
+    @property
+    def is_paused(self) -> bool:
+        return self.is_ready and self.paused
+
+    @property
+    def is_drained(self) -> bool:
+        return self.is_paused and self.drained
+
+    @property
+    def is_released(self) -> bool:
+        """Of all that it does not keep."""
+        return self.is_drained and _GIVEN_UP.issuperset(self.tags)
+
+    @property
+    def weights_mapped(self) -> bool:
+        return self.weights in HELD
+
+    @property
+    def is_mapped(self) -> bool:
+        return HELD.issuperset(self.tags)
+
+    @property
+    def tags(self) -> tuple[TagState, TagState, TagState]:
+        return self.weights, self.kv_cache, self.cuda_graph
+
+
+class GateFacts(Wire):
+    """The pod's data path. `settled`: closed, and every request that was let in has ended."""
+
+    open: bool
+    settled: bool
+
+
+class TrainerState(StrEnum):
+    ABSENT = "Absent"  # no process
+    STARTING = "Starting"  # process up, group not formed or checkpoint not loaded
+    OFFLOADED = "Offloaded"  # state in host memory, device down to the residue
+    ONLOADED = "Onloaded"  # state on the device
+    SCORING = "Scoring"  # the reference computes a batch
+    TRAINING = "Training"  # a step is under way
+
+
+class TrainerFacts(Wire):
+    """What is known of one trainer rank."""
+
+    rank: int
+    state: TrainerState
+    incarnation: str | None = None
+    exit_code: int | None = None  # of the last incarnation, when ABSENT; negative: signal
+    lineage: int | None = None  # the group this process was started for, also of the last incarnation when ABSENT
+    step: int | None = None  # last finished step; None until the checkpoint is loaded
+    scored: int | None = None  # newest step whose batch the reference has scored, of this incarnation
+    dirty: bool = False  # an optimizer call of an unfinished step has happened
+    exported: Version | None = None
+    saved: int | None = None  # newest durable checkpoint that this rank knows of
+    replay_from: int | None = None  # oldest step that a restart may go back to; None: `saved`
+    can_finish: bool = False  # it can leave an export as the job's model
+    finished: Version | None = None  # that it has left: durable
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state is not TrainerState.ABSENT
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self.state is TrainerState.OFFLOADED
+
+
+class DeviceFacts(Wire):
+    """Memory of one GPU, as the runner reads it. None: unmeasured, for instance without a GPU."""
+
+    index: int
+    total_bytes: int | None = None
+    used_bytes: int | None = None
+    residue_bytes: int | None = None  # used while the engine was absent and the trainer offloaded
+
+
+class Problem(Wire):
+    """Why a member does not come nearer to its target, for status and events. `reason` is CamelCase and stable."""
+
+    reason: str = Field(max_length=64)
+    message: str = Field(max_length=1024)
+
+
+class PodFacts(Wire):
+    """Everything a plan may depend on in a GPU pod. Without engines or trainers: they are in other pods."""
+
+    type: Literal["podFacts"] = "podFacts"
+    epoch: int = 0  # of the target it holds; 0: none yet
+    gate: GateFacts
+    engines: tuple[EngineFacts, ...]
+    trainers: tuple[TrainerFacts, ...]
+    export: Version | None = None  # newest weights that this agent has compared with their manifest
+    devices: tuple[DeviceFacts, ...] = ()
+    problem: Problem | None = None
+    took_s: dict[Rung, float] = Field(default_factory=dict)  # seconds from the previous rung, in this epoch
+    stopped: bool = False  # goal STOP reached: children gone
+
+
+# ------------------------------------------------------------------------------------- facts of the rollout controller
+class SealedBatch(Wire):
+    """A batch that training may consume: immutable from here on."""
+
+    step: int
+    groups: int
+    samples: int
+    loss_tokens: int
+
+
+class EvaluationResult(Wire):
+    """Mean reward of one weights version on the held-out prompts. `stderr` is the standard error of `mean`."""
+
+    step: int
+    samples: int  # answers
+    mean: float
+    stderr: float  # over prompts: answers to one of them are not independent
+    best: float | None = None  # mean of the best answer to each prompt; None with one answer each
+
+
+class RolloutFacts(Wire):
+    """Everything a plan or a status may depend on in the rollout controller."""
+
+    type: Literal["rolloutFacts"] = "rolloutFacts"
+    epoch: int = 0
+    sealed: SealedBatch | None = None  # newest batch; training step `sealed.step` may begin
+    trained_step: int = 0  # batches up to here are accounted as trained
+    evaluated: EvaluationResult | None = None  # newest finished evaluation
+    samples: dict[str, int] = Field(default_factory=dict)  # by state (I3), all of them: they add up to admitted
+    reward_mean: float | None = None  # of the newest sealed batch
+    staleness_mean: float | None = None  # tokens of the newest sealed batch, in versions, as the trainer will see them
+    tokens_per_second: float | None = None  # of attempts that ended over the last 30 s
+    gates_open: int = 0
+    unscored: int | None = None  # completed samples that wait for a reference on devices of its own; None: no such
+    problem: Problem | None = None
+    stopped: bool = False

@@ -1,0 +1,65 @@
+"""The words that facts, ladders and targets share: rungs, placements, and the name of one set of weights."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple, Never, NoReturn
+
+
+class WeightVersion(NamedTuple):
+    """Name of one set of weights: the optimizer step that made it, in the lineage that made it.
+
+    `lineage` counts how often the job's trainers were started together. It rises at each reload of a checkpoint, so
+    weights that were computed twice for the same step never pass for one another.
+    """
+
+    step: int
+    lineage: int
+
+    def __str__(self) -> str:
+        return f"{self.step}-{self.lineage}"
+
+    @classmethod
+    @lru_cache(maxsize=64)  # each of a thousand pods says the same few
+    def parse(cls, text: str) -> WeightVersion:
+        """Inverse of str(). Raises ValueError for anything else, the engine's own "default" included (H22)."""
+        match = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
+        if match is None:
+            raise ValueError(f"weight version {text!r} is not STEP-LINEAGE: was the engine updated without a version?")
+        return cls(int(match[1]), int(match[2]))
+
+
+class Rung(StrEnum):
+    """What must be true of a member to stand here. Which of them there are, and in which order, a `Ladder` says."""
+
+    UNKNOWN = "Unknown"  # no facts, or facts that can't be: below all others
+    SEALED = "Sealed"  # the rollout controller has the batch; the pod still serves older weights
+    CLOSED = "Closed"  # gate shut: requests are refused at once
+    SETTLED = "Settled"  # nothing in flight by the agent's own count
+    PAUSED = "Paused"  # the engine answered the pause
+    DRAINED = "Drained"  # the engine's scheduler said idle, after the gate last closed
+    RELEASED = "Released"  # each memory tag released once, or the engine's process is gone; trainer may hold the GPU
+    SCORED = "Scored"  # only with a reference: its log-probabilities of the batch are in
+    TRAINED = "Trained"  # every rank of the pod stands at the step
+    EXPORTED = "Exported"  # the weights are written with a manifest
+    OFFLOADED = "Offloaded"  # trainer state is off the device
+    UPDATED = "Updated"  # the engine holds the weights of the version and said so
+    RESTORED = "Restored"  # all of the engine's memory is mapped again
+    SERVING = "Serving"  # gate open on the version
+
+    def __lt__(self, other: Never) -> NoReturn:  # type: ignore[override]
+        raise TypeError("rungs are in no order, least of all that of the alphabet: ask the job's Ladder")
+
+    __le__ = __gt__ = __ge__ = __lt__  # type: ignore[assignment]
+
+
+class Placement(StrEnum):
+    """How engines and trainer share the devices; `status.placement`."""
+
+    TIME_SLICED = "TimeSliced"  # they take turns
+    RESIDENT = "Resident"  # both stay; engines take new weights under a pause
+    DISAGGREGATED = "Disaggregated"  # each has its own, in pods of its own; engines take new weights under a pause
+    ROLLOUT_ONLY = "RolloutOnly"  # no trainers: engines serve the model as it is
+    TRAIN_ONLY = "TrainOnly"  # no engines: trainers train recorded batches

@@ -1,0 +1,286 @@
+"""The only door to the API server. Plain HTTP: the calls are few, and each is written down here.
+
+| call | group and resource | verb | namespace |
+|---|---|---|---|
+| read_job | rl.colocate.dev colocatedrljobs | get | of the job |
+| list_jobs | rl.colocate.dev colocatedrljobs | list | those that are watched |
+| write_status | rl.colocate.dev colocatedrljobs/status | patch | of the job |
+| delete_job | rl.colocate.dev colocatedrljobs | delete | of the job |
+| drop_finalizer | rl.colocate.dev colocatedrljobs | patch | of the job |
+| list_pods | pods | list | of the job |
+| create_pod, delete_pod | pods | create, delete | of the job |
+| create_claim | persistentvolumeclaims | create | of the job |
+| apply | configmaps; networking.k8s.io networkpolicies | create, patch | of the job |
+| create_secret | secrets | create | of the job, and its own |
+| read_secret | secrets | get | its own only |
+| create_event, repeat_event | events.k8s.io events | create, patch | of the job |
+| read_lease, create_lease, replace_lease | coordination.k8s.io leases | get, create, update | its own only |
+
+kopf adds: colocatedrljobs list, watch, patch (its finalizer) and pods list, watch in the watched namespaces. Owner
+references that block deletion need update on colocatedrljobs/finalizers. Applying needs create as well as patch: the
+server asks for both when the object is new.
+
+Answers are translated into `errors`; nobody above sees HTTP. Every call has a deadline and a bounded answer. What hangs
+is a webhook as a rule, over one kind of object in some namespaces: of each kind there, few calls are under way at once,
+so they hold up none of another kind or namespace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+import aiohttp
+
+from colocated_rl_api import names
+from colocated_rl_api.logs import in_words
+from colocated_rl_operator.clients.cluster import ClusterAccess
+from colocated_rl_operator.clients.errors import (
+    ApiError,
+    ApiUnreachable,
+    Conflict,
+    NotFound,
+    Refused,
+)
+
+REQUEST_DEADLINE_S = 20.0  # waiting for its turn included
+MAKING_DEADLINE_S = 65.0  # where webhooks are asked, each for up to 30: the server itself gives up after 60
+APPLY = "application/apply-patch+yaml"
+AT_ONCE = 32  # of one kind and namespace
+MAX_ANSWER_BYTES = 64 * 1024 * 1024  # a list of the pods of the largest job
+
+Body = dict[str, Any]
+"""An object as the API server speaks it."""
+
+_PLURALS = {
+    ("v1", "ConfigMap"): "configmaps",
+    ("networking.k8s.io/v1", "NetworkPolicy"): "networkpolicies",
+}
+
+
+class Kube:
+    """Speaks to one API server while its context is entered.
+
+    count: told the verb, resource and status code of each answer (metrics); code 0 when there was none.
+    """
+
+    def __init__(self, access: ClusterAccess, *, count: Callable[[str, str, int], None] | None = None) -> None:
+        self._access = access
+        self._count = count or (lambda verb, resource, code: None)
+        self._session: aiohttp.ClientSession | None = None
+        self._turns = WeakValueDictionary[tuple[str, str], asyncio.Semaphore]()  # those that somebody has or awaits
+
+    async def __aenter__(self) -> Self:
+        secure = self._access.server.startswith("https:")
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=self._access.ssl_context() if secure else False, limit=0),
+            timeout=aiohttp.ClientTimeout(),
+            trust_env=False,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    # ------------------------------------------------------------------------------------------------------ the job
+    async def read_job(self, namespace: str, name: str) -> Body:
+        return await self._call("get", names.PLURAL, _job_path(namespace, name))
+
+    async def list_jobs(self, namespace: str | None) -> list[Body]:
+        """None: of all namespaces."""
+        answer = await self._call("get", names.PLURAL, _jobs_path(namespace))
+        items: list[Body] = answer["items"]
+        return items
+
+    async def write_status(self, namespace: str, name: str, *, resource_version: str, status: Body) -> Body:
+        """Replace the whole status, if the object is still at `resource_version`; raises Conflict otherwise."""
+        patch = [
+            {"op": "replace", "path": "/metadata/resourceVersion", "value": resource_version},
+            {"op": "add", "path": "/status", "value": status},
+        ]
+        return await self._call(
+            "patch", names.PLURAL, _job_path(namespace, name) + "/status", patch, "application/json-patch+json"
+        )
+
+    async def delete_job(self, namespace: str, name: str, *, uid: str) -> None:
+        """That very job, if it is still there."""
+        options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        with contextlib.suppress(NotFound, Conflict):
+            await self._call("delete", names.PLURAL, _job_path(namespace, name), options)
+
+    async def drop_finalizer(self, namespace: str, name: str, *, uid: str) -> None:
+        """Ours, of that very job, if it is being deleted and has it still."""
+        with contextlib.suppress(NotFound):
+            job = await self.read_job(namespace, name)
+            metadata, finalizers = job["metadata"], job["metadata"].get("finalizers", [])
+            if metadata["uid"] != uid or "deletionTimestamp" not in metadata or names.FINALIZER not in finalizers:
+                return
+            patch = [
+                {"op": "replace", "path": "/metadata/resourceVersion", "value": metadata["resourceVersion"]},
+                {
+                    "op": "add",
+                    "path": "/metadata/finalizers",
+                    "value": [item for item in finalizers if item != names.FINALIZER],
+                },
+            ]
+            path = _job_path(namespace, name)
+            await self._call("patch", names.PLURAL, path, patch, "application/json-patch+json")
+
+    # --------------------------------------------------------------------------------------------------------- pods
+    async def list_pods(self, namespace: str, job_uid: str) -> list[Body]:
+        answer = await self._call(
+            "get", "pods", _core_path(namespace, "pods"), query={"labelSelector": f"{names.JOB_UID_LABEL}={job_uid}"}
+        )
+        items: list[Body] = answer["items"]
+        return items
+
+    async def create_pod(self, namespace: str, pod: Body, *, dry_run: bool = False) -> Body:
+        """dry_run: the server and all its admission say what they think of it, and nothing is made."""
+        query = {"fieldManager": names.FIELD_MANAGER, **({"dryRun": "All"} if dry_run else {})}
+        return await self._call("post", "pods", _core_path(namespace, "pods"), pod, query=query)
+
+    async def delete_pod(self, namespace: str, name: str, *, uid: str, grace_s: int | None = None) -> None:
+        """Of that very pod: another one of the same name stays. Grace 0 forgets a pod whose node does not answer."""
+        options: Body = {"preconditions": {"uid": uid}}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        with contextlib.suppress(NotFound, Conflict):  # gone already, or another pod has the name
+            await self._call("delete", "pods", f"{_core_path(namespace, 'pods')}/{name}", options)
+
+    # ------------------------------------------------------------------------------------------------ other objects
+    async def apply(self, namespace: str, body: Body) -> Body:
+        """Server-side apply: what we own becomes as in `body`, what others own stays. The same body changes nothing."""
+        version, kind = body["apiVersion"], body["kind"]
+        plural = _PLURALS[version, kind]
+        root = "/api/v1" if version == "v1" else f"/apis/{version}"
+        return await self._call(
+            "patch",
+            plural,
+            f"{root}/namespaces/{namespace}/{plural}/{body['metadata']['name']}",
+            body,
+            APPLY,
+            query={"fieldManager": names.FIELD_MANAGER, "force": "true"},
+        )
+
+    async def create_claim(self, namespace: str, claim: Body, *, dry_run: bool = False) -> Body:
+        """Raises Conflict if it is there. dry_run: nothing is made; the only way to ask, without a right to read."""
+        plural, query = "persistentvolumeclaims", {"dryRun": "All"} if dry_run else None
+        return await self._call("post", plural, _core_path(namespace, plural), claim, query=query)
+
+    async def create_secret(self, namespace: str, secret: Body) -> Body:
+        return await self._call("post", "secrets", _core_path(namespace, "secrets"), secret)
+
+    async def read_secret(self, namespace: str, name: str) -> Body:
+        return await self._call("get", "secrets", f"{_core_path(namespace, 'secrets')}/{name}")
+
+    async def create_event(self, namespace: str, event: Body) -> Body:
+        return await self._call("post", "events", f"/apis/events.k8s.io/v1/namespaces/{namespace}/events", event)
+
+    async def repeat_event(self, namespace: str, name: str, series: Body) -> Body:
+        return await self._call(
+            "patch",
+            "events",
+            f"/apis/events.k8s.io/v1/namespaces/{namespace}/events/{name}",
+            {"series": series},
+            "application/merge-patch+json",
+        )
+
+    # -------------------------------------------------------------------------------------------------------- lease
+    async def read_lease(self, namespace: str, name: str) -> Body:
+        return await self._call("get", "leases", f"{_lease_path(namespace)}/{name}")
+
+    async def create_lease(self, namespace: str, lease: Body) -> Body:
+        return await self._call("post", "leases", _lease_path(namespace), lease)
+
+    async def replace_lease(self, namespace: str, lease: Body) -> Body:
+        """Raises Conflict if the lease has another resourceVersion than `lease`."""
+        return await self._call("put", "leases", f"{_lease_path(namespace)}/{lease['metadata']['name']}", lease)
+
+    # -------------------------------------------------------------------------------------------------------- HTTP
+    async def _call(
+        self,
+        verb: str,
+        resource: str,
+        path: str,
+        body: object = None,
+        content_type: str = "application/json",
+        query: dict[str, str] | None = None,
+    ) -> Body:
+        assert self._session is not None, "enter the context first"
+        what = f"{verb} {path}"
+        data = None if body is None else json.dumps(body)
+        deadline_s = MAKING_DEADLINE_S if verb == "post" or content_type == APPLY else REQUEST_DEADLINE_S
+        code, content = 0, bytearray()
+        try:
+            headers = {**self._access.headers(), "Accept": "application/json", "Content-Type": content_type}
+            async with (
+                asyncio.timeout(deadline_s),
+                self._turn(path, resource),
+                self._session.request(
+                    verb, self._access.server + path, params=query, data=data, headers=headers, allow_redirects=False
+                ) as answer,
+            ):
+                code = answer.status
+                async for piece in answer.content.iter_any():
+                    content += piece
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise ApiError(f"{what}: the answer is longer than {MAX_ANSWER_BYTES} bytes", code)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ApiUnreachable(f"{what}: no answer from the API server: {in_words(error)}") from error
+        finally:
+            self._count(verb, resource, code)
+        if code >= 300:
+            raise _translate(verb, path, code, content)
+        try:
+            answer_body: Body = json.loads(content)
+        except ValueError as error:
+            raise ApiUnreachable(f"{what}: {code}, and no JSON: something in between answered") from error
+        return answer_body
+
+    def _turn(self, path: str, resource: str) -> asyncio.Semaphore:
+        namespace = path.partition("/namespaces/")[2].partition("/")[0]  # "": of all
+        return self._turns.setdefault((namespace, resource), asyncio.Semaphore(AT_ONCE))
+
+
+def _translate(verb: str, path: str, code: int, content: bytearray) -> ApiError:
+    try:
+        status = json.loads(content)
+        words, is_named = str(status["message"]), "name" in (status.get("details") or {})
+        exists = status.get("reason") == "AlreadyExists"
+    except (ValueError, KeyError, TypeError):
+        words, is_named, exists = content[:200].decode("utf-8", "replace"), False, False
+    message = f"{verb} {path}: {code} {words}"
+    match code:
+        case 404:
+            return NotFound(message, code, is_kind_known=is_named)
+        case 409 if verb != "post" or exists:  # else a quota was being counted by two at once: nothing was made
+            return Conflict(message, code)
+        case 400 | 403 | 413 | 422:
+            return Refused(message, code)
+        case _:
+            return ApiUnreachable(message, code)
+
+
+def _job_path(namespace: str, name: str) -> str:
+    return f"/apis/{names.API_VERSION}/namespaces/{namespace}/{names.PLURAL}/{name}"
+
+
+def _jobs_path(namespace: str | None) -> str:
+    within = f"/namespaces/{namespace}" if namespace else ""
+    return f"/apis/{names.API_VERSION}{within}/{names.PLURAL}"
+
+
+def _core_path(namespace: str, plural: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/{plural}"
+
+
+def _lease_path(namespace: str) -> str:
+    return f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"

@@ -1,0 +1,220 @@
+"""Leadership: one Lease, renewed by a thread of its own that ends the process rather than lead a moment too long.
+
+The thread renews only while the event loop's heartbeat is fresh: a blocked loop stops leading before anybody else may
+start. Another's lease is over when its record has not changed for its duration by our own monotonic clock; nobody's
+wall clock counts. A candidate that can't reach the API server waits; a leader that can't renew within its deadline
+ends. The deadline holds several attempts, so that one request that hangs does not cost the leadership, and one whose
+answer was lost is no rival's: after a conflict the record says whose it is. An orderly end empties the holder, so that
+a standby need not wait.
+
+A Lease does not fence: a process can be paused and wake late. The epoch does (see `plan`), and `confirm` is asked
+before an epoch is raised over somebody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, NoReturn, Protocol
+
+from colocated_rl_api.logs import in_words, log
+from colocated_rl_operator.clients.errors import ApiError, Conflict, NotFound
+
+LOG = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+ATTEMPTS = 3  # at a renewal that fit into its deadline
+RELEASE_DEADLINE_S = 5.0
+
+
+class LeaseApi(Protocol):
+    """The calls of `kube.Kube` that are needed here."""
+
+    async def read_lease(self, namespace: str, name: str) -> dict[str, Any]: ...
+    async def create_lease(self, namespace: str, lease: dict[str, Any]) -> dict[str, Any]: ...
+    async def replace_lease(self, namespace: str, lease: dict[str, Any]) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class LeaseTerms:
+    namespace: str
+    name: str
+    identity: str
+    duration_s: float = 15.0
+    renew_deadline_s: float = 10.0
+    retry_s: float = 2.0
+
+
+class Lease:
+    """connect: opens an API connection in the thread's own loop. die: ends the process at once, with no clean-up."""
+
+    def __init__(
+        self,
+        terms: LeaseTerms,
+        connect: Callable[[], AbstractAsyncContextManager[LeaseApi]],
+        die: Callable[[str], NoReturn],
+    ) -> None:
+        self._terms = terms
+        self._connect = connect
+        self._die = die
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._beat_at = time.monotonic()
+        self._attempt_s = terms.renew_deadline_s / ATTEMPTS
+        self._watched: tuple[str, float] | None = None  # of another's lease: its version, and since when it has that
+        self._attempted_at = 0.0  # when the newest attempt at a renewal began
+        self._renewed_at: float | None = None  # when the newest successful one began
+        self._renewed = asyncio.Event()
+
+    @property
+    def is_held(self) -> bool:
+        return self._renewed_at is not None
+
+    @property
+    def age_s(self) -> float | None:
+        """Since the last renewal; None while candidate."""
+        return None if self._renewed_at is None else time.monotonic() - self._renewed_at
+
+    async def acquire(self) -> None:
+        """Start competing; returns once this process leads. From then on `keep_beating` must run."""
+        loop = asyncio.get_running_loop()
+        # daemon: a process that ends for another reason does not wait for it
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="lease", daemon=True)
+        self._thread.start()
+        await self._renewed.wait()
+
+    async def keep_beating(self, *, interval_s: float = HEARTBEAT_S) -> NoReturn:
+        """Shows the thread that the event loop runs."""
+        while True:
+            self._beat_at = time.monotonic()
+            await asyncio.sleep(interval_s)
+
+    async def confirm(self) -> None:
+        """Returns after a renewal that began after this call; a process that is no leader any more does not return."""
+        asked_at = time.monotonic()
+        while self._renewed_at is None or self._renewed_at <= asked_at:
+            self._renewed.clear()
+            await self._renewed.wait()
+
+    async def release(self) -> None:
+        """Stop renewing and let the next one have it. Only after the last target was sent."""
+        self._stopping.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, RELEASE_DEADLINE_S)
+
+    # --------------------------------------------------------------------------------------------- in the thread's loop
+    def _run(self, owner: asyncio.AbstractEventLoop) -> None:
+        try:
+            asyncio.run(self._compete(owner))
+        finally:
+            if not self._stopping.is_set():
+                self._die("the thread of the lease ended by an error: leadership ends with this process")
+
+    async def _compete(self, owner: asyncio.AbstractEventLoop) -> None:
+        async with self._connect() as api:
+            lease = await self._win(api)
+            while lease is not None and not self._stopping.is_set():
+                owner.call_soon_threadsafe(self._renewed.set)
+                lease = await self._renew(api, lease)
+            if lease is not None:
+                await self._give_up(api, lease)
+
+    async def _win(self, api: LeaseApi) -> dict[str, Any] | None:
+        """The lease, held by us; None when stopped before."""
+        while not self._stopping.is_set():
+            asked_at = time.monotonic()
+            try:
+                async with asyncio.timeout(self._attempt_s):
+                    taken = await self._try_to_take(api)
+            except (ApiError, TimeoutError) as error:
+                log(LOG, "lease not taken, waiting as a candidate", logging.WARNING, reason=in_words(error))
+                taken = None
+            if taken is not None:
+                self._beat_at = time.monotonic()  # nobody beats for a candidate
+                self._renewed_at = self._attempted_at = asked_at
+                log(LOG, "lease taken", transitions=taken["spec"]["leaseTransitions"])
+                return taken
+            await self._pause(self._terms.retry_s / 2)  # an orderly hand-over takes less than retry_s
+        return None
+
+    async def _try_to_take(self, api: LeaseApi) -> dict[str, Any] | None:
+        """None while it is another's."""
+        asked_at = time.monotonic()
+        namespace, name = self._terms.namespace, self._terms.name
+        try:
+            lease = await api.read_lease(namespace, name)
+        except NotFound:
+            kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+            blank = {**kind, "metadata": {"name": name, "namespace": namespace}, "spec": {}}
+            return await api.create_lease(namespace, self._signed(blank, taken=True))
+        version = lease["metadata"]["resourceVersion"]
+        if self._watched is None or self._watched[0] != version:
+            self._watched = (version, time.monotonic())  # it may be as young as the answer
+        if not self._is_free(lease["spec"], asked_at - self._watched[1]):
+            return None
+        return await api.replace_lease(namespace, self._signed(lease, taken=True))
+
+    def _is_free(self, spec: dict[str, Any], unchanged_s: float) -> bool:
+        holder = spec.get("holderIdentity")
+        lasts_s = float(spec.get("leaseDurationSeconds") or self._terms.duration_s)
+        return not holder or holder == self._terms.identity or unchanged_s > lasts_s
+
+    async def _renew(self, api: LeaseApi, lease: dict[str, Any]) -> dict[str, Any]:
+        """The next attempt, retry_s after the one before; or the end of the process."""
+        assert self._renewed_at is not None
+        terms, ends_at = self._terms, self._renewed_at + self._terms.renew_deadline_s
+        await self._pause(min(self._attempted_at + terms.retry_s, ends_at) - time.monotonic())
+        if self._stopping.is_set():
+            return lease
+        now = self._attempted_at = time.monotonic()
+        if now - self._beat_at > terms.renew_deadline_s:
+            self._die(f"the event loop has not run for {now - self._beat_at:.1f} s: leadership ends with this process")
+        if now >= ends_at:
+            self._die(f"lease not renewed for {terms.renew_deadline_s:g} s: leadership ends with this process")
+        try:
+            async with asyncio.timeout(min(self._attempt_s, ends_at - now)):
+                lease = await self._replace(api, lease)
+            self._renewed_at = now
+        except (ApiError, TimeoutError) as error:
+            log(LOG, "lease not renewed, trying again", logging.WARNING, reason=in_words(error))
+        return lease
+
+    async def _replace(self, api: LeaseApi, lease: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return await api.replace_lease(self._terms.namespace, self._signed(lease, taken=False))
+        except Conflict:  # another's, or our own whose answer was lost
+            found = await api.read_lease(self._terms.namespace, self._terms.name)
+        if found["spec"].get("holderIdentity") != self._terms.identity:
+            self._die("another process holds the lease: this one ends, and comes back as a candidate")
+        return await api.replace_lease(self._terms.namespace, self._signed(found, taken=False))
+
+    async def _give_up(self, api: LeaseApi, lease: dict[str, Any]) -> None:
+        lease["spec"]["holderIdentity"] = ""
+        try:
+            async with asyncio.timeout(RELEASE_DEADLINE_S):
+                await api.replace_lease(self._terms.namespace, lease)
+            log(LOG, "lease released")
+        except (ApiError, TimeoutError) as error:
+            log(LOG, "lease not released, it runs out by itself", logging.WARNING, reason=in_words(error))
+
+    def _signed(self, lease: dict[str, Any], *, taken: bool) -> dict[str, Any]:
+        at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = dict(lease["spec"])
+        spec |= {
+            "holderIdentity": self._terms.identity,
+            "leaseDurationSeconds": max(1, round(self._terms.duration_s)),
+            "renewTime": at,
+        }
+        if taken:
+            spec |= {"acquireTime": at, "leaseTransitions": int(spec.get("leaseTransitions", 0)) + 1}
+        return {**lease, "spec": spec}
+
+    async def _pause(self, wait_s: float) -> None:
+        """wait_s, or less when stopping."""
+        await asyncio.to_thread(self._stopping.wait, max(0.0, wait_s))

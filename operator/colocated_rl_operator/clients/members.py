@@ -1,0 +1,351 @@
+"""The only door to members: one long-lived connection to each, targets down, facts up.
+
+A connection is opened to the pod's address, checked against the authority and the job's TLS name, and counts only once
+the member has said the pod UID and job UID that we expect: a reused address is nobody we know. While it is up, the
+newest facts stand for the member; the moment it is lost, nothing does. Targets are a state too: the newest wins, the
+same one is not sent twice, and a new connection starts with none, so that nothing of an older epoch is ever repeated.
+
+Handshakes take turns, because each costs time of the one event loop. A member that says nothing costs none, and soon
+has no turn.
+
+Nothing polls: each message calls `changed`, with the job whose loop has something to see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import NoReturn, Protocol, Self
+
+import pydantic
+
+from colocated_rl_api import names
+from colocated_rl_api.facts import PodFacts, RolloutFacts
+from colocated_rl_api.logs import bind, in_words, log
+from colocated_rl_api.member_wire import (
+    HEARTBEAT_S,
+    WIRE_VERSION,
+    Hello,
+    PodTarget,
+    Refusal,
+    RolloutTarget,
+    from_member,
+)
+from colocated_rl_operator.clients.errors import ContractBroken
+from colocated_rl_operator.clients.link import (
+    TEXT,
+    Link,
+    connect,
+    make_frame,
+    reach,
+)
+
+LOG = logging.getLogger(__name__)
+
+HANDSHAKE_DEADLINE_S = 10.0  # TLS, upgrade, hello; as much before it for the connection
+RETRY_S, MAX_RETRY_S = 0.1, 2.0
+HANDSHAKES_AT_ONCE = 64
+TURN_S = 0.5  # many times what a handshake takes; one that takes longer goes on without a turn
+KINDS_OF_TARGETS = 4  # no pass sends as many: to the rollout controller, to pods new in the epoch, to the rest
+
+Target = PodTarget | RolloutTarget
+Facts = PodFacts | RolloutFacts
+
+
+class Changed(Protocol):
+    """A member of the job has something new. hurry: the group may go on, or one is lost."""
+
+    def __call__(self, job_uid: str, *, hurry: bool = True) -> None: ...
+
+
+@dataclass(frozen=True)
+class Address:
+    """One member of a job: pod and port."""
+
+    pod: str
+    pod_uid: str
+    role: str
+    host: str
+    port: int = names.CONTROL_PORT
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What is known of a member now; the same object until that changes.
+
+    facts: None unless connected. silent_since: monotonic; None while connected.
+    """
+
+    facts: Facts | None
+    highest_epoch: int
+    silent_since: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Told:
+    """A target as it goes to each member that gets it."""
+
+    target: Target
+    frame: bytes
+
+
+@dataclass(eq=False)
+class _Member:
+    """One member, across its connections. `told` belongs to the present one."""
+
+    job: _Job
+    address: Address
+    answer: Answer
+    link: Link | None = None  # from its hello on
+    told: _Told | None = None
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(eq=False)
+class _Job:
+    uid: str
+    members: dict[str, _Member] = field(default_factory=dict)  # by pod name
+    kept: Collection[Address] = ()  # as they were asked for
+    heard_at: float | None = None
+    awaited: set[str] = field(default_factory=set)  # pods that have said nothing since they became so
+    told: deque[_Told] = field(default_factory=lambda: deque(maxlen=KINDS_OF_TARGETS))  # newest first
+
+    def tell(self, target: Target) -> _Told:
+        """The same object for an equal target."""
+        for told in self.told:
+            if told.target == target:
+                return told
+        self.told.appendleft(_Told(target, make_frame(TEXT, target.model_dump_json(by_alias=True).encode())))
+        return self.told[0]
+
+
+class Members:
+    """Every member of every job, while its context is entered.
+
+    tls: client side, with the operator's certificate. changed: called with a job's UID when one of its members has
+    something new. lost: called once for each connection that ended without our wish (metrics). rest: how the seconds
+    between two attempts at one member pass.
+    """
+
+    def __init__(
+        self,
+        tls: ssl.SSLContext,
+        changed: Changed,
+        *,
+        lost: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        rest: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        ping_s: float = HEARTBEAT_S,
+    ) -> None:
+        self._tls = tls
+        self._rest = rest
+        self._ping_s = ping_s
+        self._changed = changed
+        self._lost = lost
+        self._clock = clock
+        self._jobs: dict[str, _Job] = {}
+        self._tasks = asyncio.TaskGroup()
+        self._handshakes = asyncio.Semaphore(HANDSHAKES_AT_ONCE)
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for job_uid in list(self._jobs):
+            self.keep(job_uid, ())
+        await self._tasks.__aexit__(kind, error, trace)
+
+    # ------------------------------------------------------------------------------------------- used by the job's loop
+    def keep(self, job_uid: str, addresses: Collection[Address]) -> None:
+        """Have a connection to exactly these members of the job: open what is missing, close what is not wanted."""
+        job = self._jobs.get(job_uid) or _Job(job_uid)
+        if addresses == job.kept:
+            return
+        self._jobs[job_uid] = job
+        job.kept = addresses
+        wanted = {address.pod: address for address in addresses}
+        for pod, member in list(job.members.items()):
+            if wanted.get(pod) != member.address:
+                del job.members[pod]
+                job.awaited.discard(pod)
+                if member.task is not None:
+                    member.task.cancel()
+        for pod, address in wanted.items():
+            if pod not in job.members:
+                member = job.members[pod] = _Member(job, address, Answer(None, 0, silent_since=self._clock()))
+                member.task = self._tasks.create_task(self._stay_connected(member), name=f"member/{pod}")
+        if not job.members:
+            del self._jobs[job_uid]
+
+    def answers(self, job_uid: str) -> dict[str, Answer]:
+        """By pod name."""
+        job = self._jobs.get(job_uid)
+        return {} if job is None else {pod: member.answer for pod, member in job.members.items()}
+
+    def send(self, job_uid: str, targets: Mapping[str, Target], awaited: Iterable[str] = ()) -> int:
+        """Give connected members their targets, by pod name; returns to how many something new is on its way.
+
+        awaited: pods without which the group can't go on. `changed` hurries when each of them has said something more.
+        """
+        job, sent = self._jobs.get(job_uid), 0
+        if job is None:
+            return 0
+        job.awaited = set(awaited)
+        tellings: dict[int, _Told] = {}  # by the target's identity: most members get the same one
+        for pod, target in targets.items():
+            member = job.members.get(pod)
+            if member is None or member.link is None or member.answer.facts is None:
+                continue
+            told = tellings.get(id(target))
+            if told is None:
+                told = tellings[id(target)] = job.tell(target)
+            if member.told is not told:
+                member.told = told
+                member.link.send(told.frame)
+                sent += 1
+        return sent
+
+    def heard_at(self, job_uid: str) -> float | None:
+        """When the newest message of any of the job's members came."""
+        job = self._jobs.get(job_uid)
+        return None if job is None else job.heard_at
+
+    @property
+    def connected(self) -> int:
+        return sum(member.answer.facts is not None for job in self._jobs.values() for member in job.members.values())
+
+    # ------------------------------------------------------------------------------------------------- one connection
+    async def _stay_connected(self, member: _Member) -> None:
+        delay_s, address = RETRY_S, member.address
+        with bind(job_uid=member.job.uid, pod=address.pod, role=address.role):
+            while True:
+                is_broken = False
+                try:
+                    await self._converse(member)
+                except ContractBroken as error:
+                    reason, is_broken = str(error), True
+                    log(LOG, "member broke the contract", logging.ERROR, reason=reason)
+                except (TimeoutError, OSError) as error:
+                    reason = in_words(error)
+                if self._forget(member, reason):
+                    delay_s = RETRY_S
+                if is_broken:
+                    delay_s = MAX_RETRY_S
+                await self._rest(delay_s * random.uniform(0.5, 1.5))
+                delay_s = min(2 * delay_s, MAX_RETRY_S)
+
+    def _forget(self, member: _Member, reason: str) -> bool:
+        """The connection is over: nothing stands for the member. Whether it had said anything."""
+        member.link = member.told = None
+        member.job.awaited.discard(member.address.pod)
+        if member.answer.silent_since is not None:
+            log(LOG, "member not reached", logging.DEBUG, reason=reason)
+            return False
+        member.answer = Answer(None, member.answer.highest_epoch, silent_since=self._clock())
+        self._lost()
+        log(LOG, "member lost", logging.WARNING, reason=reason)
+        self._changed(member.job.uid)
+        return True
+
+    async def _converse(self, member: _Member) -> NoReturn:
+        """One connection, from handshake to its end, which it raises."""
+        async with asyncio.timeout(HANDSHAKE_DEADLINE_S):  # without a turn: those of lost nodes would take them all
+            reached = await reach(member.address.host, member.address.port)
+        with ExitStack() as until_its_turn:
+            until_its_turn.callback(reached.close)
+            async with self._turn(), asyncio.timeout(HANDSHAKE_DEADLINE_S):
+                until_its_turn.pop_all()
+                link = await connect(
+                    reached,
+                    tls=self._tls,
+                    server_name=names.member_server_name(member.job.uid),
+                    ping_s=self._ping_s,
+                    hear=partial(self._hear, member),
+                )
+        try:
+            await link.ended()
+        except asyncio.CancelledError:
+            await link.close()
+            raise
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """It ends with its block or after TURN_S, whichever is first."""
+        await self._handshakes.acquire()
+        with ExitStack() as turn:
+            turn.callback(self._handshakes.release)
+            over = asyncio.get_running_loop().call_later(TURN_S, turn.close)
+            turn.callback(over.cancel)
+            yield
+
+    def _hear(self, member: _Member, link: Link, text: bytes) -> None:
+        message = _decode(text)
+        if member.link is link:
+            self._take(member, message)
+        else:
+            highest_epoch = _check_hello(member, message).highest_epoch
+            member.link = link
+            _raise_epoch(member, highest_epoch)
+
+    def _take(self, member: _Member, message: Hello | PodFacts | RolloutFacts | Refusal) -> None:
+        job, pod, before = member.job, member.address.pod, member.answer.facts
+        expected = RolloutFacts if member.address.role == names.ROLE_ROLLOUT else PodFacts
+        match message:
+            case PodFacts() | RolloutFacts() if isinstance(message, expected):
+                if before is None:
+                    log(LOG, "member connected", epoch=message.epoch)
+                member.answer = Answer(message, max(member.answer.highest_epoch, message.epoch), silent_since=None)
+            case Refusal(reason="StaleEpoch"):
+                log(LOG, "target refused", logging.WARNING, epoch=message.epoch, reason=message.message)
+                _raise_epoch(member, message.highest_epoch)
+            case _:
+                raise ContractBroken(f"{pod} sent {message.type}: the connection ends")
+        job.heard_at = self._clock()
+        is_last = job.awaited == {pod}
+        job.awaited.discard(pod)
+        self._changed(job.uid, hurry=is_last or _has_news(before, message))
+
+
+def _has_news(before: Facts | None, message: object) -> bool:
+    """What nobody was told to do, and a whole group may wait for: a batch, an evaluation."""
+    return isinstance(message, RolloutFacts) and (
+        not isinstance(before, RolloutFacts) or (before.sealed, before.evaluated) != (message.sealed, message.evaluated)
+    )
+
+
+def _raise_epoch(member: _Member, epoch: int) -> None:
+    answer = member.answer
+    member.answer = Answer(answer.facts, max(answer.highest_epoch, epoch), answer.silent_since)
+
+
+def _check_hello(member: _Member, message: Hello | PodFacts | RolloutFacts | Refusal) -> Hello:
+    address = member.address
+    if not isinstance(message, Hello):
+        raise ContractBroken(f"{address.pod} began with {message.type}, not with hello")
+    said = (message.wire, message.pod_uid, message.job_uid, message.role)
+    expected = (WIRE_VERSION, address.pod_uid, member.job.uid, address.role)
+    if said != expected:
+        raise ContractBroken(
+            f"at {address.host} expected wire, pod, job, role {expected}, found {said}: unknown member"
+        )
+    return message
+
+
+def _decode(text: bytes) -> Hello | PodFacts | RolloutFacts | Refusal:
+    try:
+        return from_member.validate_json(text)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise ContractBroken(f"unreadable message, {first['loc']}: {first['msg']}: the connection ends") from error

@@ -1,0 +1,281 @@
+"""Puts together what one pass sees: the job as read, the pods as watched, the members as they answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import pydantic
+
+from colocated_rl_api import names
+from colocated_rl_api.failure import FailureCause
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.job_status import ColocatedRLJobStatus, FailuresStatus
+from colocated_rl_api.logs import log
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_api.seats import role_of
+from colocated_rl_operator.clients.errors import JobInvalid
+from colocated_rl_operator.clients.kube import Body
+from colocated_rl_operator.clients.members import Address, Answer, Members
+from colocated_rl_operator.loop.case import (
+    Case,
+    Look,
+    Pods,
+    Queue,
+)
+from colocated_rl_operator.manifests import resources
+from colocated_rl_operator.planner.observation import (
+    Climb,
+    Job,
+    Member,
+    Memory,
+    Observation,
+    PodPhase,
+    Tally,
+    remember,
+)
+from colocated_rl_operator.planner.reasons import Cause
+
+LOG = logging.getLogger(__name__)
+
+MAX_WORDS = 400  # of a container's last ones
+_TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")  # says Kubernetes; says Kueue of a pod that it preempts
+_QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely on its way
+
+
+def observe(
+    case: Case, job: Job, *, pods: Pods, members: Members, queue: Queue, now: float, at: datetime
+) -> Observation:
+    """now, at: the same moment, monotonic and by the wall clock.
+
+    Raises JobInvalid when the record is of an operator that knows more than this one.
+    """
+    status, job_uid = case.status, case.about.uid
+    is_over = status.completion_time is not None
+    looks = _looks(case, job, pods)
+    members.keep(job_uid, () if is_over else tuple(look.address for look in looks if look.address is not None))
+    answers, climb = members.answers(job_uid), _climb(status)
+    queue.note(job, is_queued=climb is not None and climb.cause is Cause.PODS_NOT_READY)
+    seen = remember(
+        Observation(
+            now=now,
+            job=job,
+            members=tuple(_member(case, look, answers.get(look.name), now) for look in looks),
+            climb=climb,
+            trained_step=(status.step or 0) if job.ladder.trains else 0,
+            served=WeightVersion.parse(status.weight_version) if status.weight_version else None,
+            is_over=is_over,
+            started_at=None if job.spec.suspend else _moment(status.start_time or at, now, at),
+            finished_at=_moment(status.completion_time, now, at) if status.completion_time else None,
+            has_elder=queue.has_elder(job),
+            hindrance=case.stall.message if case.stall else "",
+            memory=case.memory,
+        )
+    )
+    _log_rungs(seen, case.memory)
+    case.memory = seen.memory
+    return seen
+
+
+def _moment(time: datetime, now: float, at: datetime) -> float:
+    """On the monotonic clock."""
+    return now - (at - time).total_seconds()
+
+
+def _log_rungs(seen: Observation, before: Memory) -> None:
+    """Rungs that the whole group has reached since the last pass."""
+    reached, climb = seen.memory.reached, seen.climb
+    known = before.reached if before.epoch == seen.memory.epoch else {}
+    fresh = [rung for rung in reached if rung not in known]
+    if climb is None or not fresh:
+        return
+    took_s = round(seen.now - max(known.values(), default=seen.memory.epoch_at), 6)
+    version, rung = str(climb.version), max(fresh, key=seen.job.ladder.place)
+    log(LOG, "rung reached", epoch=climb.epoch, step=climb.step, version=version, rung=rung, took_s=took_s)
+
+
+def read_job(body: Mapping[str, Any]) -> Job:
+    """Raises JobInvalid, which names the field, its value and what is expected.
+
+    A field that is not known here is of a newer CRD, most likely a default of its: the server refuses everybody else's.
+    """
+    metadata = body["metadata"]
+    try:
+        spec = ColocatedRLJobSpec.model_validate_json(json.dumps(body["spec"]), extra="ignore")
+    except pydantic.ValidationError as error:
+        raise JobInvalid("; ".join(_complaint(item) for item in error.errors(include_url=False)[:5])) from error
+    return Job(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        generation=metadata["generation"],
+        created=_time(metadata["creationTimestamp"]),
+        spec=spec,
+    )
+
+
+def _complaint(error: Any) -> str:
+    """A rule over several fields names their values itself."""
+    field_path, value = ".".join(str(part) for part in ("spec", *error["loc"])), error.get("input")
+    words = error["msg"].removeprefix("Value error, ")
+    if isinstance(value, Mapping):
+        return f"{field_path}: {words}"
+    return f"{field_path} is {json.dumps(value, default=str)[:120]}: {words}"
+
+
+def _climb(status: ColocatedRLJobStatus) -> Climb | None:
+    if status.epoch is None or status.target_step is None or status.lineage is None or status.cause is None:
+        return None
+    causes = {str(cause): cause for cause in Cause}
+    if status.cause not in causes:
+        raise JobInvalid(f"status.cause is {status.cause}, which this operator does not know: run the newer one again")
+    return Climb(
+        epoch=status.epoch,
+        step=status.target_step,
+        lineage=status.lineage,
+        group=status.group or "",
+        cause=causes[status.cause],
+        restarts=status.restarts or 0,
+        tally=_tally(status.failures),
+    )
+
+
+def _tally(failures: FailuresStatus | None) -> Tally:
+    if failures is None:
+        return Tally()
+    return Tally(
+        *(failures.pod_restarts, failures.step_retries, failures.step or 0, failures.tries),
+        *(failures.cause, failures.action, failures.rule),
+        avoids=tuple(failures.avoided_nodes),
+    )
+
+
+def _looks(case: Case, job: Job, pods: Pods) -> list[Look]:
+    """At each pod of the job, again only where something changed."""
+    before, case.looks = case.looks, {}
+    for pod in pods.of(case.about.uid):
+        metadata = pod["metadata"]
+        look = before.get(metadata["uid"])
+        if look is not None and look.pod is pod:
+            case.looks[metadata["uid"]] = look
+        elif place := resources.seat_and_attempt(job, metadata["name"]):
+            case.looks[metadata["uid"]] = Look(pod, metadata["name"], *place, _address(pod, place[0]))
+    return list(case.looks.values())
+
+
+def _member(case: Case, look: Look, answer: Answer | None, now: float) -> Member:
+    if look.member is None or look.answer is not answer:
+        facts = answer.facts if answer else None
+        member = look.member
+        if member is None or (member.facts is None) != (facts is None):
+            member = _look_at(case, look, now, is_heard=facts is not None)
+        silent_since, highest_epoch = (answer.silent_since, answer.highest_epoch) if answer else (None, 0)
+        look.member = member.saying(facts, highest_epoch=highest_epoch, silent_since=silent_since)
+        look.answer = answer
+    return look.member
+
+
+def _look_at(case: Case, look: Look, now: float, *, is_heard: bool) -> Member:
+    """All of a member but what it says itself.
+
+    Moments are those at which this process saw the pod and its end begin: clocks of others count for nothing.
+    """
+    metadata, status = look.pod["metadata"], look.pod.get("status", {})
+    uid = metadata["uid"]
+    restarts = sum(container.get("restartCount", 0) for container in _containers(status))
+    if is_heard or (role_of(look.seat) == names.ROLE_REFERENCE and _is_ready(status)):
+        case.restarts[uid] = restarts
+    ends_at = None
+    if metadata.get("deletionTimestamp"):
+        ends_at = case.ending_since.setdefault(uid, now) + metadata.get("deletionGracePeriodSeconds", 0)
+    return Member(
+        seat=look.seat,
+        attempt=look.attempt,
+        name=look.name,
+        uid=uid,
+        phase=PodPhase(status.get("phase", "Pending")),
+        created_at=case.first_seen.setdefault(uid, now),
+        address=status.get("podIP"),
+        ends_at=ends_at,
+        is_ready=_is_ready(status),
+        is_gated=bool(look.pod["spec"].get("schedulingGates")),
+        node=look.pod["spec"].get("nodeName"),
+        fate=_fate(status, is_deleted=ends_at is not None),
+        memory_kills=_memory_kills(status),
+        trouble=_trouble(status, is_restarting=restarts > case.restarts.get(uid, 0)),
+    )
+
+
+def _fate(status: Body, *, is_deleted: bool) -> FailureCause | None:
+    """A pod that is deleted may end as Failed by that alone."""
+    if status.get("reason") == "Evicted" or any(
+        item["type"] in _TAKEN_AWAY and item["status"] == "True" for item in status.get("conditions", ())
+    ):
+        return FailureCause.POD_EVICTED
+    return FailureCause.POD_FAILED if status.get("phase") == PodPhase.FAILED and not is_deleted else None
+
+
+def _memory_kills(status: Body) -> int:
+    """A webhook may have put containers beside ours, which end on their own account."""
+    for container in status.get("containerStatuses", ()):
+        state, last = container.get("state", {}), container.get("lastState", {})
+        ended = state.get("terminated") or last.get("terminated") or {}
+        if container["name"] == names.GPU_CONTAINER and ended.get("reason") == "OOMKilled":
+            return int(container.get("restartCount", 0)) + ("terminated" in state)
+    return 0
+
+
+def _is_ready(status: Body) -> bool:
+    return any(item["type"] == "Ready" and item["status"] == "True" for item in status.get("conditions", ()))
+
+
+def _address(pod: Body, seat: str) -> Address | None:
+    """Of a member that should answer: its pod runs. While one starts, silence says nothing."""
+    metadata, status = pod["metadata"], pod.get("status", {})
+    if role_of(seat) == names.ROLE_REFERENCE:
+        return None  # no member
+    if status.get("phase") != PodPhase.RUNNING or not status.get("podIP") or metadata.get("deletionTimestamp"):
+        return None
+    return Address(metadata["name"], metadata["uid"], role_of(seat), status["podIP"])
+
+
+def _trouble(status: Body, *, is_restarting: bool) -> str | None:
+    """Why a container of the pod does not run, or runs in vain: kubelet's words, and the container's last ones."""
+    for container in _containers(status):
+        if trouble := _container_trouble(container, is_restarting=is_restarting):
+            return trouble
+    for condition in status.get("conditions", ()):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"not scheduled: {condition.get('message', condition.get('reason', ''))}"
+    if status.get("phase") == PodPhase.FAILED:
+        return f"failed: {status.get('reason', '')} {status.get('message', '')}".rstrip(": ")
+    return None
+
+
+def _containers(status: Body) -> tuple[Body, ...]:
+    return (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
+
+
+def _container_trouble(container: Body, *, is_restarting: bool) -> str | None:
+    name, state = container["name"], container.get("state", {})
+    reason = state.get("waiting", {}).get("reason")
+    is_loud = reason not in (None, *_QUIET)
+    ended = state.get("terminated") or container.get("lastState", {}).get("terminated") or {}
+    if ended.get("exitCode") and (is_restarting or "running" not in state):
+        why = f"{reason}, " if is_loud else ""
+        return f"{name}: {why}{container.get('restartCount', 0)} restarts, last {_end_of(ended)}"
+    return f"{name}: {reason}: {state['waiting'].get('message', '')}".rstrip(": ") if is_loud else None
+
+
+def _end_of(terminated: Body) -> str:
+    """The container's last words are the end of its log, see `resources`."""
+    reason, words = terminated.get("reason"), terminated.get("message", "").strip()
+    told = f"ended with code {terminated['exitCode']}" + (f" ({reason})" if reason not in (None, "Error") else "")
+    return f"{told}: {words[-MAX_WORDS:]}" if words else told
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)

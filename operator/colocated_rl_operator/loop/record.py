@@ -1,0 +1,186 @@
+"""What is written of one job: its status, and the events that tell of it. One call at a time, in order.
+
+An epoch is recorded before anything is done under it: `commit` returns when the API server has it. All else is noted,
+and written beside the job's loop, so that no rung of a switch waits for the API server. The newest status wins: one
+that was overtaken before its turn is never written. An event comes after the status that it tells of.
+
+A status is written over the version that we know. A spec or metadata that somebody changed meanwhile is no obstacle;
+an epoch that somebody else raised is, and `check` says so in the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_api.logs import log
+from colocated_rl_operator.clients.errors import (
+    ApiUnreachable,
+    Conflict,
+    OperatorError,
+    StaleEpoch,
+)
+from colocated_rl_operator.clients.events import About, Events
+from colocated_rl_operator.clients.kube import Body
+from colocated_rl_operator.planner.reasons import Told
+
+LOG = logging.getLogger(__name__)
+
+WRITE_TRIES = 5  # of one status, each after somebody else's change of the object
+CLOSE_S = 2.0  # for what is noted and not written, when the process ends
+MAX_NEWS = 64  # events that wait for their turn; the oldest go first
+
+
+class StatusApi(Protocol):
+    """The calls of `kube.Kube` that are needed here."""
+
+    async def read_job(self, namespace: str, name: str) -> Body: ...
+    async def write_status(self, namespace: str, name: str, *, resource_version: str, status: Body) -> Body: ...
+
+
+@dataclass(frozen=True)
+class News:
+    """An event about the job; action: CamelCase verb phrase, what the operator does about it."""
+
+    kind: Literal["Normal", "Warning"]
+    reason: Told
+    note: str
+    action: str
+
+
+class Record:
+    """`status` is the newest one, written or on its way; None before the first look. failed: wakes the job's loop.
+
+    rest: how the seconds between two tries at one status pass.
+    """
+
+    def __init__(
+        self,
+        about: About,
+        api: StatusApi,
+        events: Events,
+        failed: Callable[[], None],
+        *,
+        rest: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.about = about
+        self.status: ColocatedRLJobStatus | None = None
+        self._api = api
+        self._events = events
+        self._failed = failed
+        self._rest = rest
+        self._written: ColocatedRLJobStatus | None = None
+        self._version = ""  # of the object that has it
+        self._noted: ColocatedRLJobStatus | None = None
+        self._news: deque[News] = deque(maxlen=MAX_NEWS)
+        self._one_call = asyncio.Lock()
+        self._writing: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+
+    def take(self, job: Body) -> None:
+        """As the server has it."""
+        self.status = self._written = read_status(job)
+        self._version = job["metadata"]["resourceVersion"]
+
+    def forget(self) -> None:
+        """Somebody else wrote: nothing is known until the next look."""
+        self.status = self._noted = None
+
+    def check(self) -> None:
+        """Raises what kept a noted status from being written."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    async def commit(self, status: ColocatedRLJobStatus) -> None:
+        """Write it now; what was noted before is overtaken. Raises StaleEpoch, ApiError."""
+        self._noted = None
+        async with self._one_call:
+            try:
+                await self._write(status)
+            except OperatorError:
+                self.status = self._written  # without what it overtook, so that the next report is a difference again
+                raise
+        self.status = status
+
+    def note(self, status: ColocatedRLJobStatus | None, *news: News) -> None:
+        """Write it when its turn comes, then tell the news."""
+        if status is not None:
+            self.status = self._noted = status
+        self._news.extend(news)
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._catch_up(), name=f"record/{self.about.name}")
+            self._writing.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Write what is noted, briefly."""
+        if self._writing is None:
+            return
+        try:
+            await asyncio.wait((self._writing,), timeout=CLOSE_S)
+        finally:
+            self._writing.cancel()
+
+    # ------------------------------------------------------------------------------------------------------ beside
+    async def _catch_up(self) -> None:
+        while self._noted is not None or self._news:
+            if self._noted is not None:
+                await self._write_noted()
+            else:
+                news = self._news.popleft()
+                await self._events.tell(self.about, news.kind, news.reason, news.note, action=news.action)
+
+    def _ended(self, writing: asyncio.Task[None]) -> None:
+        if not writing.cancelled() and (error := writing.exception()) is not None:
+            self.status, self._noted, self._failure = self._written, None, error
+            self._failed()
+
+    async def _write_noted(self) -> None:
+        failing_s = 0.0
+        while True:
+            async with self._one_call:
+                status = self._noted
+                if status is None:
+                    return  # overtaken by a commit
+                try:
+                    await self._write(status)
+                except ApiUnreachable as error:
+                    log(LOG, "status not written, trying again", logging.WARNING, reason=str(error))
+                    again_s = error.again_s(failing_s=failing_s)
+                else:
+                    if self._noted is status:
+                        self._noted = None
+                    return
+            await self._rest(again_s)
+            failing_s += again_s
+
+    async def _write(self, status: ColocatedRLJobStatus) -> None:
+        about, body = self.about, status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        known = self._written and self._written.epoch
+        for tries_left in reversed(range(WRITE_TRIES)):
+            try:
+                answer = await self._api.write_status(
+                    about.namespace, about.name, resource_version=self._version, status=body
+                )
+                break
+            except Conflict:
+                if not tries_left:
+                    raise
+            job = await self._api.read_job(about.namespace, about.name)
+            found = read_status(job)
+            if job["metadata"]["uid"] != about.uid or found.epoch != known:
+                raise StaleEpoch(f"status of {about.name} is of epoch {found.epoch}, not {known}")
+            if found.operator not in (None, status.operator):
+                raise StaleEpoch(f"operator {found.operator} has {about.name}")
+            self._version = job["metadata"]["resourceVersion"]  # spec or metadata changed, the epoch is ours
+        self._written, self._version = status, answer["metadata"]["resourceVersion"]
+
+
+def read_status(job: Body) -> ColocatedRLJobStatus:
+    return ColocatedRLJobStatus.model_validate_json(json.dumps(job.get("status") or {}))

@@ -1,0 +1,1 @@
+"""The objects of a job, rendered from its spec. Pure."""

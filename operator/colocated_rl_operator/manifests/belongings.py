@@ -1,0 +1,147 @@
+"""What a job has beside its pods: configuration, keys, volumes, and who may reach it. Pure: a job in, objects out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from colocated_rl_api import names
+from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.parts import Claimed, Volume
+from colocated_rl_api.rungs import Placement
+from colocated_rl_operator.manifests.resources import (
+    Object,
+    config_name,
+    metadata_of,
+    tls_secret_name,
+)
+from colocated_rl_operator.planner.observation import Job
+
+
+def applied(job: Job, *, operator_namespace: str) -> list[Object]:
+    """All that is kept as it is here; the Secret and the claims are made once."""
+    policies = [network_policy(job, operator_namespace=operator_namespace)]
+    return [config(job), *policies, *([reference_policy(job)] if job.reference_seats else [])]
+
+
+def config(job: Job) -> Object:
+    """The job as its members read it, and the trainer's configuration as it was written."""
+    job_file = JobFile(name=job.name, namespace=job.namespace, uid=job.uid, created=job.created, spec=job.spec)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata_of(job, config_name(job)),
+        "data": {
+            _name(names.JOB_FILE): job_file.model_dump_json(by_alias=True, exclude_none=True),
+            _name(names.TRAINER_CONFIG_FILE): json.dumps(job.spec.trainer.config, sort_keys=True),
+        },
+    }
+
+
+def claims(job: Job) -> list[Object]:
+    """Volumes of the store, of checkpoints and of weights for engines in other pods than trainers.
+
+    A retained one has no owner, so that deleting the job leaves it.
+    """
+    spec = job.spec
+    found = [
+        _claim(job, "store", spec.storage.volume, many_pods=False),
+        _claim(job, "checkpoints", spec.checkpoint.volume, many_pods=spec.replicas > 1),
+    ]
+    if spec.placement is Placement.DISAGGREGATED:
+        found.append(_claim(job, "weights", spec.weight_sync.volume, many_pods=True))
+    return found
+
+
+def irreplaceable(job: Job) -> dict[str, str]:
+    """Claims of a job that has begun whose content nobody can make again, by name, with what that is."""
+    found = {job.claim_name("store"): "its samples, sealed batches and place in the prompts"}
+    if job.ladder.trains:
+        found[job.claim_name("checkpoints")] = "its trained weights and the optimizer's state"
+    return found
+
+
+def _claim(job: Job, name: str, volume: Claimed, *, many_pods: bool) -> Object:
+    spec: Object = {
+        "accessModes": ["ReadWriteMany" if many_pods else "ReadWriteOnce"],
+        "resources": {"requests": {"storage": volume.size}},
+    }
+    if volume.storage_class_name is not None:
+        spec["storageClassName"] = volume.storage_class_name
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": metadata_of(job, job.claim_name(name), owned=not (isinstance(volume, Volume) and volume.retain)),
+        "spec": spec,
+    }
+
+
+def network_policy(job: Job, *, operator_namespace: str) -> Object:
+    """Who may reach the job's pods: the operator control ports, pods of the job data ports, anybody metrics.
+
+    The trainers' process group asks nobody for a password: its ports, of which the kernel picks some, are open among
+    the job's pods with trainers alone. The rollout pod, where rewards run, is none of them. A reference has a policy of
+    its own: what one policy allows another one can't forbid.
+    """
+    operator = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": names.MANAGED_BY}},
+    }
+    own = {names.JOB_UID_LABEL: job.uid}
+    no_reference = {"key": names.ROLE_LABEL, "operator": "NotIn", "values": [names.ROLE_REFERENCE]}
+    return _policy(
+        job,
+        f"{job.name}-{job.uid}",
+        {"matchLabels": own, "matchExpressions": [no_reference]},
+        {"from": [operator], "ports": [_tcp(names.CONTROL_PORT)]},
+        {"from": [_pods(own)], "ports": [_tcp(names.DATA_PORT)]},
+        {"from": [_pods(own | {names.ROLE_LABEL: job.trainer_role})], "ports": [_tcp(1024, 65535)]},
+        {"ports": [_tcp(names.METRICS_PORT)]},
+    )
+
+
+def reference_policy(job: Job) -> Object:
+    """Who may reach a reference: the rollout controller, which asks it, and anybody its metrics."""
+    own = {names.JOB_UID_LABEL: job.uid}
+    return _policy(
+        job,
+        f"{job.name}-reference-{job.uid}",
+        {"matchLabels": own | {names.ROLE_LABEL: names.ROLE_REFERENCE}},
+        {"from": [_pods(own | {names.ROLE_LABEL: names.ROLE_ROLLOUT})], "ports": [_tcp(names.DATA_PORT)]},
+        {"ports": [_tcp(names.METRICS_PORT)]},
+    )
+
+
+def _policy(job: Job, name: str, selector: Object, *ingress: Object) -> Object:
+    """Nothing but `ingress` reaches the pods that `selector` selects."""
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata_of(job, name),
+        "spec": {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": list(ingress)},
+    }
+
+
+def _pods(labels: Mapping[str, str]) -> Object:
+    return {"podSelector": {"matchLabels": dict(labels)}}
+
+
+def _tcp(first: int, last: int | None = None) -> Object:
+    port: Object = {"protocol": "TCP", "port": first}
+    return port if last is None else port | {"endPort": last}
+
+
+def tls_secret(job: Job, files: Mapping[str, str]) -> Object:
+    """files: by the names of `names.TLS_DIR`. Created once, never changed, never read by the operator."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "immutable": True,
+        "metadata": metadata_of(job, tls_secret_name(job)),
+        "stringData": dict(files),
+    }
+
+
+def _name(path: str) -> str:
+    return path.rsplit("/", 1)[1]

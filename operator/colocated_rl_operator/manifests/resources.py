@@ -1,0 +1,441 @@
+"""The pods of a job, as the API server is to have them, and how all its objects are named. Pure.
+
+Every pod passes the restricted pod security profile: no root, no capabilities, a read-only root file system, volumes
+for all that is written. Agent and GPU container have different users and one group, so that the agent's journal and
+keys are out of reach of engine and trainer, and what both write they share. Reward code is other people's: it has a
+container of its own beside the rollout controller, another user, and none of its volumes but a socket.
+
+Names of everything but pods contain the job's UID: what an earlier job of the same name left behind, or what somebody
+made in advance, is never taken for ours. What pods need beside them is in `belongings`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from colocated_rl_api import names
+from colocated_rl_api.job import Gpus
+from colocated_rl_api.parts import Resources
+from colocated_rl_api.rungs import Placement
+from colocated_rl_api.seats import ROLLOUT_SEAT
+from colocated_rl_operator.manifests import overlay
+from colocated_rl_operator.planner.observation import Job
+
+Object = dict[str, Any]
+
+SHARED_USER = 65532  # rollout controller, runner, engine and trainer
+AGENT_USER = 65533
+REWARDS_USER = 65534
+GROUP = 65532
+GPU_GRACE_S = 60
+ROLLOUT_GRACE_S = 30
+REFERENCE_GRACE_S = 5  # it has nothing to tidy
+DEVICES = "gpus"  # the claim of a GPU pod, where devices are claimed and not counted
+
+LAST_WORDS = "FallbackToLogsOnError"  # the end of the log goes into the pod's status: it outlives the pod there
+
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+@dataclass(frozen=True)
+class PodImages:
+    """What containers run when the job does not say."""
+
+    agent: str
+    rollout: str
+    gpu: str
+    pull_policy: str
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+def pod_name(job: Job, seat: str, attempt: int) -> str:
+    return f"{job.name}-{seat}-{attempt}"
+
+
+def seat_and_attempt(job: Job, name: str) -> tuple[str, int] | None:
+    """Inverse of `pod_name`, because labels may change and names never do; None for a name that we did not make."""
+    roles = "|".join((*names.GPU_ROLES, names.ROLE_REFERENCE))
+    match = re.fullmatch(rf"{job.name}-({ROLLOUT_SEAT}|({roles})-\d{{1,4}})-(\d{{1,9}})", name)
+    return (match[1], int(match[3])) if match else None
+
+
+def tls_secret_name(job: Job) -> str:
+    return f"{job.name}-tls-{job.uid}"
+
+
+def config_name(job: Job) -> str:
+    return f"{job.name}-job-{job.uid}"
+
+
+# ------------------------------------------------------------------------------------------------------------ metadata
+def metadata_of(job: Job, name: str, labels: Mapping[str, str] | None = None, *, owned: bool = True) -> Object:
+    metadata: Object = {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": {
+            names.MANAGED_BY_LABEL: names.MANAGED_BY,
+            "app.kubernetes.io/name": names.SINGULAR,
+            "app.kubernetes.io/instance": job.name,
+            names.JOB_NAME_LABEL: job.name,
+            names.JOB_UID_LABEL: job.uid,
+            **(labels or {}),
+        },
+    }
+    if owned:
+        kind = {"apiVersion": names.API_VERSION, "kind": names.KIND}
+        metadata["ownerReferences"] = [
+            {**kind, "name": job.name, "uid": job.uid, "controller": True, "blockOwnerDeletion": True}
+        ]
+    return metadata
+
+
+# ---------------------------------------------------------------------------------------------------------------- pods
+def pod(job: Job, seat: str, attempt: int, images: PodImages, *, avoids: Sequence[str] = ()) -> Object:
+    """The pod that fills a seat. avoids: nodes on which it may not stand."""
+    templates = job.spec.pod_templates
+    if seat == ROLLOUT_SEAT:
+        template, group = templates.rollout, overlay.NO_GROUP
+        labels, spec = {names.ROLE_LABEL: names.ROLE_ROLLOUT}, _rollout_spec(job, images)
+    else:
+        role, _, replica = seat.rpartition("-")
+        template = templates.gpu
+        size = len(job.gpu_seats) + len(job.reference_seats)
+        group = overlay.queue_group(template, name=f"{job.name}-gpu-{job.uid[:8]}", size=size)
+        labels = {names.ROLE_LABEL: role, names.REPLICA_LABEL: replica}
+        is_reference = role == names.ROLE_REFERENCE
+        spec = _reference_spec(job, images) if is_reference else _gpu_spec(job, role, replica, images)
+    labels |= group.labels | {names.ATTEMPT_LABEL: str(attempt)}
+    metadata = metadata_of(job, pod_name(job, seat, attempt), labels) | {"annotations": group.annotations}
+    body = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    return overlay.lay(template, over=body, avoids=avoids)
+
+
+def _pod_spec(*, grace_s: int, claims: Sequence[Object] = ()) -> Object:
+    return {
+        **({"resourceClaims": list(claims)} if claims else {}),
+        "restartPolicy": "OnFailure",
+        "terminationGracePeriodSeconds": grace_s,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": SHARED_USER,
+            "runAsGroup": GROUP,
+            "fsGroup": GROUP,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+
+
+def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
+    """Of a pod with engine and trainers, or with either where they are apart. Only trainers write what they share."""
+    spec, trains = job.spec, role != names.ROLE_ENGINE
+    gpus = spec.gpus if trains else spec.engine_gpus
+    grace_s = spec.pod_templates.gpu.spec.termination_grace_period_seconds or GPU_GRACE_S
+    return _pod_spec(grace_s=grace_s, claims=_claims(gpus)) | {
+        "initContainers": [
+            {
+                "name": "runner",
+                "image": images.agent,
+                "imagePullPolicy": images.pull_policy,
+                "terminationMessagePolicy": LAST_WORDS,
+                "args": ["install-runner", names.BIN_DIR],
+                "securityContext": RESTRICTED | {"runAsUser": AGENT_USER},
+                "resources": _fixed(cpu="100m", memory="128Mi"),
+                "env": _env(HOME="/tmp"),
+                "volumeMounts": [_mount("bin", names.BIN_DIR), _mount("agent-tmp", "/tmp")],
+            },
+            {
+                "name": names.AGENT_CONTAINER,
+                "image": images.agent,
+                "imagePullPolicy": images.pull_policy,
+                "terminationMessagePolicy": LAST_WORDS,
+                "restartPolicy": "Always",  # a sidecar: it starts before the GPU container and ends after it
+                "securityContext": RESTRICTED | {"runAsUser": AGENT_USER},
+                "resources": _fixed(cpu="200m", memory="2Gi"),  # of which its gate takes 1.4 at all of its bounds
+                "env": [*_env(HOME="/tmp"), *_identity(), *_env(**{names.ENV_ROLE: role, names.ENV_REPLICA: replica})],
+                "ports": _ports(),
+                "startupProbe": _probe(period_s=1, failures=120),
+                "readinessProbe": _probe(period_s=5, failures=3),
+                "livenessProbe": _probe(period_s=10, failures=6),
+                "volumeMounts": [
+                    _mount("state", names.STATE_DIR),
+                    _mount("sock", names.SOCKET_DIR),
+                    _mount("batches", names.BATCH_DIR),
+                    _mount("weights", names.WEIGHTS_DIR, read_only=not trains),
+                    _mount("tls", names.TLS_DIR, read_only=True),
+                    _mount("job", _directory(names.JOB_FILE), read_only=True),
+                    _mount("agent-tmp", "/tmp"),
+                ],
+            },
+        ],
+        "containers": [
+            {
+                "name": names.GPU_CONTAINER,
+                **_gpu_image(job, gpus, images),
+                "command": [f"{names.BIN_DIR}/runner"],
+                "securityContext": RESTRICTED,
+                "resources": _gpu_resources(gpus),
+                "env": _env(**_homeless(names.SCRATCH_DIR), **{names.ENV_GRACE: str(grace_s)}),
+                "volumeMounts": [
+                    _mount("bin", names.BIN_DIR, read_only=True),
+                    _mount("sock", names.SOCKET_DIR),
+                    _mount("batches", names.BATCH_DIR, read_only=not spec.ladder.scores),
+                    _mount("weights", names.WEIGHTS_DIR, read_only=not trains),
+                    _mount("shm", "/dev/shm"),
+                    _mount("model", names.MODEL_DIR, read_only=True),
+                    *([_mount("checkpoints", names.CHECKPOINT_DIR)] if trains else []),
+                    _mount("job", _directory(names.JOB_FILE), read_only=True),
+                    _mount("scratch", names.SCRATCH_DIR),
+                    _mount("gpu-tmp", "/tmp"),
+                ],
+            }
+        ],
+        "volumes": [
+            *(_empty(name) for name in ("state", "bin", "sock", "batches", "scratch", "agent-tmp", "gpu-tmp")),
+            _weights(job, trains=trains),
+            _empty("shm", medium="Memory"),
+            _claimed("model", spec.model.claim_name, read_only=True),
+            *([_claimed("checkpoints", job.claim_name("checkpoints"))] if trains else []),
+            *_job_volumes(job),
+        ],
+    }
+
+
+def _gpu_image(job: Job, gpus: Gpus, images: PodImages) -> Object:
+    return {
+        "image": gpus.image or job.spec.gpus.image or images.gpu,
+        "imagePullPolicy": images.pull_policy,
+        "terminationMessagePolicy": LAST_WORDS,
+    }
+
+
+def _reference_spec(job: Job, images: PodImages) -> Object:
+    """Of a reference: no member, so without an agent. What its node takes with it is made again soon elsewhere."""
+    gpus = job.spec.reference_gpus
+    lost = [
+        {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+        for state in ("not-ready", "unreachable")
+    ]
+    return _pod_spec(grace_s=REFERENCE_GRACE_S, claims=_claims(gpus)) | {
+        "tolerations": lost,
+        "initContainers": [],
+        "containers": [
+            {
+                "name": names.GPU_CONTAINER,
+                **_gpu_image(job, gpus, images),
+                "command": ["python3", "-P", "-m", "colocated_rl_trainer.ref_policy"],
+                "securityContext": RESTRICTED,
+                "resources": _gpu_resources(gpus),
+                "env": [*_env(**_homeless(names.SCRATCH_DIR)), *_identity()],
+                "ports": _ports("data", "metrics"),
+                "startupProbe": _probe(period_s=1, failures=300),
+                "readinessProbe": _probe(period_s=2, failures=3, path="/readyz"),
+                "livenessProbe": _probe(period_s=10, failures=6),
+                "volumeMounts": [
+                    _mount("model", names.MODEL_DIR, read_only=True),
+                    _mount("tls", names.TLS_DIR, read_only=True),
+                    _mount("job", _directory(names.JOB_FILE), read_only=True),
+                    _mount("scratch", names.SCRATCH_DIR),
+                    _mount("gpu-tmp", "/tmp"),
+                ],
+            }
+        ],
+        "volumes": [
+            *(_empty(name) for name in ("scratch", "gpu-tmp")),
+            _claimed("model", job.spec.model.claim_name, read_only=True),
+            *_job_volumes(job),
+        ],
+    }
+
+
+def _rollout_spec(job: Job, images: PodImages) -> Object:
+    sidecars, mounts, volumes = _rollout_sources(job, images)
+    return _pod_spec(grace_s=ROLLOUT_GRACE_S) | {
+        "initContainers": sidecars,
+        "containers": [
+            {
+                "name": names.ROLLOUT_CONTAINER,
+                "image": images.rollout,
+                "imagePullPolicy": images.pull_policy,
+                "terminationMessagePolicy": LAST_WORDS,
+                "securityContext": RESTRICTED,
+                "resources": _resources(job.spec.rollout.resources),
+                "env": [*_env(**_homeless("/tmp")), *_identity()],
+                "ports": _ports(),
+                "startupProbe": _probe(period_s=1, failures=300),
+                "readinessProbe": _probe(period_s=5, failures=3),
+                "livenessProbe": _probe(period_s=10, failures=6),
+                "volumeMounts": [
+                    _mount("store", names.STATE_DIR),
+                    _mount("model", names.MODEL_DIR, read_only=True),
+                    _mount("tls", names.TLS_DIR, read_only=True),
+                    _mount("job", _directory(names.JOB_FILE), read_only=True),
+                    _mount("tmp", "/tmp"),
+                    *mounts,
+                ],
+            }
+        ],
+        "volumes": [
+            _claimed("store", job.claim_name("store")),
+            _claimed("model", job.spec.model.claim_name, read_only=True),
+            _empty("tmp"),
+            *volumes,
+            *_job_volumes(job),
+        ],
+    }
+
+
+def _rollout_sources(job: Job, images: PodImages) -> tuple[list[Object], list[Object], list[Object]]:
+    """Sidecars, mounts of the rollout controller and volumes. A recording needs neither prompts nor rewards."""
+    recorded, prompts = job.spec.recorded, job.spec.rollout.prompts
+    if recorded is not None:
+        mount = _mount("recorded", names.RECORDED_DIR, read_only=True)
+        return [], [mount], [_claimed("recorded", recorded.claim_name, read_only=True)]
+    mounts, volumes = [_mount("tasks", names.TASKS_DIR, read_only=True)], [_empty("tasks"), _empty("rewards-tmp")]
+    for number, secret in enumerate(prompts.secret_names):
+        mounts.append(_mount(f"reward-token-{number}", f"{names.REWARD_TOKENS_DIR}/{secret}", read_only=True))
+        volumes.append(_reward_token(f"reward-token-{number}", secret))
+    for number, claim in enumerate(prompts.claim_names):
+        volumes.append(_claimed(f"prompts-{number}", claim, read_only=True))
+    return [_rewards_container(job, images)], mounts, volumes
+
+
+def _rewards_container(job: Job, images: PodImages) -> Object:
+    """Where prompts are made and rewards computed: a sidecar, so that it ends with the rollout controller."""
+    prompts = job.spec.rollout.prompts
+    return {
+        "name": names.REWARDS_CONTAINER,
+        "image": prompts.image or images.rollout,
+        "imagePullPolicy": images.pull_policy,
+        "terminationMessagePolicy": LAST_WORDS,
+        "restartPolicy": "Always",
+        "command": ["python3", "-P", "-m", "colocated_rl_rollout.tasks.task_server"],
+        "securityContext": RESTRICTED | {"runAsUser": REWARDS_USER},
+        "resources": _resources(prompts.resources),
+        "env": _env(**_homeless("/tmp")),
+        "volumeMounts": [
+            _mount("tasks", names.TASKS_DIR),
+            _mount("rewards-tmp", "/tmp"),
+            *(
+                _mount(f"prompts-{number}", f"{names.PROMPTS_DIR}/{claim}", read_only=True)
+                for number, claim in enumerate(prompts.claim_names)
+            ),
+        ],
+    }
+
+
+# -------------------------------------------------------------------------------------------------- parts of containers
+def _env(**values: str) -> list[Object]:
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def _identity() -> list[Object]:
+    fields = {
+        names.ENV_POD_NAME: "metadata.name",
+        names.ENV_POD_UID: "metadata.uid",
+        names.ENV_POD_NAMESPACE: "metadata.namespace",
+        names.ENV_POD_IP: "status.podIP",
+    }
+    return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
+
+
+def _homeless(directory: str) -> dict[str, str]:
+    """For a user without a passwd entry and a read-only root: who it is, and where libraries keep their caches."""
+    return {
+        "HOME": directory,
+        "USER": "colocate",
+        "LOGNAME": "colocate",
+        "XDG_CACHE_HOME": f"{directory}/.cache",
+        "HF_HOME": f"{directory}/huggingface",
+        "TORCHINDUCTOR_CACHE_DIR": f"{directory}/inductor",
+        "TRITON_CACHE_DIR": f"{directory}/triton",
+        "FLASHINFER_WORKSPACE_BASE": f"{directory}/flashinfer",
+        "NUMBA_CACHE_DIR": f"{directory}/numba",
+    }
+
+
+def _ports(*of: str) -> list[Object]:
+    """All, or those that are named."""
+    ports = {"control": names.CONTROL_PORT, "data": names.DATA_PORT, "metrics": names.METRICS_PORT}
+    return [{"name": name, "containerPort": ports[name], "protocol": "TCP"} for name in of or ports]
+
+
+def _probe(*, period_s: int, failures: int, path: str = "/healthz") -> Object:
+    """Of the member process, never of an engine: an engine's own health route generates tokens (H16)."""
+    get = {"path": path, "port": names.METRICS_PORT}
+    return {"httpGet": get, "periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
+
+
+def _fixed(*, cpu: str, memory: str) -> Object:
+    """Of a container of ours. No limit of CPU: who is throttled in the data path makes devices wait for it."""
+    return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}}
+
+
+def _resources(resources: Resources) -> Object:
+    """What a field does not request is requested up to its limit."""
+    return {"requests": {**resources.limits, **resources.requests}, "limits": dict(resources.limits)}
+
+
+def _gpu_resources(gpus: Gpus) -> Object:
+    resources = _resources(gpus.resources)
+    if gpus.resource_claim_template_name is not None:
+        resources["claims"] = [{"name": DEVICES}]
+    elif gpus.count > 0:
+        resources["limits"][gpus.resource_name] = str(gpus.count)
+        resources["requests"][gpus.resource_name] = str(gpus.count)
+    return resources
+
+
+def _claims(gpus: Gpus) -> Sequence[Object]:
+    template = gpus.resource_claim_template_name
+    return [] if template is None else [{"name": DEVICES, "resourceClaimTemplateName": template}]
+
+
+def _mount(name: str, path: str, *, read_only: bool = False) -> Object:
+    return {"name": name, "mountPath": path, "readOnly": True} if read_only else {"name": name, "mountPath": path}
+
+
+# -------------------------------------------------------------------------------------------------------------- volumes
+def _empty(name: str, **options: str) -> Object:
+    return {"name": name, "emptyDir": options}
+
+
+def _claimed(name: str, claim: str, *, read_only: bool = False) -> Object:
+    source: Object = {"claimName": claim}
+    if read_only:
+        source["readOnly"] = True
+    return {"name": name, "persistentVolumeClaim": source}
+
+
+def _weights(job: Job, *, trains: bool) -> Object:
+    """Where exports are: in memory that a pod's engine and trainers share, or on a volume of all GPU pods."""
+    if job.spec.placement is Placement.DISAGGREGATED:
+        return _claimed("weights", job.claim_name("weights"), read_only=not trains)
+    return _empty("weights", medium="Memory", sizeLimit=job.spec.weight_sync.size_limit)
+
+
+def _reward_token(name: str, secret: str) -> Object:
+    """Of somebody else's Secret, the one entry that is ours to use."""
+    items = [{"key": names.REWARD_TOKEN_FILE, "path": names.REWARD_TOKEN_FILE}]
+    return {"name": name, "secret": {"secretName": secret, "items": items, "defaultMode": 0o440}}
+
+
+def _job_volumes(job: Job) -> Sequence[Object]:
+    return (
+        {"name": "tls", "secret": {"secretName": tls_secret_name(job), "defaultMode": 0o440}},
+        {"name": "job", "configMap": {"name": config_name(job)}},
+    )
+
+
+def _directory(path: str) -> str:
+    return path.rsplit("/", 1)[0]

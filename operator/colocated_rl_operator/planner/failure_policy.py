@@ -1,0 +1,371 @@
+"""What the job's failure policy says to what was seen to fail. Pure.
+
+The first rule that matches is followed; where none does, the usual answer of the cause. Who is at fault, and so loses
+its pod where pods are the answer, is said here too: never a whole group that merely stands still together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from colocated_rl_api.failure import FailureAction, FailureCause
+from colocated_rl_api.rungs import Rung
+from colocated_rl_api.seats import role_of
+from colocated_rl_operator.planner.actions import DeletePod, PodAction
+from colocated_rl_operator.planner.observation import (
+    Climb,
+    Member,
+    Observation,
+    Tally,
+)
+from colocated_rl_operator.planner.reasons import Cause, Waiting
+from colocated_rl_operator.planner.roster import is_silent
+
+MAX_AVOIDED = 8  # nodes of one job
+QUEUE_S, MAX_QUEUE_S = 30.0, 600.0  # of a job whose pods did not come, at least; up to twice as long
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A new climb. pods: that go with it."""
+
+    climb: Climb
+    message: str
+    pods: tuple[PodAction, ...] = ()
+
+
+@dataclass(frozen=True)
+class Hold:
+    """What comes next has its time."""
+
+    until: float
+    message: str
+    reason: Waiting = Waiting.BACKOFF
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Something that went wrong. pods: at fault, none if that can't be told. tries: that came before it, in a row."""
+
+    cause: FailureCause
+    message: str  # for people, without what is done about it
+    pods: tuple[Member, ...]
+    since: float
+    tries: int
+    rung: Rung | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is done about a failure. rule: of the policy, from 0; None: the usual answer."""
+
+    action: FailureAction
+    rule: int | None = None
+    counts: bool = True
+
+    @property
+    def by(self) -> str:
+        """For messages: who says so."""
+        return "" if self.rule is None else f" (failurePolicy.rules[{self.rule}])"
+
+
+def answer(seen: Observation, failure: Failure) -> Answer:
+    policy = seen.job.spec.failure_policy
+    for number, rule in enumerate(policy.rules if policy else ()):
+        is_for_rung = rule.at_rungs is None or failure.rung in rule.at_rungs
+        has_tries = rule.max_tries is None or failure.tries < rule.max_tries
+        if failure.cause in rule.on_causes and is_for_rung and has_tries:
+            return Answer(rule.action, number, rule.counts)
+    usual = failure.cause.answers[0]
+    return Answer(usual, counts=usual is not FailureAction.REQUEUE)
+
+
+def backoff_s(seen: Observation, tries: int) -> float:
+    policy = seen.job.spec.failure_policy
+    return 0.0 if policy is None else policy.backoff_s(tries)
+
+
+def raise_epoch(seen: Observation, now: Climb | None, cause: Cause, message: str) -> Decision:
+    now = now or Climb(epoch=0, step=0, lineage=0, group="", cause=cause)
+    return Decision(replace(now, epoch=seen.highest_epoch + 1, cause=cause), message)
+
+
+# -------------------------------------------------------------------------------------------------------- what follows
+def after_death(seen: Observation, now: Climb) -> Decision | Hold | None:
+    return _answer(seen, now, Cause.TRAINER_DIED, death(seen, step=now.step, tries=now.tally.tries_at(now.step)))
+
+
+def after_standstill(seen: Observation, now: Climb, since: float, message: str) -> Decision | Hold | None:
+    failure = standstill(seen, since=since, tries=now.tally.tries_at(now.step), message=message)
+    return _answer(seen, now, Cause.RUNG_DEADLINE, failure)
+
+
+def after_difference(seen: Observation, now: Climb, message: str) -> Decision | Hold | None:
+    """Of weights that engines hold: never after a back-off, in which they would serve."""
+    failure = Failure(FailureCause.WEIGHTS_DIFFER, message, (), seen.now, now.tally.tries_at(now.step))
+    return _answer(seen, now, Cause.WEIGHTS_DIFFER, failure)
+
+
+def after_loss(seen: Observation, now: Climb) -> Decision | Hold | None:
+    """Engines and pods, where a rule says something else than agents and roster do anyway."""
+    policy = seen.job.spec.failure_policy
+    if policy is None or not policy.rules:
+        return None
+    failures = [*lost_pods(seen, tries=now.tally.tries_at(now.step))]
+    if seen.all_answer:
+        failures += lost_engines(seen)
+    for failure in failures:
+        said = answer(seen, failure)
+        if said.rule is None or said.action is FailureAction.RESTART_ENGINE:
+            continue
+        avoids_more = said.action is FailureAction.REPLACE_POD_ELSEWHERE and failure.pods[0].node not in (
+            None,
+            *now.tally.avoids,
+        )
+        is_first = bool(now.group) or said.action is FailureAction.FAIL_JOB
+        if avoids_more or (is_first and not _has_had_its_answer(seen, now, failure)):
+            return _answer(seen, now, Cause.POD_REPLACED, failure)
+    return None
+
+
+def _answer(seen: Observation, now: Climb, cause: Cause, failure: Failure) -> Decision | Hold | None:
+    """The trainers start together again, after a while, in these pods or in others; or the job ends."""
+    said = answer(seen, failure)
+    if said.action is FailureAction.FAIL_JOB:
+        return _fail(seen, now, failure, said)
+    counted = now.restarts + (said.counts and bool(now.group))
+    if counted > seen.job.spec.backoff_limit:
+        return _give_up(seen, now, failure.message)
+    replaces = bool(failure.pods) and said.action in (FailureAction.RESTART_POD, FailureAction.REPLACE_POD_ELSEWHERE)
+    then = _then(seen, now, failure, said, replaces=replaces)
+    due = failure.since + backoff_s(seen, failure.tries)
+    may_wait = cause in (Cause.TRAINER_DIED, Cause.RUNG_DEADLINE) and said.action is not FailureAction.ROLL_BACK
+    if may_wait and seen.now < due:
+        return Hold(due, f"{failure.message}: {then}, {due - failure.since:.0f} s later")
+    tally = _tallied(now, failure, said, replaces=replaces)
+    climb = replace(now, restarts=counted, tally=tally)
+    message = f"{failure.message}: {then}"
+    if replaces:
+        pods = () if failure.cause is FailureCause.MEMBER_SILENT else _deletions(seen, failure, message)
+        climb = replace(climb, group="") if _has_trainers(seen, failure) else climb
+        return replace(raise_epoch(seen, climb, Cause.POD_REPLACED, message), pods=pods)
+    if said.action is FailureAction.ROLL_BACK:
+        climb = replace(climb, step=_finished(seen, now))
+    return raise_epoch(seen, replace(climb, lineage=now.lineage + 1, group=seen.group or now.group), cause, message)
+
+
+def after_absence(seen: Observation, now: Climb | None, message: str) -> Decision:
+    """Pods that did not come: nobody's devices wait for them."""
+    now = now or Climb(epoch=0, step=0, lineage=0, group="", cause=Cause.PODS_NOT_READY)
+    failure = Failure(FailureCause.PODS_NOT_READY, message, (), seen.now, now.tally.tries_at(now.step))
+    said = answer(seen, failure)
+    if said.action is FailureAction.FAIL_JOB:
+        return _fail(seen, now, failure, said)
+    if now.restarts + said.counts > seen.job.spec.backoff_limit:
+        return _give_up(seen, now, message)
+    tally = replace(
+        _answered(now.tally, failure, said),
+        pod_restarts=now.tally.pod_restarts + said.counts,
+        step=max(now.step, now.tally.step),
+        tries=failure.tries + 1,
+    )
+    climb = replace(now, restarts=now.restarts + said.counts, tally=tally)
+    decision = raise_epoch(seen, climb, Cause.PODS_NOT_READY, message)
+    wait_s = queue_s(seen, decision.climb)
+    return replace(decision, message=f"{message}: all pods go, and the job tries again in {wait_s:.0f} s{said.by}")
+
+
+def queue_s(seen: Observation, now: Climb) -> float:
+    """How long a job stays queued. Jobs that wait for each other's devices don't come back at one moment.
+
+    Of those that gave up as often, the oldest comes back first: while it is queued, others take the later half of their
+    time. No more than that half, or an old job for which there is never room would hold up all others.
+    """
+    digest = hashlib.sha256(f"{seen.job.uid} {now.epoch}".encode()).digest()
+    share = (int.from_bytes(digest[:4]) / 2**32 + seen.has_elder) / 2
+    return min(QUEUE_S * 2.0 ** min(now.tally.tries - 1, 32), MAX_QUEUE_S) * (1 + share)
+
+
+def after_replacement(seen: Observation, now: Climb) -> Decision:
+    """Pods were lost and made again, and no rule had a word about it."""
+    message = _replaced(seen)
+    if now.restarts >= seen.job.spec.backoff_limit:
+        return _give_up(seen, now, message)
+    tries = now.tally.tries_at(now.step)
+    tally = replace(
+        now.tally,
+        pod_restarts=now.tally.pod_restarts + 1,
+        step=max(now.step, now.tally.step),
+        tries=tries + 1,
+        cause=next((member.fate for member in seen.members if member.fate and not member.is_reference), ""),
+        action=FailureAction.RESTART_POD,
+        rule=None,
+    )
+    climb = replace(now, lineage=now.lineage + 1, group=seen.group or now.group, restarts=now.restarts + 1, tally=tally)
+    return raise_epoch(seen, climb, Cause.POD_REPLACED, f"{message}: {starts(seen)} together again")
+
+
+def _has_had_its_answer(seen: Observation, now: Climb, failure: Failure) -> bool:
+    """A pod whose seat is still empty, and the epoch was raised for it. With trainers: only while there is no group."""
+    is_known = failure.tries > 0 and all(pod.uid in seen.memory.gone for pod in failure.pods)
+    return is_known and not (now.group and _has_trainers(seen, failure))
+
+
+def _has_trainers(seen: Observation, failure: Failure) -> bool:
+    """A pod of the lineage is at fault. To lose one of engines alone costs the trainers nothing."""
+    lineage = role_of(seen.job.lineage_seats[0])
+    return any(role_of(pod.seat) == lineage for pod in failure.pods)
+
+
+def _fail(seen: Observation, now: Climb, failure: Failure, said: Answer) -> Decision:
+    climb = replace(seen.climb or now, tally=_answered(now.tally, failure, said))
+    return raise_epoch(seen, climb, Cause.FAILURE_POLICY, f"{failure.message}: the job fails{said.by}")
+
+
+def _answered(tally: Tally, failure: Failure, said: Answer) -> Tally:
+    return replace(tally, cause=failure.cause, action=said.action, rule=said.rule)
+
+
+def _give_up(seen: Observation, now: Climb, message: str) -> Decision:
+    tally = now.tally
+    pods, steps = _count(tally.pod_restarts, "pod restart"), _count(tally.step_retries, "step retry", "step retries")
+    used = f"backoffLimit {seen.job.spec.backoff_limit} is used up by {pods} and {steps}"
+    todo = "read the pods' logs, put right what fails and make the job again"
+    return raise_epoch(seen, seen.climb, Cause.BACKOFF_LIMIT, f"{message}, but {used}: {todo}")
+
+
+def _count(number: int, one: str, more: str | None = None) -> str:
+    return f"{number} {one if number == 1 else more or one + 's'}"
+
+
+def _then(seen: Observation, now: Climb, failure: Failure, said: Answer, *, replaces: bool) -> str:
+    match said.action:
+        case FailureAction.ROLL_BACK:
+            return f"back to step {_finished(seen, now)}{said.by}"
+        case FailureAction.RESTART_POD | FailureAction.REPLACE_POD_ELSEWHERE if replaces:
+            pods = listed([pod.name for pod in failure.pods])
+            nodes = listed(sorted({pod.node for pod in failure.pods if pod.node}))
+            elsewhere = f", not on {nodes}" if said.action is FailureAction.REPLACE_POD_ELSEWHERE and nodes else ""
+            return f"{pods} made again{elsewhere}{said.by}"
+        case _:
+            return f"{starts(seen)} together again{said.by}"
+
+
+def _tallied(now: Climb, failure: Failure, said: Answer, *, replaces: bool) -> Tally:
+    tally, avoids = now.tally, now.tally.avoids
+    if replaces and said.action is FailureAction.REPLACE_POD_ELSEWHERE:
+        nodes = dict.fromkeys(pod.node for pod in failure.pods if pod.node)
+        avoids = (*(node for node in avoids if node not in nodes), *nodes)[-MAX_AVOIDED:]
+    is_first = bool(now.group)  # else its pods are on their way already, for another failure
+    return Tally(
+        pod_restarts=tally.pod_restarts + (replaces and is_first),
+        step_retries=tally.step_retries + (not replaces),
+        step=max(now.step, tally.step),
+        tries=tally.tries_at(now.step) + is_first,
+        cause=failure.cause,
+        action=said.action,
+        rule=said.rule,
+        avoids=avoids,
+    )
+
+
+def _deletions(seen: Observation, failure: Failure, message: str) -> tuple[PodAction, ...]:
+    """Of the pods at fault that are still there."""
+    current = {member.uid for member in seen.current.values()}
+    return tuple(DeletePod(pod.name, pod.uid, None, message) for pod in failure.pods if pod.uid in current)
+
+
+def _finished(seen: Observation, now: Climb) -> int:
+    """The last finished step, as far as anybody knows."""
+    done = now.step if seen.is_finished else now.step - 1
+    return max(0, done, seen.trained_step, seen.rollout_facts.trained_step if seen.rollout_facts else 0)
+
+
+def rest_after_roll_back(seen: Observation, following: Climb) -> Hold | None:
+    """A step that was rolled back is tried again when its back-off is over, from when engines served again.
+
+    It is the only kind that has failed and is gone on to once more, whatever has been answered since.
+    """
+    tally = following.tally
+    if not tally.tries_at(following.step):
+        return None
+    due = seen.memory.reached.get(seen.job.ladder.top, seen.now) + backoff_s(seen, tally.tries - 1)
+    message = f"step {following.step} failed {_count(tally.tries, 'time')}: rollout goes on before it is tried again"
+    return Hold(due, message) if seen.now < due else None
+
+
+# ----------------------------------------------------------------------------------------------------- what has failed
+def death(seen: Observation, *, step: int, tries: int) -> Failure:
+    """Of a trainer, in the climb to `step`."""
+    memory = seen.memory
+    pods = tuple(member for member in seen.gpu_members if member.uid in memory.died) or seen.dead
+    killed = [member for member in pods if member.memory_kills > memory.memory_kills.get(member.uid, 0)]
+    cause = FailureCause.OUT_OF_MEMORY if killed else FailureCause.TRAINER_DIED
+    why = "its container was ended for its memory" if killed else "it ended by itself"
+    message = f"a trainer died at step {step}: {_named(killed or pods, why)}"
+    return Failure(cause, message, pods, seen.now if memory.died_at is None else memory.died_at, tries)
+
+
+def standstill(seen: Observation, *, since: float, tries: int, message: str) -> Failure:
+    """On one rung, past its deadline. Where all stand, who reports a problem is at fault."""
+    slowest = tuple(member for member in seen.gpu_members if seen.standings[member.name] is seen.slowest)
+    if 1 < len(slowest) == len(seen.gpu_members):
+        slowest = tuple(member for member in slowest if member.pod_facts and member.pod_facts.problem)
+        slowest = () if len(slowest) == len(seen.gpu_members) else slowest
+    return Failure(FailureCause.RUNG_DEADLINE, message, slowest, since, tries, seen.slowest)
+
+
+def lost_engines(seen: Observation) -> Iterator[Failure]:
+    """Not of pods whose trainer has ended too: the end of their container is both, and the trainer's has an answer."""
+    dead = {member.uid for member in seen.dead}
+    for member in seen.gpu_members:
+        failures = max((engine.failures for engine in member.pod_facts.engines), default=0) if member.pod_facts else 0
+        if failures and member.uid not in dead:
+            often = f", {failures} times since it last served" if failures > 1 else ""
+            message = f"the engine of {_named((member,), 'no last words')} was lost{often}"
+            yield Failure(FailureCause.ENGINE_LOST, message, (member,), seen.now, failures - 1)
+
+
+def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
+    """GPU pods that the cluster took away, or whose member is silent. One that somebody deleted is no failure."""
+    newest = {member.seat: member for member in sorted(seen.members, key=lambda member: member.attempt)}
+    for seat in seen.job.gpu_seats:
+        current, pod = seen.current.get(seat), newest.get(seat)
+        if current is None:
+            if pod is not None and pod.fate is not None:
+                message = f"pod {pod.name} is lost ({pod.trouble or pod.fate})"
+                yield Failure(pod.fate, message, (pod,), seen.now, tries)
+        elif is_silent(seen, current):
+            message = f"no answer from pod {current.name} for {seen.now - (current.silent_since or seen.now):.0f} s"
+            yield Failure(FailureCause.MEMBER_SILENT, message, (current,), seen.now, tries)
+
+
+def _named(pods: tuple[Member, ...] | list[Member], usual: str) -> str:
+    """With what each says of it itself."""
+    problems = [(pod.name, pod.pod_facts.problem if pod.pod_facts else None) for pod in pods[:10]]
+    return ", ".join(f"{name} ({problem.message[:200] if problem else usual})" for name, problem in problems)
+
+
+# -------------------------------------------------------------------------------------------------------- for messages
+def starts(seen: Observation) -> str:
+    """Whose start a climb begins with."""
+    return "the trainers start" if seen.job.ladder.trains else "the engines start"
+
+
+def _replaced(seen: Observation) -> str:
+    """Pods that no longer fill their seat, as far as they are still there to be asked why."""
+    climbing = set(seen.job.gpu_seats)
+    gone = [member for member in seen.members if member.seat in climbing and not member.is_usable]
+    newest = {member.seat: member for member in sorted(gone, key=lambda member: member.attempt)}
+    told = [f"{member.name} ({_why_gone(member)})" for member in newest.values()]
+    return f"replaced: {listed(told)}" if told else "a GPU pod was replaced"
+
+
+def _why_gone(member: Member) -> str:
+    return member.trouble or ("deleted" if member.ends_at is not None else str(member.phase))
+
+
+def listed(words: list[str]) -> str:
+    return ", ".join(words[:10]) + (f" and {len(words) - 10} more" if len(words) > 10 else "")

@@ -1,0 +1,528 @@
+"""What one pass of the loop sees: the job, what was recorded of it, its pods and what their members say.
+
+A value, complete and timestamped: the plan needs nothing else, so it can be replayed from a file. `now` and every
+moment beside it are seconds of one monotonic clock. `Memory` is what the operator remembers between passes: losing it
+in a restart costs patience (deadlines start again), never safety.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from enum import StrEnum
+from functools import cached_property
+from operator import attrgetter
+
+from colocated_rl_api import names
+from colocated_rl_api.facts import PodFacts, RolloutFacts, TrainerFacts
+from colocated_rl_api.failure import FailureCause
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.ladder import Ladder
+from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.rungs import Rung, WeightVersion
+from colocated_rl_api.seats import ROLLOUT_SEAT, Seats, role_of, seats_for
+from colocated_rl_api.wire import Version
+from colocated_rl_operator.planner.reasons import Cause
+
+
+@dataclass(frozen=True)
+class Job:
+    """Identity and spec, as the API server has them."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    created: datetime
+    spec: ColocatedRLJobSpec
+
+    @cached_property
+    def seats(self) -> Seats:
+        rollout, reference = self.spec.rollout, self.spec.reference
+        return seats_for(
+            self.spec.mode,
+            replicas=self.spec.replicas,
+            engines=(rollout.replicas or 0) if rollout.is_apart else None,
+            references=(reference and reference.replicas) or 0,
+        )
+
+    @property
+    def gpu_seats(self) -> tuple[str, ...]:
+        """Of all pods that climb: with engines, trainers or both."""
+        return self.seats.gpu
+
+    @property
+    def trainer_seats(self) -> tuple[str, ...]:
+        """Of pods in which trainers have a place."""
+        return self.seats.trainers
+
+    @property
+    def engine_seats(self) -> tuple[str, ...]:
+        """Of pods in which an engine has a place."""
+        return self.seats.engines
+
+    @property
+    def reference_seats(self) -> tuple[str, ...]:
+        """Of pods of a reference with devices of its own, where there are samples for it to score."""
+        return self.seats.references
+
+    @property
+    def lineage_seats(self) -> tuple[str, ...]:
+        """Whose pods form a lineage: trainers that start together, or, where there are none, the engines."""
+        return self.trainer_seats or self.engine_seats
+
+    @property
+    def trainer_role(self) -> str:
+        return names.ROLE_TRAINER if self.spec.rollout.is_apart else names.ROLE_GPU
+
+    @cached_property
+    def ladder(self) -> Ladder:
+        return self.spec.ladder
+
+    @property
+    def ranks_per_pod(self) -> int:
+        """Trainer ranks in each GPU pod: one per device, one without devices."""
+        return max(1, self.spec.gpus.count)
+
+    def claim_name(self, volume: str) -> str:
+        """volume: `store`, `checkpoints` or `weights`."""
+        return names.claim_name(self.name, self.uid, volume)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Failures that made the trainers start together again, and what was done about the newest."""
+
+    pod_restarts: int = 0
+    step_retries: int = 0
+    step: int = 0  # that failed last
+    tries: int = 0  # its failures in a row
+    cause: str = ""
+    action: str = ""
+    rule: int | None = None  # of the failure policy; None: the usual answer
+    avoids: tuple[str, ...] = ()  # nodes for GPU pods, the newest last
+
+    def tries_at(self, step: int) -> int:
+        """Failures in a row that came before the next one, in a climb to `step`: none once an earlier one is done."""
+        return self.tries if step <= self.step else 0
+
+
+@dataclass(frozen=True)
+class Climb:
+    """The decision that an epoch stands for. In status before a target of it is sent."""
+
+    epoch: int
+    step: int
+    lineage: int
+    group: str  # hash of the UIDs of the pods whose trainers form the lineage; "": nobody's yet
+    cause: Cause
+    restarts: int = 0  # after failures that count against backoffLimit
+    tally: Tally = Tally()
+
+    @cached_property
+    def version(self) -> WeightVersion:
+        return WeightVersion(self.step, self.lineage)
+
+
+def rests(job: Job, climb: Climb | None) -> bool:
+    """No pod is wanted: the job is suspended or queued, or will be when its pods are gone."""
+    return job.spec.suspend if climb is None else climb.cause.rests
+
+
+_how_far = attrgetter("state", "incarnation", "step", "scored", "exported", "saved", "finished")
+"""Of a rank: what changes when it gets on."""
+
+
+class PodPhase(StrEnum):
+    """As core/v1."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    UNKNOWN = "Unknown"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One pod of the job and what its member says. `facts` only while connected, with the pod's UID confirmed."""
+
+    seat: str
+    attempt: int
+    name: str
+    uid: str
+    phase: PodPhase
+    created_at: float  # or first seen by this process
+    address: str | None = None
+    ends_at: float | None = None  # when the grace of its deletion is over; None: not being deleted
+    is_ready: bool = False  # its node says that it answers there
+    is_gated: bool = False  # a queue holds it back from the scheduler
+    node: str | None = None  # where it stands, or stood
+    fate: FailureCause | None = None  # why it is lost, as the cluster says; None: it is not, or nobody says
+    memory_kills: int = 0  # restarts of its GPU container, if it ended for its memory the last time
+    trouble: str | None = None  # why its containers don't run, in kubelet's words and their last ones
+    silent_since: float | None = None  # running, and not connected since
+    highest_epoch: int = 0  # that it ever accepted, as it says
+    facts: PodFacts | RolloutFacts | None = None
+    _stood: tuple[WeightVersion, Rung] | None = field(default=None, init=False, repr=False, compare=False)
+    _trainers: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    def saying(
+        self, facts: PodFacts | RolloutFacts | None, *, highest_epoch: int, silent_since: float | None
+    ) -> Member:
+        """The same pod with what its member says now. A thousand are made at each rung: anew, in five times as long."""
+        found: Member = object.__new__(Member)
+        said = {"facts": facts, "highest_epoch": highest_epoch, "silent_since": silent_since}
+        vars(found).update(vars(self), **said, _stood=None, _trainers=None)
+        return found
+
+    @property
+    def is_usable(self) -> bool:
+        """Not ended and not being deleted."""
+        return self.ends_at is None and self.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+    @property
+    def answers(self) -> bool:
+        """Connected, and an agent has found its GPU container: without it nothing is known of engine and trainers.
+
+        Of a reference, which is no member: its node says so.
+        """
+        facts = self.facts
+        if facts is None:
+            return self.is_reference and self.is_ready
+        return not isinstance(facts, PodFacts) or bool(facts.engines or facts.trainers)
+
+    @property
+    def is_reference(self) -> bool:
+        """On devices of its own: no member, so it has no facts and gets no target."""
+        return role_of(self.seat) == names.ROLE_REFERENCE
+
+    @property
+    def pod_facts(self) -> PodFacts | None:
+        return self.facts if isinstance(self.facts, PodFacts) else None
+
+    @cached_property
+    def data_port(self) -> Endpoint | None:
+        if self.address is None:
+            return None
+        return Endpoint(pod=self.name, address=self.address, port=names.DATA_PORT)
+
+    @property
+    def trainers(self) -> int:
+        """Digest of how far its ranks are."""
+        digest = self._trainers
+        if digest is None:
+            ranks = self.pod_facts.trainers if self.pod_facts else ()
+            digest = vars(self)["_trainers"] = hash(tuple(map(_how_far, ranks)))
+        return digest
+
+    def standing(self, ladder: Ladder, climb: Climb) -> Rung:
+        """Towards the climb's version. Facts from before its epoch don't count: they may be overtaken.
+
+        A pod that reported under an older target may still be moving; its answer under this epoch says where it is.
+        """
+        facts, stood = self.pod_facts, self._stood
+        if facts is None or facts.epoch != climb.epoch:
+            return Rung.UNKNOWN
+        if stood is None or stood[0] != climb.version:
+            stood = vars(self)["_stood"] = (climb.version, ladder.standing(facts, climb.version))
+        return stood[1]
+
+    @property
+    def rollout_facts(self) -> RolloutFacts | None:
+        return self.facts if isinstance(self.facts, RolloutFacts) else None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Moments that this process saw. `reached` holds when the slowest pod first stood at a rung, in this epoch."""
+
+    epoch: int = 0
+    raised: bool = False  # the epoch was raised by this process
+    epoch_at: float = 0.0
+    reached: dict[Rung, float] = field(default_factory=dict)
+    highest: dict[str, Rung] = field(default_factory=dict)  # where each pod has stood in this epoch, by UID
+    progress: int = 0  # digest of what counts as progress
+    progress_at: float = 0.0
+    unready_since: float | None = None  # not all members answer since; None: they do
+    awaited_since: float | None = None  # the same, while that may be their fault: podsReadyDeadlineSeconds runs
+    last_switch_s: float | None = None  # None: no whole switch seen yet
+    attempts: dict[str, int] = field(default_factory=dict)  # highest attempt seen, by seat
+    stopped: frozenset[str] = frozenset()  # UIDs of members that said that they had stopped
+    died: frozenset[str] = frozenset()  # UIDs of pods whose trainers were the first to die
+    died_at: float | None = None
+    memory_kills: dict[str, int] = field(default_factory=dict)  # of each pod, by UID, when the epoch was raised
+    gone: frozenset[str] = frozenset()  # UIDs of pods that were lost by then
+
+
+@dataclass(frozen=True)
+class Observation:
+    now: float
+    job: Job
+    members: tuple[Member, ...]  # every pod of the job, former attempts too
+    climb: Climb | None = None  # as recorded in status
+    trained_step: int = 0  # newest step that every rank has finished, as recorded
+    served: Version | None = None  # newest version that every engine served at once, as recorded
+    is_over: bool = False  # completed or failed, and every pod told
+    started_at: float | None = None  # or resumed; None while the job is suspended
+    finished_at: float | None = None  # completed or failed
+    has_elder: bool = False  # an older job of this operator is queued
+    hindrance: str = ""  # what kept the job's objects from being made, the last time
+    memory: Memory = Memory()
+
+    @cached_property
+    def current(self) -> dict[str, Member]:
+        """The pod that fills each seat; a seat without a usable pod is absent."""
+        usable = sorted((member for member in self.members if member.is_usable), key=lambda member: member.attempt)
+        return {member.seat: member for member in usable}
+
+    @cached_property
+    def gpu_members(self) -> tuple[Member, ...]:
+        """Of the filled GPU seats, by role and replica."""
+        return self._in(self.job.gpu_seats)
+
+    @cached_property
+    def trainer_members(self) -> tuple[Member, ...]:
+        return self._in(self.job.trainer_seats)
+
+    @cached_property
+    def engine_members(self) -> tuple[Member, ...]:
+        return self._in(self.job.engine_seats)
+
+    @cached_property
+    def reference_members(self) -> tuple[Member, ...]:
+        """Of filled seats."""
+        return self._in(self.job.reference_seats)
+
+    def _in(self, seats: tuple[str, ...]) -> tuple[Member, ...]:
+        return tuple(self.current[seat] for seat in seats if seat in self.current)
+
+    @property
+    def rollout_member(self) -> Member | None:
+        return self.current.get(ROLLOUT_SEAT)
+
+    @property
+    def rollout_facts(self) -> RolloutFacts | None:
+        return self.rollout_member.rollout_facts if self.rollout_member else None
+
+    @cached_property
+    def absent(self) -> tuple[str, ...]:
+        """Seats without a pod that answers."""
+        seats = self.job.reference_seats if self.all_answer else self.job.seats.all
+        return tuple(seat for seat in seats if seat not in self.current or not self.current[seat].answers)
+
+    @cached_property
+    def all_answer(self) -> bool:
+        """Every seat but those of a reference, which no climb waits for, is filled by a member that answers."""
+        return len(self.gpu_members) == len(self.job.gpu_seats) and (
+            self.rollout_facts is not None and all(member.answers for member in self.gpu_members)
+        )
+
+    @cached_property
+    def hears_anybody(self) -> bool:
+        return any(member.facts for member in self.members)
+
+    @cached_property
+    def group(self) -> str | None:
+        """Hash of the UIDs of a lineage's pods in the order of their seats; None while a seat is empty."""
+        members = self._in(self.job.lineage_seats)
+        if len(members) != len(self.job.lineage_seats):
+            return None
+        return hashlib.sha256(" ".join(member.uid for member in members).encode()).hexdigest()[:16]
+
+    @cached_property
+    def standings(self) -> dict[str, Rung]:
+        """By pod name."""
+        climb, ladder = self.climb, self.job.ladder
+        if climb is None:
+            return {member.name: Rung.UNKNOWN for member in self.gpu_members}
+        return {member.name: member.standing(ladder, climb) for member in self.gpu_members}
+
+    @cached_property
+    def slowest(self) -> Rung:
+        """Of the whole group: an empty seat is unknown."""
+        if len(self.gpu_members) != len(self.job.gpu_seats):
+            return Rung.UNKNOWN
+        return self.job.ladder.slowest(self.standings.values())
+
+    @property
+    def is_up(self) -> bool:
+        """The whole group stands at the top of its ladder."""
+        return self.slowest is self.job.ladder.top
+
+    @property
+    def recorded_step(self) -> int:
+        """Newest sealed batch that the rollout controller told of."""
+        facts = self.rollout_facts
+        return facts.sealed.step if facts and facts.sealed else 0
+
+    @property
+    def is_finished(self) -> bool:
+        """The climb's step is done, as far as the store is concerned."""
+        return self.job.ladder.reaches(self.slowest, self.job.ladder.finished_at)
+
+    @property
+    def rests(self) -> bool:
+        return rests(self.job, self.climb)
+
+    @property
+    def is_deaf(self) -> bool:
+        """The fault is on this side: every pod has answered before, its node says that it does, and we hear nobody."""
+        seats = (*self.job.gpu_seats, ROLLOUT_SEAT)
+        return (
+            self.climb is not None
+            and self.climb.group == self.group
+            and not self.hears_anybody
+            and all(seat in self.current and self.current[seat].is_ready for seat in seats)
+        )
+
+    @property
+    def is_queued(self) -> bool:
+        """A queue decides when its pods may start. To give up meanwhile would cost the job its place in it."""
+        return any(member.is_gated for member in self.current.values())
+
+    @property
+    def highest_epoch(self) -> int:
+        """Of the record and of every member."""
+        return max([self.climb.epoch if self.climb else 0, *(member.highest_epoch for member in self.members)])
+
+    @property
+    def saved_step(self) -> int:
+        """Newest durable checkpoint that a connected rank knows of."""
+        return max((rank.saved or 0 for rank in self._ranks()), default=0)
+
+    @property
+    def finished(self) -> WeightVersion | None:
+        """What rank 0 has left as the job's model."""
+        return next((rank.finished for rank in self._ranks() if rank.rank == 0), None)
+
+    @property
+    def keeps_all(self) -> bool:
+        """A job that ended here would leave its last checkpoint, and a model if its trainer can leave one."""
+        if self.climb is None or self.saved_step < self.climb.step:
+            return False
+        first = next((rank for rank in self._ranks() if rank.rank == 0 and rank.is_alive), None)
+        return first is not None and (not first.can_finish or first.finished == self.climb.version)
+
+    @property
+    def replay_step(self) -> int:
+        """Oldest step that trainers may go back to, of what connected ranks say: batches after it are needed."""
+        told = [rank.saved if rank.replay_from is None else rank.replay_from for rank in self._ranks()]
+        return min((step for step in told if step is not None), default=0)
+
+    @property
+    def trainer_died(self) -> bool:
+        """A rank of the climb's lineage has ended, and not because an agent ended it for another one."""
+        return self.climb is not None and any(_has_died(rank, self.climb) for rank in self._ranks())
+
+    @property
+    def dead(self) -> tuple[Member, ...]:
+        """The pods of such ranks."""
+        climb = self.climb
+        return tuple(
+            member
+            for member in self.gpu_members
+            if climb and member.pod_facts and any(_has_died(rank, climb) for rank in member.pod_facts.trainers)
+        )
+
+    @property
+    def memory_kills(self) -> dict[str, int]:
+        """Of each pod that had any, by UID."""
+        return {member.uid: member.memory_kills for member in self.gpu_members if member.memory_kills}
+
+    def _ranks(self) -> Iterator[TrainerFacts]:
+        for member in self.gpu_members:
+            if member.pod_facts:
+                yield from member.pod_facts.trainers
+
+
+def _has_died(rank: TrainerFacts, climb: Climb) -> bool:
+    return not rank.is_alive and rank.lineage == climb.lineage and rank.exit_code is not None
+
+
+def remember(seen: Observation) -> Observation:
+    """The observation with its memory brought up to its `now`."""
+    memory, now, ladder = seen.memory, seen.now, seen.job.ladder
+    epoch = seen.climb.epoch if seen.climb else 0
+    if epoch != memory.epoch:
+        memory = in_epoch(epoch, seen, memory, now=now)
+    if seen.job.spec.failure_policy is not None:
+        memory = _remember_deaths(seen, memory)
+    highest, standings, place = dict[str, Rung](), seen.standings, ladder.place
+    for member in seen.gpu_members:
+        rung, before = standings[member.name], memory.highest.get(member.uid, Rung.UNKNOWN)
+        highest[member.uid] = before if rung is before or place(before) > place(rung) else rung
+    progress = _progress(seen, highest)
+    progress_at = memory.progress_at if progress == memory.progress else now
+    stood = [rung for rung in ladder.rungs if ladder.reaches(seen.slowest, rung) or rung in memory.reached]
+    reached = {rung: memory.reached.get(rung, now) for rung in stood}
+    is_switch, last_switch_s = seen.climb is not None and seen.climb.cause is Cause.NEXT_STEP, memory.last_switch_s
+    if is_switch and Rung.SERVING in reached and Rung.SERVING not in memory.reached:
+        last_switch_s = _switch_s(ladder, memory.epoch_at, reached)
+    attempts = dict(memory.attempts)
+    for member in seen.members:
+        attempts[member.seat] = max(member.attempt, attempts.get(member.seat, 0))
+    is_unready = bool(seen.absent) and not seen.rests
+    unready_since = (now if memory.unready_since is None else memory.unready_since) if is_unready else None
+    awaited_since = (now if memory.awaited_since is None else memory.awaited_since) if is_unready else None
+    if awaited_since is not None and (seen.is_deaf or seen.is_queued):
+        awaited_since = now
+    stopped = frozenset(
+        member.uid
+        for member in seen.members
+        if member.uid in memory.stopped or (member.facts is not None and member.facts.stopped)
+    )
+    memory = replace(
+        memory,
+        reached=reached,
+        highest=highest,
+        progress=progress,
+        progress_at=progress_at,
+        unready_since=unready_since,
+        awaited_since=awaited_since,
+        last_switch_s=last_switch_s,
+        attempts=attempts,
+        stopped=stopped,
+    )
+    found = replace(seen, memory=memory)
+    vars(found).update({name: value for name, value in vars(seen).items() if name not in vars(found)})
+    return found  # with what was derived of the members, which no memory changes
+
+
+def in_epoch(epoch: int, seen: Observation, memory: Memory, *, now: float) -> Memory:
+    """As an epoch begins: nobody has stood anywhere in it, and what has failed by then has had its answer."""
+    gone = frozenset(member.uid for member in seen.members if not member.is_usable)
+    memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, highest={}, progress_at=now)
+    return replace(memory, memory_kills=seen.memory_kills, gone=gone)
+
+
+def _remember_deaths(seen: Observation, memory: Memory) -> Memory:
+    """The first to die is at fault: a death breaks the collectives of all others, which then die too."""
+    dead = seen.dead
+    if dead and memory.died_at is None:
+        return replace(memory, died=frozenset(member.uid for member in dead), died_at=seen.now)
+    if not dead and seen.all_answer and memory.died_at is not None:
+        return replace(memory, died=frozenset(), died_at=None)
+    return memory
+
+
+def _switch_s(ladder: Ladder, epoch_at: float, reached: dict[Rung, float]) -> float:
+    """From the raise of the epoch to every gate open, without the time in which the group waited for its trainers."""
+    training_s = sum(reached[ladder.next_barrier(rung)] - reached[rung] for rung in ladder.training)
+    return reached[Rung.SERVING] - epoch_at - training_s
+
+
+def _progress(seen: Observation, highest: dict[str, Rung]) -> int:
+    """Changes when a pod stands higher than ever in this epoch, when a trainer changes, when a checkpoint is durable.
+
+    An engine that starts again and again is none: only what it leads to is.
+    """
+    return hash(
+        tuple(
+            (member.uid, highest[member.uid], member.trainers)
+            for member in seen.gpu_members
+            if member.facts is not None
+        )
+    )

@@ -1,0 +1,521 @@
+"""Says where every member should stand. Pure: called after every change, keeps nothing.
+
+*The group may stand one barrier beyond its slowest member.* A member that has not reported under the present epoch, or
+does not answer, stands below all others: nothing new is granted until it is known again, and what was granted stays.
+
+A `Climb` is the one thing that is decided rather than derived: towards which step and lineage, in which epoch. It is
+raised for a reason (`Cause`) and recorded before a target carries it. Everything else follows from facts, so losing
+either side costs a reconnect.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from colocated_rl_api import names
+from colocated_rl_api.job import Switch, Verify
+from colocated_rl_api.ladder import Ladder
+from colocated_rl_api.member_wire import Goal, PodTarget, Rendezvous, RolloutTarget
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from colocated_rl_api.seats import ROLLOUT_SEAT
+from colocated_rl_operator.planner.actions import DeletePod, PodAction, Wait
+from colocated_rl_operator.planner.failure_policy import (
+    Decision,
+    Hold,
+    after_absence,
+    after_death,
+    after_difference,
+    after_loss,
+    after_replacement,
+    after_standstill,
+    listed,
+    queue_s,
+    raise_epoch,
+    rest_after_roll_back,
+    starts,
+)
+from colocated_rl_operator.planner.observation import (
+    Climb,
+    Member,
+    Observation,
+    PodPhase,
+)
+from colocated_rl_operator.planner.reasons import Cause, Waiting
+from colocated_rl_operator.planner.roster import clear, muster
+
+MARGIN_S = 30.0  # beyond the members' own deadlines: they act first, and report
+STOP_DEADLINE_S = 60.0  # members that have not stopped this long after they were told lose their pod
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every member should stand, and which pods there should be."""
+
+    climb: Climb | None  # None: nothing decided yet
+    raises: bool = False  # `climb` is new: record it before any target is sent
+    standings: Mapping[str, Rung] = field(default_factory=dict)
+    targets: Mapping[str, PodTarget | RolloutTarget] = field(default_factory=dict)  # without one: keep what you have
+    pods: tuple[PodAction, ...] = ()
+    wait: Wait | None = None
+    message: str = ""  # of a raise: what happened, for people
+    is_over: bool = False  # every member has stopped: record the end
+    is_expired: bool = False  # it has been over for long enough: the job itself goes
+    wake_at: float | None = None  # look again then, even if nothing changes
+
+
+def plan(seen: Observation) -> Plan:
+    """The whole decision, from one observation."""
+    if seen.is_over:
+        return _keep(seen)
+    match _decide(seen):
+        case Decision(climb, message, pods):
+            # facts count under the epoch they were reported in, so the new one starts with every pod unknown
+            found = _follow(replace(seen, climb=climb), raises=True, message=message)
+            return replace(found, pods=(*pods, *found.pods)) if pods else found
+        case Hold(until, message, reason):
+            found = _follow(seen, raises=False, message="")
+            wake_at = until if found.wake_at is None else min(until, found.wake_at)
+            return replace(found, wait=Wait(reason, (), message), wake_at=wake_at)
+        case None:
+            return _follow(seen, raises=False, message="")
+
+
+def stop(seen: Observation) -> Plan:
+    """Everybody ends, in the epoch as it is: the job is being deleted."""
+    if seen.climb is None:
+        return Plan(climb=None)
+    targets = _stop_targets(seen, seen.climb, seen.current.values())
+    return Plan(climb=seen.climb, standings=seen.standings, targets=targets)
+
+
+def _keep(seen: Observation) -> Plan:
+    """A finished job, until its time is over. A pod that ran on without its member would hold its devices for ever."""
+    ttl_s, now, ended_at = seen.job.spec.ttl_seconds_after_finished, seen.now, seen.finished_at
+    if ended_at is None:
+        return Plan(climb=seen.climb, is_over=True)
+    until = None if ttl_s is None else ended_at + ttl_s
+    pods_until = ended_at + STOP_DEADLINE_S if seen.current else None
+    return Plan(
+        climb=seen.climb,
+        is_over=True,
+        is_expired=until is not None and now >= until,
+        pods=tuple(map(_outlives, seen.current.values())) if pods_until is not None and now >= pods_until else (),
+        wake_at=min((each for each in (until, pods_until) if each is not None and now < each), default=None),
+    )
+
+
+def _follow(seen: Observation, *, raises: bool, message: str) -> Plan:
+    """What follows from the climb as it is."""
+    if seen.climb is not None and seen.climb.cause.goal is Goal.STOP:
+        found = _stop(seen, seen.climb, since=seen.now if raises else seen.memory.epoch_at)
+    else:
+        found = _leave(seen) if seen.rests else _climb(seen)
+    return replace(found, raises=raises, message=message)
+
+
+# ------------------------------------------------------------------------------------------------------- the decision
+def _decide(seen: Observation) -> Decision | Hold | None:
+    """A new climb, or None to go on with the present one."""
+    now = seen.climb
+    if now is not None and now.cause.goal is Goal.STOP:
+        return _decide_after_stop(seen, now)
+    if seen.job.spec.suspend:
+        message = "members stop, then their pods go; volumes stay"
+        return None if now is None else raise_epoch(seen, now, Cause.SUSPENDED, message)
+    if (failure := _decide_by_time(seen, now)) is not None:
+        return failure
+    if now is None:
+        return _first(seen) if seen.all_answer else None
+    found = _decide_when_all_answer(seen, now) if seen.all_answer else after_loss(seen, now)
+    if _is_contested(seen) and not isinstance(found, Decision):
+        return raise_epoch(seen, now, Cause.TAKEOVER, "the operator looks at the job for the first time, or again")
+    return found
+
+
+def _decide_after_stop(seen: Observation, now: Climb) -> Decision | Hold | None:
+    """A rest that has begun is finished before the job goes on: who was told to stop can't be told otherwise."""
+    if now.cause.rests and not seen.members:
+        return _decide_at_rest(seen, now)
+    return raise_epoch(seen, now, now.cause, "the end is told again") if _is_contested(seen) else None
+
+
+def _decide_at_rest(seen: Observation, now: Climb) -> Decision | Hold | None:
+    is_queued = now.cause is Cause.PODS_NOT_READY
+    if seen.job.spec.suspend:
+        return raise_epoch(seen, now, Cause.SUSPENDED, "it has no pods") if is_queued else None
+    if is_queued:
+        if (late := _decide_by_time(seen, now)) is not None:
+            return late
+        until = seen.memory.epoch_at + queue_s(seen, now)
+        if seen.now < until:
+            active_until = _active_until(seen)
+            return Hold(until if active_until is None else min(until, active_until), "", Waiting.QUEUE)
+    return raise_epoch(seen, replace(now, group=""), Cause.RESUMED, "the job goes on: its pods are made again")
+
+
+def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
+    """No job goes on for longer than its spec allows."""
+    spec, awaited_since, active_until = seen.job.spec, seen.memory.awaited_since, _active_until(seen)
+    if active_until is not None and seen.now >= active_until:
+        message = f"not complete {spec.active_deadline_seconds} s after its start: activeDeadlineSeconds is over"
+        return raise_epoch(seen, now, Cause.DEADLINE, message)
+    if awaited_since is not None and seen.now >= awaited_since + spec.pods_ready_deadline_seconds:
+        why = _absentees(seen) + (f"; {seen.hindrance}" if seen.hindrance else "")
+        message = f"not every member answered within {spec.pods_ready_deadline_seconds} s: {why}"
+        return after_absence(seen, now, message)
+    return None
+
+
+def _decide_when_all_answer(seen: Observation, now: Climb) -> Decision | Hold | None:
+    if not now.lineage:
+        return _first(seen, now)
+    if not now.group:
+        climb = replace(now, lineage=now.lineage + 1, group=seen.group or "")
+        cause = Cause.POD_REPLACED if now.cause is Cause.POD_REPLACED else Cause.RESUMED
+        return raise_epoch(seen, climb, cause, f"every member answers again: {starts(seen)}")
+    if seen.group != now.group:
+        return after_replacement(seen, now)
+    if (decision := after_loss(seen, now)) is not None:
+        return decision
+    if seen.slowest is not Rung.UNKNOWN and (decision := _decide_for_whole_group(seen, now)):
+        return decision
+    if not seen.is_up and seen.now >= _deadline(seen):
+        where = f"{_laggards(seen)} stayed at {seen.slowest} for {seen.now - seen.memory.progress_at:.0f} s"
+        return after_standstill(seen, now, _deadline(seen), where)
+    return None
+
+
+def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | Hold | None:
+    """Every member reported under this epoch."""
+    spec, up = seen.job.spec, seen.is_up
+    if not seen.job.ladder.trains:
+        is_recorded = seen.recorded_step >= spec.steps and _evaluating(seen) is None
+        message = f"all {spec.steps} batches are recorded"
+        return raise_epoch(seen, now, Cause.ALL_STEPS_DONE, message) if is_recorded else None
+    updated = _holds_new_weights(seen)
+    if updated and _compares(seen) and _agreed(seen, now) is None:
+        held = listed([f"{name} {str(checksum)[:12]}" for name, checksum in _checksums(seen, now).items()])
+        return after_difference(seen, now, f"engines hold different weights {now.version} ({held})")
+    evaluated = _evaluating(seen) is None
+    may_train = evaluated or seen.job.ladder.serves_on  # there only the update waits
+    if up and now.step < spec.steps and _has_next_batch(seen, now) and may_train:
+        following = replace(now, step=now.step + 1)
+        if seen.trainer_died:
+            return after_death(seen, following)
+        if (hold := rest_after_roll_back(seen, following)) is not None:
+            return hold
+        return raise_epoch(seen, following, Cause.NEXT_STEP, f"step {following.step}")
+    is_last = up and now.step >= spec.steps
+    if is_last and seen.keeps_all and evaluated:
+        return raise_epoch(seen, now, Cause.ALL_STEPS_DONE, f"all {spec.steps} steps are done")
+    if seen.trainer_died and (not updated or (is_last and not seen.keeps_all)):
+        return after_death(seen, now)
+    if is_last and not seen.keeps_all and seen.now >= _deadline(seen):
+        what = "model" if seen.saved_step >= now.step else "checkpoint"
+        return after_standstill(seen, now, _deadline(seen), f"the last {what} is not durable in time")
+    return None
+
+
+def _holds_new_weights(seen: Observation) -> bool:
+    """Every engine holds the climb's; without engines nobody does."""
+    ladder = seen.job.ladder
+    return ladder.serves and ladder.reaches(seen.slowest, Rung.UPDATED)
+
+
+def _first(seen: Observation, now: Climb | None = None) -> Decision:
+    """A job without a record: new, or its status was lost. Then what members know is the record."""
+    ranks = [rank for member in seen.gpu_members if member.pod_facts for rank in member.pod_facts.trainers]
+    trained = seen.rollout_facts.trained_step if seen.rollout_facts else 0
+    climb = replace(
+        now or Climb(epoch=0, step=0, lineage=0, group="", cause=Cause.FIRST_START),
+        step=max([trained, *(rank.step or 0 for rank in ranks)]),
+        lineage=max((rank.lineage or 0 for rank in ranks), default=0) + 1,
+        group=seen.group or "",
+    )
+    return raise_epoch(seen, climb, Cause.FIRST_START, f"every member answers: {starts(seen)}")
+
+
+def _is_contested(seen: Observation) -> bool:
+    """This process has not raised the epoch, or somebody has gone beyond it."""
+    return seen.climb is not None and (not seen.memory.raised or seen.highest_epoch > seen.climb.epoch)
+
+
+def _has_next_batch(seen: Observation, now: Climb) -> bool:
+    facts = seen.rollout_facts
+    return facts is not None and facts.sealed is not None and facts.sealed.step > now.step
+
+
+@dataclass(frozen=True)
+class Evaluating:
+    """An evaluation of the weights that all engines serve, which do not change before it is done or too late."""
+
+    step: int
+    ends: float  # at the latest
+
+
+def _evaluating(seen: Observation) -> Evaluating | None:
+    """None: none is due, or it is done, or it was waited for long enough."""
+    evaluation, facts, climb, ladder = seen.job.spec.evaluation, seen.rollout_facts, seen.climb, seen.job.ladder
+    if evaluation is None or climb is None:
+        return None
+    version, since = seen.served, seen.memory.epoch_at
+    if seen.is_up or version == climb.version:
+        version, since = climb.version, seen.memory.reached.get(Rung.SERVING, seen.now)
+    elif version is None or not ladder.serves_on or not ladder.reaches(Rung.EXPORTED, seen.slowest):
+        return None
+    if version.step < seen.job.spec.steps and version.step % evaluation.every_steps != 0:
+        return None
+    is_done = facts is not None and facts.evaluated is not None and facts.evaluated.step >= version.step
+    ends = since + evaluation.deadline_seconds
+    return None if is_done or seen.now >= ends else Evaluating(version.step, ends)
+
+
+def _keeps_gates_open(seen: Observation) -> Evaluating | None:
+    """What a group that has new weights for its engines waits for, and nothing else."""
+    return _evaluating(seen) if seen.slowest is Rung.EXPORTED and seen.job.ladder.serves_on else None
+
+
+# ----------------------------------------------------------------------------------------------------------- deadlines
+def patience_s(ladder: Ladder, barrier: Rung, switch: Switch) -> float:
+    """How long a group may stand still below a barrier: the members' own deadlines on the way, and a margin."""
+    call, step = switch.engine_call_seconds, switch.trainer_progress_seconds
+    match barrier:
+        case Rung.SERVING if not ladder.trains:
+            return switch.engine_start_seconds + 4 * call + MARGIN_S
+        case Rung.PAUSED:
+            return switch.settle_seconds + call + MARGIN_S
+        case Rung.DRAINED | Rung.RELEASED:
+            return 3 * call + MARGIN_S
+        case Rung.SCORED | Rung.TRAINED:
+            return switch.trainer_start_seconds + step + MARGIN_S
+        case Rung.EXPORTED if ladder.serves_on:
+            return max(2 * step, switch.engine_start_seconds) + MARGIN_S  # of one that was lost meanwhile
+        case Rung.EXPORTED:
+            return 2 * step + MARGIN_S
+        case Rung.UPDATED:
+            return step + switch.engine_start_seconds + 2 * call + MARGIN_S
+        case Rung.SERVING:
+            return max(4 * call, step) + MARGIN_S  # step: the last checkpoint is saved while serving
+        case _:
+            return MARGIN_S
+
+
+def _deadline(seen: Observation) -> float:
+    ladder, evaluating = seen.job.ladder, _keeps_gates_open(seen)
+    since = max(seen.memory.progress_at, evaluating.ends) if evaluating else seen.memory.progress_at
+    return since + patience_s(ladder, ladder.next_barrier(seen.slowest), seen.job.spec.switch)
+
+
+def _active_until(seen: Observation) -> float | None:
+    limit_s = seen.job.spec.active_deadline_seconds
+    return None if limit_s is None or seen.started_at is None else seen.started_at + limit_s
+
+
+# ------------------------------------------------------------------------------------------------------------ climbing
+def _climb(seen: Observation) -> Plan:
+    pods, wake_at = muster(seen)
+    wakes = [wake for wake in (wake_at, _active_until(seen)) if wake is not None]
+    if seen.memory.awaited_since is not None:
+        wakes.append(seen.memory.awaited_since + seen.job.spec.pods_ready_deadline_seconds)
+    if seen.all_answer and seen.climb is not None:
+        wakes.append(_deadline(seen))
+    if evaluating := _evaluating(seen):
+        wakes.append(evaluating.ends)
+    return Plan(
+        climb=seen.climb,
+        standings=seen.standings,
+        targets=_targets(seen),
+        pods=pods,
+        wait=Wait(Waiting.PODS, seen.absent, _absentees(seen)) if seen.absent else None,
+        wake_at=min((wake for wake in wakes if wake > seen.now), default=None),
+    )
+
+
+def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
+    targets: dict[str, PodTarget | RolloutTarget] = {}
+    climb, rollout, first = seen.climb, seen.rollout_member, seen.current.get(seen.job.lineage_seats[0])
+    ladder = seen.job.ladder
+    if climb is None or not climb.group:
+        return targets  # first there is a group
+    if rollout is not None and rollout.facts is not None:
+        targets[rollout.name] = _rollout_target(seen, climb)
+    if first is None or first.address is None or rollout is None or rollout.address is None:
+        return targets  # no meeting place for the trainers, or no batches: everybody keeps what he has
+    common = PodTarget(
+        epoch=climb.epoch,
+        goal=Goal.CLIMB,
+        step=climb.step,
+        lineage=climb.lineage,
+        rung=ladder.next_barrier(Rung.UNKNOWN),
+        rendezvous=Rendezvous(
+            address=first.address,
+            port=names.RENDEZVOUS_PORT + climb.lineage % names.RENDEZVOUS_PORTS,
+            world_size=seen.job.spec.replicas * seen.job.ranks_per_pod,
+        ),
+        batches=rollout.data_port,
+        is_last=climb.step >= seen.job.spec.steps,
+        weights=_weights(seen, climb),
+    )
+    granted = common.model_copy(update={"rung": _granted(seen), "checksum": _agreed(seen, climb)})
+    for member in seen.gpu_members:
+        if member.pod_facts is None:
+            continue
+        if member.pod_facts.epoch != climb.epoch:
+            targets[member.name] = common  # first it says where it stands under this epoch
+        elif seen.slowest is not Rung.UNKNOWN:
+            targets[member.name] = granted
+    return targets
+
+
+def _weights(seen: Observation, climb: Climb) -> WeightVersion | None:
+    """What engines in pods of their own may take: the climb's once they are written, until then what all served."""
+    ladder, trainers = seen.job.ladder, seen.trainer_members
+    if ladder.placement is not Placement.DISAGGREGATED:
+        return None
+    is_written = len(trainers) == len(seen.job.trainer_seats) and all(
+        ladder.reaches(seen.standings[member.name], Rung.EXPORTED) for member in trainers
+    )
+    return climb.version if is_written else seen.served
+
+
+def _compares(seen: Observation) -> bool:
+    ladder = seen.job.ladder
+    return seen.job.spec.weight_sync.verify is Verify.CHECKSUM and ladder.serves and ladder.trains
+
+
+def _agreed(seen: Observation, climb: Climb) -> str | None:
+    """What more than half of all engines hold, once every one holds the climb's weights; None where nobody compares."""
+    if not (_compares(seen) and seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)):
+        return None
+    (checksum, engines), *_ = Counter(_checksums(seen, climb).values()).most_common()
+    return checksum if 2 * engines > len(seen.job.engine_seats) else None
+
+
+def _checksums(seen: Observation, climb: Climb) -> dict[str, str | None]:
+    """By pod name, of the climb's weights."""
+    return {
+        member.name: engine.checksum
+        for member in seen.gpu_members
+        if member.pod_facts
+        for engine in member.pod_facts.engines
+        if engine.version == climb.version
+    }
+
+
+def _granted(seen: Observation) -> Rung:
+    """One barrier beyond the slowest; but no gate closes on an evaluation of the weights behind it."""
+    return Rung.EXPORTED if _keeps_gates_open(seen) else seen.job.ladder.next_barrier(seen.slowest)
+
+
+def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
+    spec = seen.job.spec
+    finished = climb.step if seen.is_finished else climb.step - 1
+    engines = seen.engine_members if seen.job.ladder.serves else ()
+    return RolloutTarget(
+        epoch=climb.epoch,
+        goal=Goal.CLIMB,
+        trained_step=max(finished, seen.trained_step, 0),
+        saved_step=seen.replay_step,
+        engines=tuple(member.data_port for member in engines if member.data_port is not None),
+        references=tuple(member.data_port for member in seen.reference_members if member.data_port is not None),
+        evaluate=evaluating.step if (evaluating := _evaluating(seen)) else None,
+        last_step=spec.steps,
+        concurrency=spec.rollout.concurrency,
+        temperature=spec.rollout.sampling.temperature,
+        evaluation=spec.evaluation,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ stopping
+def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
+    """Everybody ends, GPU pods first: the rollout controller is there to keep what they hand back.
+
+    Who does not end in time, or has not begun, loses its pod, so that no GPU stays taken. Pods that ended stay for
+    their logs, unless the job is suspended. A reference loses its pod at once: it has nothing to hand back.
+    """
+    running = [member for member in seen.current.values() if not _has_stopped(seen, member)]
+    references = [member for member in running if member.is_reference]
+    running = [member for member in running if not member.is_reference]
+    if not (running or references):
+        return _leave(seen) if seen.rests else Plan(climb=climb, standings=seen.standings, is_over=True)
+    gpus = [member for member in running if member.seat != ROLLOUT_SEAT]
+    told, until = (gpus, since + STOP_DEADLINE_S) if gpus else (running, since + 2 * STOP_DEADLINE_S)
+    stops = _stop_targets(seen, climb, told)
+    goes_on = {
+        member.name: _rollout_target(seen, climb).model_copy(update={"evaluate": None})
+        for member in running
+        if gpus and member.seat == ROLLOUT_SEAT and member.facts
+    }
+    late = seen.now >= until
+    return Plan(
+        climb=climb,
+        standings=seen.standings,
+        targets=stops | goes_on,
+        pods=(
+            *(_end(member) for member in told if late or member.phase is PodPhase.PENDING),
+            *(_let_go(member) for member in references),
+        ),
+        wait=Wait(Waiting.STOPPING, tuple(member.name for member in (*running, *references))),
+        wake_at=None if late else until,
+    )
+
+
+def _has_stopped(seen: Observation, member: Member) -> bool:
+    """It said so, perhaps before its connection ended."""
+    return member.uid in seen.memory.stopped or (member.facts is not None and member.facts.stopped)
+
+
+def _end(member: Member) -> DeletePod:
+    if member.phase is PodPhase.PENDING:
+        return DeletePod(member.name, member.uid, None, f"pod {member.name} never ran, and need not", is_fault=False)
+    return DeletePod(member.name, member.uid, None, f"pod {member.name} did not stop within {STOP_DEADLINE_S:.0f} s")
+
+
+def _outlives(member: Member) -> DeletePod:
+    why = f"pod {member.name} still ran {STOP_DEADLINE_S:.0f} s after its job: a container in it that is not ours"
+    return DeletePod(member.name, member.uid, None, why)
+
+
+def _let_go(reference: Member) -> DeletePod:
+    why = f"pod {reference.name} goes: nothing is scored any more"
+    return DeletePod(reference.name, reference.uid, None, why, is_fault=False)
+
+
+def _leave(seen: Observation) -> Plan:
+    """Nobody runs any more, or has been told anything yet: the pods go, and the job rests."""
+    pods, wake_at = clear(seen)
+    wait = Wait(Waiting.STOPPING, tuple(member.name for member in seen.members)) if seen.members else None
+    return Plan(climb=seen.climb, standings=seen.standings, pods=pods, wait=wait, wake_at=wake_at)
+
+
+def _stop_targets(seen: Observation, climb: Climb, members: Iterable[Member]) -> dict[str, PodTarget | RolloutTarget]:
+    lowest = seen.job.ladder.next_barrier(Rung.UNKNOWN)
+    stop = PodTarget(epoch=climb.epoch, goal=Goal.STOP, step=climb.step, lineage=climb.lineage, rung=lowest)
+    last = {"goal": Goal.STOP, "evaluate": None}
+    return {
+        member.name: _rollout_target(seen, climb).model_copy(update=last) if member.seat == ROLLOUT_SEAT else stop
+        for member in members
+        if member.facts
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- for messages
+def _absentees(seen: Observation) -> str:
+    return listed([f"{seat} ({_why_absent(seen.current.get(seat))})" for seat in seen.absent])
+
+
+def _why_absent(member: Member | None) -> str:
+    if member is None:
+        return "no pod"
+    problem = member.facts.problem if member.facts else None
+    silence = "not ready" if member.is_reference else "no connection"  # its model is being loaded
+    return member.trouble or (problem.message if problem else f"pod {member.phase}, {silence}")
+
+
+def _laggards(seen: Observation) -> str:
+    """The slowest, with what they say of it themselves."""
+    slowest = [member for member in seen.gpu_members if seen.standings[member.name] is seen.slowest]
+    problems = {member.name: member.pod_facts.problem for member in slowest if member.pod_facts}
+    return listed([f"{name} ({problem.message[:200]})" if problem else name for name, problem in problems.items()])

@@ -1,0 +1,115 @@
+"""Which pods the job should have: one usable pod in each seat.
+
+A pod that ended, or whose member stays silent, is replaced by a pod with the next attempt number; one that ended keeps
+its logs. Where kubelet says that a container does not run, it is left to kubelet's restarts for longer: another pod
+would most likely fail in the same way, and with the pod its log goes. If nobody at all answers, the fault is more
+likely the operator's own network: then silence replaces nobody, and podsReadyDeadlineSeconds decides, which does not
+run while every node says that its pod of the job answers.
+
+A GPU pod's seat is filled again at once, even while the old pod is still ending: epoch, lineage and pod UID fence it,
+and it owns no exclusive volume. In a queue's group it counts until it has failed, and the queue would delete the new
+one as one too many: there the seat waits, as long as an ending may take. The store's volume admits one pod, so the
+rollout seat waits until the old pod is gone, and that pod is never forced.
+
+A reference with devices of its own is no member: kubelet starts it again, and its node's loss takes its pod away.
+"""
+
+from __future__ import annotations
+
+from colocated_rl_api.seats import ROLLOUT_SEAT
+from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
+from colocated_rl_operator.planner.observation import Member, Observation, PodPhase
+
+SILENCE_S = 30.0  # a running member may be away this long: the network heals
+RESTARTS_S = 300.0  # or this long, while kubelet starts its containers again and again
+FORCE_AFTER_S = 30.0  # past the grace of a deletion: the node does not answer
+MAX_DELAY_S = 60.0  # between two attempts at one seat
+MAX_DOUBLINGS = 6  # of that delay, from one second
+
+
+def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
+    """Actions that bring every seat nearer to a usable pod, and when to look again."""
+    actions: list[PodAction] = []
+    wake: list[float] = []
+    for pod in seen.members:
+        if pod.ends_at is not None:
+            _bury(pod, pod.ends_at, seen.now, actions, wake)
+    actions += [
+        DeletePod(pod.name, pod.uid, grace_s=None, why=_why(pod, seen.now))
+        for pod in seen.current.values()
+        if is_silent(seen, pod, wake)
+    ]
+    vacant = [seat for seat in seen.job.seats.all if seat not in seen.current]
+    seated: dict[str, list[Member]] = {seat: [] for seat in vacant}
+    for pod in seen.members if vacant else ():
+        if pod.seat in seated:
+            seated[pod.seat].append(pod)
+    for seat, pods in seated.items():
+        if not _is_held(seat, pods, seen, wake):
+            _fill(seat, pods, seen, actions, wake)
+    return tuple(actions), min(wake, default=None)
+
+
+def clear(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
+    """Actions that leave no pod, and when to look again."""
+    actions: list[PodAction] = []
+    wake: list[float] = []
+    for pod in seen.members:
+        if pod.ends_at is None:
+            why = f"pod {pod.name} goes: its job is suspended"
+            actions.append(DeletePod(pod.name, pod.uid, grace_s=None, why=why, is_fault=False))
+        else:
+            _bury(pod, pod.ends_at, seen.now, actions, wake)
+    return tuple(actions), min(wake, default=None)
+
+
+def _bury(pod: Member, ends_at: float, now: float, actions: list[PodAction], wake: list[float]) -> None:
+    """Force a GPU pod that does not end within its grace."""
+    if pod.seat == ROLLOUT_SEAT:
+        return
+    if now >= ends_at + FORCE_AFTER_S:
+        message = f"pod {pod.name} did not end within its grace and {FORCE_AFTER_S:.0f} s: it is forgotten"
+        actions.append(DeletePod(pod.name, pod.uid, grace_s=0, why=message))
+    else:
+        wake.append(ends_at + FORCE_AFTER_S)
+
+
+def is_silent(seen: Observation, pod: Member, wake: list[float] | None = None) -> bool:
+    """For too long, while somebody is heard. wake: gets when it will be."""
+    if pod.phase is not PodPhase.RUNNING or pod.silent_since is None or not seen.hears_anybody:
+        return False
+    until = pod.silent_since + (RESTARTS_S if pod.trouble else SILENCE_S)
+    if seen.now < until and wake is not None:
+        wake.append(until)
+    return seen.now >= until
+
+
+def _why(pod: Member, now: float) -> str:
+    message = f"no answer from pod {pod.name} for {now - (pod.silent_since or now):.0f} s: it is replaced"
+    return f"{message}; {pod.trouble}" if pod.trouble else message
+
+
+def _is_held(seat: str, pods: list[Member], seen: Observation, wake: list[float]) -> bool:
+    """By a pod that is still ending: it has the store's volume, or its place in a queue's group."""
+    ending = [pod for pod in pods if pod.ends_at is not None]
+    if seat == ROLLOUT_SEAT or not ending:
+        return bool(ending)
+    if not seen.job.spec.pod_templates.gpu.queue:
+        return False
+    until = max((pod.ends_at or 0.0) + FORCE_AFTER_S for pod in ending)
+    wake.append(until)
+    return seen.now < until and any(pod.phase is not PodPhase.FAILED for pod in ending)
+
+
+def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAction], wake: list[float]) -> None:
+    last = seen.memory.attempts.get(seat)
+    avoids = seen.climb.tally.avoids if seen.climb and seat != ROLLOUT_SEAT else ()
+    if last is None:
+        actions.append(CreatePod(seat, attempt=0, avoids=avoids))
+        return
+    delay_s = min(2.0 ** min(last, MAX_DOUBLINGS), MAX_DELAY_S)
+    due = max((pod.created_at for pod in pods), default=seen.now - MAX_DELAY_S) + delay_s
+    if seen.now >= due:
+        actions.append(CreatePod(seat, attempt=last + 1, avoids=avoids))
+    else:
+        wake.append(due)

@@ -1,0 +1,477 @@
+"""The job's status, from what was seen and planned. Pure.
+
+Conditions follow what kstatus reads (Flux, `helm --wait`): `Ready` is True from the first time that every engine serves
+a lineage until that lineage is lost, through all ordinary switches, and for good once the job is complete; `Stalled`
+says that a person must act. `phase` is a word for people.
+
+A status is written when something in it matters to a program or a person waiting (`is_urgent`); figures that move all
+the time ride along, or are written at most every PROGRESS_S.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
+
+from colocated_rl_api.facts import Problem
+from colocated_rl_api.job_status import (
+    ColocatedRLJobStatus,
+    Condition,
+    ConditionStatus,
+    EvaluationStatus,
+    FailuresStatus,
+    Holder,
+    Phase,
+    PodOutOfLine,
+    ReferencePlacement,
+    ReferenceStatus,
+    RolloutStatus,
+)
+from colocated_rl_api.ladder import Ladder
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from colocated_rl_api.seats import role_of
+from colocated_rl_api.weights import finished_model
+from colocated_rl_operator.planner.observation import (
+    Job,
+    Observation,
+    Tally,
+    rests,
+)
+from colocated_rl_operator.planner.plan import Plan
+from colocated_rl_operator.planner.reasons import (
+    Cause,
+    ConditionType,
+    Reason,
+    Told,
+    Waiting,
+)
+
+PROGRESS_S = 10.0
+BLINK_S = 5.0  # members that are away for less (a take-over, a restarted agent) change no word
+MAX_OUT_OF_LINE = 10
+
+
+SHARING: dict[Placement, tuple[Reason, str]] = {
+    Placement.TIME_SLICED: (
+        Reason.TIME_SLICED,
+        "engines and trainers take turns: the GPUs change hands once a batch is sealed",
+    ),
+    Placement.RESIDENT: (
+        Reason.RESIDENT,
+        "engines and trainers stay on the GPUs: gates close only while engines take new weights",
+    ),
+    Placement.DISAGGREGATED: (
+        Reason.DISAGGREGATED,
+        "engines and trainers have GPUs of their own: gates close only while engines take new weights",
+    ),
+    Placement.ROLLOUT_ONLY: (
+        Reason.ROLLOUT_ONLY,
+        "engines have the GPUs, with the model as it is: batches are recorded, and nothing is trained",
+    ),
+    Placement.TRAIN_ONLY: (
+        Reason.TRAIN_ONLY,
+        "trainers have the GPUs: they train recorded batches, and nothing is generated",
+    ),
+}
+
+
+SCORING: dict[ReferencePlacement, str] = {
+    ReferencePlacement.WITH_TRAINER: "; the reference scores each batch on the trainers' GPUs before its step",
+    ReferencePlacement.OWN_DEVICES: "; the reference has GPUs of its own: it scores what rollout has finished, and a "
+    "batch is sealed with its scores",
+}
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What a person must put right."""
+
+    reason: Reason
+    message: str
+
+
+def report(
+    seen: Observation, plan: Plan, *, before: ColocatedRLJobStatus, at: datetime, stall: Stall | None = None
+) -> ColocatedRLJobStatus:
+    """The status to write. before: the one written last. at: wall clock, for people. stall: an object was refused."""
+    climb, now, ladder = plan.climb, seen.climb, seen.job.ladder
+    is_resting = rests(seen.job, climb)
+    # what was reached counts, also when the same look leads to the next climb, which has no answers yet
+    served = now.version if now and seen.is_up else seen.served
+    step = before.step
+    if not ladder.trains:
+        step = max(step or 0, seen.recorded_step)
+    elif now and seen.is_finished:
+        step = max(seen.trained_step, now.step)
+    slowest = Rung.UNKNOWN if plan.raises else seen.slowest
+    if is_resting:
+        served = None
+    model = _model(seen) or before.model
+    answering = seen.all_answer or is_blink(seen, before)
+    phase = _phase(seen, plan, slowest, served, before, answering=answering)
+    if _backs_off(plan) and phase is not Phase.ROLLOUT:
+        phase = Phase.RECOVERING
+    return ColocatedRLJobStatus(
+        observed_generation=seen.job.generation,
+        phase=phase,
+        operator=before.operator,
+        step=step,
+        weight_version=str(served) if served else None,
+        epoch=climb.epoch if climb else None,
+        lineage=climb.lineage if climb else None,
+        target_step=climb.step if climb else None,
+        cause=climb.cause if climb else None,
+        group=climb.group if climb else None,
+        restarts=climb.restarts if climb else None,
+        failures=_failures(climb.tally) if climb else None,
+        placement=ladder.placement,
+        gpu_holder=_holder(phase, ladder),
+        rung=slowest.value if climb and not plan.is_over and not is_resting else None,
+        ready=before.ready if answering and not seen.all_answer else _ready(seen),
+        pods_by_rung={rung.value: pods for rung, pods in Counter(plan.standings.values()).items()},
+        out_of_line=_out_of_line(seen, plan),
+        rollout=_rollout(seen) or before.rollout,
+        reference=_reference(seen),
+        evaluation=_evaluation(seen) or before.evaluation,
+        model=model,
+        last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
+        start_time=None if phase in (Phase.SUSPENDING, Phase.SUSPENDED) else before.start_time or at,
+        completion_time=before.completion_time or (at if plan.is_over else None),
+        conditions=_conditions(
+            seen,
+            plan,
+            phase,
+            served,
+            before.conditions,
+            at,
+            stall,
+            answering=answering,
+            whole=not seen.absent or is_blink(seen, before),
+            model=model,
+        ),
+    )
+
+
+def all_done(job: Job, model: str | None) -> str:
+    what = "steps are done" if job.ladder.trains else "batches are recorded"
+    return f"all {job.spec.steps} {what}" + (f"; the model is in {model}" if model else "")
+
+
+def is_blink(seen: Observation, before: ColocatedRLJobStatus) -> bool:
+    """Members that answered before are away for a moment."""
+    since = seen.memory.unready_since
+    if since is None or seen.now >= since + BLINK_S:
+        return False
+    return any(
+        item.type == ConditionType.PODS_READY and item.status is ConditionStatus.TRUE for item in before.conditions
+    )
+
+
+def backs_off(status: ColocatedRLJobStatus) -> bool:
+    """What is done about a failure has its time."""
+    return any(item.reason == Reason.BACKING_OFF for item in status.conditions)
+
+
+def invalid(message: str, *, generation: int, before: ColocatedRLJobStatus, at: datetime) -> ColocatedRLJobStatus:
+    """Of a job whose spec breaks a rule that the API server could not see. What runs of it stays as it is."""
+    stamp = _Stamp(before.conditions, generation, at)
+    fresh = [
+        stamp(ConditionType.READY, False, Reason.INVALID_SPEC, message),
+        stamp(ConditionType.RECONCILING, False, Reason.INVALID_SPEC, "nothing is done until the spec is put right"),
+        stamp(ConditionType.STALLED, True, Reason.INVALID_SPEC, message),
+    ]
+    kept = [condition for condition in before.conditions if condition.type not in {new.type for new in fresh}]
+    return before.model_copy(update={"observed_generation": generation, "conditions": [*fresh, *kept]})
+
+
+def leaving(*, before: ColocatedRLJobStatus, at: datetime) -> ColocatedRLJobStatus:
+    """Of a job that is being deleted, once its members were told and its pods are going."""
+    stamp = _Stamp(before.conditions, before.observed_generation or 0, at)
+    ready = stamp(ConditionType.READY, False, Reason.DELETED, "members were told to stop, pods are going")
+    kept = [condition for condition in before.conditions if condition.type != ready.type]
+    return before.model_copy(update={"conditions": [ready, *kept]})
+
+
+def is_urgent(before: ColocatedRLJobStatus, after: ColocatedRLJobStatus) -> bool:
+    """Something changed that a program or a person may be waiting for."""
+    return _key(before) != _key(after)
+
+
+def _key(status: ColocatedRLJobStatus) -> object:
+    conditions = tuple((item.type, item.status, item.reason) for item in status.conditions)
+    return (
+        *(status.observed_generation, status.phase, status.step, status.epoch, status.weight_version, status.ready),
+        *(status.completion_time, status.reference and status.reference.ready, conditions),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+def _phase(
+    seen: Observation,
+    plan: Plan,
+    slowest: Rung,
+    served: WeightVersion | None,
+    before: ColocatedRLJobStatus,
+    *,
+    answering: bool,
+) -> Phase:
+    climb = plan.climb
+    if climb is not None and climb.cause is Cause.PODS_NOT_READY:
+        return Phase.QUEUED
+    if rests(seen.job, climb):
+        return Phase.SUSPENDING if seen.members else Phase.SUSPENDED
+    if climb is None:
+        return Phase.PENDING
+    if climb.cause.is_failure:
+        return Phase.FAILED
+    if climb.cause is Cause.ALL_STEPS_DONE:
+        return Phase.COMPLETE if plan.is_over else (before.phase or Phase.ROLLOUT)
+    if not climb.group and climb.cause is not Cause.POD_REPLACED:
+        return Phase.PENDING  # resumed, and not everybody is back
+    if not answering:
+        return Phase.RECOVERING
+    if slowest is seen.job.ladder.top:
+        return Phase.ROLLOUT if seen.job.ladder.serves else Phase.TRAINING
+    is_new = plan.raises and climb.cause is not Cause.TAKEOVER
+    if slowest is Rung.UNKNOWN and not is_new:
+        return before.phase or Phase.RECOVERING  # until the members have answered under this epoch
+    if served is None:
+        return Phase.STARTING
+    if served.lineage != climb.lineage or served == climb.version:
+        return Phase.RECOVERING
+    return Phase.TRAINING if slowest in seen.job.ladder.training else Phase.SWITCHING
+
+
+def _holder(phase: Phase, ladder: Ladder) -> Holder:
+    match phase:
+        case Phase.TRAINING if ladder.serves_on:
+            return Holder.BOTH
+        case Phase.ROLLOUT:
+            return Holder.ROLLOUT
+        case Phase.TRAINING:
+            return Holder.TRAINER
+        case Phase.PENDING | Phase.SUSPENDED | Phase.QUEUED | Phase.COMPLETE | Phase.FAILED:
+            return Holder.NOBODY
+        case Phase.STARTING | Phase.SWITCHING | Phase.RECOVERING | Phase.SUSPENDING:
+            return Holder.SWITCHING
+
+
+# ---------------------------------------------------------------------------------------------------------- conditions
+class _Stamp:
+    """Makes conditions whose time moves only when their status does."""
+
+    def __init__(self, before: list[Condition], generation: int, at: datetime) -> None:
+        self._before = {condition.type: condition for condition in before}
+        self._generation = generation
+        self._at = at
+
+    def words_of(self, kind: ConditionType) -> str:
+        """As they were told before."""
+        return self._before[kind].message if kind in self._before else ""
+
+    def __call__(self, kind: ConditionType, value: bool, reason: Told, message: str) -> Condition:
+        status = ConditionStatus.TRUE if value else ConditionStatus.FALSE
+        old = self._before.get(kind)
+        if old and old.status is status and old.reason == reason and not message:
+            message = old.message  # the pass that made the decision knew the words
+        return Condition(
+            type=kind,
+            status=status,
+            reason=reason,
+            message=message[:2048],
+            last_transition_time=old.last_transition_time if old and old.status is status else self._at,
+            observed_generation=self._generation,
+        )
+
+
+def _conditions(
+    seen: Observation,
+    plan: Plan,
+    phase: Phase,
+    served: WeightVersion | None,
+    before: list[Condition],
+    at: datetime,
+    stall: Stall | None,
+    *,
+    answering: bool,
+    whole: bool,
+    model: str | None,
+) -> list[Condition]:
+    """answering: everybody whom a climb waits for. whole: and a reference on devices of its own."""
+    stamp = _Stamp(before, seen.job.generation, at)
+    is_complete, is_failed = phase is Phase.COMPLETE, phase is Phase.FAILED
+    cause = plan.climb.cause if plan.climb else None
+    ready = _readiness(phase, cause, seen.job.ladder)
+    waiting = plan.wait.message if plan.wait and not answering else ""
+    if _backs_off(plan) and plan.wait:
+        waiting = plan.wait.message
+        ready = (ready[0], ready[1] if ready[0] else Reason.BACKING_OFF)
+    done = all_done(seen.job, model) if is_complete else ""
+    failure = (stamp.words_of(ConditionType.FAILED) or plan.message) if is_failed else ""
+    stalled: tuple[bool, Told, str] = (False, Reason.NOT_STALLED, "")
+    if stall is not None:
+        stalled = (True, stall.reason, stall.message)
+    elif is_failed and cause:
+        stalled = (True, cause, failure)
+    if phase is Phase.QUEUED:
+        waiting = plan.message
+    reason, shared = SHARING[seen.job.ladder.placement]
+    if (reference := _reference(seen)) is not None:
+        shared += SCORING[reference.placement]
+    is_suspended = phase is Phase.SUSPENDED
+    suspended: Told = Reason.NOT_SUSPENDED
+    missing = plan.wait.message if plan.wait and not whole else waiting
+    pods_ready = _pods_ready(plan, missing, answering=whole, is_deaf=seen.is_deaf)
+    if phase in (Phase.SUSPENDING, Phase.SUSPENDED):
+        suspended = ready[1]
+    if phase in (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED):
+        pods_ready = (False, ready[1], waiting if phase is Phase.QUEUED else "")
+    kept = "its pods are gone, its volumes are kept: it goes on when spec.suspend is false" if is_suspended else ""
+    return [
+        stamp(ConditionType.READY, ready[0], ready[1], failure or waiting),
+        stamp(
+            ConditionType.RECONCILING,
+            *_reconciles(plan, ready, is_at_rest=is_failed or is_suspended),
+            waiting,
+        ),
+        stamp(ConditionType.STALLED, *stalled),
+        stamp(ConditionType.PODS_READY, *pods_ready),
+        stamp(ConditionType.GPU_SHARING_READY, served is not None and not plan.is_over, reason, shared),
+        stamp(ConditionType.SUSPENDED, is_suspended, suspended, kept),
+        stamp(ConditionType.COMPLETE, is_complete, Reason.COMPLETED if is_complete else Reason.STEPS_REMAIN, done),
+        stamp(ConditionType.FAILED, is_failed, cause if is_failed and cause else Reason.NOT_FAILED, failure),
+    ]
+
+
+def _backs_off(plan: Plan) -> bool:
+    return plan.wait is not None and plan.wait.reason is Waiting.BACKOFF
+
+
+def _reconciles(plan: Plan, ready: tuple[bool, Told], *, is_at_rest: bool) -> tuple[bool, Told]:
+    return (True, Reason.BACKING_OFF) if _backs_off(plan) else (not ready[0] and not is_at_rest, ready[1])
+
+
+def _pods_ready(plan: Plan, waiting: str, *, answering: bool, is_deaf: bool) -> tuple[bool, Told, str]:
+    if plan.is_over:
+        return False, Reason.JOB_ENDED, ""
+    if answering:
+        return True, Reason.MEMBERS_ANSWER, ""
+    return False, Reason.OPERATOR_CUT_OFF if is_deaf else Reason.PODS_STARTING, waiting
+
+
+def _readiness(phase: Phase, cause: Cause | None, ladder: Ladder) -> tuple[bool, Told]:
+    match phase:
+        case Phase.COMPLETE:
+            return True, Reason.COMPLETED
+        case Phase.ROLLOUT | Phase.SWITCHING | Phase.TRAINING:
+            return True, Reason.SERVING if ladder.serves else Reason.TRAINING
+        case Phase.PENDING:
+            return False, Reason.PODS_STARTING
+        case Phase.STARTING:
+            return False, Reason.CLIMBING
+        case Phase.SUSPENDING:
+            return False, Reason.SUSPENDING
+        case Phase.SUSPENDED:
+            return False, Cause.SUSPENDED
+        case Phase.QUEUED:
+            return False, Cause.PODS_NOT_READY
+        case Phase.RECOVERING | Phase.FAILED:
+            return False, cause or Reason.CLIMBING
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+def _model(seen: Observation) -> str | None:
+    version = seen.finished
+    return f"{seen.job.claim_name('checkpoints')}/{finished_model(version.step)}" if version else None
+
+
+def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
+    """Pods that report a problem, and GPU pods that don't stand where most of their role do."""
+    usual: dict[str, Rung | None] = {}
+    if len(set(plan.standings.values())) > 1:
+        usual = {role: _most_common(seen, plan, role) for role in {role_of(seat) for seat in seen.job.gpu_seats}}
+    found: list[tuple[bool, str, Rung | None, Problem | None]] = []
+    for member in seen.current.values():
+        rung, problem = plan.standings.get(member.name), member.facts.problem if member.facts else None
+        if problem is None and member.trouble is not None:
+            problem = Problem(reason=Reason.POD_NOT_RUNNING, message=member.trouble[:1024])
+        if problem is not None or (usual and rung is not None and rung is not usual[role_of(member.seat)]):
+            found.append((problem is None, member.name, rung, problem))
+    return [
+        PodOutOfLine(name=name, rung=rung, reason=problem.reason, message=problem.message)
+        if problem
+        else PodOutOfLine(name=name, rung=rung)
+        for _, name, rung, problem in heapq.nsmallest(MAX_OUT_OF_LINE, found, key=lambda pod: pod[:2])
+    ]
+
+
+def _most_common(seen: Observation, plan: Plan, role: str) -> Rung | None:
+    of_role = (plan.standings.get(member.name) for member in seen.gpu_members if role_of(member.seat) == role)
+    rungs = Counter(rung for rung in of_role if rung is not None)
+    return rungs.most_common(1)[0][0] if rungs else None
+
+
+def _failures(tally: Tally) -> FailuresStatus | None:
+    if tally == Tally():
+        return None
+    return FailuresStatus(
+        cause=tally.cause,
+        action=tally.action,
+        rule=tally.rule,
+        pod_restarts=tally.pod_restarts,
+        step_retries=tally.step_retries,
+        step=tally.step,
+        tries=tally.tries,
+        avoided_nodes=list(tally.avoids),
+    )
+
+
+def _ready(seen: Observation) -> str:
+    wanted = len(seen.job.gpu_seats)
+    return f"{wanted if seen.all_answer else sum(member.answers for member in seen.gpu_members)}/{wanted}"
+
+
+def _rollout(seen: Observation) -> RolloutStatus | None:
+    facts = seen.rollout_facts
+    if facts is None:
+        return None
+    return RolloutStatus(
+        reward=_rounded(facts.reward_mean),
+        staleness=_rounded(facts.staleness_mean),
+        tokens_per_second=_rounded(facts.tokens_per_second, digits=1),
+        samples=facts.samples,
+    )
+
+
+def _reference(seen: Observation) -> ReferenceStatus | None:
+    """None also where it has nothing to say: nothing is trained on the trainers' devices, or nothing generated."""
+    job, facts = seen.job, seen.rollout_facts
+    if job.ladder.scores:
+        return ReferenceStatus(placement=ReferencePlacement.WITH_TRAINER)
+    if not job.reference_seats:
+        return None
+    answering = sum(member.answers for member in seen.reference_members)
+    return ReferenceStatus(
+        placement=ReferencePlacement.OWN_DEVICES,
+        ready=f"{answering}/{len(job.reference_seats)}",
+        unscored=facts.unscored if facts else None,
+    )
+
+
+def _evaluation(seen: Observation) -> EvaluationStatus | None:
+    result = seen.rollout_facts.evaluated if seen.rollout_facts else None
+    if result is None:
+        return None
+    return EvaluationStatus(
+        step=result.step,
+        mean=round(result.mean, 6),
+        stderr=round(result.stderr, 6),
+        best=_rounded(result.best, digits=6),
+        samples=result.samples,
+    )
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)

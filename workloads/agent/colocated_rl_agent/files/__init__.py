@@ -1,0 +1,1 @@
+"""What the agent reads and writes on volumes: journal, exports, batches."""

@@ -1,0 +1,226 @@
+"""Exports in the pod's weights volume: whether one is whole, and the removal of older ones.
+
+The trainer writes them, the agent trusts nothing it has not read: an engine takes missing tensors, wrong names and torn
+files in silence and reports success (H51, H52), so every file is compared with the manifest before an engine sees it.
+
+The volume may be one of the network, shared with other pods. What it says is remembered: the agent's loop looks there,
+and only what changes exports makes the agent look at the volume again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from pydantic import ValidationError
+
+from colocated_rl_agent.files.volume import (
+    Beat,
+    Volume,
+    VolumeSilent,
+    in_threads,
+)
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, Probe, TensorEntry, algorithm_of
+
+MAX_THREADS = 8  # that hash
+PIECE_BYTES = 256 * 1024
+VERIFY_AGAIN_S = 1.0  # after the first failure, and twice as long after each further one: all files are read
+VERIFY_AGAIN_MOST_S = 30.0
+MAX_MANIFEST_BYTES = 64 * 1024 * 1024  # also of an index
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
+INDEX = "model.safetensors.index.json"
+_HASHES: Mapping[Algorithm, Callable[[], Any]] = {Algorithm.XXH3_128: xxhash.xxh3_128, Algorithm.SHA256: hashlib.sha256}
+
+
+class ExportTorn(Exception):
+    """The files of an export are not what its manifest says, or there is none. Only a new export helps; or a volume
+    that other pods share may not show them yet.
+    """
+
+
+class Exports:
+    """The exports that a pod sees. probe: each must have one.
+
+    whole: the newest one that was compared with its manifest. there: all that the volume has; None: not known since
+    something may have changed. verify_after: back-off, on the clock of `time.monotonic`.
+    """
+
+    def __init__(self, volume: Volume, *, probe: bool) -> None:
+        self._volume = volume
+        self._probe = probe
+        self._failures = 0  # in a row
+        self.verify_after = 0.0
+        self.whole: Manifest | None = None
+        self.there: frozenset[WeightVersion] | None = None
+        self._changes = 0
+
+    async def verify(self, version: WeightVersion) -> Manifest:
+        """Raises ExportTorn, VolumeSilent."""
+        try:
+            self.whole = await self._compare(version)
+        except (ExportTorn, VolumeSilent):
+            wait_s = min(VERIFY_AGAIN_S * 2.0 ** min(self._failures, 16), VERIFY_AGAIN_MOST_S)
+            self._failures, self.verify_after = self._failures + 1, time.monotonic() + wait_s
+            raise
+        self._failures, self.verify_after = 0, 0.0
+        return self.whole
+
+    async def probe(self, version: WeightVersion) -> Probe:
+        """Also of an older one, which an engine still serves. Raises ExportTorn, VolumeSilent."""
+        known = self.whole if self.whole is not None and self.whole.version == version else None
+        manifest = known or await self._compare(version)
+        assert manifest.probe is not None, "asked for where exports must have one"
+        return manifest.probe
+
+    async def _compare(self, version: WeightVersion) -> Manifest:
+        root = self._volume.place
+        manifest = await self._volume.call(f"read export {version}", lambda beat: verify_export(root, version, beat))
+        if self._probe and manifest.probe is None:
+            raise ExportTorn(f"export {version} has no probe: write one, or set spec.weightSync.verify to Version")
+        return manifest
+
+    async def look(self) -> None:
+        """Which ones there are. Raises VolumeSilent, OSError."""
+        root, changes = self._volume.place, self._changes
+        found = await self._volume.call("list exports", lambda _: exports_in(root))
+        if changes == self._changes:
+            self.there = frozenset(found)
+
+    def may_have_changed(self) -> None:
+        self.there = None
+        self._changes += 1
+
+    def has_others_than(self, keep: WeightVersion | None) -> bool | None:
+        """None: not known."""
+        return None if self.there is None else bool(self.there - {keep})
+
+    async def remove_others_than(self, keep: WeightVersion) -> None:
+        """Raises VolumeSilent, OSError."""
+        root = self._volume.place
+        await self._volume.call("remove exports", lambda beat: remove_exports(root, keep, beat))
+
+
+def export_directory(root: Path, version: WeightVersion) -> Path:
+    return root / str(version)
+
+
+def verify_export(root: Path, version: WeightVersion, beat: Beat = lambda: None) -> Manifest:
+    """Compare every file with the manifest; reads all of them, so call it in a thread. Raises ExportTorn."""
+    directory = export_directory(root, version)
+    manifest = _manifest(directory)
+    if manifest.version != version:
+        raise ExportTorn(f"{directory} holds version {manifest.version}")
+    try:
+        tensors = _read_files(directory, manifest, beat)
+    except OSError as error:  # a trainer's files may be its own alone, or gone again
+        raise ExportTorn(f"{directory} can't be read: {error}; the agent reads it through the pod's group") from error
+    if tensors != manifest.tensors:
+        different = sorted(
+            name for name in tensors.keys() | manifest.tensors if tensors.get(name) != manifest.tensors.get(name)
+        )
+        raise ExportTorn(f"{directory} and its manifest differ in {len(different)} tensors, first {different[0]}")
+    return manifest
+
+
+def _read_files(directory: Path, manifest: Manifest, beat: Beat) -> dict[str, TensorEntry]:
+    """What they hold, once their digests agree. Raises ExportTorn, OSError."""
+    files = {path.name for path in directory.glob("*.safetensors")}
+    if files != set(manifest.digests):
+        raise ExportTorn(f"{directory} holds {sorted(files)}, its manifest names {sorted(manifest.digests)}")
+    _require_that_index_names(directory, files)
+    named = [(directory / name, digest) for name, digest in manifest.digests.items()]
+    found = in_threads(
+        "hash an export", partial(_digest, beat=beat), named, at_once=min(os.cpu_count() or 1, MAX_THREADS)
+    )
+    tensors: dict[str, TensorEntry] = {}
+    for (path, digest), read in zip(named, found, strict=True):
+        if read != digest:
+            raise ExportTorn(f"{path} has digest {read}, its manifest says {digest}")
+        tensors |= _tensors(path)
+        beat()
+    return tensors
+
+
+def exports_in(root: Path) -> dict[WeightVersion, Path]:
+    """By version. The volume may be new: then the first look makes the place for them."""
+    root.mkdir(exist_ok=True)
+    found = ((_version_in(path.name), path) for path in root.iterdir() if path.is_dir())
+    return {version: path for version, path in found if version is not None}
+
+
+def remove_exports(root: Path, keep: WeightVersion, beat: Beat = lambda: None) -> None:
+    for version, directory in exports_in(root).items():
+        if version != keep:
+            shutil.rmtree(directory)
+            beat()
+
+
+def _version_in(name: str) -> WeightVersion | None:
+    try:
+        return WeightVersion.parse(name)
+    except ValueError:
+        return None
+
+
+def _manifest(directory: Path) -> Manifest:
+    try:
+        with (directory / MANIFEST).open("rb") as stream:
+            return Manifest.model_validate_json(stream.read(MAX_MANIFEST_BYTES))
+    except (OSError, ValidationError) as error:
+        raise ExportTorn(f"{directory / MANIFEST} can't be read: {error}") from error
+
+
+def _require_that_index_names(directory: Path, files: set[str]) -> None:
+    """Where there is an index, an engine reads the files that it names and no others, in silence (H52)."""
+    index = directory / INDEX
+    if not index.exists():
+        return
+    try:
+        with index.open("rb") as stream:
+            named = set(json.loads(stream.read(MAX_MANIFEST_BYTES))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ExportTorn(f"{index} can't be read: {error!r}") from error
+    if named != files:
+        raise ExportTorn(
+            f"{index} names {sorted(map(str, named))}, the export holds {sorted(files)}: write one that fits, or none"
+        )
+
+
+def _digest(named: tuple[Path, Digest], *, beat: Beat) -> Digest:
+    """Of a file, by the algorithm of the other one."""
+    path, other = named
+    algorithm = algorithm_of(other)
+    digest, piece = _HASHES[algorithm](), memoryview(bytearray(PIECE_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while size := stream.readinto(piece):
+            digest.update(piece[:size])
+            beat()
+    return f"{algorithm}:{digest.hexdigest()}"
+
+
+def _tensors(path: Path) -> dict[str, TensorEntry]:
+    """Names, dtypes and shapes of a safetensors file, from its header."""
+    with path.open("rb") as stream:
+        start = stream.read(8)
+        size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= size <= MAX_HEADER_BYTES:
+            raise ExportTorn(f"{path} is not a safetensors file")
+        try:
+            header = json.loads(stream.read(size))
+            return {
+                name: TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"]))
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+            raise ExportTorn(f"{path} is not a safetensors file: {error}") from error

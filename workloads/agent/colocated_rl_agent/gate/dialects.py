@@ -1,0 +1,467 @@
+"""What an engine's generation routes take and say: SGLang's own `/generate`, and the OpenAI routes. Pure.
+
+A `Dialect` makes the engine's request out of a caller's: always streamed, with an id of the gate's own. A `Reply` takes
+in what the engine says, chunk by chunk. It keeps all that was generated, so that a caller who did not ask for a stream
+gets the whole, also when the stream broke off; and it says how the request ended. A reply that broke off, like one that
+a switch aborted, is an answer with finish reason "abort"; an engine's own error is `Refused` with its status (H8).
+
+What can't be told from an interrupted one or continued faithfully is refused: several prompts or samples in a request.
+
+JSON is read and written by pydantic's own parser: for a prompt of 1,000 ids it takes a third of the standard library's
+time, for log-probabilities a sixth.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic_core import from_json, to_json
+
+from colocated_rl_api.rungs import WeightVersion
+
+MIN_INTERVAL = 16  # tokens between chunks
+MOST_CHUNKS = 32  # of a request: chunks are cumulative, so that bytes would grow with the square of its length
+DEFAULT_LIMIT = 128  # tokens, the engine's own
+ABORTED_WHILE_COMPILING = "Aborted by AbortReq."  # the one abort of ours that carries an error status
+ENGINE_LOST = {"type": "abort", "message": "the engine was lost"}
+DONE = b"[DONE]"
+MOST_TOP_K = 1 << 30  # the engine's word for all tokens; what is larger than 32 bits it dies of
+AS_OBJECTS = 4  # memory of parsed log-probabilities, in bytes of their JSON
+
+OF_EACH_SAMPLE = (  # may be lists where a request has several; in a request for one the scheduler dies of some
+    "return_logprob", "logprob_start_len", "top_logprobs_num", "return_sampling_mask", "sampling_logprobs_mode",
+    "return_hidden_states", "lora_path", "lora_id", "custom_logit_processor", "extra_key", "bootstrap_host",
+    "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
+)  # fmt: skip
+
+_UNFINISHED, _UNFINISHED_SPACED = b'"finish_reason":null', b'"finish_reason": null'
+_JOINED = {"text", "content", "reasoning_content", "arguments"}  # strings that come in pieces
+
+
+_process, _number = secrets.token_hex(8), itertools.count()
+
+
+class Refused(Exception):
+    """A request that the gate or the engine answers with an HTTP error."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Reply(Protocol):
+    """What the engine says to one request."""
+
+    @property
+    def outcome(self) -> str:
+        """finished, aborted or error; aborted until the engine says otherwise."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that are held for it."""
+
+    @property
+    def tokens(self) -> int:
+        """Generated so far, as far as the engine has said."""
+
+    def take(self, event: bytes) -> bytes | None:
+        """Note an event; what a caller who streams gets for it, if anything."""
+
+    def forget(self) -> None:
+        """There is no room: let go of what is held only for the case that the engine is lost.
+
+        Raises Refused for one that has to be held, and goes on growing.
+        """
+
+    def rest(self) -> bytes | None:
+        """After the last event: what a caller who streams is still owed, because the engine broke off."""
+
+    def answer(self) -> bytes:
+        """The whole, for a caller who does not stream. Raises Refused."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the engine is asked."""
+
+    rid: str
+    body: bytes
+    streams: bool  # the caller wants chunks
+    wants_usage: bool = True  # and the closing chunk of the OpenAI routes that counts tokens
+    wants_counts: bool = False  # in each chunk
+
+
+class Dialect(Protocol):
+    path: str
+
+    def request(self, body: bytes, vocabulary: int | None = None) -> Request:
+        """vocabulary: token ids are below it; None: nobody knows. Raises Refused with 400."""
+
+    def reply(self, request: Request, version: WeightVersion) -> Reply: ...
+
+
+# ---------------------------------------------------------------------------------------------------- /generate
+class Native:
+    """SGLang's `/generate`. Chunks are cumulative: the last one is everything, and only that one is parsed."""
+
+    path = "/generate"
+
+    def request(self, body: bytes, vocabulary: int | None = None) -> Request:
+        asked = _object(body)
+        _require_one_sample(asked)
+        text, input_ids, sampling = asked.get("text"), asked.get("input_ids"), asked.get("sampling_params")
+        if text is not None and not (text and isinstance(text, str)):
+            raise Refused(400, "text must be one string that is not empty: send each sample as a request of its own")
+        if input_ids is not None:
+            _require_known(vocabulary, "input_ids", input_ids)
+        if asked.get("input_embeds") is not None:
+            raise Refused(400, "input_embeds may be of several samples, and have no ids to go on from: send input_ids")
+        if sampling is not None and not isinstance(sampling, dict):
+            raise Refused(400, "sampling_params must be an object")
+        sampling, streams = sampling or {}, _streams(asked)
+        if sampling.get("n", 1) != 1 or sampling.get("beam_width") not in (None, 1):
+            raise Refused(400, "n and beam_width must be 1: send each sample as a request of its own")
+        if asked.get("positional_embed_overrides") is not None:
+            raise Refused(400, "positional_embed_overrides are not taken")
+        _spare_engine(asked, "logprob_start_len", least=-1)
+        _spare_engine(asked, "top_logprobs_num", most=vocabulary)
+        _spare_engine(sampling, "top_k", most=MOST_TOP_K)
+        if sampling.get("min_new_tokens") and sampling.get("stop_token_ids"):
+            _require_known(vocabulary, "stop_token_ids", sampling["stop_token_ids"])
+        rid = _new_rid()
+        spaced = {"stream_interval": _interval(sampling.get("max_new_tokens")), **sampling}
+        body = to_json({**asked, "rid": rid, "stream": True, "sampling_params": spaced})
+        return Request(rid, body, streams)
+
+    def reply(self, request: Request, version: WeightVersion) -> Reply:
+        return NativeReply(request.rid, version)
+
+
+def _interval(limit: object) -> int:
+    """Tokens between chunks, of a request with this limit: as many are lost with an engine."""
+    tokens = limit if isinstance(limit, int) else DEFAULT_LIMIT
+    return max(MIN_INTERVAL, -(-tokens // MOST_CHUNKS))
+
+
+class NativeReply:
+    __slots__ = ("_ended", "_last", "_refusal", "_rid", "_tokens", "_version", "outcome", "size")
+
+    def __init__(self, rid: str, version: WeightVersion) -> None:
+        self._rid = rid
+        self._version = version
+        self._last = b""
+        self._refusal: Refused | None = None
+        self._ended = False
+        self._tokens = 0
+        self.outcome = "aborted"
+        self.size = 0
+
+    @property
+    def tokens(self) -> int:
+        if self._ended:
+            return self._tokens
+        try:
+            return len(self._state()["output_ids"])
+        except Refused:
+            return 0
+
+    def take(self, event: bytes) -> bytes | None:
+        if event.rfind(_UNFINISHED) >= 0 or event.rfind(_UNFINISHED_SPACED) >= 0:  # `in` takes three times as long
+            self._last, self.size = event, len(event)
+            return event
+        self._ended = True
+        try:
+            said = _event(event)
+            state = last_state(said, rid=self._rid, version=self._version)
+        except Refused as refusal:
+            self._refusal, self.outcome = refusal, "error"
+            return event
+        self._last = event if state == said else to_json(state)
+        self.size = len(self._last)
+        self._tokens = len(state["output_ids"])
+        self.outcome = "aborted" if state["meta_info"]["finish_reason"]["type"] == "abort" else "finished"
+        return self._last
+
+    def forget(self) -> None:
+        if not self._ended:
+            self._last, self.size = b"", 0
+
+    def rest(self) -> bytes | None:
+        return None if self._ended else to_json(self._state())
+
+    def answer(self) -> bytes:
+        if self._refusal is not None:
+            raise self._refusal
+        return self._last if self._ended else to_json(self._state())
+
+    def _state(self) -> dict[str, Any]:
+        said = _event(self._last) if self._last else {"text": "", "output_ids": []}
+        return last_state(said, rid=self._rid, version=self._version)
+
+
+def last_state(said: dict[str, Any], *, rid: str, version: WeightVersion) -> dict[str, Any]:
+    """A finished answer from the last chunk; one that was cut off counts as aborted. Raises Refused."""
+    _raise_error(said)
+    with _understood():
+        ids, told = [*said.get("output_ids", [])], {**said.get("meta_info", {})}
+        version_of_none = {} if ids else {"weight_version": str(version)}  # of tokens the engine alone can say it
+        meta: dict[str, Any] = {"id": rid, "completion_tokens": len(ids)} | version_of_none | told
+        reason = meta.get("finish_reason") or ENGINE_LOST
+        if reason["type"] == "abort" and reason.get("status_code") is not None:
+            if reason.get("message") != ABORTED_WHILE_COMPILING:
+                raise Refused(_http_error(reason["status_code"]), str(reason.get("message")))
+            reason = {"type": "abort", "message": ABORTED_WHILE_COMPILING}
+        return {**said, "output_ids": ids, "meta_info": {**meta, "finish_reason": reason}}
+
+
+# ---------------------------------------------------------------------------------------------------- OpenAI routes
+class OpenAI:
+    """`/v1/completions` and `/v1/chat/completions`. Chunks are pieces, and are joined for a caller who wants the whole.
+
+    whole: `object` of an answer that is not streamed.
+    """
+
+    def __init__(self, path: str, *, whole: str) -> None:
+        self.path = path
+        self._whole = whole
+
+    def request(self, body: bytes, vocabulary: int | None = None) -> Request:
+        asked = _object(body)
+        _require_one_sample(asked)
+        options = asked.get("stream_options") or {}
+        if any(asked.get(name) not in (None, 1) for name in ("n", "best_of")):
+            raise Refused(400, "n and best_of must be 1: send each sample as a request of its own")
+        if not isinstance(options, dict):
+            raise Refused(400, "stream_options must be an object")
+        _spare_engine(asked, "top_k", most=MOST_TOP_K)
+        for name in ("logprobs", "top_logprobs"):
+            _spare_engine(asked, name, most=vocabulary)
+        for name in ("prompt", "input_ids", *(["stop_token_ids"] if asked.get("min_tokens") else [])):
+            if asked.get(name) and not isinstance(asked[name], str):
+                _require_known(vocabulary, name, asked[name])
+        rid, streams = _new_rid(), _streams(asked)
+        counts = {"include_usage": True, "continuous_usage_stats": True}  # an engine that is lost has told what it made
+        asked |= {"rid": rid, "stream_options": {**options, **counts}}
+        asked["stream"] = True
+        wants_usage, wants_counts = (bool(options.get(count)) for count in counts)
+        return Request(rid, to_json(asked), streams, wants_usage, wants_counts)
+
+    def reply(self, request: Request, version: WeightVersion) -> Reply:
+        return OpenAIReply(request, version, whole=self._whole)
+
+
+class OpenAIReply:
+    def __init__(self, request: Request, version: WeightVersion, *, whole: str) -> None:
+        self._request = request
+        self._head: dict[str, Any] = {"id": request.rid}
+        self._choice: dict[str, Any] = {"index": 0}
+        self._usage: dict[str, Any] = {}
+        self._version = str(version)
+        self._whole = whole
+        self._refusal: Refused | None = None
+        self.outcome = "aborted"
+        self.tokens = 0
+        self.size = 0
+        self._smallest = sys.maxsize
+
+    def take(self, event: bytes) -> bytes | None:
+        try:
+            chunk = _event(event)
+            _raise_error(chunk)
+            with _understood():
+                choices, usage = [*(chunk.pop("choices", None) or [])], chunk.pop("usage", None)
+                self._usage = usage or self._usage
+                self.tokens = int(self._usage.get("completion_tokens", self.tokens))
+                for choice in choices:
+                    self._keep(choice, len(event))
+        except Refused as refusal:
+            self._refusal, self.outcome = refusal, "error"
+            return event
+        if (reason := self._choice.get("finish_reason")) is not None:
+            self.outcome = "aborted" if reason == "abort" else "finished"
+        if not choices:
+            return event if self._request.wants_usage else None
+        self._head |= chunk
+        if usage is None or self._request.wants_counts or not self._request.streams:
+            return event
+        return to_json({**chunk, "choices": choices, "usage": None})
+
+    def _keep(self, choice: dict[str, Any], size: int) -> None:
+        """Of a choice that its caller gets piece by piece, how it ended."""
+        if self._request.streams:
+            choice = {"finish_reason": choice.get("finish_reason")}
+        else:  # what all events have in common is not held
+            self._smallest = min(self._smallest, size)
+            self.size += AS_OBJECTS * (size - self._smallest)
+        join(self._choice, choice)
+
+    def forget(self) -> None:
+        """All of it is the answer."""
+        if self._choice.get("finish_reason") is None:
+            raise Refused(429, "there is no room to hold this answer until its end: ask for a stream, or send it later")
+
+    def rest(self) -> bytes | None:
+        if self._refusal is not None or self._choice.get("finish_reason") is not None:
+            return None
+        piece: dict[str, Any] = {"text": ""} if self._whole == "text_completion" else {"delta": {}}
+        return to_json({**self._head, "choices": [{"index": 0, **piece, "finish_reason": "abort"}]})
+
+    def answer(self) -> bytes:
+        if self._refusal is not None:
+            raise self._refusal
+        choice = dict(self._choice)
+        with _understood():
+            told = (choice.get("logprobs") or {}).get("content")
+            if told is not None and len(told) != self.tokens:  # H27
+                raise Refused(
+                    502,
+                    f"the engine gave log-probabilities of {len(told)} of {self.tokens} tokens: its streams of chats "
+                    "have none of a character's first bytes; /generate has all",
+                )
+        choice["finish_reason"] = choice.get("finish_reason") or "abort"
+        if self._whole == "text_completion":
+            choice.setdefault("text", "")
+        else:
+            choice["message"] = {"role": "assistant", "content": ""} | (choice.pop("delta", None) or {})
+        spans = [{"version": self._version, "start": 0, "end": self.tokens}]  # none changes while it is in flight
+        return to_json(
+            {
+                **self._head,
+                "object": self._whole,
+                "choices": [choice],
+                "usage": self._usage or None,
+                "metadata": {"weight_version": self._version, "weight_versions": spans if self.tokens else []},
+            }
+        )
+
+
+def join(whole: dict[str, Any], piece: dict[str, Any]) -> None:
+    """Add a piece of a streamed choice to what came before it."""
+    for name, value in piece.items():
+        held = whole.get(name)
+        if value is None and held is not None:
+            continue
+        if held is None:
+            whole[name] = value
+        elif isinstance(value, str):
+            whole[name] = held + value if name in _JOINED else value
+        elif isinstance(value, dict):
+            join(held, value)
+        elif isinstance(value, list):
+            _join_lists(held, value)
+        else:
+            whole[name] = value
+
+
+def _join_lists(whole: list[Any], piece: list[Any]) -> None:
+    """Entries that have an index, as tool calls do, are told by it; others come after one another.
+
+    Log-probabilities by token have one too, of the token "index": that is a fraction.
+    """
+    for entry in piece:
+        at = entry.get("index") if isinstance(entry, dict) else None
+        before = next((held for held in whole if type(at) is int and held.get("index") == at), None)
+        if before is None:
+            whole.append(entry)
+        else:
+            join(before, entry)
+
+
+DIALECTS: tuple[Dialect, ...] = (
+    Native(),
+    OpenAI("/v1/completions", whole="text_completion"),
+    OpenAI("/v1/chat/completions", whole="chat.completion"),
+)
+
+
+def _new_rid() -> str:
+    """Of 32 letters, and no other gate's."""
+    return f"{_process}{next(_number):016x}"
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        asked = from_json(body)
+    except ValueError as error:
+        raise Refused(400, f"the body is not JSON: {error}") from error
+    if not isinstance(asked, dict):
+        raise Refused(400, "the body must be an object")
+    return asked
+
+
+def _streams(asked: dict[str, Any]) -> bool:
+    """What the caller wants; the engine, which is asked for a stream in any case, looks at it no more."""
+    streams = asked.get("stream")
+    if streams is not None and not isinstance(streams, bool):
+        raise Refused(400, "stream must be true or false")
+    return bool(streams)
+
+
+def _event(event: bytes) -> dict[str, Any]:
+    """Raises Refused for what no engine says."""
+    try:
+        said = from_json(event)
+    except ValueError as error:
+        raise Refused(502, f"the engine sent {len(event)} bytes that are not JSON") from error
+    if not isinstance(said, dict):
+        raise Refused(502, "the engine sent a chunk that is not an object")
+    return said
+
+
+def _raise_error(said: dict[str, Any]) -> None:
+    """Raises Refused with the code of an error that came inside a stream."""
+    error = said.get("error")
+    if error is None:
+        return
+    code, message = (error.get("code"), error.get("message", error)) if isinstance(error, dict) else (None, error)
+    raise Refused(_http_error(code), str(message))
+
+
+def _http_error(code: object) -> int:
+    return code if isinstance(code, int) and 400 <= code < 600 else 502
+
+
+@contextmanager
+def _understood() -> Iterator[None]:
+    """Raises Refused for an event of another shape than those of the engine's routes."""
+    try:
+        yield
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise Refused(502, f"the engine sent something else than expected: {error!r}") from error
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
+def _require_one_sample(asked: dict[str, Any]) -> None:
+    for name in OF_EACH_SAMPLE:
+        if isinstance(asked.get(name), list):
+            raise Refused(400, f"{name} is a list: send each sample as a request of its own")
+
+
+def _spare_engine(asked: dict[str, Any], name: str, *, least: float = -math.inf, most: float | None = math.inf) -> None:
+    """Raises Refused for a number that an engine dies of, with all that it works on. most: None: nobody knows.
+
+    It takes a text for the number that it spells, so what is none is refused.
+    """
+    value = asked.get(name)
+    if value is None:
+        return
+    if not isinstance(value, int | float) or not least <= value <= (math.inf if most is None else most):
+        raise Refused(400, f"{name} is no number that the engine bears")
+
+
+def _require_known(vocabulary: int | None, name: str, ids: Any) -> None:
+    """Raises Refused for token ids that the model does not know: the engine dies of one, with all that it works on."""
+    if not _is_ids(ids):
+        raise Refused(400, f"{name} must be one list of numbers: send each sample as a request of its own")
+    if ids and vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise Refused(400, f"{name} has an id that is not one of the {vocabulary} of the model")

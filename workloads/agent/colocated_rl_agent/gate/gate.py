@@ -1,0 +1,266 @@
+"""The gate: the only way into a pod's engine, open or closed. It counts, forwards and hands back; it never waits.
+
+Owns the count of requests that were let in. It rises before the request is sent, with no await since the gate was seen
+open, and falls when the request has ended at the engine, not when its caller left: `settled` means that the engine has
+nothing of ours (H1-H3, H13, H37).
+
+* Closed: 503 at once, with the epoch. The rollout controller keeps the request; nothing is parked here.
+* The routes of `dialects` and no others: nobody reaches the engine's control routes through a gate.
+* What an engine dies of is refused: a token id that its model does not know, of one caller, would cost all of them.
+* Each request gets an id of fixed length, so that no id is the prefix of another (H4), and is always streamed from the
+  engine: what was generated survives an abort and a crash (H58).
+* A caller that leaves, or that does not read what it asked for, gets its request aborted at the engine (H38): one
+  caller must never hold up a switch. Once the gate is closed it has CLOSING_S.
+* Events pass from the engine's connection to the caller's as they come in, without a task in between; a caller that
+  does not read stops the engine's connection.
+* Bounded: bodies, what is held for all requests together, and the time that a caller may take to send or to read.
+
+HTTP itself is `data_port`'s on the caller's side and `upstream`'s on the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from colocated_rl_agent.drivers.base import DriverError
+from colocated_rl_agent.gate.call import Call, Malformed
+from colocated_rl_agent.gate.data_port import CALLER_S, MAX_CONNECTIONS, MAX_STRANGERS
+from colocated_rl_agent.gate.dialects import (
+    DIALECTS,
+    Dialect,
+    Refused,
+    Reply,
+    Request,
+)
+from colocated_rl_agent.gate.running import Running
+from colocated_rl_agent.gate.turns import Turns
+from colocated_rl_agent.gate.upstream import Upstream
+from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
+from colocated_rl_api.logs import in_words, log
+from colocated_rl_api.rungs import WeightVersion
+
+LOG = logging.getLogger(__name__)
+
+ABORT_S = 5.0
+CLOSING_S = 0.5  # to read a chunk, once the gate is closed
+MAX_IN_FLIGHT = MAX_CONNECTIONS - MAX_STRANGERS
+MAX_READING = 32  # bodies that are read at the same time
+MAX_HELD_BYTES = 192 * 1024 * 1024  # for all requests together: past it nothing is kept for an engine that is lost
+MAX_LARGE = 64  # large chunks that are read at the same time: a switch ends all requests at once
+MAX_LARGE_BYTES = 64 * 1024 * 1024  # of them together, before they are whole
+STATE = "/v1/gate"
+BY_PATH = {dialect.path: dialect for dialect in DIALECTS}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The engine behind the gate."""
+
+    url: str
+    incarnation: str
+    version: WeightVersion
+    abort: Callable[[str], Awaitable[None]]  # one request, by its id at the engine
+    vocabulary: int | None = None  # token ids are below it; None: nobody knows
+
+
+class Gate:
+    """changed: called when state or settledness changed. count: called with (outcome, tokens) of each ended request."""
+
+    def __init__(
+        self,
+        *,
+        changed: Callable[[], None] = lambda: None,
+        count: Callable[[str, int], None] = lambda outcome, tokens: None,
+    ) -> None:
+        self._changed = changed
+        self._count = count
+        self._backend: Backend | None = None
+        self._upstream: Upstream | None = None
+        self._held_bytes = 0
+        self._reading = asyncio.Semaphore(MAX_READING)
+        self._large = Turns(MAX_LARGE, MAX_LARGE_BYTES)
+        self._running: set[Running] = set()
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._news = asyncio.Event()
+        self.epoch = 0
+        self.in_flight = 0
+
+    # ------------------------------------------------------------------------------------------------- for the agent
+    @property
+    def is_open(self) -> bool:
+        return self._backend is not None
+
+    @property
+    def state(self) -> GateState:
+        backend = self._backend
+        return GateState(
+            open=backend is not None,
+            epoch=self.epoch,
+            incarnation=backend.incarnation if backend else None,
+            version=backend.version if backend else None,
+            in_flight=self.in_flight,
+        )
+
+    def open(self, backend: Backend) -> None:
+        self._leave_upstream()
+        self._backend, self._upstream = backend, Upstream(backend.url)
+        self._tell()
+
+    def close(self) -> None:
+        """Effective when it returns: whoever comes from now on is refused."""
+        self._backend = None
+        self._leave_upstream()
+        for running in self._running:
+            running.call.wait_for_caller(CLOSING_S)
+        self._tell()
+
+    def enter_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._tell()
+
+    async def settled(self) -> None:
+        """Until nothing is in flight."""
+        await self._settled.wait()
+
+    async def serve(self, call: Call) -> None:
+        """Answers whatever comes to the data port."""
+        dialect = BY_PATH.get(call.path)
+        if dialect is None and call.path != STATE:
+            call.refuse(404, f"{call.path!r} is not served here")
+        elif call.method != (allowed := "GET" if dialect is None else "POST"):
+            call.refuse(405, f"{call.path} takes {allowed}", more=f"Allow: {allowed}\r\n")
+        elif dialect is None:
+            await self._serve_state(call)
+        else:
+            await self._serve(dialect, call)
+
+    # --------------------------------------------------------------------------------------------------- the state
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+        self._changed()
+
+    def _leave_upstream(self) -> None:
+        if self._upstream is not None:
+            self._upstream.close()
+            self._upstream = None
+
+    async def _serve_state(self, call: Call) -> None:
+        """Until its caller leaves, or does not read for two lines."""
+        call.wait_for_caller(2 * GATE_LINE_S)
+        while True:
+            news = self._news
+            if not call.is_stalled:
+                line = self.state.model_dump_json(by_alias=True).encode() + b"\n"
+                call.give(line, "application/x-ndjson")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GATE_LINE_S):
+                    await news.wait()
+
+    # --------------------------------------------------------------------------------------------------- requests
+    async def _serve(self, dialect: Dialect, call: Call) -> None:
+        if not self.is_open:
+            self._refuse(call)
+            return
+        try:
+            asked = await self._asked(dialect, call)
+        except (Malformed, Refused) as refusal:
+            call.refuse(refusal.status, str(refusal))
+            return
+        backend, upstream = self._backend, self._upstream
+        if backend is None or upstream is None:  # it closed while the body was being read
+            self._refuse(call)
+            return
+        if self.in_flight >= MAX_IN_FLIGHT or self._held_bytes >= MAX_HELD_BYTES:
+            call.refuse(429, f"{self.in_flight} requests in flight hold {self._held_bytes} bytes: send it later")
+            return
+        running = Running(call, asked, dialect.reply(asked, backend.version), self._hold)
+        try:
+            await self._exchange(backend, upstream, dialect.path, running)
+            running.finish()
+        except Refused as refusal:
+            call.refuse(refusal.status, str(refusal))
+
+    async def _asked(self, dialect: Dialect, call: Call) -> Request:
+        """Apart, so that nothing else of a body is held while the engine answers. Raises Malformed and Refused."""
+        body = await self._body(call)
+        return dialect.request(body, self._backend.vocabulary if self._backend else None)
+
+    async def _body(self, call: Call) -> bytes:
+        if call.is_whole:
+            return await call.read()
+        try:
+            async with asyncio.timeout(CALLER_S), self._reading:
+                return await call.read()
+        except TimeoutError as error:
+            call.keep_alive = False
+            raise Refused(408, f"the body did not come within {CALLER_S:.0f} s") from error
+
+    async def _exchange(self, backend: Backend, upstream: Upstream, path: str, running: Running) -> None:
+        """From letting a request in to its end at the engine. Raises Refused."""
+        outcome = "client_gone"
+        self._let_in(running)
+        try:
+            await self._forward(backend, upstream, path, running)
+            outcome = running.reply.outcome
+        except Refused:
+            outcome = "error"
+            raise
+        finally:
+            self._let_out(running)
+            self._count(outcome, running.reply.tokens)
+
+    def _let_in(self, running: Running) -> None:
+        self.in_flight += 1
+        self._held_bytes += len(running.asked.body)
+        self._running.add(running)
+        self._settled.clear()
+
+    def _let_out(self, running: Running) -> None:
+        self.in_flight -= 1
+        self._held_bytes -= len(running.asked.body) + running.reply.size
+        self._running.discard(running)
+        if self.in_flight == 0:
+            self._settled.set()
+            if self._backend is None:
+                self._changed()
+
+    def _hold(self, reply: Reply, before: int) -> None:
+        """What a reply has grown by. Raises Refused where there is no room for more of it."""
+        self._held_bytes += reply.size - before
+        if self._held_bytes > MAX_HELD_BYTES:
+            full = reply.size
+            reply.forget()
+            self._held_bytes += reply.size - full
+
+    def _refuse(self, call: Call) -> None:
+        call.answer(503, Closed(epoch=self.epoch).model_dump_json(by_alias=True).encode())
+
+    async def _forward(self, backend: Backend, upstream: Upstream, path: str, running: Running) -> None:
+        """Until the engine has ended the request, or is lost. Raises Refused."""
+        rid = running.asked.rid
+        ended = False
+        try:
+            connection = await upstream.connect()
+            with running.on(connection, self._large):
+                status = await connection.exchange(upstream.request(path, running.asked.body), running.take)
+            ended = True
+            if status != 200:
+                raise Refused(status, bytes(running.error).decode(errors="replace"))
+        except OSError as error:
+            log(LOG, "request lost", logging.DEBUG, rid=rid, reason=in_words(error), incarnation=backend.incarnation)
+        finally:
+            if not ended:
+                await self._abort(backend, rid)
+
+    async def _abort(self, backend: Backend, rid: str) -> None:
+        """The caller or the connection is gone: make sure that the engine stops working on it."""
+        task = asyncio.ensure_future(backend.abort(rid))
+        with contextlib.suppress(TimeoutError, DriverError):  # the engine is gone, and the request with it
+            async with asyncio.timeout(ABORT_S):
+                await asyncio.shield(task)

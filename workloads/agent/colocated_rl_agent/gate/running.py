@@ -1,0 +1,136 @@
+"""One request that a gate has let in: from the engine's pieces to its caller, without a task or a wait in between.
+
+A caller that does not read stops the engine's connection, and goes on where it was; so does a chunk that is large, most
+of which stays at the engine until it has its turn here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from colocated_rl_agent.gate.call import Call
+from colocated_rl_agent.gate.data_port import CALLER_S
+from colocated_rl_agent.gate.dialects import (
+    DONE,
+    Refused,
+    Reply,
+    Request,
+)
+from colocated_rl_agent.gate.turns import Turns
+from colocated_rl_agent.gate.upstream import UpstreamConnection
+
+LARGE_BYTES = 64 * 1024  # of a chunk that has not come whole
+MAX_EVENT_BYTES = 64 * 1024 * 1024  # one chunk: all tokens of a sample with their log-probabilities
+MAX_ERROR_BYTES = 64 * 1024
+STREAM = "text/event-stream"
+
+
+class Running:
+    """hold: called when a reply has grown, with its size before."""
+
+    __slots__ = ("_connection", "_events", "_hold", "_is_large", "_turns", "asked", "call", "error", "reply")
+
+    def __init__(self, call: Call, asked: Request, reply: Reply, hold: Callable[[Reply, int], None]) -> None:
+        self._hold = hold
+        self._events = Events()
+        self._connection: UpstreamConnection | None = None
+        self._turns: Turns
+        self._is_large = False
+        self.call = call
+        self.asked = asked
+        self.reply = reply
+        self.error = bytearray()
+
+    @contextlib.contextmanager
+    def on(self, connection: UpstreamConnection, turns: Turns) -> Iterator[None]:
+        """While it is exchanged on a connection."""
+        self._connection, self._turns = connection, turns
+        self.call.flows = self._flow
+        try:
+            yield
+        finally:
+            self.call.flows = self._connection = None
+            turns.give_back(self)
+
+    def take(self, status: int, piece: bytes) -> None:
+        """What the engine sent at once goes out at once: behind a slow caller, or on a busy core, that is cheaper.
+
+        Raises Refused for what no engine says.
+        """
+        if status != 200:
+            self.error += piece[: MAX_ERROR_BYTES - len(self.error)]
+            return
+        reply, streams = self.reply, self.asked.streams
+        given: list[bytes] = []
+        before = reply.size
+        for event in self._events.feed(piece):
+            if event != DONE and (said := reply.take(event)) is not None and streams:
+                given.append(b"data: %b\n\n" % said)  # noqa: PERF401 - a comprehension takes longer for one event
+        if given:
+            self.call.give(b"".join(given), STREAM)
+        if reply.size != before:
+            self._hold(reply, before)
+        if self._is_large or self._events.pending > LARGE_BYTES:
+            self._weigh(self._events.pending)
+
+    def _weigh(self, pending: int) -> None:
+        """A chunk is large, or was and has come whole."""
+        self._is_large = pending > LARGE_BYTES
+        if self._is_large:
+            self._turns.ask(self, self._flow)
+            self._turns.hold(self, pending)
+            self._flow()
+        else:
+            self._turns.give_back(self)
+
+    def _flow(self) -> None:
+        """Pause or go on."""
+        if self._connection is None:
+            return
+        if self.call.is_stalled or self._turns.waits(self):
+            self._connection.pause()
+        else:
+            self._connection.resume()
+
+    def finish(self) -> None:
+        """Give what is still owed, which holds up nothing any more. Raises Refused."""
+        self.call.wait_for_caller(CALLER_S)
+        if not self.asked.streams:
+            self.call.answer(200, self.reply.answer())
+            return
+        rest = self.reply.rest()
+        if rest is not None:
+            self.call.give(b"data: %b\n\n" % rest, STREAM)
+        self.call.give(b"data: %b\n\n" % DONE, STREAM, ends=True)
+
+
+class Events:
+    """Data of server-sent events, whole ones only: what a broken connection cut off is not an event."""
+
+    __slots__ = ("_buffer", "_seen", "pending")
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._seen = 0  # no event ends before it
+        self.pending = 0  # bytes of an event that is not whole yet
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Events that are whole now. Raises Refused for one that is too large."""
+        is_whole = piece.startswith(b"data: ") and piece.endswith(b"\n\n") and not self.pending
+        if is_whole and piece.find(b"\n") == len(piece) - 2:
+            return [piece[6:-2]]  # one and no more, as engines send them
+        events = []
+        buffer = self._buffer
+        buffer += piece
+        while (end := buffer.find(b"\n\n", self._seen)) >= 0:
+            event = bytes(buffer[:end])
+            del buffer[: end + 2]
+            self._seen = 0
+            if event.startswith(b"data: "):
+                events.append(event[len(b"data: ") :])
+        self.pending = len(buffer)
+        self._seen = max(0, self.pending - 1)
+        if self.pending > MAX_EVENT_BYTES:
+            raise Refused(502, f"the engine sent a chunk of more than {MAX_EVENT_BYTES} bytes")
+        return events

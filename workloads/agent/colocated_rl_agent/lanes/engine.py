@@ -1,0 +1,413 @@
+"""The pod's engine: its process, what is known of it, and the calls that change it.
+
+Owns the engine's view. A call's effect enters the view when the engine has confirmed it; a call that failed in any way
+leaves the view broken, and then the only thing left to do with this incarnation is to kill it. Calls that must not be
+repeated are in the journal before and after. Decides nothing: `facts` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+
+from colocated_rl_agent.drivers.base import CallRefused, DriverError, OutcomeUnknown
+from colocated_rl_agent.drivers.sglang import ServerInfo, SGLang, engine_command, engine_config
+from colocated_rl_agent.files.exports import export_directory
+from colocated_rl_agent.files.journal import EngineMemory, Intent, Journal
+from colocated_rl_agent.gate.gate import Backend
+from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
+from colocated_rl_agent.metrics import Metrics
+from colocated_rl_agent.planner.views import ENGINE_NAME, WEIGHTS, EngineView
+from colocated_rl_agent.runner.devices import Devices, MemoryHeld, freed_bytes
+from colocated_rl_agent.runner.runner_link import (
+    KILLED,
+    REAP_S,
+    ChildExited,
+    ChildStatus,
+    RunnerError,
+    RunnerLink,
+    RunnerRefused,
+)
+from colocated_rl_agent.settings import Settings
+from colocated_rl_api.facts import TagState
+from colocated_rl_api.job import Verify
+from colocated_rl_api.logs import log
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_api.weights import Probe
+
+LOG = logging.getLogger(__name__)
+
+ABORT_AGAIN_S = 0.5  # a request that was on its way when all were aborted is not aborted (H3)
+START_POLL_S = 0.1  # an engine has no way to say that it is up
+MAX_BACK_OFF_S = 60.0
+CONFIG_MODE = 0o640  # the engine reads it through the pod's group
+
+
+class Engine:
+    """changed: the view is another one. failed: (reason, message) for the pod's problem."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        session: aiohttp.ClientSession,
+        runner: RunnerLink,
+        devices: Devices,
+        journal: Journal,
+        metrics: Metrics,
+        changed: Callable[[], None],
+        failed: Callable[[str, str], None],
+    ) -> None:
+        self._settings = settings
+        self._session = session
+        self._runner = runner
+        self._devices = devices
+        self._journal = journal
+        self._metrics = metrics
+        self._changed = changed
+        self._failed = failed
+        self._client: SGLang | None = None
+        self._dtype = "unknown"
+        self._mapped_bytes: int | None = None  # of each device, by what of weights and KV pool it gives up
+        self._vocabulary: int | None = None
+        self.freed_bytes: Mapping[int, int] = {}  # of each device that can tell, by the last release
+        self.failures = 0  # since it last served: how long the next start waits, and what a failure policy counts
+        self._exits: dict[str, ChildExited] = {}  # newest, which can come before the answer to the start
+        self._killed_for: str | None = None
+        self._gone = asyncio.Event()
+        self.view = EngineView()
+
+    # ------------------------------------------------------------------------------------------------- its process
+    async def start(self, version: WeightVersion) -> None:
+        settings, admin_key = self._settings, secrets.token_urlsafe(24)
+        config = settings.directories.sockets / f"{ENGINE_NAME}.yaml"
+        await asyncio.to_thread(_write_config, config, admin_key)
+        command = engine_command(
+            model=settings.weights_of(version),
+            version=version,
+            port=settings.engine_port,
+            config=config,
+            gpus=settings.gpus,
+            saved_tags=settings.saved_tags,
+            extra=settings.job.spec.rollout.engine_args,
+            pool_tokens=self._journal.memory.pool_tokens,
+        )
+        self._gone.clear()
+        self._killed_for = None
+        try:
+            incarnation = await self._runner.start(ENGINE_NAME, command.argv, command.env, secrets=[admin_key])
+        except RunnerRefused as error:
+            self._lost(f"it could not be started: {error}")
+            return
+        self._journal.engine_started(incarnation, version, admin_key, keeps=settings.keeps)
+        self._metrics.incarnations.labels(ENGINE_NAME).inc()
+        self.freed_bytes = {}
+        self._client = self._client_of(admin_key)
+        self._set(EngineView().started(incarnation, version, start_by=self._start_by(), keeps=settings.keeps))
+        if (exited := self._exits.get(incarnation)) is not None:
+            self.exited(exited)
+
+    async def wait_until_up(self) -> None:
+        """Until it answers and is what a switch needs, is broken, or gone. The caller minds the deadline."""
+        client, incarnation, started = self._client, self.view.incarnation, time.monotonic()
+        assert client is not None
+        while not await _is_up(client):
+            if self.view.incarnation != incarnation:
+                return
+            await asyncio.sleep(START_POLL_S)
+        try:
+            info = await self._look_at(client)
+            self._vocabulary = await client.vocabulary()
+            version = await client.weight_version()
+            if version != self.view.starts_on:
+                raise CallRefused(f"it serves {version} and was started on {self.view.starts_on}")
+            checksum = await self._checksum(client, version)
+        except DriverError as error:
+            self.broke(f"the started engine can't be used: {error}")
+            return
+        if self.view.incarnation == incarnation:
+            if info.pool_tokens is not None and self._journal.memory.pool_tokens is None:
+                self._journal.pool_measured(info.pool_tokens)
+            (self._settings.directories.sockets / f"{ENGINE_NAME}.yaml").unlink(missing_ok=True)
+            log(LOG, "engine up", incarnation=incarnation, version=str(version), took_s=_since(started))
+            self._set(self.view.answered(version, checksum))
+
+    async def kill(self, reason: str, *, is_fault: bool) -> None:
+        """Until its process group is reaped."""
+        if is_fault:
+            self.broke(reason)
+        level = logging.INFO if self.view.broken is None else logging.WARNING
+        log(LOG, "engine killed", level, incarnation=self.view.incarnation, reason=reason)
+        self._killed_for = reason
+        await self._runner.kill(ENGINE_NAME)
+        try:
+            async with asyncio.timeout(REAP_S):
+                await self._gone.wait()
+        except TimeoutError:
+            self._failed("EngineNotReaped", f"its processes did not end {REAP_S:.0f} s after SIGKILL; killing again")
+
+    def exited(self, event: ChildExited) -> None:
+        """Its process group is gone, whoever ended it."""
+        self._exits = {event.incarnation: event}
+        if self.view.incarnation != event.incarnation:
+            return
+        log(LOG, "engine gone", incarnation=event.incarnation, reason=f"code {event.code}")
+        killed_for, self._killed_for = self._killed_for, None
+        self._gone.set()
+        if killed_for is None or event.code != KILLED:
+            self._lost(self._end_of(event))
+        elif self.view.broken is not None:
+            self._lost(killed_for)
+        else:
+            self._set(EngineView())
+
+    async def attach(self, child: ChildStatus | None) -> None:
+        """What the runner says of the engine, after a restart of either side."""
+        if child is None or not child.running:
+            self._gone.set()
+            if not self.view.is_absent:
+                known = child is not None and child.incarnation == self.view.incarnation
+                self._lost(self._end_of(child) if child is not None and known else "it ended with its container")
+            return
+        if child.incarnation == self.view.incarnation:
+            return
+        self._gone.clear()
+        memory = self._journal.memory.engine
+        if memory is None or memory.incarnation != child.incarnation:
+            unknown = EngineView().started(child.incarnation, WeightVersion(0, 0), start_by=0.0)
+            self._set(unknown.broke("it is not known to this agent's journal"))
+        elif memory.pending is not None:
+            tags = memory.pending.tags
+            self._set(memory.view.broke(f"the agent ended during its {memory.pending.call}", tags))
+        else:
+            self._client = self._client_of(memory.started.admin_key)
+            self._set(await self._recognize(memory, self._client))
+        log(LOG, "engine attached", incarnation=child.incarnation, reason=self.view.broken)
+        if (exited := self._exits.get(child.incarnation)) is not None:
+            self.exited(exited)
+
+    async def _recognize(self, memory: EngineMemory, client: SGLang) -> EngineView:
+        """The view of a running engine that an agent before this one started."""
+        remembered = memory.view
+        if not await _is_up(client):
+            started = memory.started
+            return EngineView().started(
+                started.incarnation, started.version, start_by=self._start_by(), keeps=started.keeps
+            )
+        try:
+            paused = not await client.takes_requests()
+            version = await client.weight_version()
+            await self._look_at(client)
+            self._vocabulary = None if paused else await client.vocabulary()
+            checksum = await self._checksum(client, version) if remembered.version == version else None
+        except DriverError as error:
+            return remembered.broke(f"it could not be recognized: {error}")
+        if not remembered.is_whole and not paused:
+            return remembered.broke("it takes requests while memory is released")
+        if remembered.version is not None and remembered.version != version:
+            return remembered.broke(f"it holds {version}, the journal says {remembered.version}")
+        # nothing was let in since this agent started, and released memory was drained before
+        drained = paused and not remembered.is_whole
+        return replace(remembered, checksum=checksum, paused=paused, drained=drained, flushed=False)
+
+    async def _look_at(self, client: SGLang) -> ServerInfo:
+        """Raises DriverError."""
+        saved_tags = self._settings.saved_tags
+        info = await client.require_suitable(memory_saver=bool(saved_tags), gpus=self._settings.gpus)
+        self._dtype, self._mapped_bytes = info.dtype, info.mapped_bytes(saved_tags)
+        return info
+
+    async def _checksum(self, client: SGLang, version: WeightVersion) -> str | None:
+        """Of the weights that it holds; None where the job does not ask. Raises DriverError."""
+        if self._settings.rules.verify is not Verify.CHECKSUM:
+            return None
+        started, checksum = time.monotonic(), await client.checksum()
+        log(LOG, "weights added up", version=str(version), checksum=checksum, took_s=_since(started))
+        return checksum
+
+    # ---------------------------------------------------------------------------------------------------- a switch
+    def backend(self) -> Backend:
+        """For a gate that opens now."""
+        client, incarnation, version = self._client, self.view.incarnation, self.view.version
+        assert client is not None, "a gate opens on an engine"
+        assert incarnation is not None, "a gate opens on an engine"
+        assert version is not None, "a gate opens on a version"
+        self.failures = 0
+        return Backend(client.url, incarnation, version, client.abort, self._vocabulary)
+
+    def gate_closed(self) -> None:
+        self._set(self.view.gate_closed())
+
+    async def abort_all(self, settled: Callable[[], Awaitable[None]]) -> None:
+        """Until nothing is in flight. The caller minds the deadline."""
+        assert self._client is not None
+        while True:
+            try:
+                await self._client.abort_all()
+            except DriverError as error:
+                self.broke(f"abort failed: {error}")
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_AGAIN_S):
+                    await settled()
+                return
+
+    async def pause(self) -> None:
+        await self._change("pause", SGLang.pause, EngineView.was_paused)
+
+    async def flush(self) -> None:
+        await self._change("flush", SGLang.flush, EngineView.was_flushed)
+
+    async def release(self) -> None:
+        tags = self.view.tags_in(TagState.MAPPED)
+
+        async def release_and_measure(client: SGLang) -> None:
+            before = await self._devices.read()
+            await client.release(tags)
+            freed = freed_bytes(before, await self._devices.read(), mapped_bytes=self._mapped_bytes)
+            self.freed_bytes = freed
+            log(LOG, "memory released", incarnation=self.view.incarnation, freed_bytes=freed or None)
+
+        await self._change("release", release_and_measure, EngineView.was_released, _intent("release", tags=tags))
+
+    async def resume(self, tags: tuple[str, ...]) -> None:
+        await self._change(
+            "resume",
+            lambda client: client.resume(tags),
+            lambda view: view.was_resumed(tags),
+            _intent("resume", tags=tags),
+        )
+
+    async def update(self, version: WeightVersion) -> None:
+        directory = export_directory(self._settings.directories.weights, version)
+
+        checksum: str | None = None
+
+        async def update_and_read_back(client: SGLang) -> None:
+            nonlocal checksum
+            await client.update(directory, version)
+            if (found := await client.weight_version()) != version:
+                raise CallRefused(f"it says {found} after the update to {version}")
+            checksum = await self._checksum(client, version)
+
+        await self._change(
+            "update",
+            update_and_read_back,
+            lambda view: view.was_updated(version, checksum),
+            _intent("update", tags=(WEIGHTS,), version=version),
+        )
+
+    async def continue_(self) -> None:
+        async def continue_and_look(client: SGLang) -> None:
+            await client.continue_()
+            if not await client.takes_requests():
+                await client.repair()
+            if not await client.takes_requests():
+                raise CallRefused("it takes no requests after it was continued")
+            if self._vocabulary is None:  # another agent has started it, or it answered late
+                self._vocabulary = await client.vocabulary()
+
+        await self._change("continue", continue_and_look, EngineView.was_continued)
+
+    async def check_probe(self, probe: Probe) -> None:
+        async def compare(client: SGLang) -> None:
+            found = await client.input_logprobs(probe.input_ids)
+            mean = require_agreement(probe.logp, found, dtype=self._dtype)
+            log(LOG, "probe agrees", version=str(self.view.version), mean_nats=mean, tokens=len(found))
+
+        await self._change("probe", compare, EngineView.agreed)
+
+    async def _change(
+        self,
+        call: str,
+        request: Callable[[SGLang], Awaitable[None]],
+        effect: Callable[[EngineView], EngineView],
+        intent: Callable[[str], Intent] | None = None,
+    ) -> None:
+        """One call and its effect. Whatever keeps it from being confirmed leaves the engine broken (I6)."""
+        client, incarnation, started = self._client, self.view.incarnation, time.monotonic()
+        assert client is not None, f"{call} without an engine"
+        assert incarnation is not None, f"{call} without an engine"
+        written = intent(incarnation) if intent else None
+        if written:
+            self._journal.intend(written)
+        try:
+            await request(client)
+        except (DriverError, ProbeDisagrees, MemoryHeld, RunnerError) as error:
+            self.broke(f"{call}: {error}", written.tags if written else ())
+            return
+        except asyncio.CancelledError:
+            self.broke(f"{call} was interrupted", written.tags if written else ())
+            raise
+        self._metrics.call_seconds.labels(call).observe(time.monotonic() - started)
+        if self.view.incarnation == incarnation and self.view.broken is None:
+            if written:
+                self._journal.confirm(incarnation)
+            self._set(effect(self.view))
+
+    # ---------------------------------------------------------------------------------------------------- its view
+    def broke(self, reason: str, unknown_tags: Sequence[str] = ()) -> None:
+        """This incarnation can't be used any more: it will be killed."""
+        if not self.view.is_absent and self.view.broken is None:
+            self._set(self.view.broke(reason, tuple(unknown_tags)))
+
+    def _client_of(self, admin_key: str) -> SGLang:
+        return SGLang(
+            self._session,
+            url=f"http://127.0.0.1:{self._settings.engine_port}",
+            admin_key=admin_key,
+            call_s=self._settings.job.spec.switch.engine_call_seconds,
+        )
+
+    def _start_by(self) -> float:
+        return time.monotonic() + self._settings.job.spec.switch.engine_start_seconds
+
+    def _lost(self, reason: str) -> None:
+        self.failures += 1
+        wait_s = 0.0 if self.failures == 1 else min(MAX_BACK_OFF_S, 2.0 ** (self.failures - 2))
+        self._metrics.replaced.inc()
+        log(LOG, "engine lost", logging.WARNING, reason=reason, failures=self.failures, starts_again_in_s=wait_s)
+        again = f" ({self.failures} times since it last served, the next start in {wait_s:.0f} s)" if wait_s else ""
+        self._failed("EngineLost", reason + again)
+        self._set(self.view.gone(start_after=time.monotonic() + wait_s))
+
+    def _end_of(self, child: ChildExited | ChildStatus) -> str:
+        broken = f" ({self.view.broken})" if self.view.broken else ""
+        return f"it ended with code {child.code}{broken}; last words: {' | '.join(child.tail[-3:])}"
+
+    def _set(self, view: EngineView) -> None:
+        self.view = view
+        self._changed()
+
+
+def _intent(
+    call: Literal["release", "resume", "update"], *, tags: tuple[str, ...], version: WeightVersion | None = None
+) -> Callable[[str], Intent]:
+    """Of an incarnation that is known when the call is made."""
+    return lambda incarnation: Intent(incarnation=incarnation, call=call, tags=tags, version=version)
+
+
+async def _is_up(client: SGLang) -> bool:
+    try:
+        return await client.is_up()
+    except OutcomeUnknown:
+        return False
+
+
+def _write_config(path: Path, admin_key: str) -> None:
+    path.unlink(missing_ok=True)
+    path.touch(mode=CONFIG_MODE)
+    path.write_text(engine_config(admin_key))
+
+
+def _since(started: float) -> float:
+    return round(time.monotonic() - started, 4)

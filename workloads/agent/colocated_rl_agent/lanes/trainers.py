@@ -1,0 +1,405 @@
+"""The pod's trainer ranks: their processes, what is known of them, and the requests that move them.
+
+Every request goes to all ranks of the pod at once, because training is collective. A rank whose request fails or is not
+answered in time is broken, and then all of them are stopped: a rank alone can't rejoin its group. But a checkpoint or
+a model for which a volume has no room costs no trainer: it is asked for again, until there is room. A rank that died
+keeps its lineage and its exit code, and is not started again in that lineage: the operator decides on a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from colocated_rl_agent.drivers.base import DriverError, NothingDone, OutcomeUnknown
+from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
+from colocated_rl_agent.files.batches import scores_path, shard_path
+from colocated_rl_agent.files.exports import export_directory
+from colocated_rl_agent.files.journal import Journal
+from colocated_rl_agent.metrics import Metrics
+from colocated_rl_agent.planner.views import RankView, trainer_name
+from colocated_rl_agent.runner.devices import MemoryHeld
+from colocated_rl_agent.runner.runner_link import (
+    KILLED,
+    REAP_S,
+    ChildExited,
+    ChildStatus,
+    RunnerLink,
+    RunnerRefused,
+)
+from colocated_rl_agent.settings import Settings
+from colocated_rl_api.facts import TrainerState
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Rendezvous
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_api.trainer_wire import TrainerStatus
+from colocated_rl_api.weights import finished_model
+
+LOG = logging.getLogger(__name__)
+
+START_POLL_S = 0.1  # a trainer has no way to say that it has loaded
+NOT_EXECUTABLE = 127  # as shells say it
+MOST_METRICS = 32  # of a step, in the log
+KEEP_AGAIN_S = 2.0  # after the first refusal of a checkpoint or model, and twice as long after each further one
+KEEP_AGAIN_MOST_S = 30.0
+
+
+class Trainers:
+    """changed: a view is another one. failed: (reason, message) for the pod's problem. made_good: that reason is over.
+
+    keep_after: back-off after a checkpoint or the model was refused, on the clock of `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        runner: RunnerLink,
+        journal: Journal,
+        metrics: Metrics,
+        changed: Callable[[], None],
+        failed: Callable[[str, str], None],
+        made_good: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._runner = runner
+        self._journal = journal
+        self._metrics = metrics
+        self._changed = changed
+        self._failed = failed
+        self._made_good = made_good
+        self._refusals = 0  # of a checkpoint or the model, in a row
+        self.keep_after = 0.0
+        self._exits: dict[str, ChildExited] = {}  # can come before the answer to the start
+        self._stopping = False
+        self._one_gone = asyncio.Event()
+        spec = settings.job.spec
+        self._clients = {
+            rank: TrainerRank(
+                self._socket(rank),
+                progress_s=spec.switch.trainer_progress_seconds,
+                must_score=spec.ladder.scores,
+            )
+            for rank in settings.ranks
+        }
+        self._views = {rank: RankView(rank) for rank in settings.ranks}
+
+    @property
+    def views(self) -> tuple[RankView, ...]:
+        return tuple(self._views.values())
+
+    @property
+    def exported(self) -> WeightVersion | None:
+        """What every rank of the pod says."""
+        said = {view.exported for view in self.views}
+        return said.pop() if len(said) == 1 else None
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    # ---------------------------------------------------------------------------------------------------- processes
+    async def start(self, lineage: int, rendezvous: Rendezvous) -> None:
+        settings, spec = self._settings, self._settings.job.spec
+        directories = settings.directories
+        self._stopping = False
+        self._refusals, self.keep_after = 0, 0.0
+        for local_rank, rank in enumerate(settings.ranks):
+            self._socket(rank).unlink(missing_ok=True)
+            env = trainer_environment(
+                socket=self._socket(rank),
+                config=directories.trainer_config,
+                job=directories.job_file,
+                model=directories.model / spec.model.path,
+                checkpoints=directories.checkpoints,
+                lineage=lineage,
+                rank=rank,
+                local_rank=local_rank,
+                rendezvous=rendezvous,
+                gpus=settings.gpus,
+            )
+            start_by = time.monotonic() + spec.switch.trainer_start_seconds
+            try:
+                incarnation = await self._runner.start(trainer_name(rank), spec.trainer.command, env)
+            except RunnerRefused as error:
+                self._failed("TrainerNotStarted", str(error))
+                self._set(RankView(rank).started("", lineage, start_by=start_by).gone(NOT_EXECUTABLE))
+                return
+            self._journal.trainer_started(rank, incarnation, lineage)
+            self._metrics.incarnations.labels(trainer_name(rank)).inc()
+            self._set(RankView(rank).started(incarnation, lineage, start_by=start_by))
+            if (exited := self._exits.get(incarnation)) is not None:
+                self.exited(exited)
+
+    async def wait_until_loaded(self) -> None:
+        """Until every rank has loaded its checkpoint, or one is gone. The caller minds the deadline."""
+        started = time.monotonic()
+        while True:
+            for view in self.views:
+                if view.is_alive and view.step is None:
+                    await self._look(view)
+            if not all(view.is_alive and view.broken is None for view in self.views):
+                return
+            if all(view.step is not None for view in self.views):
+                break
+            await asyncio.sleep(START_POLL_S)
+        log(LOG, "trainers loaded", step=self.views[0].step, took_s=round(time.monotonic() - started, 4))
+
+    async def stop(self, reason: str) -> None:
+        """Every rank of the pod, until all are reaped."""
+        level = logging.WARNING if any(view.broken for view in self.views) else logging.INFO
+        log(LOG, "trainers stopped", level, reason=reason)
+        self._stopping = True
+        if any(view.broken for view in self.views):
+            self._failed("TrainerFailed", reason)
+        for view in self.views:
+            if view.is_alive:
+                await self._runner.kill(trainer_name(view.rank))
+        try:
+            async with asyncio.timeout(REAP_S):
+                while any(view.is_alive for view in self.views):
+                    self._one_gone.clear()
+                    await self._one_gone.wait()
+        except TimeoutError:
+            self._failed("TrainerNotReaped", f"its processes did not end {REAP_S:.0f} s after SIGKILL; killing again")
+
+    def exited(self, event: ChildExited) -> None:
+        self._exits[event.incarnation] = event
+        view = next((view for view in self.views if view.incarnation == event.incarnation), None)
+        if view is None or not view.is_alive:
+            return
+        self._exits.clear()
+        if not self._stopping or event.code != KILLED:  # a broken connection can be seen before the exit
+            words = " | ".join(event.tail[-3:])
+            broken = f" ({view.broken})" if view.broken else ""
+            self._failed("TrainerDied", f"rank {view.rank} ended with code {event.code}{broken}; last words: {words}")
+        log(LOG, "trainer gone", rank=view.rank, lineage=view.lineage, reason=f"code {event.code}")
+        self._set(view.gone(event.code))
+        self._one_gone.set()
+
+    async def attach(self, children: Mapping[str, ChildStatus]) -> None:
+        """What the runner says of the ranks, after a restart of either side."""
+        started = {record.rank: record for record in self._journal.memory.trainers}
+        for rank in self._settings.ranks:
+            child, record, view = children.get(trainer_name(rank)), started.get(rank), self._views[rank]
+            if child is not None and child.running:
+                if child.incarnation == view.incarnation:
+                    continue
+                start_by = time.monotonic() + self._settings.job.spec.switch.trainer_start_seconds
+                if record is None or record.incarnation != child.incarnation:
+                    unknown = RankView(rank, TrainerState.STARTING, child.incarnation, start_by=start_by)
+                    self._set(unknown.broke("it is not known to this agent's journal"))
+                    continue
+                view = RankView(rank).started(child.incarnation, record.lineage, start_by=start_by)
+                self._set(view)
+                await self._look(view)
+                if (exited := self._exits.get(child.incarnation)) is not None:
+                    self.exited(exited)
+            elif record is not None:
+                known = child is not None and child.incarnation == record.incarnation
+                code = child.code if child is not None and known else None
+                last = RankView(rank, incarnation=record.incarnation, lineage=record.lineage)
+                self._set(last.gone(KILLED if code is None else code))
+                self._one_gone.set()
+
+    # ----------------------------------------------------------------------------------------------------- requests
+    async def onload(self) -> None:
+        await self._ask("onload", lambda rank: self._clients[rank].onload(), lacks=_other_state(TrainerState.ONLOADED))
+
+    async def offload(self, verify: Callable[[], Awaitable[None]]) -> None:
+        """verify: raises MemoryHeld if the devices are not as they must be afterwards."""
+        await self._ask(
+            "offload",
+            lambda rank: self._clients[rank].offload(),
+            lacks=_other_state(TrainerState.OFFLOADED),
+            verify=verify,
+        )
+
+    async def score(self, step: int) -> None:
+        for view in self.views:
+            self._set(view.reported(state=TrainerState.SCORING))
+        batches = self._settings.directories.batches
+        await self._ask(
+            "score",
+            lambda rank: self._clients[rank].score(
+                step, shard_path(batches, step=step, rank=rank), scores_path(batches, step=step, rank=rank)
+            ),
+            lacks=lambda status: _other("the newest batch that it scored is", status.scored, step),
+        )
+
+    async def train(self, step: int) -> None:
+        for view in self.views:
+            self._set(view.reported(state=TrainerState.TRAINING))
+        batches = self._settings.directories.batches
+        answers = await self._ask(
+            "train",
+            lambda rank: self._clients[rank].train(step, shard_path(batches, step=step, rank=rank)),
+            lacks=lambda status: _other("it stands at step", status.step, step),
+        )
+        for rank, status in answers.items():
+            figures = dict(list(status.metrics.items())[:MOST_METRICS])
+            self._metrics.step_trained(rank, figures)
+            log(LOG, "step trained", step=status.step, rank=rank, lineage=status.lineage, metrics=figures)
+
+    async def export(self, version: WeightVersion) -> None:
+        directory = export_directory(self._settings.directories.weights, version)
+        await self._ask(
+            "export",
+            lambda rank: self._clients[rank].export(version, directory),
+            lacks=lambda status: _other("it has exported", status.exported, version),
+        )
+
+    async def save(self, step: int) -> None:
+        keep, started = self._settings.job.spec.checkpoint.keep, time.monotonic()
+        try:
+            await self._ask(
+                "save",
+                lambda rank: self._clients[rank].save(step, keep=keep),
+                lacks=lambda status: (
+                    "" if (status.saved or 0) >= step else _other("its newest checkpoint is", status.saved, step)
+                ),
+                may_wait=True,
+            )
+        except NothingDone as error:
+            self._failed("CheckpointNotWritten", self._put_off(error))
+            return
+        if any(view.broken is not None for view in self.views):
+            return
+        self._kept("CheckpointNotWritten")
+        log(LOG, "checkpoint saved", step=step, took_s=round(time.monotonic() - started, 4))
+
+    async def finish(self, version: WeightVersion) -> None:
+        """Rank 0 leaves the job's model."""
+        directories, started = self._settings.directories, time.monotonic()
+        export = export_directory(directories.weights, version)
+        try:
+            status = await self._clients[0].finish(
+                version, export, directories.checkpoints / finished_model(version.step)
+            )
+        except NothingDone as error:
+            self._failed("ModelNotWritten", self._put_off(error))
+            return
+        except DriverError as error:
+            self.broke(0, f"finish: {error}")
+            return
+        self._report(0, status)
+        if lacking := _other("it has left", status.finished, version):
+            self.broke(0, f"finish: {lacking}")
+            return
+        self._kept("ModelNotWritten")
+        log(LOG, "model left", version=str(version), took_s=round(time.monotonic() - started, 4))
+
+    def export_torn(self, version: WeightVersion, reason: str) -> None:
+        """Whoever has written it, or agreed to it, can't go on; others have another one."""
+        for view in self.views:
+            if view.exported == version:
+                self.broke(view.rank, f"its export can't be used: {reason}")
+
+    def broke(self, rank: int, reason: str) -> None:
+        """This rank can't go on: it will be stopped."""
+        view = self._views[rank]
+        if view.is_alive and view.broken is None:
+            self._set(view.broke(reason))
+
+    async def _ask(
+        self,
+        what: str,
+        request: Callable[[int], Awaitable[TrainerStatus]],
+        *,
+        lacks: Callable[[TrainerStatus], str],
+        verify: Callable[[], Awaitable[None]] | None = None,
+        may_wait: bool = False,
+    ) -> dict[int, TrainerStatus]:
+        """Answers of all ranks, which become facts together. One that did not answer is broken.
+
+        lacks: of an answer, what was asked for and is not so; "" if it is. Such a rank is broken too: it says yes to
+        whatever it is asked. may_wait: a refusal that changed nothing breaks nobody. Raises NothingDone then.
+        """
+        answers: dict[int, TrainerStatus] = {}
+        refusals: list[NothingDone] = []
+
+        async def ask(rank: int) -> None:
+            try:
+                answers[rank] = await request(rank)
+            except DriverError as error:
+                if may_wait and isinstance(error, NothingDone):
+                    refusals.append(error)
+                else:
+                    self.broke(rank, f"{what}: {error}")
+
+        async with asyncio.TaskGroup() as group:
+            for rank in self._views:
+                group.create_task(ask(rank), name=f"{what}/{rank}")
+        try:
+            if verify is not None:
+                await verify()
+        except MemoryHeld as error:
+            for rank in answers:
+                self.broke(rank, f"{what}: {error}")
+            return {}
+        for rank, status in answers.items():
+            self._report(rank, status)
+            if lacking := lacks(status):
+                self.broke(rank, f"{what}: {lacking}")
+        if refusals:
+            raise refusals[0]
+        return {rank: status for rank, status in answers.items() if not lacks(status)}
+
+    def _put_off(self, error: NothingDone) -> str:
+        """What to say of it."""
+        # ranks of other pods wait in the next try for this one's, so long and no longer
+        most_s = min(KEEP_AGAIN_MOST_S, self._settings.job.spec.switch.trainer_progress_seconds / 2)
+        self.keep_after = time.monotonic() + min(KEEP_AGAIN_S * 2.0 ** min(self._refusals, 16), most_s)
+        self._refusals += 1
+        return f"{error}; it is tried again, and nothing is lost meanwhile"
+
+    def _kept(self, reason: str) -> None:
+        self._refusals, self.keep_after = 0, 0.0
+        self._made_good(reason)
+
+    async def _look(self, view: RankView) -> None:
+        try:
+            self._report(view.rank, await self._clients[view.rank].status())
+        except OutcomeUnknown:
+            return  # it does not listen yet
+        except DriverError as error:
+            self.broke(view.rank, str(error))
+
+    def _report(self, rank: int, status: TrainerStatus) -> None:
+        view = self._views[rank]
+        if not view.is_alive:
+            return
+        if (status.rank, status.lineage) != (rank, view.lineage):
+            self.broke(rank, f"it says rank {status.rank}, lineage {status.lineage}, and was started as {view.lineage}")
+            return
+        self._set(
+            view.reported(
+                state=status.state,
+                step=status.step,
+                scored=status.scored,
+                dirty=status.dirty,
+                exported=status.exported,
+                saved=status.saved,
+                replay_from=status.replay_from,
+                can_finish=status.can_finish,
+                finished=status.finished,
+            )
+        )
+
+    def _socket(self, rank: int) -> Path:
+        return self._settings.directories.sockets / f"{trainer_name(rank)}.sock"
+
+    def _set(self, view: RankView) -> None:
+        self._views[view.rank] = view
+        self._changed()
+
+
+def _other(words: str, said: object, wanted: object) -> str:
+    return "" if said == wanted else f"it answered as if it were done, and {words} {said}, not {wanted}"
+
+
+def _other_state(wanted: TrainerState) -> Callable[[TrainerStatus], str]:
+    return lambda status: _other("it is", status.state, wanted)

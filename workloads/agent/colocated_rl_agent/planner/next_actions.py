@@ -1,0 +1,493 @@
+"""The action table: from what the agent knows and where the operator wants the pod, the next safe actions. Pure.
+
+Level-triggered: called after every change, it stores nothing, so an agent that was restarted in the middle of a switch
+goes on where the facts stand. Read top to bottom it is the ladder: first the time-sliced one, on which engine and
+trainers take turns, then the resident one, on which each goes on by itself until there are new weights, then the
+disaggregated one, on which they do so in pods of their own; last, where there is one side alone, either by itself.
+
+It never goes beyond the target's rung, and never back because a target of the same version is lower. Whatever it
+chooses:
+
+* an engine whose state can't be known is replaced, never repaired; a trainer that failed is stopped, and the operator
+  decides on a new lineage: a rank alone can't rejoin its group;
+* an engine starts on, and is updated to, an export that was compared with its manifest;
+* the gate opens last.
+
+Time-sliced:
+
+* nothing is released unless the engine is settled, paused and drained since the gate last closed, and nothing twice;
+* no trainer is let onto the device while an engine maps memory, and no engine is started or resumed while a trainer is
+  on it (an engine without a process maps nothing).
+
+Resident:
+
+* nothing is released, resumed or offloaded;
+* no gate closes for a switch before the new weights are there, and an engine takes them settled, paused and drained.
+
+Disaggregated, besides:
+
+* what other pods may still start on is removed only when every engine has newer weights, and for want of room never
+  what they serve;
+* an engine that comes back starts on what the operator says that all can take, never on less than the target's version
+  once that is here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from colocated_rl_agent.planner.actions import (
+    AbortAll,
+    Action,
+    AwaitEngine,
+    AwaitTrainers,
+    CheckProbe,
+    CloseGate,
+    Continue,
+    EndPod,
+    Export,
+    FetchShards,
+    Finish,
+    Flush,
+    KillEngine,
+    Offload,
+    Onload,
+    OpenGate,
+    Pause,
+    Release,
+    RemoveExports,
+    Resume,
+    Save,
+    Score,
+    StartEngine,
+    StartTrainers,
+    StopTrainers,
+    Train,
+    Update,
+    VerifyExport,
+    Wait,
+)
+from colocated_rl_agent.planner.views import WEIGHTS, PodView
+from colocated_rl_api.facts import EngineState, TagState, TrainerState
+from colocated_rl_api.job import Verify
+from colocated_rl_api.ladder import Ladder
+from colocated_rl_api.member_wire import Goal, PodTarget
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+
+INTERRUPT_S = 10.0  # for an abort to end what is in flight: the rest of settle_s is for responses to finish
+TERMINATED = 143  # exit code of a container that was told to end: 128 + SIGTERM
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the job says about a switch, as far as the table depends on it."""
+
+    ladder: Ladder
+    settle_s: float
+    checkpoint_every: int
+    verify: Verify
+    waits: bool = False  # for responses under way to finish
+
+    def asks_for(self, target: PodTarget, rung: Rung) -> bool:
+        """Whether the target lies at `rung` or above it."""
+        return self.ladder.reaches(target.rung, rung)
+
+    @property
+    def wait_s(self) -> float:
+        """From the closing of the gate to an abort."""
+        return max(self.settle_s / 2, self.settle_s - INTERRUPT_S) if self.waits else 0.0
+
+    @property
+    def releases(self) -> bool:
+        """Whether engines give their memory up for the trainers."""
+        return self.ladder.takes_turns
+
+    def lets_trainers_work(self, target: PodTarget) -> bool:
+        return self.asks_for(target, Rung.SCORED if self.ladder.scores else Rung.TRAINED)
+
+    def standing(self, pod: PodView, target: PodTarget) -> Rung:
+        return self.ladder.standing(pod.facts(), target.version)
+
+    def checkpoint_is_due(self, step: int) -> bool:
+        return step > 0 and step % self.checkpoint_every == 0
+
+
+def next_actions(pod: PodView, target: PodTarget | None, rules: Rules) -> tuple[Action | Wait, ...]:
+    """The next safe action, or what is being waited for; of engine and trainers each, where they don't take turns."""
+    if pod.stopped:
+        return (Wait(),)
+    if not pod.runner_known:
+        return (Wait(reason="RunnerUnreachable", message="the GPU container's runner does not answer on its socket"),)
+    if (action := _replace(pod)) is not None:
+        return (action,)
+    if pod.terminating:
+        return (_end(pod, rules, code=TERMINATED),)
+    if target is None:
+        return (Wait(),)
+    if target.goal is Goal.STOP:
+        return (_end(pod, rules, code=0),)
+    match rules.ladder.placement:
+        case Placement.TIME_SLICED:
+            return (_take_turns(pod, target, rules),)
+        case Placement.RESIDENT:
+            return _train_beside(pod, target, rules), _serve_on(pod, target, rules)
+        case Placement.DISAGGREGATED:
+            return (_serve_apart(pod, target, rules) if pod.has_engine else _train_alone(pod, target, rules),)
+        case Placement.ROLLOUT_ONLY:
+            return (_serve_alone(pod, target, rules),)
+        case Placement.TRAIN_ONLY:
+            return (_train_alone(pod, target, rules),)
+
+
+def _replace(pod: PodView) -> Action | Wait | None:
+    """What can't go on as it is, whatever the target."""
+    engine = pod.engine
+    if pod.gate_open and (engine.state is not EngineState.READY or engine.paused or engine.broken is not None):
+        return CloseGate()
+    if engine.broken is not None:
+        return KillEngine(engine.broken)
+    broken = next((rank.broken for rank in pod.ranks if rank.broken is not None), None)
+    return StopTrainers(broken) if broken is not None else None
+
+
+# -------------------------------------------------------------------------------------------------------- time-sliced
+def _take_turns(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    if rules.ladder.reaches(rules.standing(pod, target), target.rung):
+        return _rest(pod, target, rules)
+    if not pod.engine.holds(target.version):
+        if (action := _lower(pod, target, rules)) is not None:
+            return action
+        if not _may_rise(pod, target, rules):  # no engine maps memory here
+            if (action := _train(pod, target, rules)) is not None:
+                return action
+            return Offload() if rules.asks_for(target, Rung.OFFLOADED) else Wait()
+    return _raise(pod, target, rules)
+
+
+def _lower(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
+    """Sealed to Released. None once no engine maps memory, or when the engine is on its way up already."""
+    engine = pod.engine
+    if pod.gate_open:
+        return CloseGate()
+    if pod.in_flight > 0:
+        return _settle(pod, rules)
+    if engine.is_absent or engine.is_released or _may_rise(pod, target, rules):
+        return None
+    if engine.state is EngineState.STARTING:
+        return KillEngine(f"it starts on {engine.starts_on}, and {target.version} can't be served yet")
+    if not rules.asks_for(target, Rung.PAUSED):
+        return Wait()
+    if not engine.paused:
+        return Pause()
+    if not rules.asks_for(target, Rung.DRAINED):
+        return Wait()
+    if not engine.is_whole or engine.released:
+        return KillEngine("it is neither whole nor released, and nothing is released twice behind one closed gate")
+    if not (engine.drained and engine.flushed):  # drained perhaps before its memory came back, by an earlier agent
+        return Flush()
+    if not rules.asks_for(target, Rung.RELEASED):
+        return Wait()
+    return Release()
+
+
+def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
+    """To the export of the target's version. None once it is whole."""
+    ranks, at = pod.ranks, target.version
+    if not rules.lets_trainers_work(target):
+        return Wait()
+    if target.rendezvous is None or target.batches is None:
+        return Wait(
+            reason="TargetIncomplete", message=f"the target of epoch {target.epoch} lacks rendezvous or batches"
+        )
+    if (action := _form_group(pod, at.lineage)) is not None:
+        return action
+    step = min(rank.step for rank in ranks if rank.step is not None)
+    if max(rank.step for rank in ranks if rank.step is not None) > at.step:
+        return Wait(reason="TrainerAhead", message=f"trainers stand at step {step}, step {at.step} is wanted")
+    if step < at.step:
+        return _step(pod, target, step, rules)
+    if not rules.asks_for(target, Rung.EXPORTED):
+        return Wait()
+    if any(rank.exported != at for rank in ranks):
+        kept = target.weights if rules.ladder.placement is Placement.DISAGGREGATED else pod.whole  # what engines serve
+        if pod.crowded is None:
+            return Wait()  # the volume is being looked at
+        if pod.crowded and kept is not None:  # of a switch that was given up: there is no room for all
+            return RemoveExports(keep=kept)
+        return Onload() if _any_offloaded(pod) else Export(at)
+    return VerifyExport(at) if pod.whole != at else None
+
+
+def _form_group(pod: PodView, lineage: int) -> Action | Wait | None:
+    """None once every rank belongs to the lineage and has loaded its checkpoint."""
+    ranks = pod.ranks
+    if any(rank.is_alive and rank.lineage != lineage for rank in ranks):
+        return StopTrainers(f"lineage {lineage} is wanted")
+    if dead := [rank for rank in ranks if not rank.is_alive and rank.lineage == lineage]:
+        return Wait(
+            reason="TrainerDied",
+            message=f"trainer rank {dead[0].rank} of lineage {lineage} ended with code {dead[0].exit_code}",
+        )
+    if any(not rank.is_alive for rank in ranks):
+        return StartTrainers(lineage)
+    if any(rank.step is None for rank in ranks):
+        start_by = min(rank.start_by for rank in ranks)
+        return AwaitTrainers(start_by) if pod.now < start_by else StopTrainers("its checkpoint was not loaded in time")
+    return None
+
+
+def _step(pod: PodView, target: PodTarget, done: int, rules: Rules) -> Action | Wait:
+    """One step after `done`, or what must come before it. A checkpoint that is due is durable before the next step.
+
+    Steps that are done again after a reload are scored and trained one by one; before the target's own, the group waits
+    until every reference has scored it.
+    """
+    if rules.checkpoint_is_due(done) and _lacks_checkpoint(pod, done):
+        return _keep(pod, Save(done)) if _may_save(pod, rules) else Offload()
+    if pod.shards != done + 1:
+        return FetchShards(done + 1) if pod.now >= pod.fetch_after else Wait(until=pod.fetch_after)
+    if _any_offloaded(pod):
+        return Onload()
+    if rules.ladder.scores and any(rank.scored != done + 1 for rank in pod.ranks):
+        return Score(done + 1)
+    is_granted = done + 1 < target.step or rules.asks_for(target, Rung.TRAINED)
+    return Train(done + 1) if is_granted else Wait()
+
+
+def _raise(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """Offloaded to Serving."""
+    engine, at = pod.engine, target.version
+    if not rules.asks_for(target, Rung.UPDATED):
+        return Wait()
+    if not all(rank.is_off_device for rank in pod.ranks):
+        return Offload()
+    if engine.is_absent:
+        return StartEngine(at) if pod.now >= engine.start_after else Wait(until=engine.start_after)
+    if engine.state is EngineState.STARTING:
+        return _await_engine(pod)
+    if engine.tags[WEIGHTS] is TagState.RELEASED:
+        return Resume((WEIGHTS,))
+    if engine.version != at:
+        return Update(at)
+    if not rules.asks_for(target, Rung.RESTORED):
+        return Wait()
+    if not engine.is_whole:
+        return Resume(engine.tags_in(TagState.RELEASED))
+    return _open(pod, rules) if rules.asks_for(target, Rung.SERVING) else Wait()
+
+
+def _may_rise(pod: PodView, target: PodTarget, rules: Rules) -> bool:
+    """Whether the devices are the engine's, and the weights for it are there."""
+    at: WeightVersion = target.version
+    offloaded = all(
+        rank.state is TrainerState.OFFLOADED
+        and rank.lineage == at.lineage
+        and rank.step == at.step
+        and rank.exported == at
+        for rank in pod.ranks
+    )
+    engine = pod.engine
+    clean = (
+        engine.is_absent
+        or engine.is_released
+        or (engine.state is EngineState.STARTING and engine.starts_on == at)
+        or (engine.version is None and engine.paused and engine.drained)
+    )
+    return offloaded and pod.whole == at and clean and rules.asks_for(target, Rung.UPDATED)
+
+
+# ----------------------------------------------------------------------------------------------------------- resident
+def _serve_on(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """The engine serves what it holds, until there are newer weights on every pod."""
+    engine, at = pod.engine, target.version
+    if engine.is_absent:
+        return _start_again(pod, target, rules)
+    if engine.state is EngineState.STARTING:
+        may_be_up = engine.starts_on != at or rules.asks_for(target, Rung.UPDATED)
+        return _await_engine(pod) if may_be_up else Wait()
+    if engine.holds(at):
+        return _open(pod, rules) if rules.asks_for(target, Rung.SERVING) else Wait()
+    if pod.whole == at and (engine.paused or rules.asks_for(target, Rung.CLOSED)):
+        return _push(pod, target, rules)
+    return _open(pod, rules)
+
+
+def _start_again(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """On the newest export that is whole; on that of the target only when the group goes on to it."""
+    if pod.whole is None:  # an agent that has seen none: the trainers know of one, or will make one
+        exported = {rank.exported for rank in pod.ranks}
+        newest = exported.pop() if len(exported) == 1 else None
+        return VerifyExport(newest) if newest not in (None, target.version) else Wait()
+    return _start_on_whole(pod, target, rules)
+
+
+def _start_on_whole(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    assert pod.whole is not None, "an engine starts on an export that was verified"
+    if pod.whole == target.version and not rules.asks_for(target, Rung.UPDATED):
+        return Wait()
+    start_after = pod.engine.start_after
+    return StartEngine(pod.whole) if pod.now >= start_after else Wait(until=start_after)
+
+
+def _push(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """Exported to Updated: new weights into memory that stays mapped."""
+    engine = pod.engine
+    if pod.gate_open:
+        return CloseGate()
+    if pod.in_flight > 0:
+        return _settle(pod, rules)
+    if not engine.paused:
+        return Pause() if rules.asks_for(target, Rung.PAUSED) else Wait()
+    if not rules.asks_for(target, Rung.DRAINED):
+        return Wait()
+    if not (engine.drained and engine.flushed):
+        return Flush()
+    return Update(target.version) if rules.asks_for(target, Rung.UPDATED) else Wait()
+
+
+def _train_beside(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """The trainers' state stays on the device from the first step on."""
+    if pod.engine.holds(target.version):
+        return _rest(pod, target, rules)
+    return _train(pod, target, rules) or Wait()
+
+
+# ------------------------------------------------------------------------------------------------------ disaggregated
+def _serve_apart(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """The engine serves on; new weights are read when there is nothing else to do, and others only to start on."""
+    wanted = target.weights
+    if pod.engine.is_absent:
+        if wanted is not None and pod.whole not in (wanted, target.version):  # never back once it has the target's
+            return _verify(pod, wanted)
+        return _start_on_whole(pod, target, rules) if pod.whole is not None else Wait()
+    choice = _serve_on(pod, target, rules)
+    is_idle = isinstance(choice, Wait)
+    if wanted == target.version != pod.whole and (is_idle or pod.engine.paused):
+        look = _verify(pod, target.version)
+        return look if is_idle or isinstance(look, VerifyExport) else choice
+    return choice
+
+
+def _verify(pod: PodView, version: WeightVersion) -> Action | Wait:
+    return VerifyExport(version) if pod.now >= pod.verify_after else Wait(until=pod.verify_after)
+
+
+# ----------------------------------------------------------------------------------------------------- one side alone
+def _serve_alone(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """The engine serves the model as it is."""
+    engine = pod.engine
+    if not rules.asks_for(target, Rung.SERVING):
+        return Wait()
+    if engine.is_absent:
+        return StartEngine(target.version) if pod.now >= engine.start_after else Wait(until=engine.start_after)
+    return _await_engine(pod) if engine.state is EngineState.STARTING else _open(pod, rules)
+
+
+def _train_alone(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """The trainers' state stays on the device; who takes the weights, if anybody, is in another pod."""
+    if rules.ladder.reaches(rules.standing(pod, target), target.rung):
+        return _rest(pod, target, rules) if target.rung is rules.ladder.top else Wait()
+    return _train(pod, target, rules) or Wait()
+
+
+# --------------------------------------------------------------------------------------------------------------- both
+def _await_engine(pod: PodView) -> Action:
+    start_by = pod.engine.start_by
+    return AwaitEngine(start_by) if pod.now < start_by else KillEngine("it did not start in time", is_fault=True)
+
+
+def _open(pod: PodView, rules: Rules) -> Action | Wait:
+    """From an engine that holds some weights, all of it mapped, to an open gate."""
+    engine = pod.engine
+    assert engine.version is not None, "a gate opens on a version"
+    if pod.gate_open:
+        return Wait()
+    if rules.verify is Verify.CHECKSUM and pod.agreed != (engine.version, engine.checksum):
+        return _differ(pod, engine.version)
+    if not engine.flushed:
+        return Flush()
+    if engine.paused:
+        return Continue()
+    if rules.verify is Verify.PROBE and not engine.agrees:
+        return CheckProbe(engine.version)
+    return OpenGate(engine.version)
+
+
+def _differ(pod: PodView, version: WeightVersion) -> Action | Wait:
+    """Weights that the group has not agreed on: not yet, or not these."""
+    if pod.agreed is None or pod.agreed[0] != version:
+        return Wait()
+    words = f"its weights {version} have checksum {pod.engine.checksum}, those of most engines {pod.agreed[1]}"
+    return KillEngine(words, is_fault=True)
+
+
+def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """The pod stands where it should. What can be done beside rollout is done now."""
+    if rules.standing(pod, target) is not rules.ladder.top:
+        return Wait()
+    if pod.stale_exports:  # before a checkpoint: the next export may be about to be written
+        return RemoveExports(keep=target.version)
+    is_due = target.is_last or rules.checkpoint_is_due(target.step)
+    is_there = all(rank.step == target.step for rank in pod.ranks) and _may_save(pod, rules)
+    if not (is_due and is_there):
+        return Wait()
+    if _lacks_checkpoint(pod, target.step):
+        return _keep(pod, Save(target.step))
+    return _keep(pod, Finish(target.version)) if target.is_last and _lacks_model(pod, target.version) else Wait()
+
+
+def _end(pod: PodView, rules: Rules, *, code: int) -> Action | Wait:
+    """Partial samples are handed back, then everything ends."""
+    if pod.gate_open:
+        return CloseGate()
+    if pod.in_flight > 0:
+        return _interrupt(pod, rules)
+    if not pod.engine.is_absent:
+        return KillEngine("the pod ends")
+    if any(rank.is_alive for rank in pod.ranks):
+        return StopTrainers("the pod ends")
+    return EndPod(code)
+
+
+def _settle(pod: PodView, rules: Rules) -> Action | Wait:
+    """For a switch: what is in flight finishes, where the job waits for it, or is interrupted."""
+    interrupted_at = pod.closed_at + rules.wait_s
+    return Wait(until=interrupted_at) if pod.now < interrupted_at else _interrupt(pod, rules)
+
+
+def _interrupt(pod: PodView, rules: Rules) -> Action | Wait:
+    until = pod.closed_at + rules.settle_s
+    if pod.engine.is_absent:
+        return Wait()  # its connections are broken: requests end by themselves
+    if pod.now >= until:
+        late = f"{pod.in_flight} requests were in flight {rules.settle_s:.0f} s after the gate closed"
+        return KillEngine(late, is_fault=True)
+    return AbortAll(until)
+
+
+def _keep(pod: PodView, action: Save | Finish) -> Action | Wait:
+    """Trainers that found no room for it keep what they have, and are asked again: until then rollout goes on, and past
+    a rung's deadline the operator decides.
+    """
+    return action if pod.now >= pod.keep_after else Wait(until=pod.keep_after)
+
+
+def _may_save(pod: PodView, rules: Rules) -> bool:
+    """Idle, and off the device where an engine wants it: checkpoints are written beside rollout."""
+    return all(
+        rank.state is TrainerState.OFFLOADED or (rank.state is TrainerState.ONLOADED and not rules.releases)
+        for rank in pod.ranks
+    )
+
+
+def _any_offloaded(pod: PodView) -> bool:
+    return any(rank.state is TrainerState.OFFLOADED for rank in pod.ranks)
+
+
+def _lacks_checkpoint(pod: PodView, step: int) -> bool:
+    return any(rank.saved is None or rank.saved < step for rank in pod.ranks)
+
+
+def _lacks_model(pod: PodView, version: WeightVersion) -> bool:
+    """What the job leaves, of which rank 0 sees to it."""
+    return any(rank.rank == 0 and rank.can_finish and rank.finished != version for rank in pod.ranks)

@@ -1,0 +1,423 @@
+"""One agent's gate: whether it is open, and one engine attempt through it. The only code that calls a gate.
+
+`watch` follows the gate's stream, so that nobody polls. `generate` translates whatever comes back into the few outcomes
+the worker acts on; above it nobody sees HTTP. A request has no deadline of its own, because a long response takes as
+long as it takes: it is given up when its gate has been silent, or closed for longer than a switch may take to settle,
+and lost when the machine at the other end is gone without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pydantic
+from numpy.typing import NDArray
+
+from colocated_rl_api.gate_wire import GATE_LINE_S, GateState
+from colocated_rl_api.logs import in_words, log
+from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_member.data import DataClient
+from colocated_rl_rollout.rules.resume import (
+    NO_EXPERTS,
+    Ending,
+    read_answer,
+    read_experts,
+)
+from colocated_rl_rollout.rules.samples import NO_TOKENS, Tokens
+
+LOG = logging.getLogger(__name__)
+
+CONNECT_S = 10.0
+SILENCE_S = 4 * GATE_LINE_S  # a gate that says nothing for so long is taken as lost
+RECONNECT_S = 0.5  # with jitter
+REST_S = 0.1  # of an engine after an attempt that brought nothing, doubled each time
+REST_AT_MOST_S = 30.0
+GIVE_UP_MARGIN_S = 30.0  # beyond settleSeconds, in which the agent itself ends every request
+IDLE_CONNECTION_S = 600.0  # requests come in bursts, a training step apart; a handshake costs more than a connection
+KEEPALIVE_S = 20  # without a word on a connection, and then between two questions whether the other end is there
+KEEPALIVE_QUESTIONS = 3
+MAX_ANSWER_BYTES = 256 * 1024 * 1024
+MAX_ERROR_BYTES = 2048
+
+
+class GateRefused(Exception):
+    """GateRefused        no attempt was made, or nothing of it is known: send the request again when a gate is open
+    ├─ GateClosed       the gate said so, at once
+    │  └─ GateBusy      it is open and took no more, or not from us
+    ├─ AttemptLost      the connection, the agent or the engine broke: what it generated is gone
+    └─ AnswerGarbled    the answer contradicts itself: dropped and counted
+    RequestRejected       the engine won't ever take this request: the sample fails, with the engine's reason
+    """
+
+
+class GateClosed(GateRefused):
+    """Not an attempt: nothing was sent to the engine."""
+
+
+class GateBusy(GateClosed):
+    """Not an attempt either. The engine rests before it is asked again."""
+
+
+class AttemptLost(GateRefused):
+    """An attempt without tokens."""
+
+
+class AnswerGarbled(GateRefused):
+    """An attempt without tokens that can be used (H27)."""
+
+
+class RequestRejected(Exception):
+    """The engine's own verdict on the request, 4xx (H8)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One engine attempt: prompt with everything generated so far, and how many tokens may be added.
+
+    seed: the same in each attempt of a response: an engine that honours it makes noise of seed and position.
+    experts_from: the first token whose routed experts are wanted, in the places of prompt and response; None: of none.
+    experts_width: how many each token before it has, where there are such.
+    """
+
+    input_ids: list[int]
+    max_new_tokens: int
+    temperature: float
+    end_ids: Collection[int]
+    stops: Sequence[str] = ()
+    seed: int | None = None
+    experts_from: int | None = None
+    experts_width: int = 0
+
+    def body(self, *, stream: bool = False) -> bytes:
+        """As the engine's /generate takes it. Everything its log-probabilities don't describe is off, explicitly."""
+        own: dict[str, Any] = {"stop": list(self.stops)} if self.stops else {}
+        own |= {} if self.seed is None else {"sampling_seed": self.seed}
+        experts = {"return_routed_experts": True, "routed_experts_start_len": self.experts_from}
+        return json.dumps(
+            {
+                "input_ids": self.input_ids,
+                "sampling_params": {
+                    "max_new_tokens": self.max_new_tokens,  # its default is 128
+                    "temperature": self.temperature,
+                    "top_p": 1.0,
+                    "top_k": -1,
+                    "min_p": 0.0,
+                    "min_new_tokens": 0,
+                    "repetition_penalty": 1.0,
+                    "frequency_penalty": 0.0,
+                    "presence_penalty": 0.0,
+                    "stop_token_ids": sorted(self.end_ids),
+                    **own,
+                },
+                "return_logprob": True,
+                "stream": stream,
+                **({} if self.experts_from is None else experts),
+            },
+            separators=(",", ":"),
+        ).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What one engine attempt brought. experts: where they were wanted, of each token but the last."""
+
+    tokens: Tokens
+    ending: Ending
+    experts: NDArray[np.int32] = field(default_factory=lambda: NO_EXPERTS)
+
+
+NOTHING = Generated(NO_TOKENS, Ending.INTERRUPTED)
+
+
+def gate_connector() -> aiohttp.TCPConnector:
+    """Of connections to gates: as many as there are requests, and each ends when the other end's machine is gone."""
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S, socket_factory=gate_socket)
+
+
+def gate_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One that asks, when it hears nothing, whether the other end is there: else a lost answer is waited for."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_S),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_S),
+        (socket.TCP_KEEPCNT, KEEPALIVE_QUESTIONS),
+        (socket.TCP_USER_TIMEOUT, KEEPALIVE_S * (1 + KEEPALIVE_QUESTIONS) * 1000),  # for what was sent
+    ):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
+
+
+class EngineClient:
+    """One gate. `state` is None while nobody knows: not yet connected, silent, or broken.
+
+    changed: called when the gate opens, closes, is lost, or has other weights behind it.
+    count: called with the number of tokens that an attempt brought.
+    in_flight: attempts of ours, those about to be sent included; `Engines` counts.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        client: DataClient,
+        *,
+        settle_s: float,
+        changed: Callable[[], None],
+        count: Callable[[int], None] = lambda tokens: None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
+        self.endpoint = endpoint
+        self._max_answer_bytes = max_answer_bytes
+        self._client = client
+        self._settle_s = settle_s
+        self._changed = changed
+        self._count = count
+        self.in_flight = 0
+        self.state: GateState | None = None
+        self._under_way: set[asyncio.Timeout] = set()
+        self._given_up_at: float | None = None  # on the loop's clock: when attempts end, also those that begin now
+        self._failures = 0  # attempts in a row that brought nothing
+        self._rests_until = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.pod
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is not None and self.state.open
+
+    @property
+    def takes_requests(self) -> bool:
+        """Open, and not resting after attempts that brought nothing."""
+        return self.is_open and asyncio.get_running_loop().time() >= self._rests_until
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """Weights behind the gate, while it is open."""
+        return self.state.version if self.state and self.state.open else None
+
+    # ------------------------------------------------------------------------------------------------- the stream
+    async def watch(self) -> None:
+        """Follow the gate until cancelled."""
+        while True:
+            try:
+                await self._follow()
+                self._set(None, "its stream ended")
+            except (aiohttp.ClientError, OSError, TimeoutError, pydantic.ValidationError, ValueError) as error:
+                self._set(None, f"{type(error).__name__}: {error}"[:200])
+            await asyncio.sleep(RECONNECT_S * (0.5 + random.random()))
+
+    async def _follow(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+        async with self._client.request("GET", self.endpoint, "/v1/gate", timeout=timeout) as response:
+            if response.status != 200:
+                raise ValueError(f"status {response.status}")
+            async for line in response.content:
+                self._set(GateState.model_validate_json(line))
+
+    def _set(self, state: GateState | None, reason: str | None = None) -> None:
+        was, self.state = self.state, state
+        if _told(was) == _told(state):
+            return
+        if state is None:
+            event, patience_s = "gate lost", SILENCE_S
+        elif state.open:
+            event, patience_s, self._rests_until = "gate open", None, 0.0
+        else:
+            event, patience_s = "gate closed", self._settle_s + GIVE_UP_MARGIN_S
+        self._given_up_at = None if patience_s is None else asyncio.get_running_loop().time() + patience_s
+        for attempt in self._under_way:
+            attempt.reschedule(self._given_up_at)
+        version = str(state.version) if state and state.version else None
+        log(LOG, event, gate=self.name, epoch=state and state.epoch, version=version, reason=reason)
+        self._changed()
+
+    def abandon(self) -> None:
+        """The job has this engine no more: end what is under way."""
+        self.state, self._given_up_at = None, 0.0
+        for attempt in self._under_way:
+            attempt.reschedule(self._given_up_at)
+
+    # ------------------------------------------------------------------------------------------------- one attempt
+    async def generate(self, request: GenerateRequest, grew: Callable[[Tokens], None] | None = None) -> Generated:
+        """One engine attempt. Raises GateRefused and RequestRejected.
+
+        grew: called with the attempt's tokens so far each time there are more. What it was called with is never taken
+        back: an attempt that breaks afterwards is an interrupted one.
+        """
+        read = (
+            _Answer(self.name, self._max_answer_bytes, request)
+            if grew is None
+            else _Stream(self.name, self._max_answer_bytes, request, grew)
+        )
+        try:
+            async with asyncio.timeout_at(self._given_up_at) as attempt:
+                self._under_way.add(attempt)
+                try:
+                    generated = await self._post(request.body(stream=grew is not None), read)
+                finally:
+                    self._under_way.discard(attempt)
+        except (GateRefused, RequestRejected) as refusal:
+            if type(refusal) is not GateClosed:
+                self._rest()
+            if not len(read.so_far.tokens):
+                raise
+            generated = read.so_far
+        except (aiohttp.ClientError, OSError) as error:
+            late = type(error) is TimeoutError  # ours; those of the connection are named
+            if not late:
+                self._set(None, f"a request broke: {type(error).__name__}")
+            if not len(read.so_far.tokens):
+                what = "given up: its gate is silent, or closed for too long" if late else f"broke: {in_words(error)}"
+                raise AttemptLost(f"request to {self.name} {what}") from error
+            generated = read.so_far
+        self._count(len(generated.tokens))
+        if len(generated.tokens):
+            self._failures = 0
+        else:
+            self._rest()
+        return generated
+
+    def _rest(self) -> None:
+        """An attempt brought nothing: let the engine be for a while, longer each time, until one brings something."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._rests_until:
+            pause_s = min(REST_S * 2**self._failures, REST_AT_MOST_S)
+            self._failures = min(self._failures + 1, 30)
+            self._rests_until = loop.time() + pause_s
+            loop.call_later(pause_s, self._changed)
+
+    async def _post(self, body: bytes, read: _Answer) -> Generated:
+        headers = {"Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        async with self._client.request(
+            "POST", self.endpoint, "/generate", data=body, headers=headers, timeout=timeout
+        ) as response:
+            if response.status != 200:
+                raise _refusal(
+                    self.name, response.status, (await response.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
+                )
+            async for piece in response.content.iter_any():
+                read.feed(piece)
+        return read.end()
+
+
+class _Answer:
+    """The body of an answer, piece by piece. so_far: tokens that were told to somebody, and are never taken back."""
+
+    def __init__(self, name: str, max_bytes: int, request: GenerateRequest) -> None:
+        self._name = name
+        self._max_bytes = max_bytes
+        self._request = request
+        self._bytes = bytearray()
+        self.so_far = NOTHING
+
+    def feed(self, piece: bytes) -> None:
+        """Raises GateRefused and RequestRejected."""
+        self._bytes += piece
+        if len(self._bytes) > self._max_bytes:
+            raise AnswerGarbled(f"{self._name} answered with more than {self._max_bytes} bytes")
+
+    def end(self) -> Generated:
+        """What there is after the last piece. Raises GateRefused."""
+        return self._read(self._parse(self._bytes))
+
+    def _parse(self, text: bytes | bytearray) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise AnswerGarbled(f"answer of {self._name} is not JSON: {error}") from error
+
+    def _read(self, said: Any) -> Generated:
+        try:
+            tokens, ending = read_answer(said)
+            first = self._request.experts_from
+            if first is None or not len(tokens):
+                return Generated(tokens, ending)
+            rows = len(self._request.input_ids) + len(tokens) - 1 - first  # the last one was drawn, and not read
+            return Generated(tokens, ending, read_experts(said, rows=rows, width=self._request.experts_width))
+        except ValueError as error:
+            raise AnswerGarbled(f"answer of {self._name}: {error}") from error
+
+
+class _Stream(_Answer):
+    """An answer in events, each of which has all tokens so far."""
+
+    def __init__(self, name: str, max_bytes: int, request: GenerateRequest, grew: Callable[[Tokens], None]) -> None:
+        super().__init__(name, max_bytes, request)
+        self._grew = grew
+
+    def feed(self, piece: bytes) -> None:
+        super().feed(piece)
+        *events, self._bytes = self._bytes.split(b"\n\n")
+        said = [event for event in events if event.startswith(b"data: ") and event != b"data: [DONE]"]
+        if said:
+            self._take(bytes(said[-1].removeprefix(b"data: ")))  # it has what is in those before it
+
+    def end(self) -> Generated:
+        return self.so_far
+
+    def _take(self, event: bytes) -> None:
+        said = self._parse(event)
+        if failure := _failure_in(said):
+            raise _refusal(self._name, *failure)
+        generated = self._read(said)
+        if len(generated.tokens) < len(self.so_far.tokens):
+            raise AnswerGarbled(f"{self._name} took back tokens that it had said")
+        grown = len(generated.tokens) > len(self.so_far.tokens)
+        self.so_far = generated
+        if grown:
+            self._grew(generated.tokens)
+
+
+def _refusal(name: str, status: int, text: str) -> Exception:
+    """What a status means (H8): a switch, trouble that may pass, or a request that no engine will take."""
+    if status == 503 and _error_in(text) == "closed":
+        return GateClosed(f"gate of {name} is closed")
+    if status == 400 and "Aborted by AbortReq." in text:  # while its grammar compiled: a switch like any other
+        return AttemptLost(f"{name}: aborted before it began")
+    if status in (401, 403, 408, 425, 429):  # the gate's own, not the engine's
+        return GateBusy(f"{name} answered {status}: {text[:300]}")
+    if 400 <= status < 500:
+        return RequestRejected(f"{name} answered {status}: {text[:300]}")
+    return AttemptLost(f"{name} answered {status}: {text[:300]}")
+
+
+def _failure_in(said: Any) -> tuple[int, str] | None:
+    """Status and text of an event that is an error, or an abort that is one (H8)."""
+    match said:
+        case {"error": {"code": int(code), "message": str(text)}}:
+            return code, text
+        case {"error": error} if error is not None:
+            return 500, str(error)
+        case {"meta_info": {"finish_reason": {"type": "abort", "status_code": int(status)} as reason}}:
+            return status, str(reason.get("message"))
+        case _:
+            return None
+
+
+def _told(state: GateState | None) -> tuple[bool, WeightVersion | None] | None:
+    """What of a gate's state anybody acts on."""
+    return None if state is None else (state.open, state.version)
+
+
+def _error_in(text: str) -> str | None:
+    try:
+        body: Mapping[str, Any] = json.loads(text)
+        error = body.get("error")
+    except (ValueError, AttributeError):
+        return None
+    return error if isinstance(error, str) else None

@@ -1,0 +1,411 @@
+"""The gateway: OpenAI's API for agents and any other client, over the engines of the job.
+
+    POST /v1/chat/completions, /v1/completions      streamed or not
+    GET  /v1/models, /v1/models/ID
+    all of them also below /v1/sessions/ID, or with a header X-Session-ID: turns of one session (`sessions`)
+    GET /v1/sessions; GET, DELETE /v1/sessions/ID, POST /v1/sessions/ID/reward
+
+A client sees no switch: while the engines are off its request waits, and a completion that was cut off goes on
+(`turns`). Every error has OpenAI's shape. Nothing is read without a bound, and no client is waited for without a
+deadline: one that does not send or read is hung up on, and its work ended at the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from colocated_rl_rollout.clients import CLIENT_S, ClientGone, given, reading, soon
+from colocated_rl_rollout.gateway.openai_answers import Extension
+from colocated_rl_rollout.gateway.openai_replies import (
+    Pieces,
+    Reply,
+    extension,
+    listed,
+    message_of,
+    shown,
+)
+from colocated_rl_rollout.gateway.openai_requests import (
+    Body,
+    ChatBody,
+    Conversation,
+    Form,
+    RequestRefused,
+    TextBody,
+    asked,
+    prompt_of,
+    read_body,
+    read_chat,
+    read_reward,
+    text_prompt_of,
+)
+from colocated_rl_rollout.gateway.sessions import (
+    RecordedTurn,
+    Session,
+    Sessions,
+    prompt_after,
+    setting_of,
+)
+from colocated_rl_rollout.gateway.turns import RETRY_S, Turn, Turns
+from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.rules.chat import Chat, as_rendered
+
+ReadT = TypeVar("ReadT")
+MAX_REQUEST_BYTES = 8 * 1024 * 1024
+READING_BYTES = 16 * MAX_REQUEST_BYTES  # of bodies at a time
+THREADS_AT_MOST = 3  # of at least five that the process has: batches are written and prompts made in the others
+SAYS_EXPERTS = "--enable-return-routed-experts"
+SESSION_HEADER = "X-Session-ID"
+SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
+SILENCE_S = 15.0  # of a stream whose request waits; a comment says that somebody is there
+COMMENT = b": waiting for an engine\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class Gateway:
+    """limit, temperature: of a request that does not say; the first also bounds the others, the second may change.
+    longest: tokens of a session's path, which is trained in one piece. says_experts: whether engines say where they
+    route tokens to.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        chat: Chat,
+        turns: Turns,
+        sessions: Sessions,
+        metrics: Metrics,
+        limit: int,
+        longest: int,
+        temperature: float,
+        created: int,
+        says_experts: bool,
+    ) -> None:
+        self._model = model
+        self._chat = chat
+        self._turns = turns
+        self._sessions = sessions
+        self._metrics = metrics
+        self._limit = limit
+        self._longest = longest
+        self.temperature = temperature
+        self._created = created
+        self._says_experts = says_experts
+        self._reading = Reading(READING_BYTES)
+        self._threads = asyncio.Semaphore(THREADS_AT_MOST)
+
+    def routes(self) -> list[web.RouteDef]:
+        session = "/v1/sessions/{session}"
+        return [
+            *(
+                route
+                for root in ("/v1", session)
+                for route in (
+                    web.post(f"{root}/chat/completions", self._answering(self._serve_chat)),
+                    web.post(f"{root}/completions", self._answering(self._serve_text)),
+                    web.get(f"{root}/models", self._answering(self._serve_models)),
+                    web.get(root + "/models/{model:.{1,512}}", self._answering(self._serve_model)),
+                )
+            ),
+            web.get("/v1/sessions", self._answering(self._serve_sessions)),
+            web.get(session, self._answering(self._serve_session)),
+            web.delete(session, self._answering(self._delete_session)),
+            web.post(f"{session}/reward", self._answering(self._serve_reward)),
+        ]
+
+    def _answering(
+        self, serve: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """With a refusal as OpenAI's API says it."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            try:
+                return await given(request, await self._answer(serve, request))
+            except ClientGone as gone:
+                return gone.response
+
+        return answer
+
+    async def _answer(
+        self, serve: Callable[[web.Request], Awaitable[web.StreamResponse]], request: web.Request
+    ) -> web.StreamResponse:
+        try:
+            return await serve(request)
+        except RequestRefused as refused:
+            self._metrics.refused_requests.labels(refused.status).inc()
+            self._sessions.refuse(_named(request), refused)
+            return web.json_response(refused.body(), status=refused.status, headers=headers_of(refused))
+
+    # ------------------------------------------------------------------------------------------------- routes
+    async def _serve_models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._listed()]})
+
+    async def _serve_model(self, request: web.Request) -> web.Response:
+        if request.match_info["model"] != self._model:
+            raise RequestRefused(404, f"this job's model is {self._model}", param="model", code="model_not_found")
+        return web.json_response(self._listed())
+
+    def _listed(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": self._created, "owned_by": "colocated-rl"}
+
+    async def _serve_chat(self, request: web.Request) -> web.StreamResponse:
+        body, form = await self._read(request, partial(read_body, ChatBody, model=self._model))
+        conversation = read_chat(body, self._chat)
+        with self._session(request) as session:
+            parent = session.match(conversation) if session else None
+            prompt, parent = await self._in_thread(partial(self._prompt_of, conversation, parent))
+            setting = setting_of(conversation)
+            place = Place(session, parent, conversation.messages, setting) if session else None
+            return await self._complete(request, body, form, prompt, place)
+
+    def _prompt_of(
+        self, conversation: Conversation, parent: RecordedTurn | None
+    ) -> tuple[tuple[int, ...], RecordedTurn | None]:
+        """In a thread, because templates and tokenizers take their time. Raises RequestRefused."""
+        if parent is not None and (ids := prompt_after(parent, conversation, self._chat)) is not None:
+            return ids, parent
+        return prompt_of(conversation, self._chat), None
+
+    async def _serve_text(self, request: web.Request) -> web.StreamResponse:
+        body, form = await self._read(request, partial(read_body, TextBody, model=self._model))
+        with self._session(request) as session:
+            prompt = await self._in_thread(partial(text_prompt_of, body, self._chat))
+            place = Place(session, session.match_ids(prompt), (), "") if session else None
+            return await self._complete(request, body, form, prompt, place)
+
+    # ------------------------------------------------------------------------------------------------- sessions
+    @contextmanager
+    def _session(self, request: web.Request) -> Iterator[Session | None]:
+        """Of a turn, while it lasts; None of one that belongs to none. Raises RequestRefused."""
+        if "session" not in request.match_info and SESSION_HEADER not in request.headers:
+            yield None
+            return
+        session = self._sessions.begin(_session_name(request))
+        try:
+            yield session
+        finally:
+            self._sessions.end(session)
+
+    async def _serve_sessions(self, _: web.Request) -> web.Response:
+        held = [listed(session) for session in self._sessions]
+        return web.json_response({"object": "list", "group_size": self._sessions.group_size, "data": held})
+
+    async def _serve_session(self, request: web.Request) -> web.Response:
+        session = self._sessions.find(_session_name(request))
+        now = replace(session, turns=list(session.turns))  # the thread must not see another one come
+        return web.Response(body=await self._in_thread(partial(_shown, now)), content_type="application/json")
+
+    async def _delete_session(self, request: web.Request) -> web.Response:
+        name = _session_name(request)
+        await self._sessions.delete(name)
+        return web.json_response({"id": name, "object": "session", "deleted": True})
+
+    async def _serve_reward(self, request: web.Request) -> web.Response:
+        name = _session_name(request)
+        given = await self._read(request, read_reward)
+        await self._sessions.reward(name, given.reward, given.group)
+        return web.json_response({"id": name, "object": "session", "reward": given.reward, "group": given.group})
+
+    # ------------------------------------------------------------------------------------------------- a request
+    async def _read(self, request: web.Request, read: Callable[[bytes], ReadT]) -> ReadT:
+        """What is asked. Raises RequestRefused."""
+        if request.content_type != "application/json":
+            raise RequestRefused(415, "the body is JSON: Content-Type: application/json")
+        if request.headers.get("Content-Encoding", "identity") != "identity":  # a few bytes would become any number
+            raise RequestRefused(415, "the body comes as it is: without a Content-Encoding")
+        size = MAX_REQUEST_BYTES if request.content_length is None else request.content_length
+        async with self._reading.of(min(size, MAX_REQUEST_BYTES)):
+            return await self._in_thread(partial(read, await _body(request)))
+
+    async def _in_thread(self, work: Callable[[], ReadT]) -> ReadT:
+        """Long conversations take their time, and there may be hundreds of them: few at a time."""
+        async with self._threads:
+            return await asyncio.to_thread(work)
+
+    async def _complete(
+        self, request: web.Request, body: Body, form: Form, prompt: tuple[int, ...], place: Place | None
+    ) -> web.StreamResponse:
+        longest = self._longest if place is not None else None
+        asking = asked(body, prompt, limit=self._limit, temperature=self.temperature, longest=longest)
+        if place is not None and asking.temperature != self.temperature:
+            message = (
+                f"temperature is {asking.temperature}, and the job's {self.temperature}: turns of a session use that"
+            )
+            raise RequestRefused(400, message, param="temperature", code="unsupported_value")
+        if asking.experts and not self._says_experts:
+            message = f"return_routed_experts: the job's engines don't say them without {SAYS_EXPERTS} in engineArgs"
+            raise RequestRefused(400, message, param="return_routed_experts", code="unsupported_value")
+        reply = Reply(form, asking, self._model, int(time.time()), uuid.uuid4().hex)
+        engine = place.parent.engine if place and place.parent else None
+        is_own = place is not None and place.session.turned is not None
+        with self._turns.begin(asking, streams=form.streams, engine=engine, is_own=is_own) as turn:
+            if form.streams:
+                return await self._stream(Stream(request), reply, turn, place)
+            await turn.end()
+            await self._record(place, reply, turn)
+            whole = reply.whole(self._chat, turn.tokens, turn.finish, said_of(turn))
+            return web.json_response(whole)
+
+    async def _stream(self, stream: Stream, reply: Reply, turn: Turn, place: Place | None) -> web.StreamResponse:
+        pieces = Pieces(reply, self._chat)
+        while not turn.ended:
+            turn.grew.clear()
+            await stream.tell(pieces.more(turn.so_far))
+            if not await soon(turn.grew, SILENCE_S):
+                await stream.write(COMMENT)
+        try:
+            await turn.end()
+            await self._record(place, reply, turn)
+        except RequestRefused as refused:
+            if not stream.begun:
+                raise
+            self._metrics.refused_requests.labels(refused.status).inc()
+            await stream.tell([refused.body()])
+        else:
+            await stream.tell(pieces.rest(turn.tokens, turn.finish, said_of(turn)))
+            await stream.write(DONE)
+        return await stream.end()
+
+    async def _record(self, place: Place | None, reply: Reply, turn: Turn) -> None:
+        """Make the turn of a session durable, before its client hears of its end. Raises RequestRefused."""
+        if place is None:
+            return
+        text, calls = reply.read(self._chat, turn.tokens, turn.finish)
+        said = [*place.said, as_rendered(message_of(text, reply.called(calls)))] if reply.form.chat else []
+        await self._sessions.record(
+            place.session,
+            place.parent,
+            said,
+            place.setting,
+            prompt=turn.asked.prompt,
+            tokens=turn.tokens,
+            finish=turn.finish,
+            engine=turn.engine,
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a session a turn belongs."""
+
+    session: Session
+    parent: RecordedTurn | None
+    said: tuple[Mapping[str, Any], ...]
+    setting: str
+
+
+class Reading:
+    """Bodies that are on their way in: so many bytes at a time, first come, first served. A client that is slow to send
+    takes no more than its own, and nobody waits for room for longer than a client may take.
+    """
+
+    def __init__(self, most_bytes: int, wait_s: float = CLIENT_S) -> None:
+        self._free_bytes = most_bytes
+        self._wait_s = wait_s
+        self._freed = asyncio.Event()
+        self._turn = asyncio.Lock()  # whose holder is the next one
+
+    @asynccontextmanager
+    async def of(self, size_bytes: int) -> AsyncIterator[None]:
+        """Raises RequestRefused."""
+        try:
+            async with asyncio.timeout(self._wait_s), self._turn:
+                while self._free_bytes < size_bytes:
+                    self._freed.clear()
+                    await self._freed.wait()
+                self._free_bytes -= size_bytes
+        except TimeoutError as error:
+            message = "too many large bodies are on their way: send it later"
+            raise RequestRefused(429, message, code="too_many_requests", retry_s=RETRY_S) from error
+        try:
+            yield
+        finally:
+            self._free_bytes += size_bytes
+            self._freed.set()
+
+
+class Stream:
+    """Server-sent events to one client. Begins with the first of them: until then a refusal has its own status."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
+
+    @property
+    def begun(self) -> bool:
+        return self._response.prepared
+
+    async def tell(self, events: Iterable[dict[str, Any]]) -> None:
+        for event in events:
+            await self.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
+
+    async def write(self, text: bytes) -> None:
+        """Raises ClientGone."""
+        async with reading(self._request, self._response):
+            if not self.begun:
+                await self._response.prepare(self._request)
+            await self._response.write(text)
+
+    async def end(self) -> web.StreamResponse:
+        """Raises ClientGone."""
+        async with reading(self._request, self._response):
+            await self._response.write_eof()
+        return self._response
+
+
+def said_of(turn: Turn) -> Extension:
+    return extension(turn.tokens, turn.finish, turn.segments, turn.experts if turn.asked.experts else None)
+
+
+def _shown(session: Session) -> bytes:
+    """In a thread: it may be millions of tokens."""
+    return json.dumps(shown(session)).encode()
+
+
+def _named(request: web.Request) -> str:
+    """What it calls its session, if it has one."""
+    return str(request.match_info.get("session") or request.headers.get(SESSION_HEADER, ""))
+
+
+def _session_name(request: web.Request) -> str:
+    """Raises RequestRefused."""
+    name = _named(request)
+    if not SESSION_NAME.fullmatch(name):
+        raise RequestRefused(400, "a session is named by up to 128 of A-Z, a-z, 0-9, '.', '_', ':', '@' and '-'")
+    return name
+
+
+def headers_of(refused: RequestRefused) -> dict[str, str]:
+    """Retry-After where trying again helps; and clients that try again by themselves are told where it doesn't."""
+    if refused.retry_s is not None:
+        return {"Retry-After": str(refused.retry_s)}
+    return {"X-Should-Retry": "false"} if refused.status == 409 or refused.status >= 500 else {}
+
+
+async def _body(request: web.Request) -> bytes:
+    """Raises RequestRefused."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(CLIENT_S):
+            async for piece in request.content.iter_any():
+                body += piece
+                if len(body) > MAX_REQUEST_BYTES:
+                    raise RequestRefused(413, f"the body is larger than {MAX_REQUEST_BYTES} bytes")
+    except TimeoutError as error:
+        raise RequestRefused(408, f"the body did not come within {CLIENT_S:.0f} s") from error
+    except web.RequestPayloadError as error:
+        raise RequestRefused(400, f"the body is broken: {error}") from error
+    return bytes(body)

@@ -1,0 +1,475 @@
+"""Sessions: a client's turns that belong together, recorded as they were generated, and what is trained of them.
+
+Every answered turn of a session is kept with the token ids that it was made of, never read from text again. Where the
+next turn's messages go on from recorded ones, its prompt is the recorded ids, and what the template puts between that
+reply and the next one: a tool's answer, a question. That part is context. Where they don't go on from any (a history
+that was edited, another agent), the turn begins a path of its own: a session is a tree.
+
+A reward ends a session: the path of its newest turn is its trajectory, other paths are dropped and counted. Sessions of
+one group wait until `groupSize` of them have theirs; then they become a group of samples, in one entry of the store.
+So a session is either here, open or rewarded, or samples, or dropped for a reason that is counted. It is durable before
+its client hears of it.
+
+Episodes of the job's own (`episodes`) are sessions too. They are opened and ended there, and not by a reward: one makes
+the tokens of one sample, and a restart drops those that were under way, because their samples begin anew.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colocated_rl_rollout.gateway.openai_requests import Conversation, RequestRefused
+from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.rules.chat import Chat, Unrenderable
+from colocated_rl_rollout.rules.resume import join_all
+from colocated_rl_rollout.rules.samples import (
+    Finish,
+    Group,
+    Tokens,
+    Trajectory,
+)
+from colocated_rl_rollout.rules.staleness import deadline
+from colocated_rl_rollout.store import tables
+from colocated_rl_rollout.store.database import Statement
+from colocated_rl_rollout.store.store import Store
+
+IDLE_S = 7200.0  # a session without a turn for so long is dropped
+LOOK_S = 60.0
+SESSIONS_AT_MOST = 16_384
+TOKENS_AT_MOST = 16 * 1024 * 1024  # of all sessions: some 200 MB with their messages
+TURNS_AT_MOST = 1024  # of one
+RETRY_S = 60
+EPISODE = "episode:"  # begins the names of those that the job plays itself
+MARK = "\u2063colocated-rl-reply\u2063"  # stands for a reply while the template is asked what follows it
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedTurn:
+    """One answered turn. said: messages since the parent, its reply the last. context: ids between the parent's end and
+    the reply; of the first turn of a path the whole prompt.
+    """
+
+    number: int
+    parent: RecordedTurn | None
+    said: tuple[Mapping[str, Any], ...]
+    setting: str  # tools and template options
+    context: NDArray[np.int32]
+    tokens: Tokens
+    finish: Finish | None
+    engine: str | None = None
+
+    @property
+    def path(self) -> list[RecordedTurn]:
+        """From the first turn to this one."""
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens up to the end of its reply."""
+        parts = [part for turn in self.path for part in (turn.context, turn.tokens.ids)]
+        ids: list[int] = np.concatenate(parts).tolist()
+        return ids
+
+    @property
+    def messages(self) -> int:
+        return sum(len(turn.said) for turn in self.path)
+
+    @property
+    def size(self) -> int:
+        return len(self.context) + len(self.tokens)
+
+
+@dataclass(eq=False)
+class Session:
+    """Changed by `Sessions` alone. turned: of an episode of the job's own, is told the step of the oldest weights in
+    each turn. refused: why its newest turn was.
+    """
+
+    id: str
+    turns: list[RecordedTurn] = field(default_factory=list)
+    reward: float | None = None
+    grouping: str | None = None
+    used_at: float = 0.0
+    under_way: int = 0  # turns
+    turned: Callable[[int | None], None] | None = None
+    refused: RequestRefused | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its path had no room for another turn."""
+        return bool(self.turns) and self.refused is not None and self.refused.code == "context_length_exceeded"
+
+    @property
+    def size(self) -> int:
+        return sum(turn.size for turn in self.turns)
+
+    def match(self, conversation: Conversation) -> RecordedTurn | None:
+        """The turn with the longest history that the conversation goes on from."""
+        said, setting = [told(message) for message in conversation.messages], setting_of(conversation)
+        ends: dict[int, int] = {}  # messages up to the end of each turn that matches
+        for turn in self.turns:
+            start = ends.get(turn.parent.number, -1) if turn.parent else 0
+            end = start + len(turn.said)
+            if start >= 0 and turn.said and turn.setting == setting:
+                ends |= {turn.number: end} if [told(message) for message in turn.said] == said[start:end] else {}
+        best = max(ends, key=lambda number: (ends[number], number), default=None)
+        return None if best is None else self.turns[best - 1]
+
+    def match_ids(self, prompt: Sequence[int]) -> RecordedTurn | None:
+        """The turn with the longest tokens that a prompt goes on from."""
+        ids = np.asarray(prompt, np.int32)
+        ends: dict[int, int] = {}  # tokens up to the end of each turn that matches
+        for turn in self.turns:
+            start = ends.get(turn.parent.number, -1) if turn.parent else 0
+            reply, end = start + len(turn.context), start + turn.size
+            if (
+                start >= 0
+                and np.array_equal(ids[start:reply], turn.context)
+                and np.array_equal(ids[reply:end], turn.tokens.ids)
+            ):
+                ends[turn.number] = end
+        best = max(ends, key=lambda number: (ends[number], number), default=None)
+        return None if best is None else self.turns[best - 1]
+
+
+class Sessions:
+    """All sessions of a job. clock: seconds. changed: called when a group is there."""
+
+    def __init__(
+        self,
+        store: Store,
+        metrics: Metrics,
+        *,
+        group_size: int,
+        max_staleness: int,
+        changed: Callable[[], None],
+        clock: Callable[[], float],
+        tokens_at_most: int = TOKENS_AT_MOST,
+    ) -> None:
+        self._tokens_at_most = tokens_at_most
+        self._store = store
+        self._metrics = metrics
+        self.group_size = group_size
+        self._max_staleness = max_staleness
+        self._changed = changed
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        self._rewarded: dict[str, dict[str, Session]] = {}  # by group, those that wait for it
+        self._whole: deque[str] = deque()  # groups that were, oldest first; one of their sessions may be gone since
+        self._swept_for = 0  # the step
+        self._held = 0  # tokens
+        self._looks_at = 0.0  # for idle ones
+        self._read()
+        metrics.sessions.set_function(lambda: len(self._sessions))
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    # ------------------------------------------------------------------------------------------------- turns
+    def begin(self, name: str) -> Session:
+        """The session of a turn that begins; `end` it. Raises RequestRefused."""
+        self._drop_idle()
+        session = self._sessions.get(name)
+        if session is None or session.turned is None:  # episodes are admitted already
+            self._refuse_beyond_bounds(session)
+        if session is None:
+            if name.startswith(EPISODE):
+                raise RequestRefused(409, f"episode {name} has ended: it takes no more turns", code="session_ended")
+            session = self._sessions[name] = Session(name)
+        elif session.reward is not None:
+            raise RequestRefused(409, f"session {name} has its reward: it takes no more turns", code="session_ended")
+        elif len(session.turns) >= TURNS_AT_MOST:
+            raise RequestRefused(409, f"session {name} has {TURNS_AT_MOST} turns already", code="session_too_long")
+        session.under_way += 1
+        session.used_at = self._clock()
+        return session
+
+    def _refuse_beyond_bounds(self, session: Session | None) -> None:
+        if not self._store.has_room():
+            raise RequestRefused(503, "the store's volume is full: see the job's status", code="full", retry_s=RETRY_S)
+        if self._held >= self._tokens_at_most or (session is None and len(self._sessions) >= SESSIONS_AT_MOST):
+            message = f"{len(self._sessions)} sessions hold {self._held} tokens: reward or delete some"
+            raise RequestRefused(429, message, code="too_many_sessions", retry_s=RETRY_S)
+
+    def end(self, session: Session) -> None:
+        """One without an answered turn is forgotten: its client was told of none, and begins it again by asking."""
+        session.under_way -= 1
+        session.used_at = self._clock()
+        is_empty = not session.under_way and not session.turns and session.turned is None
+        if is_empty and self._sessions.get(session.id) is session:
+            self._drop(session, "Empty")
+
+    async def record(
+        self,
+        session: Session,
+        parent: RecordedTurn | None,
+        said: Sequence[Mapping[str, Any]],
+        setting: str,
+        *,
+        prompt: NDArray[np.int32],
+        tokens: Tokens,
+        finish: Finish | None,
+        engine: str | None,
+    ) -> None:
+        """Returns when the turn is durable: it may be told. Raises RequestRefused when the session is gone."""
+        if self._sessions.get(session.id) is not session or session.reward is not None:
+            raise RequestRefused(409, f"session {session.id} ended before this turn did", code="session_ended")
+        start = (len(parent.ids), parent.messages) if parent else (0, 0)
+        turn = RecordedTurn(
+            len(session.turns) + 1,
+            parent,
+            tuple(said[start[1] :]),
+            parent.setting if parent else setting,  # the same, and kept once
+            prompt[start[0] :].copy(),
+            tokens,
+            finish,
+            engine,
+        )
+        session.turns.append(turn)
+        session.refused = None
+        self._held += turn.size
+        if session.turned is not None:
+            session.turned(tokens.oldest_step)
+        begins = [(tables.SESSION, [(session.id,)])] if turn.number == 1 else []
+        self._store.write(*begins, _row_of(session, turn))
+        await self._store.flushed()
+
+    def refuse(self, name: str, refused: RequestRefused) -> None:
+        """A request of this session was refused, if it is one."""
+        if (session := self._sessions.get(name)) is not None:
+            session.refused = refused
+
+    # ------------------------------------------------------------------------------------------------- episodes
+    def open(self, turned: Callable[[int | None], None]) -> Session:
+        """The session of an episode that begins: `take` it or `give_up`."""
+        name = f"{EPISODE}{uuid.uuid4().hex}"
+        session = self._sessions[name] = Session(name, used_at=self._clock(), turned=turned)
+        return session
+
+    def quiet_s(self, session: Session) -> float:
+        """Time since the newest turn ended; 0 while one is under way."""
+        return 0.0 if session.under_way else self._clock() - session.used_at
+
+    def take(self, session: Session, reward: float, *, ending: str) -> tuple[Trajectory, list[Statement]]:
+        """What an episode came to, and what removes its session."""
+        self._forget(session, ending)
+        return self._trajectory(session, (), reward), _removal(session)
+
+    def give_up(self, session: Session, reason: str) -> None:
+        self._drop(session, reason)
+
+    # ------------------------------------------------------------------------------------------------- rewards
+    def find(self, name: str) -> Session:
+        """Raises RequestRefused."""
+        if (session := self._sessions.get(name)) is None:
+            raise RequestRefused(404, f"there is no session {name}: it had no turn, or has ended", code="no_session")
+        return session
+
+    async def reward(self, name: str, reward: float, grouping: str) -> None:
+        """Returns when it is durable. The same reward again changes nothing. Raises RequestRefused."""
+        session = self.find(name)
+        if session.turned is not None:
+            raise RequestRefused(409, f"{name} is an episode of the job's own, rewarded by its environment")
+        if session.reward is not None:
+            if (session.reward, session.grouping) != (reward, grouping):
+                raise RequestRefused(409, f"session {name} has another reward already", code="session_ended")
+        elif session.under_way:
+            raise RequestRefused(409, f"session {name} has a turn under way: wait for it", code="session_busy")
+        else:
+            session.reward, session.grouping = reward, grouping
+            self._await_group(session)
+            self._store.write((tables.REWARD_SESSION, [(reward, grouping, name)]))
+            self._changed()
+        await self._store.flushed()
+
+    async def delete(self, name: str) -> None:
+        """Give a session up. Raises RequestRefused."""
+        session = self.find(name)
+        if session.turned is not None:
+            raise RequestRefused(409, f"{name} is an episode of the job's own, and ends by itself")
+        self._drop(session, "Deleted")
+        await self._store.flushed()
+
+    def admit(self) -> Group | None:
+        """Make a group of samples of sessions that have their rewards, if there is one; the oldest."""
+        if (
+            self._swept_for != self._store.next_step
+        ):  # and not each time: thousands may wait, and many groups be asked for
+            self._swept_for = self._store.next_step
+            self._drop_stale([session for waiting in self._rewarded.values() for session in waiting.values()])
+        while self._whole:
+            grouping = self._whole.popleft()
+            self._drop_stale(list(self._rewarded.get(grouping, {}).values()))  # rewarded since
+            waiting = list(self._rewarded.get(grouping, {}).values())
+            if len(waiting) >= 2 * self.group_size:
+                self._whole.append(grouping)
+            if len(waiting) >= self.group_size:
+                return self._become_samples(waiting[: self.group_size])
+        return None
+
+    def _await_group(self, session: Session) -> None:
+        grouping = session.grouping or ""
+        waiting = self._rewarded.setdefault(grouping, {})
+        waiting[session.id] = session
+        if len(waiting) == self.group_size:
+            self._whole.append(grouping)
+
+    def _drop_stale(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            if self._is_too_old(session):
+                self._drop(session, "TooStale")
+
+    def _become_samples(self, sessions: Sequence[Session]) -> Group:
+        """Their prompts' common beginning is the group's; the rest of each is context of its sample."""
+        paths = [session.turns[-1].path for session in sessions]
+        places = zip(*(path[0].context.tolist() for path in paths), strict=False)
+        prompt = tuple(place[0] for place in takewhile(lambda place: len({*place}) == 1, places))
+        for session in sessions:
+            self._forget(session, "trained")
+        trajectories = [self._trajectory(session, prompt, session.reward or 0.0) for session in sessions]
+        return self._store.admit_whole(
+            prompt, trajectories, *(statement for session in sessions for statement in _removal(session))
+        )
+
+    def _trajectory(self, session: Session, prompt: tuple[int, ...], reward: float) -> Trajectory:
+        """The path of the newest turn, after a prompt; other paths are dropped."""
+        path = session.turns[-1].path
+        kept = {turn.number for turn in path}
+        self._count_dropped([turn for turn in session.turns if turn.number not in kept], "OtherPath")
+        ended = path[-1].finish is Finish.STOP and not session.is_full
+        return Trajectory(tokens_of(path, after=len(prompt)), Finish.STOP if ended else Finish.LENGTH, reward)
+
+    def _is_too_old(self, session: Session) -> bool:
+        steps = [turn.tokens.oldest_step for turn in session.turns[-1].path]
+        oldest = min((step for step in steps if step is not None), default=None)
+        return deadline(oldest, max_staleness=self._max_staleness) < self._store.next_step
+
+    # ------------------------------------------------------------------------------------------------- giving up
+    def _drop_idle(self) -> None:
+        now = self._clock()
+        if now < self._looks_at:
+            return
+        self._looks_at = now + LOOK_S
+        for session in [each for each in self._sessions.values() if each.used_at < now - IDLE_S]:
+            if not session.under_way and session.reward is None and session.turned is None:
+                self._drop(session, "Idle")
+
+    def _drop(self, session: Session, reason: str) -> None:
+        self._forget(session, reason)
+        self._count_dropped(session.turns, reason)
+        self._store.write(*_removal(session))
+
+    def _forget(self, session: Session, ending: str) -> None:
+        del self._sessions[session.id]
+        waiting = self._rewarded.get(session.grouping or "", {})
+        if waiting.pop(session.id, None) and not waiting:
+            del self._rewarded[session.grouping or ""]
+        self._held -= session.size
+        self._metrics.sessions_ended.labels(ending).inc()
+
+    def _count_dropped(self, turns: Sequence[RecordedTurn], reason: str) -> None:
+        self._metrics.discarded_tokens.labels(f"Session{reason}").inc(sum(len(turn.tokens) for turn in turns))
+
+    # ------------------------------------------------------------------------------------------------- reading
+    def _read(self) -> None:
+        now = self._clock()
+        for name, reward, grouping in self._store.rows("SELECT id, reward, grouping FROM sessions ORDER BY number"):
+            session = self._sessions[name] = Session(name, reward=reward, grouping=grouping, used_at=now)
+            if reward is not None:
+                self._await_group(session)
+        for row in self._store.rows("SELECT * FROM turns ORDER BY session_id, number"):
+            session = self._sessions[row["session_id"]]
+            parent = session.turns[row["parent"] - 1] if row["parent"] else None
+            turn = RecordedTurn(
+                row["number"],
+                parent,
+                tuple(json.loads(row["said"])),
+                parent.setting if parent else row["setting"],
+                np.frombuffer(row["context"], np.int32),
+                tables.unpacked(row["ids"], row["logp"], row["spans"]),
+                Finish(row["finish"]) if row["finish"] else None,
+            )
+            session.turns.append(turn)
+            self._held += turn.size
+        for session in [each for each in self._sessions.values() if each.id.startswith(EPISODE)]:
+            self._drop(session, "EpisodeLost")
+
+
+def prompt_after(turn: RecordedTurn, conversation: Conversation, chat: Chat) -> tuple[int, ...] | None:
+    """Prompt of a conversation that goes on from a recorded turn; None when the template does not say what is between.
+
+    The template is asked with a mark in the reply's place: what follows the mark follows the reply.
+    """
+    known = turn.messages
+    marked = [
+        *conversation.messages[: known - 1],
+        {"role": "assistant", "content": MARK},
+        *conversation.messages[known:],
+    ]
+    try:
+        text = chat.rendered(marked, tools=conversation.tools, options=conversation.options)
+        _, *after = text.split(MARK)
+        ends = [chat.token_text(token) for token in sorted(chat.end_ids)]
+        if len(after) != 1 or not any(after[0].startswith(end) for end in ends):
+            return None  # where tokens of the text begin would be a guess
+        ids = turn.ids
+        between = after[0]
+        if ids[-1] in chat.end_ids:  # written by the policy: it is not written twice
+            between = between.removeprefix(chat.token_text(ids[-1]))
+        return (*ids, *chat.encode(between))
+    except Unrenderable:
+        return None
+
+
+def tokens_of(path: Sequence[RecordedTurn], *, after: int = 0) -> Tokens:
+    """Everything of a path from token `after` of its first prompt on; what the policy did not write is in no span."""
+    segments = [segment for turn in path for segment in (context_tokens(turn.context), turn.tokens)]
+    if segments:
+        segments[0] = context_tokens(path[0].context[after:])
+    return join_all(segments)
+
+
+def context_tokens(ids: NDArray[np.int32]) -> Tokens:
+    return Tokens(ids, np.zeros(len(ids), np.float32), ())
+
+
+def told(message: Mapping[str, Any]) -> Any:
+    """A message as it is compared. Clients add members to a reply, leave some out, and write JSON their own way."""
+    if message["role"] != "assistant":
+        return message
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    return message["content"].strip(), calls
+
+
+def setting_of(conversation: Conversation) -> str:
+    return json.dumps([conversation.tools, conversation.options], sort_keys=True)
+
+
+def _row_of(session: Session, turn: RecordedTurn) -> Statement:
+    row = (
+        session.id,
+        turn.number,
+        turn.parent.number if turn.parent else None,
+        json.dumps(turn.said),
+        "" if turn.parent else turn.setting,
+        turn.context.tobytes(),
+        *tables.packed(turn.tokens),
+        turn.finish,
+    )
+    return tables.TURN, [row]
+
+
+def _removal(session: Session) -> list[Statement]:
+    return [(tables.DROP_TURNS, [(session.id,)]), (tables.DROP_SESSION, [(session.id,)])]

@@ -1,0 +1,114 @@
+"""Who watches samples as they end: of each a line of JSON, in the order in which they ended, once it is durable.
+
+A sample ends once: it has its reward, or failed, or was given up. Its place among all that ended (`ended`, from 1 on,
+without a gap) is durable with it, so a follower that lost its connection goes on after the last place that it saw, also
+at the controller's next start. What happens to a sample later (sealed, trained, filtered) is not told again.
+
+A follower costs nothing while nothing ends, and then one short read of the file every PACE_S at most, one follower at a
+time. One that reads slowly holds a page of lines; one that does not read for CLIENT_S is hung up on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+from aiohttp import web
+
+from colocated_rl_rollout.clients import ClientGone, reading, soon
+from colocated_rl_rollout.rules.samples import SampleState
+from colocated_rl_rollout.store.store import Store
+
+AT_MOST = 16
+PAGE = 500  # lines read at a time
+PAGE_OF_TEXTS = 50
+PACE_S = 0.25
+SILENCE_S = 15.0  # then an empty line says that somebody is there
+LINES = "application/x-ndjson"
+BEGINS_AFTER = "X-Begins-After"
+
+
+class Followers:
+    """text: what tokens say. at_most: at a time. pace_s: between two reads of one. silence_s: until an empty line."""
+
+    def __init__(
+        self,
+        store: Store,
+        text: Callable[[list[int]], str],
+        *,
+        at_most: int = AT_MOST,
+        pace_s: float = PACE_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self._store = store
+        self._text = text
+        self._at_most = at_most
+        self._pace_s, self._silence_s = pace_s, silence_s
+        self._one_reads = asyncio.Lock()
+        self._is_over = False
+
+    def end(self) -> None:
+        """No sample ends any more: all are told, then answers end."""
+        self._is_over = True
+        for news in self._store.followers:
+            news.set()
+
+    async def serve(
+        self, request: web.Request, *, after: int, state: SampleState | None, text: bool
+    ) -> web.StreamResponse:
+        """An answer that lasts until the client leaves, or the controller ends."""
+        if len(self._store.followers) >= self._at_most:
+            raise web.HTTPTooManyRequests(
+                text=f"{self._at_most} clients follow the samples already: end one of them\n",
+                headers={"Retry-After": "10"},
+            )
+        news = asyncio.Event()
+        self._store.followers.add(news)
+        try:
+            return await self._tell(request, news, after, state, self._text if text else None)
+        except ClientGone as gone:
+            return gone.response
+        finally:
+            self._store.followers.discard(news)
+
+    async def _tell(
+        self,
+        request: web.Request,
+        news: asyncio.Event,
+        after: int,
+        state: SampleState | None,
+        text: Callable[[list[int]], str] | None,
+    ) -> web.StreamResponse:
+        headers = {"Content-Type": LINES, "Cache-Control": "no-cache", BEGINS_AFTER: str(after)}
+        response = web.StreamResponse(headers=headers)
+        async with reading(request, response):
+            await response.prepare(request)
+        while after < self._store.ended or not self._is_over:
+            news.clear()
+            if after < self._store.ended:
+                lines, after = await self._lines(after, state, text)
+                for line in lines:
+                    async with reading(request, response):
+                        await response.write(line)
+                await asyncio.sleep(self._pace_s)
+            elif not await soon(news, self._silence_s):
+                async with reading(request, response):
+                    await response.write(b"\n")
+        async with reading(request, response):
+            await response.write_eof()
+        return response
+
+    async def _lines(
+        self, after: int, state: SampleState | None, text: Callable[[list[int]], str] | None
+    ) -> tuple[list[bytes], int]:
+        """A page of them, and the place that it reaches to."""
+        up_to, page = self._store.ended, PAGE_OF_TEXTS if text else PAGE
+
+        def read() -> tuple[list[bytes], int]:
+            rows = self._store.ended_after(after, up_to, state, limit=page, text=text)
+            return [json.dumps(row).encode() + b"\n" for row in rows], rows[-1]["ended"] if len(rows) == page else up_to
+
+        await self._store.flushed()
+        async with self._one_reads:
+            return await asyncio.to_thread(read)

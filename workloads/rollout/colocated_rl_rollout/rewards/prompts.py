@@ -1,0 +1,189 @@
+"""The prompts of a job in a fixed order, divided into those that train and those that are held out.
+
+Order: that of the source, pass after pass; the store keeps the position, so a restart goes on where it was. A
+question is held out by its hash, wherever it stands and however often: it never trains. Prompts longer than
+`maxPromptTokens`, and those that the model's chat template refuses, are left out and counted. A task of an environment
+has none: its episodes ask what they like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from enum import StrEnum
+
+from colocated_rl_api.facts import Problem
+from colocated_rl_api.logs import log
+from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
+from colocated_rl_rollout.rewards.task_connection import OTHER_DATA, TaskUnusable
+from colocated_rl_rollout.rules.chat import Chat, Unrenderable
+from colocated_rl_rollout.rules.samples import Prompt
+from colocated_rl_rollout.tasks.task_wire import Asked
+
+LOG = logging.getLogger(__name__)
+
+CHUNK = 64  # questions asked for at once
+AHEAD = 256  # prompts held ready
+RETRY_S = 5.0
+REFUSED_AT_MOST = 64  # in a row; of so many it is the template, or all of the data, and a person's to mend
+TOLD_AT_MOST = 8  # refusals in the log of one process
+
+
+class NoPrompts(Exception):
+    """The data has no prompt of the kind that is wanted. The user mends the job."""
+
+
+class LeftOut(StrEnum):
+    """Why a question trains nothing."""
+
+    HELD_OUT = "HeldOut"
+    TOO_LONG = "TooLong"
+    REFUSED = "TemplateRefused"
+
+
+class PromptSource:
+    """Prompts of one job. `run` keeps AHEAD of them ready.
+
+    changed: called when there is something new to take, or a problem came or went. known_digest: of the data that the
+    position is of; remember: is told what it is. count: called for each prompt that is left out.
+    """
+
+    def __init__(
+        self,
+        processes: TaskProcesses,
+        chat: Chat,
+        *,
+        max_prompt_tokens: int,
+        position: int,
+        changed: Callable[[], None],
+        known_digest: str | None = None,
+        remember: Callable[[str], None] = lambda _: None,
+        count: Callable[[LeftOut], None] = lambda _: None,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._processes = processes
+        self._chat = chat
+        self._max_prompt_tokens = max_prompt_tokens
+        self._changed = changed
+        self._known_digest = known_digest
+        self._remember = remember
+        self._count = count
+        self._retry_s = retry_s
+        self._position = position  # of the next question to look at
+        self._ready: deque[Prompt] = deque()
+        self._taken = asyncio.Event()
+        self.left_out: Counter[LeftOut] = Counter()
+        self._refused_in_a_row = 0
+        self.problem: Problem | None = None
+
+    def take(self) -> Prompt | None:
+        """The next prompt to train on; None while it is being made."""
+        if not self._ready:
+            return None
+        self._taken.set()
+        return self._ready.popleft()
+
+    async def run(self) -> None:
+        """Make prompts ahead of need until cancelled."""
+        barren = 0  # questions in a row without a usable prompt
+        while True:
+            try:
+                data = await self._processes.data()
+                if data.digest != (self._known_digest or data.digest):
+                    self._stop("PromptsUnusable", OTHER_DATA)
+                    return
+                self._remember(data.digest)
+                found = await self._look(self._position, held_out=False)
+            except RewardFailed as error:
+                log(LOG, "questions not made", logging.WARNING, reason=str(error))
+                self._tell(Problem(reason="QuestionsNotMade", message=f"{error}; asked again"[:1024]))
+                await asyncio.sleep(self._retry_s)
+                continue
+            except (TaskUnusable, Unrenderable) as error:
+                self._stop("PromptsUnusable", str(error))
+                return
+            if self.problem:
+                self._tell(None)
+            self._position += CHUNK
+            barren = 0 if found else barren + CHUNK
+            if barren >= data.size:
+                self._stop("PromptsUnusable", f"no prompt to train on among {data.size}: {self._said_of_left_out()}")
+                return
+            self._ready.extend(found)
+            if found:
+                self._changed()
+            while len(self._ready) >= AHEAD:
+                self._taken.clear()
+                await self._taken.wait()
+
+    async def held_out(self, count: int) -> list[Prompt]:
+        """The first `count` different held-out prompts of the data, fewer when it has no more.
+
+        Raises NoPrompts, TaskUnusable, Unrenderable, RewardFailed.
+        """
+        found: dict[tuple[int, ...], Prompt] = {}
+        size = (await self._processes.data()).size
+        for position in range(0, size if self._processes.holds_out else 0, CHUNK):
+            for prompt in await self._look(position, held_out=True):
+                found.setdefault(prompt.ids or (prompt.index,), prompt)
+            if len(found) >= count:
+                break
+        if not found:
+            raise NoPrompts(f"no held-out prompt among {size}: {self._said_of_left_out()}")
+        return list(found.values())[:count]
+
+    async def _look(self, start: int, *, held_out: bool) -> list[Prompt]:
+        """Prompts of the next CHUNK questions."""
+        found = []
+        questions = await self._processes.questions(start, CHUNK)
+        of_kind = [(position, asked) for position, asked in enumerate(questions, start) if asked.held_out is held_out]
+        for _ in range(0 if held_out else len(questions) - len(of_kind)):
+            self._leave_out(LeftOut.HELD_OUT)
+        # in a thread: of prompts of many thousand tokens a chunk takes seconds
+        tokens = await asyncio.to_thread(lambda: [self._ids(asked) for _, asked in of_kind])
+        for (position, asked), ids in zip(of_kind, tokens, strict=True):
+            if isinstance(ids, Unrenderable):
+                self._refuse(f"prompt {asked.row + 1} of the data: {ids}")
+                continue
+            self._refused_in_a_row = 0
+            if len(ids) > self._max_prompt_tokens:
+                self._leave_out(LeftOut.TOO_LONG)
+                continue
+            found.append(Prompt(position, asked.row, ids))
+        return found
+
+    def _ids(self, asked: Asked) -> tuple[int, ...] | Unrenderable:
+        try:
+            return () if asked.question is None else self._chat.prompt_ids(asked.question)
+        except Unrenderable as error:
+            return error
+
+    def _refuse(self, why: str) -> None:
+        """Raises Unrenderable when the template has taken none for long."""
+        self._leave_out(LeftOut.REFUSED)
+        if self.left_out[LeftOut.REFUSED] <= TOLD_AT_MOST:
+            log(LOG, "prompt left out", logging.WARNING, reason=why)
+        self._refused_in_a_row += 1
+        if self._refused_in_a_row == REFUSED_AT_MOST:
+            raise Unrenderable(f"{REFUSED_AT_MOST} prompts in a row were refused; {why}")
+
+    def _leave_out(self, why: LeftOut) -> None:
+        self.left_out[why] += 1
+        self._count(why)
+
+    def _said_of_left_out(self) -> str:
+        return (
+            f"{self.left_out[LeftOut.HELD_OUT]} were held out (heldOutPercent), "
+            f"{self.left_out[LeftOut.TOO_LONG]} were longer than maxPromptTokens ({self._max_prompt_tokens}), "
+            f"{self.left_out[LeftOut.REFUSED]} were refused by the model's chat template"
+        )
+
+    def _stop(self, reason: str, message: str) -> None:
+        log(LOG, "prompts unusable", logging.ERROR, reason=message)
+        self._tell(Problem(reason=reason, message=message[:1024]))
+
+    def _tell(self, problem: Problem | None) -> None:
+        self.problem = problem
+        self._changed()

@@ -1,0 +1,160 @@
+"""An HTTP endpoint that says what responses are worth: `reward.http` of a source of prompts.
+
+Asked by the rollout controller itself, which alone has the token, so many at a time. No answer, 429 and 5xx are tried
+again with growing pauses, a bounded number of times; everything else that is no reward fails the sample at once. A
+redirect is not followed: the token goes where the job says and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pydantic
+
+from colocated_rl_api import names
+from colocated_rl_api.facts import Problem
+from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.prompts import HttpReward
+from colocated_rl_rollout.rewards.rewards import REWARD_UNAVAILABLE, RewardFailed
+from colocated_rl_rollout.tasks.task_wire import Question, RewardValue
+
+LOG = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5  # doubled each time, with jitter
+LONGEST_PAUSE_S = 60.0
+MAX_REQUEST_BYTES = 16 * 1024 * 1024
+MAX_REPLY_BYTES = 64 * 1024
+TOLD_CHARACTERS = 200
+
+
+class _Answer(pydantic.BaseModel):
+    """What an endpoint answers; it may say more."""
+
+    reward: RewardValue
+
+
+class _TryAgain(Exception):
+    """No reward this time. pause_s: what the endpoint asks for."""
+
+    def __init__(self, message: str, pause_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.pause_s = pause_s
+
+
+class RewardEndpoint:
+    """tokens: where Secrets are mounted, each by its name; read for each request, so that a token may change."""
+
+    def __init__(
+        self,
+        reward: HttpReward,
+        job: JobFile,
+        session: aiohttp.ClientSession,
+        *,
+        tokens: Path,
+        first_pause_s: float = FIRST_PAUSE_S,
+    ) -> None:
+        self._reward = reward
+        self._job = {"name": job.name, "namespace": job.namespace, "uid": job.uid}
+        self._session = session
+        self._token = tokens / reward.secret_name / names.REWARD_TOKEN_FILE if reward.secret_name else None
+        self._first_pause_s = first_pause_s
+        self._places = asyncio.Semaphore(reward.max_concurrency)
+        self.problem: Problem | None = None
+
+    async def score(self, prompt: Question, fields: Mapping[str, Any], response: str) -> float:
+        """Raises RewardFailed."""
+        body = self._body(prompt=prompt, fields=fields, response=response)
+        for attempt in range(1, self._reward.attempts + 1):
+            try:
+                async with self._places:
+                    reward = await self._ask(body)
+            except _TryAgain as error:
+                why, pause_s = str(error), error.pause_s
+                self._tell(f"{self._reward.url}: {why}")
+            else:
+                self._tell(None)
+                return reward
+            if attempt < self._reward.attempts:
+                growing_s = self._first_pause_s * 2 ** (attempt - 1) * (0.5 + random.random())
+                await asyncio.sleep(min(max(growing_s, pause_s), LONGEST_PAUSE_S))
+        raise RewardFailed(REWARD_UNAVAILABLE, f"{self._reward.url}: {why}, {self._reward.attempts} times")
+
+    def _body(self, **asked: Any) -> bytes:
+        try:
+            body = json.dumps({**asked, "job": self._job}, allow_nan=False).encode()
+        except ValueError as error:
+            raise RewardFailed("RewardNotAsked", f"the row can't be said in JSON: {error}") from error
+        if len(body) > MAX_REQUEST_BYTES:
+            raise RewardFailed(
+                "RewardNotAsked", f"the request has {len(body)} bytes, at most {MAX_REQUEST_BYTES} are sent"
+            )
+        return body
+
+    async def _ask(self, body: bytes) -> float:
+        """One attempt. Raises _TryAgain, RewardFailed."""
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=self._reward.timeout_seconds)
+        try:
+            if self._token is not None:
+                headers["Authorization"] = f"Bearer {_token_in(self._token)}"
+            async with self._session.post(
+                self._reward.url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
+                return _reward_in(answer, await _read(answer), url=self._reward.url)
+        except TimeoutError as error:
+            raise _TryAgain(f"no answer within {self._reward.timeout_seconds} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _TryAgain(f"{type(error).__name__}: {error}") from error
+
+    def _tell(self, trouble: str | None) -> None:
+        if trouble is None:
+            if self.problem:
+                log(LOG, "reward endpoint answers again", reason=self._reward.url)
+            self.problem = None
+        elif self.problem is None:
+            log(LOG, "reward endpoint does not answer", logging.WARNING, reason=trouble)
+            self.problem = Problem(reason=REWARD_UNAVAILABLE, message=f"{trouble}; it is asked again"[:1024])
+
+
+def _token_in(path: Path) -> str:
+    """Raises OSError, _TryAgain."""
+    token = path.read_bytes().strip()
+    if not (token.isascii() and token.decode().isprintable()):
+        raise _TryAgain(f"key {path.name} of Secret {path.parent.name} is no token: one line of ASCII text is")
+    return token.decode()
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    """Raises RewardFailed when it is too long."""
+    body = bytearray()
+    async for chunk in answer.content.iter_any():
+        body += chunk
+        if len(body) > MAX_REPLY_BYTES:
+            raise RewardFailed("RewardGarbled", f"{answer.url} answers with more than {MAX_REPLY_BYTES} bytes")
+    return bytes(body)
+
+
+def _reward_in(answer: aiohttp.ClientResponse, body: bytes, *, url: str) -> float:
+    told = f"{answer.status}: {body.decode(errors='replace')[:TOLD_CHARACTERS]!r}"
+    if answer.status == 429 or answer.status >= 500:
+        asked_for = answer.headers.get("Retry-After", "")
+        raise _TryAgain(f"it answers {told}", float(asked_for) if asked_for.isascii() and asked_for.isdigit() else 0.0)
+    if 300 <= answer.status < 400:
+        place = answer.headers.get("Location", "elsewhere")
+        raise RewardFailed(
+            "RewardRefused", f"{url} sends to {place[:TOLD_CHARACTERS]}, which isn't followed: set url to it"
+        )
+    if answer.status != 200:
+        raise RewardFailed("RewardRefused", f"{url} answers {told}")
+    try:
+        return _Answer.model_validate_json(body).reward
+    except pydantic.ValidationError as error:
+        raise RewardFailed("RewardGarbled", f'{url} should answer {{"reward": NUMBER}}, not {told}') from error

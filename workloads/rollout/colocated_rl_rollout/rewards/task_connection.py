@@ -1,0 +1,110 @@
+"""A connection to one task process: the controller's end of `task_wire`, and the life of the process.
+
+The task server starts a process for each connection, and ends it when that is closed. What comes is read as what a
+stranger says: a line of another shape, or too long, ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pydantic
+
+from colocated_rl_api import names
+from colocated_rl_api.prompts import Prompts
+from colocated_rl_rollout.tasks.task_wire import Data, Greeting, Reply
+
+START_DEADLINE_S = 900.0  # data may have to be fetched, and all of it is looked at
+RESTART_S = 1.0  # before a process that died is replaced; with jitter
+MAX_LINE_BYTES = 64 * 1024  # of a reward, or what kept it from being one
+MAX_ROWS_BYTES = 64 * 1024 * 1024  # of a row, or several questions
+OTHER_DATA = (
+    "the rows are not those that the job began with, and what was asked is not found again among them: put the former "
+    "files back, or make a new job"
+)
+
+
+class TaskUnusable(Exception):
+    """The task can't be made as the job describes it. The user mends the job."""
+
+
+class ProcessLost(Exception):
+    """The process ended, or must: its connection is closed, and another one takes over."""
+
+
+@dataclass(frozen=True)
+class TaskConnection:
+    """To one process, and its life: the task server ends it when the connection is closed."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, socket: Path) -> AsyncIterator[TaskConnection]:
+        """Raises ProcessLost."""
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                reader, writer = await asyncio.open_unix_connection(socket, limit=MAX_LINE_BYTES)
+        except (OSError, TimeoutError) as error:
+            what = f"no task process: {socket} does not answer: {error}"
+            raise ProcessLost(f"{what}; look at the log of container {names.REWARDS_CONTAINER}") from error
+        try:
+            yield cls(reader, writer)
+        finally:
+            writer.transport.abort()
+
+    async def greet(self, prompts: Prompts, *, count: int, model: str | None = None) -> Data:
+        """What it has, as one of `count` that answer, or with a model as one of `count` that play.
+
+        Raises ProcessLost, TaskUnusable.
+        """
+        processes = 2 * count if prompts.environments else count
+        greeting = Greeting(prompts=prompts, processes=processes, model=model)
+        try:
+            line = greeting.model_dump_json(by_alias=True).encode() + b"\n"
+            await self.send(line, deadline_s=START_DEADLINE_S)
+            reply = await self.receive(deadline_s=START_DEADLINE_S)
+        except TimeoutError as error:
+            raise ProcessLost(f"task process not ready within {START_DEADLINE_S:.0f} s") from error
+        if reply.error is not None:
+            raise TaskUnusable(f"spec.rollout.prompts.{reply.error}")
+        try:
+            return Data.model_validate(reply.value)
+        except pydantic.ValidationError as error:
+            raise ProcessLost("task process did not say how many rows it has") from error
+
+    async def send(self, lines: bytes, *, deadline_s: float) -> None:
+        """Raises ProcessLost, TimeoutError."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                self.writer.write(lines)
+                await self.writer.drain()
+        except ConnectionError as error:
+            raise ProcessLost("task process closed its input") from error
+
+    async def receive(self, *, deadline_s: float | None, most_bytes: int = MAX_LINE_BYTES) -> Reply:
+        """The next line. Raises ProcessLost, TimeoutError."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                line = await self._line(most_bytes)
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            raise ProcessLost("task process ended") from error
+        try:
+            return Reply.model_validate_json(line)
+        except pydantic.ValidationError as error:
+            raise ProcessLost("task process wrote what is no reply") from error
+
+    async def _line(self, most_bytes: int) -> bytes:
+        """No more of it is held than it may have, and what the reader takes at a time."""
+        line = bytearray()
+        while len(line) <= most_bytes:
+            try:
+                return bytes(line + await self.reader.readuntil())
+            except asyncio.LimitOverrunError as longer:
+                line += await self.reader.readexactly(longer.consumed)
+        raise ProcessLost(f"task process wrote a line of more than {most_bytes} bytes")

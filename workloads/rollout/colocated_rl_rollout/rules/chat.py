@@ -1,0 +1,202 @@
+"""Text to token ids and back, as the model's own tokenizer and chat template have it.
+
+Reads the model's directory: `tokenizer.json`, the chat template, the end tokens. Renders templates in the sandbox and
+with the settings that transformers uses, without its import time and its torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from colocated_rl_rollout.rules.tool_calls import arguments_of
+
+RENDERING_ERRORS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""What a template may raise about a conversation: it calls methods of whatever a client sends."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class ModelUnusable(Exception):
+    """The model's directory lacks what rollout needs. The user mends the model; trying again does not help."""
+
+
+class Unrenderable(Exception):
+    """The template does not take this conversation. Another one may be fine."""
+
+
+class Chat:
+    """Tokenizer and chat template of one model. Raises ModelUnusable.
+
+    template: its text. end_ids: tokens that end a response. vocabulary: ids are below it. special_ids: of tokens that
+    are no text. byte_ids: of tokens that are one byte, where the tokenizer has such.
+    """
+
+    def __init__(self, model: Path) -> None:
+        config = _read_json(model / "tokenizer_config.json")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelUnusable(
+                f"{model / 'tokenizer.json'}: {error}; save the model with its fast tokenizer"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
+        self.template = _template_text(model, config)
+        self._render = _renderer(self.template)
+        self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        bytes_alone = (self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256))
+        self.byte_ids = frozenset(number for number in bytes_alone if number is not None)
+        self.end_ids = frozenset(self._end_ids(model))
+        self._special_texts = {token.content: number for number, token in added.items() if token.special}
+        if not self.end_ids:
+            raise ModelUnusable(
+                f"{model}: no eos_token in generation_config.json, config.json or tokenizer_config.json"
+            )
+
+    def prompt_ids(self, question: str | list[dict[str, Any]]) -> tuple[int, ...]:
+        """A user's question, or a conversation, as the model is asked it, up to where its answer begins.
+
+        A message is as a client of the gateway sends it: tables have every member in each message, most of them null.
+        Raises Unrenderable.
+        """
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        try:
+            ids = self.encode(self.rendered([as_rendered(message) for message in messages]))
+        except (Unrenderable, *RENDERING_ERRORS) as error:
+            raise Unrenderable(f"the model's chat template can't be rendered: {error}") from error
+        if not ids:
+            raise Unrenderable("the model's chat template makes no token of it")
+        return ids
+
+    def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as text, up to where the policy speaks. options: of the template. Raises Unrenderable."""
+        said = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
+        try:
+            return self._render({**(options or {}), **self._special, **said})
+        except RENDERING_ERRORS as error:
+            raise Unrenderable(f"{type(error).__name__}: {error}"[:500]) from error
+
+    def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
+        """special: with what the tokenizer puts before a text of its own accord. Raises Unrenderable."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise Unrenderable(f"half a character in the text: {error.reason}") from error
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a whole response, without special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def never_in_text(self, stop: str) -> bool:
+        """Whether it has a special token in it, and is not one that ends a response anyway."""
+        return any(text in stop for text in self._special_texts) and self._special_texts.get(stop) not in self.end_ids
+
+    def token_text(self, token: int) -> str:
+        """One token by itself, special ones too; part of a character shows as the replacement character."""
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
+    def _end_ids(self, model: Path) -> list[int]:
+        found: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            value = _read_json(model / name, optional=True).get("eos_token_id")
+            found += value if isinstance(value, list) else [] if value is None else [value]
+        if (text := self._special.get("eos_token")) and (number := self._tokenizer.token_to_id(text)) is not None:
+            found.append(number)
+        return found
+
+
+def as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates want it: text in one piece, no null, arguments of calls as objects."""
+    said = {name: value for name, value in message.items() if value is not None}
+    content = said.get("content", "")
+    said["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if said["role"] == "developer":
+        said["role"] = "system"
+    if calls := said.pop("tool_calls", None):
+        said["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments_of(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return said
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks what the assistant wrote; here it means nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _renderer(template: str) -> Callable[[Mapping[str, Any]], str]:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    try:
+        return environment.from_string(template).render
+    except TemplateError as error:
+        raise ModelUnusable(f"the model's chat template can't be read: {error}") from error
+
+
+def _to_json(value: Any, *, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _template_text(model: Path, config: dict[str, Any]) -> str:
+    path = model / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    written = config.get("chat_template")
+    if isinstance(written, list):  # several by name
+        written = next((entry["template"] for entry in written if entry.get("name") == "default"), None)
+    if not isinstance(written, str):
+        raise ModelUnusable(f"{model}: no chat template: add chat_template.jinja beside the tokenizer")
+    return written
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is written as its text, or as a mapping with `content`."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.exists():
+        return {}
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnusable(f"{path} can't be read: {error}") from error
+    if not isinstance(read, dict):
+        raise ModelUnusable(f"{path} is no JSON object")
+    return read

@@ -1,0 +1,33 @@
+"""Which finished samples are kept from training, by the rules of the job. Pure.
+
+A group without spread in its rewards has no gradient: training on others in its place is what DAPO calls dynamic
+sampling (Yu et al. 2025). A group of one has none either, so it goes with the sample that left it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from colocated_rl_api.job import Filter
+from colocated_rl_rollout.rules.samples import Finish, Group, Sample
+
+SAME_REWARD = 1e-6  # a spread below this is rounding
+
+
+class Verdict(NamedTuple):
+    """whole: why nothing of the group is trained, if so. Otherwise `samples` are left out of it."""
+
+    whole: Filter | None
+    samples: list[Sample]
+
+
+def judge(group: Group, filters: Collection[Filter]) -> Verdict:
+    """What filters say of a complete group."""
+    cut = [sample for sample in group.kept if sample.finish is Finish.LENGTH] if Filter.TRUNCATED in filters else []
+    left = [sample.reward or 0.0 for sample in group.kept if sample not in cut]
+    if cut and len(left) < 2:
+        return Verdict(Filter.TRUNCATED, [])
+    if Filter.EQUAL_REWARDS in filters and max(left) - min(left) <= SAME_REWARD:
+        return Verdict(Filter.EQUAL_REWARDS, [])
+    return Verdict(None, cut)

@@ -1,0 +1,200 @@
+"""How segments become one response. Pure, and the same for a sample of rollout and for a client's turn.
+
+Owns what is read from an engine's answer, when a response is at its end, and when no further attempt is made. Refuses
+an answer whose ids, log-probabilities and versions do not describe the same tokens: padding would train on wrong tokens
+(H27), so the segment is dropped and its sample goes on from what it had.
+"""
+
+from __future__ import annotations
+
+import base64
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.rules.samples import (
+    NO_TOKENS,
+    Finish,
+    Span,
+    Tokens,
+)
+
+ATTEMPTS_AT_MOST = 64  # of one response: each prefills again what is there (H34)
+IDLE_ATTEMPTS_AT_MOST = 16  # in a row that brought no token (H6)
+RESENT_AT_MOST = ATTEMPTS_AT_MOST // 2  # times its limit: what so many attempts send again of one that grows evenly
+NO_EXPERTS = np.empty((0, 0), np.int32)
+
+
+class GarbledAnswer(ValueError):
+    """The engine's answer contradicts itself or lacks a part. Nothing of it is used."""
+
+
+class Ending(StrEnum):
+    """Why an engine attempt ended, whatever the engine calls it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    INTERRUPTED = "interrupted"  # by a switch, or with its engine
+
+
+def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Ending]:
+    """Tokens of one engine attempt and why it ended, from the body of an answer with status 200.
+
+    Raises GarbledAnswer.
+    """
+    try:
+        meta = answer["meta_info"]
+        ids: Sequence[int] = answer.get("output_ids") or ()
+        logprobs: Sequence[Sequence[Any]] = meta.get("output_token_logprobs") or ()
+        if [int(entry[1]) for entry in logprobs] != list(ids):
+            raise GarbledAnswer(f"{len(ids)} ids, {len(logprobs)} log-probabilities, or not of the same tokens")
+        logp = np.fromiter((entry[0] for entry in logprobs), np.float32, len(logprobs))
+        tokens = Tokens(np.asarray(ids, np.int32), logp, _read_spans(meta, len(ids))) if ids else NO_TOKENS
+        ending = _read_ending(meta["finish_reason"])
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
+        raise GarbledAnswer(f"a part is missing or of another shape: {error!r}") from error
+    except ValueError as error:
+        raise error if isinstance(error, GarbledAnswer) else GarbledAnswer(str(error)) from error
+    if ending is not Ending.INTERRUPTED and not len(tokens):
+        raise GarbledAnswer(f"it ended with {ending} before its first token")
+    if (tokens.ids < 0).any():  # an engine that overlaps its steps has such in the places of tokens to come
+        raise GarbledAnswer("a token id is below 0")
+    if not np.isfinite(tokens.logp).all() or (tokens.logp > 1e-4).any():
+        raise GarbledAnswer("a log-probability is not a finite number of at most 0")
+    return tokens, ending
+
+
+def read_experts(answer: Mapping[str, Any], *, rows: int, width: int = 0) -> NDArray[np.int32]:
+    """Experts that `rows` tokens were routed to: [rows, layers * experts], none where the answer does not say.
+
+    width: what tokens before them have each, 0 without such. Raises GarbledAnswer.
+    """
+    said = answer["meta_info"].get("routed_experts")
+    if said is None:
+        return NO_EXPERTS
+    try:
+        ids = np.frombuffer(base64.b64decode(said, validate=True), "<i4")
+    except (TypeError, ValueError) as error:
+        raise GarbledAnswer(f"its routed experts are no numbers: {error}") from error
+    if not rows or not ids.size or ids.size % rows:
+        raise GarbledAnswer(f"{ids.size} numbers are no routed experts of {rows} tokens")
+    if width and ids.size != rows * width:
+        raise GarbledAnswer(f"tokens have {ids.size // rows} routed experts each, and those before them {width}")
+    return ids.reshape(rows, -1)
+
+
+def join_experts(so_far: NDArray[np.int32], more: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Rows that an attempt added come after those that were there: it was asked for no others (H28)."""
+    parts = [rows for rows in (so_far, more) if len(rows)]
+    return np.concatenate(parts) if parts else NO_EXPERTS
+
+
+def _read_spans(meta: Mapping[str, Any], length: int) -> tuple[Span, ...]:
+    """Spans of a finished answer, or the one version that a chunk names: weights change only while nothing runs."""
+    listed = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
+    spans = tuple(
+        Span(WeightVersion.parse(span["version"]), int(span["start"]), int(span["end"]))
+        for span in listed
+        if span["end"] > span["start"]
+    )
+    ends = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != length:
+        raise GarbledAnswer(f"weight versions cover {ends[-1]} tokens of {length}, or with a gap")
+    return spans
+
+
+def _read_ending(reason: Mapping[str, Any] | None) -> Ending:
+    if reason is None:  # the last state before an engine was lost
+        return Ending.INTERRUPTED
+    match reason["type"]:
+        case "stop":
+            return Ending.STOP
+        case "length":
+            return Ending.LENGTH
+        case "abort" | "aborted":
+            return Ending.INTERRUPTED
+        case other:
+            raise GarbledAnswer(f"finish reason {other!r} is not known")
+
+
+def join(so_far: Tokens, segment: Tokens) -> Tokens:
+    """One response from what was there and what an attempt added; neighbouring spans of one version become one."""
+    return join_all([so_far, segment])
+
+
+def join_all(segments: Iterable[Tokens]) -> Tokens:
+    """As `join`, of any number."""
+    parts = [segment for segment in segments if len(segment)]
+    if len(parts) < 2:
+        return parts[0] if parts else NO_TOKENS
+    spans: list[Span] = []
+    offset = 0
+    for segment in parts:
+        for span in segment.spans:
+            last = spans[-1] if spans else None
+            if last and last.version == span.version and last.end == span.start + offset:
+                spans[-1] = Span(span.version, last.start, span.end + offset)
+            else:
+                spans.append(Span(span.version, span.start + offset, span.end + offset))
+        offset += len(segment)
+    ids, logp = np.concatenate([part.ids for part in parts]), np.concatenate([part.logp for part in parts])
+    return Tokens(ids, logp, tuple(spans))
+
+
+def finish_of(tokens: Tokens, ending: Ending, *, limit: int, end_ids: Collection[int]) -> Finish | None:
+    """How a response has ended, if it has, when the attempt that brought its last tokens ended as `ending`.
+
+    An abort hides an end in its last step (H49), and the limit hides an end token at the limit.
+    """
+    if not len(tokens):
+        return None
+    if ending is Ending.STOP or int(tokens.ids[-1]) in end_ids:
+        return Finish.STOP
+    return Finish.LENGTH if ending is Ending.LENGTH or len(tokens) >= limit else None
+
+
+def remaining(tokens: Tokens, *, limit: int) -> int:
+    """Tokens that the next attempt may add, so that the limit holds over all attempts. Tokens."""
+    return limit - len(tokens)
+
+
+def exhausted(*, attempts: int, idle_attempts: int, resent: int, limit: int) -> tuple[str, str] | None:
+    """Reason and message, when a response that is not at its end gets no further attempt.
+
+    resent: its tokens that attempts were sent, each as often as it was. limit: of the response. Tokens.
+    """
+    if idle_attempts >= IDLE_ATTEMPTS_AT_MOST:
+        return "NoProgress", f"{idle_attempts} attempts brought no token"
+    if attempts >= ATTEMPTS_AT_MOST:
+        return "TooManyAttempts", f"not ended after {attempts} attempts"
+    if resent >= RESENT_AT_MOST * limit:
+        return "TooManyTokensResent", f"not ended after {resent} tokens were sent again, with a limit of {limit}"
+    return None
+
+
+def cut(tokens: Tokens, length: int) -> Tokens:
+    """The first `length` tokens."""
+    if length >= len(tokens):
+        return tokens
+    spans = tuple(Span(span.version, span.start, min(span.end, length)) for span in tokens.spans if span.start < length)
+    return Tokens(tokens.ids[:length], tokens.logp[:length], spans)
+
+
+def stopped_at(ids: Sequence[int], stops: Sequence[str], text_of: Callable[[Sequence[int]], str]) -> int | None:
+    """Tokens up to the end of the first stop string, if there is one.
+
+    An engine looks for stop strings in what it made itself: one that lies across two attempts it does not see.
+    """
+
+    def is_stopped(length: int) -> bool:
+        text = text_of(ids[:length])
+        return any(stop in text for stop in stops)
+
+    if not stops or not is_stopped(len(ids)):
+        return None
+    return bisect_left(range(len(ids)), True, key=is_stopped)

@@ -1,0 +1,283 @@
+"""Sealed batches: how groups become the files of `colocated_rl_api.batch`, and where those files are.
+
+A batch is divided among the trainer ranks when it is sealed: whole samples, balanced by tokens. Its files are written
+and synced before the batch is sealed in the store, so a sealed batch is always there; a file of a batch that never was
+sealed is overwritten by the next attempt. The bytes depend on the samples alone.
+
+Dealt out anew for another number of ranks (`recording`), its new files are written and synced beside those it has; they
+take their places once the store knows of them, at its next opening if not before. So at every instant it is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import heapq
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from safetensors.numpy import save
+
+from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_api.wire import Wire
+from colocated_rl_rollout.rules.samples import Finish, Group, Sample
+from colocated_rl_rollout.rules.staleness import staleness
+
+LEFT_BYTES = 16 * 1024 * 1024  # of the volume, by a batch: where the store can't commit, the controller ends
+
+
+def free_on_volume(at: Path) -> int:
+    """Bytes."""
+    return disk_usage(at).free
+
+
+class BatchRecord(Wire):
+    """What the store keeps of a sealed batch, for facts, logs and whoever fetches it."""
+
+    step: int
+    groups: int
+    samples: int
+    loss_tokens: int
+    reward_mean: float
+    staleness: dict[int, int] = Field(description="tokens by staleness, as the step will see them")
+    resumed_samples: int | None = Field(
+        default=None, description="samples that were interrupted at least once; None of a recording, which says nothing"
+    )
+    segments: int | None = Field(
+        default=None, description="engine attempts that brought tokens, of all samples; None of a recording"
+    )
+    truncated: int = Field(description="samples that ended by the token limit")
+    masked_tokens: int = Field(default=0, description="tokens that are too old to be trained, and are context alone")
+    sha256: tuple[str, ...] = Field(description="of each shard")
+
+    @property
+    def staleness_mean(self) -> float:
+        """Of a token, in steps."""
+        return sum(age * count for age, count in self.staleness.items()) / max(1, self.loss_tokens)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A sample with the rewards of its group: everything that a shard says of it."""
+
+    sample: Sample
+    group_mean: float
+    group_std: float
+    group_count: int
+
+    @property
+    def length(self) -> int:
+        return len(self.sample.group.prompt.ids) + len(self.sample.tokens)
+
+
+def write_batch(
+    directory: Path,
+    groups: Sequence[Group],
+    *,
+    step: int,
+    shards: int,
+    temperature: float,
+    seed: int,
+    oldest_step: int = 0,
+    reference: Mapping[int, NDArray[np.float32]] | None = None,
+    free_bytes: Callable[[Path], int] = free_on_volume,
+) -> BatchRecord:
+    """Make the files of a batch durable and say what is in them. `groups` are complete, in the batch's order.
+
+    oldest_step: tokens of weights before it are not trained. reference: what it says of each response, by sample; None
+    where nobody asked it yet. Raises OSError.
+    """
+    rows = [row for group in groups for row in _rows(group)]
+    spans = [span for row in rows for span in row.sample.tokens.spans]
+    ages: Counter[int] = Counter()
+    for span in spans:
+        if span.version.step >= oldest_step:
+            ages[staleness(span.version.step, at_step=step)] += span.end - span.start
+    loss_tokens = ages.total()
+    bodies = []
+    for shard, part in enumerate(partition([row.length for row in rows], shards)):
+        header = BatchHeader(
+            step=step,
+            shard=shard,
+            shards=shards,
+            groups=len(groups),
+            samples=len(rows),
+            loss_tokens=loss_tokens,
+            temperature=temperature,
+            seed=seed,
+            has_reference=reference is not None,
+        )
+        bodies.append(_shard([rows[place] for place in part], header, oldest_step, reference))
+    samples = [row.sample for row in rows]
+    return BatchRecord(
+        step=step,
+        groups=len(groups),
+        samples=len(rows),
+        loss_tokens=loss_tokens,
+        reward_mean=float(np.mean([_reward(sample) for sample in samples])),
+        staleness=dict(sorted(ages.items())),
+        resumed_samples=sum(sample.segments > 1 for sample in samples),
+        segments=sum(sample.segments for sample in samples),
+        truncated=sum(sample.finish is Finish.LENGTH for sample in samples),
+        masked_tokens=sum(span.end - span.start for span in spans) - loss_tokens,
+        sha256=write_shards(directory, step, bodies, free_bytes=free_bytes),
+    )
+
+
+def write_shards(
+    directory: Path,
+    step: int,
+    bodies: Sequence[bytes],
+    *,
+    beside: bool = False,
+    free_bytes: Callable[[Path], int] = free_on_volume,
+) -> tuple[str, ...]:
+    """Make the files of a batch durable; returns the digest of each. beside: those that it has stay as they are.
+
+    A batch that would take the last of the volume is not begun. Raises OSError.
+    """
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        _sync_directory(directory.parent)
+    needed, free = sum(map(len, bodies)) + LEFT_BYTES, free_bytes(directory)
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free, and it takes {needed >> 20} MiB")
+    for shard, body in enumerate(bodies):
+        path = _dealt_path(directory, step, shard, len(bodies)) if beside else shard_path(directory, step, shard)
+        _write_durably(path, body)
+    _sync_directory(directory)
+    return tuple(hashlib.sha256(body).hexdigest() for body in bodies)
+
+
+def take_places(directory: Path, record: BatchRecord) -> None:
+    """Files that were written beside those of a batch become its own: the record is of them already."""
+    shards = len(record.sha256)
+    for shard in range(shards):
+        dealt = _dealt_path(directory, record.step, shard, shards)
+        if dealt.exists():
+            dealt.replace(shard_path(directory, record.step, shard))
+
+
+def partition(lengths: Sequence[int], shards: int) -> list[list[int]]:
+    """Places of the samples of each shard, in order: longest first to the shard with the fewest tokens so far."""
+    loads = [(0, 0, shard) for shard in range(shards)]  # tokens, samples, shard
+    parts: list[list[int]] = [[] for _ in range(shards)]
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        tokens, samples, shard = loads[0]
+        parts[shard].append(place)
+        heapq.heapreplace(loads, (tokens + lengths[place], samples + 1, shard))
+    return [sorted(part) for part in parts]
+
+
+def shard_path(directory: Path, step: int, shard: int) -> Path:
+    """Where the file of a shard is."""
+    return directory / f"{step}-{shard}.safetensors"
+
+
+def _dealt_path(directory: Path, step: int, shard: int, shards: int) -> Path:
+    """Of a shard that waits for its place."""
+    return directory / f"{step}-{shard}.of-{shards}.dealt"
+
+
+def batch_is_there(directory: Path, record: BatchRecord) -> bool:
+    """Whether all files of a batch are there; they go before the store says so."""
+    return all(shard_path(directory, record.step, shard).exists() for shard in range(len(record.sha256)))
+
+
+def batch_bytes(directory: Path, record: BatchRecord | None) -> int:
+    """Size of the files of a batch that is there; 0 without one."""
+    shards = range(len(record.sha256)) if record else ()
+    return sum(shard_path(directory, record.step, shard).stat().st_size for shard in shards if record)
+
+
+def remove_batch(directory: Path, step: int) -> None:
+    """Remove the files of a batch; those that are gone already don't matter."""
+    for path in directory.glob(f"{step}-*.safetensors"):
+        path.unlink(missing_ok=True)
+
+
+def remove_all_but(directory: Path, records: Iterable[BatchRecord]) -> None:
+    """Remove what a kill may leave: files of batches that never were sealed, or are not kept any more."""
+    kept = {shard_path(directory, record.step, shard) for record in records for shard in range(len(record.sha256))}
+    for path in set(directory.glob("*")) - kept:
+        path.unlink()
+
+
+def _rows(group: Group) -> list[_Row]:
+    samples = group.kept
+    rewards = np.array([_reward(sample) for sample in samples])
+    return [_Row(sample, float(rewards.mean()), float(rewards.std()), len(samples)) for sample in samples]
+
+
+def _reward(sample: Sample) -> float:
+    if sample.reward is None:
+        raise ValueError(f"sample {sample.id} goes into a batch without a reward")
+    return sample.reward
+
+
+def _shard(
+    rows: Sequence[_Row], header: BatchHeader, oldest_step: int, reference: Mapping[int, NDArray[np.float32]] | None
+) -> bytes:
+    """One file: columns of `colocated_rl_api.batch`, prompt and response of each sample one after another."""
+    tokens = sum(row.length for row in rows)
+    ids = np.empty(tokens, np.int32)
+    loss_mask = np.zeros(tokens, np.uint8)
+    behaviour_logp = np.zeros(tokens, np.float32)
+    reference_logp = np.zeros(tokens if reference is not None else 0, np.float32)
+    token_step = np.full(tokens, -1, np.int32)
+    ends = np.cumsum([row.length for row in rows], dtype=np.int64)
+    for row, end in zip(rows, ends, strict=True):
+        prompt, response = row.sample.group.prompt.ids, row.sample.tokens
+        start = end - len(response)
+        ids[start - len(prompt) : start] = prompt
+        ids[start:end] = response.ids
+        for span in response.spans:
+            if span.version.step >= oldest_step:
+                place = slice(start + span.start, start + span.end)
+                loss_mask[place] = 1
+                behaviour_logp[place] = response.logp[span.start : span.end]
+                token_step[place] = span.version.step
+                if reference is not None:
+                    reference_logp[place] = reference[row.sample.id][span.start : span.end]
+    columns: dict[str, NDArray[Any]] = {
+        "tokens": ids,
+        "sample_end": ends,
+        "loss_mask": loss_mask,
+        "behaviour_logp": behaviour_logp,
+        **({"reference_logp": reference_logp} if reference is not None else {}),
+        "token_step": token_step,
+        "reward": np.array([_reward(row.sample) for row in rows], np.float32),
+        "group": np.array([row.sample.group.id for row in rows], np.int64),
+        "group_mean": np.array([row.group_mean for row in rows], np.float32),
+        "group_std": np.array([row.group_std for row in rows], np.float32),
+        "group_count": np.array([row.group_count for row in rows], np.float32),
+        "truncated": np.array([row.sample.finish is Finish.LENGTH for row in rows], np.uint8),
+        "sample": np.array([row.sample.id for row in rows], np.int64),
+        "prompt_tokens": np.array([len(row.sample.group.prompt.ids) for row in rows], np.int32),
+    }
+    return bytes(save(columns, metadata={HEADER_KEY: header.model_dump_json(by_alias=True)}))
+
+
+def _write_durably(path: Path, body: bytes) -> None:
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("wb") as file:
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,176 @@
+"""The file of the store, and one thread that writes to it.
+
+Statements are queued in order and committed together: while one commit is on its way to the disk, everything that
+comes in waits for the next one, so a thousand samples a second cost a few commits a second. An entry of the queue is
+never split over two commits. Nothing is written after a failure: whoever writes or waits gets `StoreFailed`.
+
+WAL with `synchronous=FULL`: what was committed survives the loss of the process and of the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from colocated_rl_api.logs import in_words
+from colocated_rl_rollout.store.tables import ENDS_ADDED, SCHEMA, SCHEMA_VERSION
+
+BUSY_MS = 10_000
+
+Statement = tuple[str, Sequence[Sequence[Any]]]
+"""SQL and the rows it is executed for."""
+
+
+class StoreFailed(Exception):
+    """The store can't be written, or is not this job's. Nothing later is accepted: the process ends, and its next
+    start goes on from what was committed."""
+
+
+def open_database(path: Path) -> sqlite3.Connection:
+    """The database at `path`, made when absent. Raises StoreFailed."""
+    try:
+        database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        database.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+        mode = database.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise StoreFailed(f"store {path} can't be written ahead (mode {mode}): use a local or block volume")
+        database.execute("PRAGMA synchronous = FULL")
+        version = database.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            database.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        elif version != SCHEMA_VERSION:
+            raise StoreFailed(
+                f"{path} has schema {version}, this program writes {SCHEMA_VERSION}: use the matching image"
+            )
+        elif "ended" not in {column[1] for column in database.execute("PRAGMA table_info(samples)")}:
+            database.executescript(f"BEGIN; {ENDS_ADDED} COMMIT;")
+    except (OSError, sqlite3.Error) as error:
+        raise StoreFailed(
+            f"store {path} can't be opened: {error}; its volume must be local or block storage"
+        ) from error
+    return database
+
+
+def hold(path: Path) -> int:
+    """Take the lock file at `path`, until the handle is closed: two writers would each believe in their own memory.
+
+    Raises StoreFailed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise StoreFailed(f"{path} is held: another rollout controller uses this volume; end it first") from error
+    return handle
+
+
+class DatabaseWriter:
+    """Owns the connection from its start on. `write` may be called from one thread only."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._queue: SimpleQueue[Sequence[Statement] | asyncio.Future[None] | threading.Event | None] = SimpleQueue()
+        self._failure: StoreFailed | None = None
+        self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
+        self._thread.start()
+
+    def write(self, *statements: Statement) -> None:
+        """Queue statements that are committed together. Raises StoreFailed when an earlier commit failed."""
+        if self._failure is not None:
+            raise self._failure
+        self._queue.put(statements)
+
+    async def flushed(self, *, deadline_s: float) -> None:
+        """Returns when everything queued so far is committed. Raises StoreFailed."""
+        if self._failure is not None:
+            raise self._failure
+        committed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put(committed)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await committed
+        except TimeoutError as error:
+            raise _late(deadline_s) from error
+
+    def flush(self, *, deadline_s: float) -> None:
+        """As `flushed`, blocking the thread. For the rare caller that can't await."""
+        committed = threading.Event()
+        self._queue.put(committed)
+        in_time = committed.wait(deadline_s)
+        if self._failure is not None:
+            raise self._failure
+        if not in_time:
+            raise _late(deadline_s)
+
+    def close(self, *, deadline_s: float) -> bool:
+        """Commit what is queued and close the file. Whether that was done: past the deadline it still may be."""
+        self._queue.put(None)
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    # ------------------------------------------------------------------------------------------------- the thread
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            entries = [self._queue.get()]
+            with contextlib.suppress(Empty):
+                while True:
+                    entries.append(self._queue.get_nowait())
+            closing = None in entries
+            if self._failure is None:
+                self._commit([entry for entry in entries if isinstance(entry, tuple)])
+            self._answer(entries)
+        self._database.close()
+
+    def _commit(self, writes: Sequence[Sequence[Statement]]) -> None:
+        if not writes:
+            return
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+            for statements in writes:
+                for sql, rows in statements:
+                    self._database.executemany(sql, rows)
+            self._database.execute("COMMIT")
+        except Exception as error:  # noqa: BLE001 - a full disk, a lost volume, or a bug: all of them end the process
+            full = (
+                getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+            )  # only what SQLite itself raises has it
+            hint = "its volume is full: enlarge its claim or free some" if full else "what was committed is kept"
+            self._failure = StoreFailed(f"the store could not be written: {in_words(error)}; {hint}")
+            if self._database.in_transaction:
+                with contextlib.suppress(sqlite3.Error):  # the volume may be lost: nothing is written any more
+                    self._database.execute("ROLLBACK")
+
+    def _answer(self, entries: Sequence[object]) -> None:
+        futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        for entry in entries:
+            if isinstance(entry, threading.Event):
+                entry.set()
+            elif isinstance(entry, asyncio.Future):
+                futures.setdefault(entry.get_loop(), []).append(entry)
+        for loop, waiting in futures.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._resolve, waiting)
+
+    def _resolve(self, waiting: Sequence[asyncio.Future[None]]) -> None:
+        for future in waiting:
+            if future.done():  # its task was cancelled
+                continue
+            if self._failure is None:
+                future.set_result(None)
+            else:
+                future.set_exception(self._failure)
+
+
+def _late(deadline_s: float) -> StoreFailed:
+    return StoreFailed(f"the store's volume did not take a commit within {deadline_s:.0f} s: see why it hangs")

@@ -1,0 +1,164 @@
+"""Recorded batches: files that a job has sealed become a batch of another, or of more or fewer ranks. Knows no store.
+
+A recording is a directory of the files of `colocated_rl_api.batch`, named as `batches.shard_path` has them, from step 1
+on: the store of a job, or a copy. It is only read. Where this job has as many trainer ranks as the one that sealed
+them, files are taken byte by byte; for another number samples are dealt out anew, and as every normalizer is in the
+header or in the columns, no result depends on that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_api.logs import in_words
+from colocated_rl_rollout.store.batches import (
+    BatchRecord,
+    free_on_volume,
+    partition,
+    shard_path,
+    write_shards,
+)
+
+Columns = dict[str, NDArray[Any]]
+REFERENCE = "reference_logp"
+BY_TOKEN = frozenset({"tokens", "loss_mask", "behaviour_logp", "token_step", REFERENCE})
+END = "sample_end"
+
+
+class RecordingUnusable(Exception):
+    """There is no such batch in the recording, or its files do not belong together; the message says which."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A recorded batch whose files are durable. rewards: of the samples of each group."""
+
+    record: BatchRecord
+    rewards: list[list[float]]
+
+
+def take_batch(
+    recording: Path,
+    directory: Path,
+    *,
+    step: int,
+    shards: int,
+    needs_scores: bool = False,
+    free_bytes: Callable[[Path], int] = free_on_volume,
+) -> Taken:
+    """Copy batch `step` into `directory`, for so many trainer ranks. needs_scores: those of a reference, in the batch.
+
+    Raises RecordingUnusable, OSError.
+    """
+    headers, columns = _read(recording, step)
+    header, whole = headers[0], _joined(columns)
+    if needs_scores and not header.has_reference:
+        raise RecordingUnusable(
+            f"batch {step} in {recording} was sealed without the scores of a reference: let trainers score it "
+            "(spec.reference.colocateWith: trainer)"
+        )
+    if header.shards == shards:
+        bodies = [shard_path(recording, step, shard).read_bytes() for shard in range(shards)]
+    else:
+        bodies = _dealt(whole, header, shards)
+    ages = step - 1 - whole["token_step"][whole["loss_mask"] == 1]
+    rewards: dict[int, list[float]] = {}
+    for group, reward in zip(whole["group"].tolist(), whole["reward"].tolist(), strict=True):
+        rewards.setdefault(group, []).append(reward)
+    record = BatchRecord(
+        step=step,
+        groups=len(rewards),
+        samples=header.samples,
+        loss_tokens=header.loss_tokens,
+        reward_mean=float(np.mean(whole["reward"], dtype=np.float64)),
+        staleness=dict(sorted(Counter(ages.tolist()).items())),
+        truncated=int(whole["truncated"].sum()),
+        sha256=write_shards(directory, step, bodies, free_bytes=free_bytes),
+    )
+    return Taken(record, list(rewards.values()))
+
+
+def deal_anew(directory: Path, record: BatchRecord, *, shards: int) -> BatchRecord:
+    """Write a sealed batch for so many trainer ranks, beside its files. Raises RecordingUnusable, OSError."""
+    headers, columns = _read(directory, record.step)
+    bodies = _dealt(_joined(columns), headers[0], shards)
+    digests = write_shards(directory, record.step, bodies, beside=True)
+    return record.model_copy(update={"sha256": digests})
+
+
+def _read(recording: Path, step: int) -> tuple[list[BatchHeader], list[Columns]]:
+    headers: list[BatchHeader] = []
+    columns: list[Columns] = []
+    shards = 1
+    while len(headers) < shards:
+        path = shard_path(recording, step, len(headers))
+        try:
+            header, found = _read_shard(path)
+        except FileNotFoundError:
+            raise RecordingUnusable(f"the recording has no batch {step}: {path} is not there") from None
+        except OSError as error:
+            raise RecordingUnusable(f"{path} can't be read: {in_words(error)}") from error
+        shards = header.shards
+        headers.append(header)
+        columns.append(found)
+    alike = {header.model_copy(update={"shard": 0}) for header in headers}
+    named = {frozenset(found) for found in columns}
+    numbers = [header.shard for header in headers]
+    samples = sum(len(found[END]) for found in columns)
+    loss_tokens = sum(int(found["loss_mask"].sum()) for found in columns)
+    header = headers[0]
+    is_whole = (header.step, header.samples, header.loss_tokens) == (step, samples, loss_tokens)
+    if len(alike) > 1 or len(named) > 1 or numbers != [*range(shards)] or not is_whole:
+        raise RecordingUnusable(f"files of batch {step} in {recording} do not belong together: copy them again")
+    return headers, columns
+
+
+def _read_shard(path: Path) -> tuple[BatchHeader, Columns]:
+    try:
+        with path.open("rb"), safe_open(path, framework="np") as file:  # which takes what it may not read for missing
+            header = BatchHeader.model_validate_json((file.metadata() or {}).get(HEADER_KEY, ""))
+            columns: Columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (SafetensorError, ValidationError) as error:
+        raise RecordingUnusable(f"{path} is no shard of a batch: {error}: copy it again") from error
+    optional = set() if header.has_reference else {REFERENCE}
+    if missing := {*BY_TOKEN, END, "reward", "group", "truncated"} - optional - columns.keys():
+        raise RecordingUnusable(f"{path} has no column {min(missing)}: it is of another version")
+    return header, columns
+
+
+def _joined(parts: Sequence[Columns]) -> Columns:
+    """All shards as one, in order."""
+    lengths = np.concatenate([np.diff(part[END], prepend=0) for part in parts])
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return joined | {END: np.cumsum(lengths, dtype=np.int64)}
+
+
+def _dealt(whole: Columns, header: BatchHeader, shards: int) -> list[bytes]:
+    """The same samples for another number of ranks."""
+    lengths = np.diff(whole[END], prepend=0)
+    bodies = []
+    for shard, places in enumerate(partition(lengths.tolist(), shards)):
+        renamed = header.model_copy(update={"shard": shard, "shards": shards})
+        bodies.append(save(_part(whole, places), metadata={HEADER_KEY: renamed.model_dump_json(by_alias=True)}))
+    return bodies
+
+
+def _part(whole: Mapping[str, NDArray[Any]], places: Sequence[int]) -> Columns:
+    """Of some samples, in this order; perhaps of none."""
+    samples = np.array(places, np.intp)
+    ends, lengths = whole[END][samples], np.diff(whole[END], prepend=0)[samples]
+    of_each = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    tokens = np.concatenate([np.empty(0, np.intp), *of_each])
+    part = {name: column[tokens if name in BY_TOKEN else samples] for name, column in whole.items()}
+    return part | {END: np.cumsum(lengths, dtype=np.int64)}

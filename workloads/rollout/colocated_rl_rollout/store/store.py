@@ -1,0 +1,591 @@
+"""The store: every group and sample, each in exactly one state (I3), durable before anybody is told.
+
+What is alive is held in memory and changed here, at once and in one place; each change is queued for the database in
+the same call, in order and as one entry, and `flushed` says when it is durable. So a decision and the change it leads
+to are never interrupted by one another, a kill leaves the whole of a change or nothing of it, and whoever acknowledges
+something awaits `flushed` first. A restart reads the database: what was running is interrupted, with the tokens that
+were accepted.
+
+Before its volume is full it says so (`has_room`), and whoever admits stops: what is accepted already can still be
+generated, sealed and written.
+
+Refuses every move that `samples.NEXT` does not have: WrongMove is a bug, and ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from colocated_rl_api.facts import EvaluationResult, Problem
+from colocated_rl_api.logs import log
+from colocated_rl_rollout.rules.resume import join
+from colocated_rl_rollout.rules.samples import (
+    LIVE,
+    NEXT,
+    NO_TOKENS,
+    OF_RECORDING,
+    OF_SESSIONS,
+    WAITING,
+    Finish,
+    Group,
+    Prompt,
+    Sample,
+    SampleState,
+    Tokens,
+    Trajectory,
+)
+from colocated_rl_rollout.store import tables, transcripts
+from colocated_rl_rollout.store.batches import (
+    BatchRecord,
+    batch_bytes,
+    batch_is_there,
+    free_on_volume,
+    remove_all_but,
+    remove_batch,
+    take_places,
+)
+from colocated_rl_rollout.store.database import (
+    DatabaseWriter,
+    Statement,
+    StoreFailed,
+    hold,
+    open_database,
+)
+from colocated_rl_rollout.store.recording import RecordingUnusable, deal_anew
+
+LOG = logging.getLogger(__name__)
+
+COMMIT_DEADLINE_S = 60.0
+EPOCH_DEADLINE_S = 10.0
+CLOSE_DEADLINE_S = 10.0
+SPARE_BYTES = 64 * 1024 * 1024  # of the volume, for what is accepted already; and twice the newest batch
+
+
+class WrongMove(Exception):
+    """A sample was asked to go where it can't from where it is: a bug of the caller."""
+
+
+class Store:
+    """All groups and samples of one job. Used from one thread.
+
+    groups: those that are in no batch, by id, oldest first.
+    waiting: samples that wait for an engine, by id.
+    counts: samples by state; they add up to every sample ever admitted.
+    reasons: samples by state and reason, for the states that have one.
+    free_bytes: of the volume that a path is on.
+    ended: samples that ever ended, each of which has its place among them. followers: set when another one does.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        job_uid: str,
+        keeps_batches: bool = False,
+        free_bytes: Callable[[Path], int] = free_on_volume,
+    ) -> None:
+        """Open or make the store. keeps_batches: also those that no trainer needs any more.
+
+        Raises StoreFailed when it can't be used, or belongs to another job.
+        """
+        self._keeps_batches = keeps_batches
+        self.free_bytes = free_bytes
+        self.problem: Problem | None = None
+        self.batch_directory = directory / "batches"
+        self.path = directory / "store.sqlite3"
+        self._lock = hold(directory / "lock")
+        database = open_database(self.path)
+        self.epoch = 0
+        self.cursor = 0
+        self.data_digest: str | None = None
+        self.trained_step = 0
+        self._saved_step = 0
+        self._group_count = 0
+        self.groups: dict[int, Group] = {}
+        self.waiting: dict[int, Sample] = {}
+        self.counts: Counter[SampleState] = Counter()
+        self.reasons: Counter[tuple[SampleState, str]] = Counter()
+        self.ended = 0
+        self.followers: set[asyncio.Event] = set()
+        self._sealed_samples: dict[int, int] = {}  # by step, of batches that are not trained
+        self._batches: dict[int, BatchRecord] = {}  # those whose files are kept
+        self.sealed: BatchRecord | None = None
+        self.evaluated: EvaluationResult | None = None
+        try:
+            self._read(database, job_uid)
+        except sqlite3.Error as error:
+            raise StoreFailed(f"store {self.path} can't be read: {error}; restore the volume, or remove it") from error
+        remove_all_but(self.batch_directory, self._batches.values())
+        self._writer = DatabaseWriter(database)
+        self._writer.write((tables.FACT, [("job_uid", job_uid)]))
+        for sample in [sample for group in self.groups.values() for sample in group.kept]:
+            if sample.state is SampleState.RUNNING:
+                self._writer.write(self._move(sample, SampleState.INTERRUPTED))
+
+    # ------------------------------------------------------------------------------------------------- durability
+    async def flushed(self) -> None:
+        """Returns when every change so far is durable. Raises StoreFailed."""
+        await self._writer.flushed(deadline_s=COMMIT_DEADLINE_S)
+
+    def close(self) -> None:
+        """Make durable what was changed, and close the file."""
+        if self._writer.close(deadline_s=CLOSE_DEADLINE_S):
+            os.close(self._lock)  # else the volume hangs, and the lock is kept until the process ends
+
+    def remember_epoch(self, epoch: int) -> None:
+        """Make an epoch durable before it is acted on; blocks until it is."""
+        self.epoch = epoch
+        self._writer.write((tables.FACT, [("epoch", epoch)]))
+        self._writer.flush(deadline_s=EPOCH_DEADLINE_S)
+
+    def write(self, *statements: Statement) -> None:
+        """Changes of tables that others keep (`sessions`), committed together and in order with all others."""
+        self._writer.write(*statements)
+
+    def rows(self, statement: str, *values: Any) -> list[sqlite3.Row]:
+        """What is durable of those tables. Blocks."""
+        with contextlib.closing(self._reader()) as database:
+            return database.execute(statement, values).fetchall()
+
+    def _reader(self) -> sqlite3.Connection:
+        database = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
+        database.row_factory = sqlite3.Row
+        return database
+
+    def remember_data(self, digest: str) -> None:
+        """What the cursor and the rows of groups are of."""
+        if digest != self.data_digest:
+            self.data_digest = digest
+            self._writer.write((tables.FACT, [("data_digest", digest)]))
+
+    def has_room(self) -> bool:
+        """Whether the volume has room for more than what is accepted already; otherwise `problem` says what to do."""
+        newest = self._batches.get(self.sealed.step) if self.sealed else None
+        needed = SPARE_BYTES + 2 * batch_bytes(self.batch_directory, newest)
+        free = self.free_bytes(self.batch_directory.parent)
+        if free >= needed:
+            self.problem = None
+        elif self.problem is None:
+            self.tell_full(f"{free >> 20} MiB are free, {needed >> 20} MiB are kept for what is accepted already")
+        return free >= needed
+
+    def tell_full(self, why: str) -> None:
+        """The volume has no room; `has_room` looks again."""
+        message = f"no more prompts are taken, the store's volume is full: {why}; enlarge its claim or free some"
+        log(LOG, "store full", logging.WARNING, reason=message)
+        self.problem = Problem(reason="StoreFull", message=message)
+
+    # ------------------------------------------------------------------------------------------------- one sample
+    def admit(self, prompt: Prompt, *, size: int) -> Group:
+        """A new group of `size` samples, and the place in the prompts from which the next one comes."""
+        self._group_count += 1
+        group = Group(self._group_count, prompt)
+        self.groups[group.id] = group
+        self.cursor = prompt.position + 1
+        ids = np.asarray(prompt.ids, np.int32).tobytes()
+        self._writer.write(
+            (tables.GROUP, [(group.id, prompt.position, prompt.index, ids)]),
+            (tables.FACT, [("cursor", self.cursor), ("groups", group.id)]),
+            self._new_samples(group, size),
+        )
+        return group
+
+    def admit_whole(self, prompt: tuple[int, ...], trajectories: Sequence[Trajectory], *also: Statement) -> Group:
+        """A new group of samples that are completed already. also: what is to be durable together with it."""
+        self._group_count += 1
+        group = Group(self._group_count, Prompt(OF_SESSIONS, OF_SESSIONS, prompt))
+        first = self.counts.total() + 1
+        for number, each in enumerate(trajectories, first):
+            sample = Sample(number, group, SampleState.COMPLETED, each.tokens, segments=1, attempts=1)
+            sample.finish, sample.reward, sample.ended = each.finish, each.reward, self._end()
+            group.samples.append(sample)
+        self.groups[group.id] = group
+        self.counts[SampleState.COMPLETED] += len(trajectories)
+        self._writer.write(
+            (tables.GROUP, [(group.id, OF_SESSIONS, OF_SESSIONS, np.asarray(prompt, np.int32).tobytes())]),
+            (tables.FACT, [("groups", group.id)]),
+            (
+                tables.WHOLE_SAMPLE,
+                [
+                    (each.id, group.id, each.state, each.attempts, each.finish, each.reward, each.ended)
+                    for each in group.samples
+                ],
+            ),
+            (tables.SEGMENT, [(each.id, each.attempts, *tables.packed(each.tokens)) for each in group.samples]),
+            *also,
+        )
+        return group
+
+    def start(self, sample: Sample) -> None:
+        """An engine attempt begins."""
+        self._writer.write(self._move(sample, SampleState.RUNNING))
+
+    def park(self, sample: Sample) -> None:
+        """The attempt did not begin after all: no engine took it."""
+        self._writer.write(self._move(sample, SampleState.INTERRUPTED))
+
+    def interrupt(self, sample: Sample, segment: Tokens, *, keep: bool = True) -> None:
+        """The attempt ended before the response did. Its tokens are added, or with `keep` off all of them dropped."""
+        brought = len(segment) > 0
+        ended = self._end_attempt(sample, SampleState.INTERRUPTED, segment if keep else NO_TOKENS, brought=brought)
+        if not keep:
+            sample.tokens, sample.segments, sample.resent = NO_TOKENS, 0, 0
+            ended.append((tables.DROP_SEGMENTS, [(sample.id,)]))
+        self._writer.write(*ended)
+
+    def finish(self, sample: Sample, segment: Tokens, finish: Finish) -> None:
+        """The response is whole with this segment, which is empty when the end was found in what was there."""
+        sample.finish = finish
+        self._writer.write(*self._end_attempt(sample, SampleState.SCORING, segment, brought=True))
+
+    def turned(self, sample: Sample, oldest_step: int | None) -> None:
+        """A turn of the sample's episode has ended, which is durable with its session."""
+        steps = (sample.playing_since, oldest_step)
+        sample.playing_since = min((step for step in steps if step is not None), default=None)
+        sample.group.oldest_is_known = False
+
+    def complete(self, sample: Sample, played: Trajectory, *also: Statement) -> None:
+        """The sample's episode has ended. also: what is to be durable together with it."""
+        sample.finish, sample.reward = played.finish, played.reward
+        ended = self._end_attempt(sample, SampleState.SCORING, played.tokens, brought=True)
+        self._writer.write(*ended, self._scored(sample), *also)
+
+    def score(self, sample: Sample, reward: float) -> None:
+        """The reward is in."""
+        sample.reward = reward
+        self._writer.write(self._scored(sample))
+
+    def replace(self, sample: Sample, state: SampleState, reason: str) -> Sample:
+        """End a sample as failed or discarded; a new one of the same group takes its place."""
+        moved = self._move(sample, state, reason)
+        sample.tokens = NO_TOKENS
+        self._writer.write(moved, (tables.DROP_SEGMENTS, [(sample.id,)]), self._new_samples(sample.group, 1))
+        return sample.group.samples[-1]
+
+    def leave_out(self, samples: Sequence[Sample], reason: str) -> None:
+        """Filter completed samples; their group goes on with the others."""
+        moved = [self._move(sample, SampleState.FILTERED, reason) for sample in samples]
+        self._writer.write(*moved, (tables.DROP_SEGMENTS, [(sample.id,) for sample in samples]))
+
+    def give_up(self, group: Group, reason: str, state: SampleState = SampleState.DISCARDED) -> None:
+        """Discard or filter what is left of a group; admission makes another one."""
+        dropped = group.kept
+        moved = [self._move(sample, state, reason) for sample in dropped]
+        del self.groups[group.id]
+        self._writer.write(
+            *moved,
+            (tables.GIVE_UP_GROUP, [(reason, group.id)]),
+            (tables.DROP_SEGMENTS, [(sample.id,) for sample in dropped]),
+        )
+
+    # ------------------------------------------------------------------------------------------------- batches
+    @property
+    def next_step(self) -> int:
+        """Step of the batch that is collected now."""
+        return max(self.sealed.step if self.sealed else 0, self.trained_step) + 1
+
+    @property
+    def sealed_groups(self) -> int:
+        """Groups in a batch that is not trained."""
+        return self.sealed.groups if self.sealed and self.sealed.step > self.trained_step else 0
+
+    def batch(self, step: int) -> BatchRecord | None:
+        """A sealed batch whose files are kept."""
+        return self._batches.get(step)
+
+    def seal(self, record: BatchRecord, groups: Sequence[Group]) -> None:
+        """Groups become batch `record.step`, whose files are durable already."""
+        self._check_next(record)
+        samples = [sample for group in groups for sample in group.kept]
+        for sample in samples:
+            self._check(sample, SampleState.SEALED)
+        self._writer.write(
+            (tables.MOVE, [(SampleState.SEALED, "", sample.ended, sample.id) for sample in samples]),
+            (tables.DROP_SEGMENTS, [(sample.id,) for sample in samples]),
+            *self._seal(record, [group.id for group in groups]),
+        )
+        for sample in samples:
+            self._count(sample, SampleState.SEALED)
+        for group in groups:
+            del self.groups[group.id]
+        self._sealed_samples[record.step] = len(samples)
+
+    def seal_recorded(self, record: BatchRecord, rewards: Sequence[Sequence[float]]) -> None:
+        """A batch of a recording becomes batch `record.step`, whose files are durable already: its samples begin so.
+
+        rewards: of the samples of each group.
+        """
+        self._check_next(record)
+        first, sample, state = self._group_count + 1, self.counts.total() + 1, SampleState.SEALED
+        groups = range(first, first + len(rewards))
+        owned = [(group, reward) for group, each in zip(groups, rewards, strict=True) for reward in each]
+        self._group_count += len(rewards)
+        self._writer.write(
+            (tables.GROUP, [(group, OF_RECORDING, OF_RECORDING, None) for group in groups]),
+            (tables.FACT, [("groups", self._group_count)]),
+            (
+                tables.WHOLE_SAMPLE,
+                [
+                    (number, group, state, 0, None, reward, self._end())
+                    for number, (group, reward) in enumerate(owned, sample)
+                ],
+            ),
+            *self._seal(record, groups),
+        )
+        self.counts[state] += len(owned)
+        self._sealed_samples[record.step] = len(owned)
+
+    def _check_next(self, record: BatchRecord) -> None:
+        if record.step != self.next_step or record.step in self._batches:
+            raise WrongMove(f"batch {record.step} can't be sealed: the next one is {self.next_step}")
+
+    def _seal(self, record: BatchRecord, groups: Iterable[int]) -> tuple[Statement, ...]:
+        self._batches[record.step] = self.sealed = record
+        return (
+            (tables.SEAL_GROUP, [(record.step, group) for group in groups]),
+            (tables.BATCH, [(record.step, record.model_dump_json(by_alias=True))]),
+        )
+
+    def deal_anew(self, shards: int) -> None:
+        """Batches that trainers may still ask for become batches for so many ranks. Blocks until they are durable.
+
+        Raises StoreFailed; then each batch is as it was, or dealt anew.
+        """
+        known = [record for step, record in self._batches.items() if step > self._saved_step]
+        others = [record for record in known if len(record.sha256) != shards]
+        for before in others:
+            try:
+                record = deal_anew(self.batch_directory, before, shards=shards)
+            except (RecordingUnusable, OSError) as error:
+                raise StoreFailed(
+                    f"batch {before.step} was sealed for {len(before.sha256)} trainer ranks and can't be dealt out to "
+                    f"{shards}: {error}; make room on the volume or restore it; or suspend the job, set replicas back"
+                ) from error
+            said = record.model_dump_json(by_alias=True)
+            self._writer.write(("UPDATE batches SET record = ? WHERE step = ?", [(said, record.step)]))
+            self._writer.flush(deadline_s=COMMIT_DEADLINE_S)
+            take_places(self.batch_directory, record)
+            self._batches[record.step] = record
+            if self.sealed is not None and self.sealed.step == record.step:
+                self.sealed = record
+            log(LOG, "batch dealt anew", step=record.step, ranks=shards, ranks_before=len(before.sha256))
+        if others:
+            remove_all_but(self.batch_directory, self._batches.values())
+
+    def commit(self, step: int) -> bool:
+        """Every rank has trained the batches up to `step`; False when that was known."""
+        if step <= self.trained_step:
+            return False
+        self.trained_step = step
+        self._writer.write((tables.COMMIT, [(step,)]), (tables.FACT, [("trained_step", step)]))
+        for done in [sealed for sealed in self._sealed_samples if sealed <= step]:
+            count = self._sealed_samples.pop(done)
+            self.counts[SampleState.SEALED] -= count
+            self.counts[SampleState.TRAINED] += count
+        return True
+
+    def forget(self, saved_step: int) -> None:
+        """A checkpoint holds the steps up to here: their batches need no replay, their samples are only counted."""
+        saved = min(saved_step, self.trained_step)
+        if saved <= self._saved_step:
+            return
+        self._saved_step = saved
+        removed: list[Statement] = [
+            ("UPDATE batches SET kept = 0 WHERE step <= ?", [(saved,)]),
+            ("DELETE FROM batches WHERE kept = 0 AND step < (SELECT MAX(step) FROM batches)", [()]),
+        ]
+        self._writer.write(
+            (tables.RETIRE, [(saved,)]),
+            (f"DELETE FROM samples WHERE group_id IN ({tables.DONE})", [(saved,)]),
+            ("DELETE FROM groups WHERE step <= ? OR given_up IS NOT NULL", [(saved,)]),
+            *([] if self._keeps_batches else removed),
+            (tables.FACT, [("saved_step", saved)]),
+        )
+        for step in [step for step in self._batches if step <= saved and not self._keeps_batches]:
+            del self._batches[step]
+            remove_batch(self.batch_directory, step)
+
+    def recent(
+        self,
+        state: SampleState | None,
+        *,
+        limit: int,
+        before: int | None = None,
+        text: Callable[[list[int]], str] | None = None,
+    ) -> list[dict[str, Any]]:
+        """The newest samples, for people; those of batches that a checkpoint holds are only counted. Blocks.
+
+        before: those with smaller ids. text: turns tokens into words; then prompt and response are there too.
+        """
+        return self._shown(tables.RECENT, text, state=state, before=before, limit=limit)
+
+    def ended_after(
+        self,
+        after: int,
+        up_to: int,
+        state: SampleState | None,
+        *,
+        limit: int,
+        text: Callable[[list[int]], str] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Those whose place among the ended is above `after`, in that order, as far as they are durable. Blocks."""
+        return self._shown(tables.ENDED, text, state=state, after=after, up_to=up_to, limit=limit)
+
+    def _shown(self, statement: str, text: Callable[[list[int]], str] | None, **asked: Any) -> list[dict[str, Any]]:
+        with contextlib.closing(self._reader()) as database:
+            database.execute("BEGIN")  # rows and tokens as they were at one moment
+            found = [dict(row) for row in database.execute(statement, asked)]
+            if text is not None:
+                for sample, said in transcripts.of(database, self.batch_directory, found):
+                    parts = {"prompt": said.prompt, "response": said.response}
+                    sample |= {name: text(ids.tolist()) if len(ids) else None for name, ids in parts.items()}
+            return found
+
+    def record_evaluation(self, result: EvaluationResult) -> None:
+        """An evaluation is finished."""
+        self.evaluated = result
+        self._writer.write(
+            (
+                "INSERT INTO evaluations (step, result) VALUES (?, ?)",
+                [(result.step, result.model_dump_json(by_alias=True))],
+            )
+        )
+
+    def evaluations(self) -> list[EvaluationResult]:
+        """All that were finished, the newest last, as far as they are durable. Blocks."""
+        found = self.rows("SELECT result FROM evaluations ORDER BY number")
+        return [EvaluationResult.model_validate_json(row["result"]) for row in found]
+
+    # ------------------------------------------- moves: made in memory at once, returned for the caller's one entry
+    def _new_samples(self, group: Group, count: int) -> Statement:
+        first = self.counts.total() + 1
+        added = [Sample(first + place, group) for place in range(count)]
+        group.samples += added
+        group.unfinished += count
+        self.counts[SampleState.ADMITTED] += count
+        self.waiting.update((sample.id, sample) for sample in added)
+        return tables.SAMPLE, [(sample.id, group.id, SampleState.ADMITTED) for sample in added]
+
+    def _end_attempt(self, sample: Sample, state: SampleState, segment: Tokens, *, brought: bool) -> list[Statement]:
+        self._check(sample, state)
+        attempted = sample.state is SampleState.RUNNING
+        sample.playing_since = None
+        sample.attempts += attempted
+        sample.resent += attempted * len(sample.tokens)
+        sample.idle_attempts = 0 if brought else sample.idle_attempts + 1
+        statements: list[Statement] = []
+        if len(segment):
+            sample.tokens = join(sample.tokens, segment)
+            sample.segments += 1
+            statements.append((tables.SEGMENT, [(sample.id, sample.attempts, *tables.packed(segment))]))
+        row = (state, sample.attempts, sample.idle_attempts, sample.finish, sample.id)
+        self._count(sample, state)
+        return [*statements, (tables.ATTEMPT, [row])]
+
+    def _move(self, sample: Sample, state: SampleState, reason: str = "") -> Statement:
+        self._check(sample, state)
+        self._count(sample, state)
+        if reason:
+            self.reasons[state, reason] += 1
+        return tables.MOVE, [(state, reason, sample.ended, sample.id)]
+
+    def _scored(self, sample: Sample) -> Statement:
+        self._check(sample, SampleState.COMPLETED)
+        self._count(sample, SampleState.COMPLETED)
+        return tables.SCORE, [(sample.state, sample.reward, sample.ended, sample.id)]
+
+    def _check(self, sample: Sample, state: SampleState) -> None:
+        if state not in NEXT[sample.state]:
+            raise WrongMove(f"sample {sample.id} can't go from {sample.state} to {state}")
+
+    def _count(self, sample: Sample, state: SampleState) -> None:
+        self.counts[sample.state] -= 1
+        self.counts[state] += 1
+        sample.group.unfinished += (state in LIVE) - (sample.state in LIVE)
+        sample.group.oldest_is_known = False
+        if state not in LIVE and sample.state in LIVE:
+            sample.ended = self._end()
+        sample.state = state
+        if state in WAITING:
+            self.waiting[sample.id] = sample
+        else:
+            self.waiting.pop(sample.id, None)
+
+    def _end(self) -> int:
+        """The place of a sample that ends now."""
+        self.ended += 1
+        for follower in self.followers:
+            follower.set()
+        return self.ended
+
+    # ------------------------------------------------------------------------------------------------- reading
+    def _read(self, database: sqlite3.Connection, job_uid: str) -> None:
+        facts: dict[str, Any] = dict(database.execute("SELECT name, value FROM facts"))
+        if facts.get("job_uid", job_uid) != job_uid:
+            raise StoreFailed(
+                f"{self.path} belongs to job {facts['job_uid']}, not to {job_uid}: give the job its own volume"
+            )
+        self.epoch = facts.get("epoch", 0)
+        self.cursor = facts.get("cursor", 0)
+        self.data_digest = facts.get("data_digest")
+        self.trained_step = facts.get("trained_step", 0)
+        self._saved_step = facts.get("saved_step", 0)
+        self._group_count = facts.get("groups", 0)
+        for state, reason, count in [
+            *database.execute("SELECT state, reason, COUNT(*) FROM samples GROUP BY state, reason"),
+            *database.execute("SELECT state, reason, count FROM retired"),
+        ]:
+            self.counts[SampleState(state)] += count
+            if reason:
+                self.reasons[SampleState(state), reason] += count
+        self.ended = sum(count for state, count in self.counts.items() if state not in LIVE)
+        alive = "FROM groups WHERE step IS NULL AND given_up IS NULL"
+        for number, position, index, ids in database.execute(
+            f"SELECT id, position, prompt_index, prompt {alive} ORDER BY id"
+        ):
+            prompt = Prompt(position, index, tuple(np.frombuffer(ids, np.int32).tolist()))
+            self.groups[number] = Group(number, prompt)
+        samples: dict[int, Sample] = {}
+        for row in database.execute(
+            "SELECT id, group_id, state, attempts, idle_attempts, finish, reward, ended FROM samples"
+            f" WHERE group_id IN (SELECT id {alive}) ORDER BY id"
+        ):
+            sample = tables.sample_of(row, self.groups[row[1]])
+            sample.group.samples.append(sample)
+            sample.group.unfinished += sample.state in LIVE
+            samples[sample.id] = sample
+            if sample.state in WAITING:
+                self.waiting[sample.id] = sample
+        for sample_id, attempt, ids, logp, spans in database.execute(
+            "SELECT sample_id, attempt, ids, logp, spans FROM segments ORDER BY sample_id, attempt"
+        ):
+            sample, segment = samples[sample_id], tables.unpacked(ids, logp, spans)
+            sample.tokens = join(sample.tokens, segment)
+            sample.segments += 1
+            sample.resent += (sample.attempts - attempt) * len(segment)
+        self._sealed_samples = dict(
+            database.execute(
+                "SELECT step, COUNT(*) FROM samples JOIN groups ON groups.id = group_id"
+                " WHERE state = 'sealed' GROUP BY step"
+            )
+        )
+        for record, kept in database.execute("SELECT record, kept FROM batches ORDER BY step"):
+            self.sealed = BatchRecord.model_validate_json(record)
+            take_places(self.batch_directory, self.sealed)
+            if kept and batch_is_there(self.batch_directory, self.sealed):
+                self._batches[self.sealed.step] = self.sealed
+            elif self.sealed.step > self._saved_step:
+                reason = "its files are gone from the volume: no trainer can train or replay it"
+                log(LOG, "batch lost", logging.ERROR, step=self.sealed.step, reason=reason)
+        for (result,) in database.execute("SELECT result FROM evaluations ORDER BY number DESC LIMIT 1"):
+            self.evaluated = EvaluationResult.model_validate_json(result)

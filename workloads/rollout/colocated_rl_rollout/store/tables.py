@@ -1,0 +1,139 @@
+"""The tables of the store: how they are made, the statements that change them, and what a row says. Knows no file.
+
+A prompt's ids stand with its group until it is sealed, tokens as segments of a sample until it is; rows of samples
+stay until a checkpoint holds their step, and are only counted from then on (`retired`). What clients had of the gateway
+stands as turns of their sessions, until it is samples of a group or given up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.rules.samples import (
+    Finish,
+    Group,
+    Sample,
+    SampleState,
+    Span,
+    Tokens,
+)
+
+SCHEMA_VERSION = 2
+SCHEMA = """
+CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY, position INTEGER NOT NULL, prompt_index INTEGER NOT NULL, prompt BLOB,
+    step INTEGER, given_up TEXT
+);
+CREATE INDEX groups_by_step ON groups (step);
+CREATE TABLE samples (
+    id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups,
+    state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', attempts INTEGER NOT NULL DEFAULT 0,
+    idle_attempts INTEGER NOT NULL DEFAULT 0, finish TEXT, reward REAL, ended INTEGER
+);
+CREATE INDEX samples_by_group ON samples (group_id);
+CREATE INDEX samples_by_end ON samples (ended) WHERE ended IS NOT NULL;
+CREATE TABLE segments (
+    sample_id INTEGER NOT NULL REFERENCES samples, attempt INTEGER NOT NULL,
+    ids BLOB NOT NULL, logp BLOB NOT NULL, spans TEXT NOT NULL, PRIMARY KEY (sample_id, attempt)
+);
+CREATE TABLE batches (step INTEGER PRIMARY KEY, record TEXT NOT NULL, kept INTEGER NOT NULL DEFAULT 1);
+CREATE TABLE evaluations (number INTEGER PRIMARY KEY, step INTEGER NOT NULL, result TEXT NOT NULL);
+CREATE TABLE sessions (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, reward REAL, grouping TEXT);
+CREATE TABLE turns (
+    session_id TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER, said TEXT NOT NULL,
+    setting TEXT NOT NULL, context BLOB NOT NULL, ids BLOB NOT NULL, logp BLOB NOT NULL, spans TEXT NOT NULL,
+    finish TEXT, PRIMARY KEY (session_id, number)
+) WITHOUT ROWID;
+CREATE TABLE retired (state TEXT, reason TEXT, count INTEGER NOT NULL, PRIMARY KEY (state, reason)) WITHOUT ROWID;
+"""
+ENDS_ADDED = """
+ALTER TABLE samples ADD COLUMN ended INTEGER;
+CREATE INDEX samples_by_end ON samples (ended) WHERE ended IS NOT NULL;
+"""
+"""To a store of the same schema that an older program made; which can go on with it."""
+
+FACT = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
+GROUP = "INSERT INTO groups (id, position, prompt_index, prompt) VALUES (?, ?, ?, ?)"
+SAMPLE = "INSERT INTO samples (id, group_id, state) VALUES (?, ?, ?)"
+MOVE = "UPDATE samples SET state = ?, reason = ?, ended = ? WHERE id = ?"
+ATTEMPT = "UPDATE samples SET state = ?, attempts = ?, idle_attempts = ?, finish = ? WHERE id = ?"
+SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?)"
+DROP_SEGMENTS = "DELETE FROM segments WHERE sample_id = ?"
+WHOLE_SAMPLE = """
+INSERT INTO samples (id, group_id, state, attempts, finish, reward, ended) VALUES (?, ?, ?, ?, ?, ?, ?)
+"""
+SCORE = "UPDATE samples SET state = ?, reward = ?, ended = ? WHERE id = ?"
+SEAL_GROUP = "UPDATE groups SET step = ?, prompt = NULL WHERE id = ?"
+BATCH = "INSERT INTO batches (step, record) VALUES (?, ?)"
+GIVE_UP_GROUP = "UPDATE groups SET given_up = ?, prompt = NULL WHERE id = ?"
+COMMIT = """
+UPDATE samples SET state = 'trained' WHERE state = 'sealed' AND group_id IN (SELECT id FROM groups WHERE step <= ?)
+"""
+DONE = "SELECT id FROM groups WHERE step <= ? OR given_up IS NOT NULL"
+RETIRE = f"""
+INSERT INTO retired SELECT state, reason, COUNT(*) FROM samples WHERE group_id IN ({DONE}) GROUP BY state, reason
+ON CONFLICT (state, reason) DO UPDATE SET count = count + excluded.count
+"""
+SESSION = "INSERT INTO sessions (id) VALUES (?)"
+REWARD_SESSION = "UPDATE sessions SET reward = ?, grouping = ? WHERE id = ?"
+TURN = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+DROP_SESSION = "DELETE FROM sessions WHERE id = ?"
+DROP_TURNS = "DELETE FROM turns WHERE session_id = ?"
+SHOWN = """
+SELECT samples.id, group_id, prompt_index, state, reason, attempts, finish, reward, step, ended
+FROM samples JOIN groups ON groups.id = group_id
+"""
+ENDED = f"""{SHOWN}
+WHERE ended > :after AND ended <= :up_to AND (:state IS NULL OR state = :state) ORDER BY ended LIMIT :limit
+"""
+RECENT = f"""{SHOWN}
+WHERE (:state IS NULL OR state = :state) AND (:before IS NULL OR samples.id < :before)
+ORDER BY samples.id DESC LIMIT :limit
+"""
+NUMBERED = f"""{SHOWN}
+WHERE samples.id > :after AND (:state IS NULL OR state = :state) ORDER BY samples.id LIMIT :limit
+"""
+BEFORE_NEWEST = """
+SELECT COALESCE(MIN(id) - 1, (SELECT MAX(id) FROM samples), 0) FROM
+(SELECT id FROM samples WHERE :state IS NULL OR state = :state ORDER BY id DESC LIMIT COALESCE(:limit, -1))
+"""
+RETIRED_BATCHES = """
+SELECT step FROM batches WHERE step <= (SELECT value FROM facts WHERE name = 'saved_step') ORDER BY step
+"""
+
+
+def sample_of(row: Sequence[Any], group: Group) -> Sample:
+    """A sample without its tokens, from id, group, state, attempts, idle attempts, finish, reward and end."""
+    number, _, state, attempts, idle_attempts, finish, reward, ended = row
+    return Sample(
+        number,
+        group,
+        SampleState(state),
+        attempts=attempts,
+        idle_attempts=idle_attempts,
+        finish=Finish(finish) if finish else None,
+        reward=reward,
+        ended=ended,
+    )
+
+
+def packed(tokens: Tokens) -> tuple[bytes, bytes, str]:
+    """Columns ids, logp and spans of a segment."""
+    spans = [[str(span.version), span.start, span.end] for span in tokens.spans]
+    return tokens.ids.tobytes(), tokens.logp.tobytes(), json.dumps(spans, separators=(",", ":"))
+
+
+def unpacked(ids: bytes, logp: bytes, spans: str) -> Tokens:
+    """A segment from its columns."""
+    listed: Iterable[tuple[str, int, int]] = json.loads(spans)
+    return Tokens(
+        np.frombuffer(ids, np.int32),
+        np.frombuffer(logp, np.float32),
+        tuple(Span(WeightVersion.parse(version), start, end) for version, start, end in listed),
+    )

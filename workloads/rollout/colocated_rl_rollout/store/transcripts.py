@@ -1,0 +1,123 @@
+"""What was asked and answered, token by token, wherever it stands: with the sample until it is sealed, then in the file
+of its batch. Read for people, from another thread or process than the one that writes.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_rollout.rules.resume import join
+from colocated_rl_rollout.rules.samples import NO_TOKENS, OF_RECORDING
+from colocated_rl_rollout.store.batches import shard_path
+from colocated_rl_rollout.store.tables import unpacked
+
+
+class Transcript(NamedTuple):
+    """Of one sample; all but the prompt are of its response, token by token.
+
+    written: by the policy, and not too old to be trained. behaviour_logp: 0, token_step: -1 where it is not.
+    """
+
+    prompt: NDArray[np.int32]
+    response: NDArray[np.int32]
+    written: NDArray[np.bool_]
+    behaviour_logp: NDArray[np.float32]
+    token_step: NDArray[np.int32]
+
+
+class SealedSample(NamedTuple):
+    id: int
+    group: int
+    reward: float
+    truncated: bool
+    transcript: Transcript
+
+
+RowT = TypeVar("RowT", bound=Mapping[str, Any])
+NO_IDS = np.empty(0, np.int32)
+NOTHING = Transcript(NO_IDS, NO_IDS, np.empty(0, np.bool_), np.empty(0, np.float32), NO_IDS)
+
+
+def of(database: sqlite3.Connection, directory: Path, rows: Iterable[RowT]) -> Iterator[tuple[RowT, Transcript]]:
+    """With each row of `tables.SHOWN` its transcript; batches come last, one after another. directory: of batches."""
+    sealed: dict[int, dict[int, RowT]] = {}
+    for row in rows:
+        if row["step"] is None:
+            yield row, in_store(database, row["id"], row["group_id"])
+        elif row["prompt_index"] == OF_RECORDING:
+            yield row, NOTHING  # in its file samples have the numbers of the job that made them
+        else:
+            sealed.setdefault(row["step"], {})[row["id"]] = row
+    for step, members in sealed.items():
+        for sample in in_batch(directory, step, set(members)):
+            yield members.pop(sample.id), sample.transcript
+        for row in members.values():
+            yield row, NOTHING
+
+
+def in_store(database: sqlite3.Connection, sample: int, group: int) -> Transcript:
+    """Of a sample that no batch holds; empty where there is none yet, or it was given up."""
+    (prompt,) = database.execute("SELECT prompt FROM groups WHERE id = ?", [group]).fetchone()
+    tokens = NO_TOKENS
+    for segment in database.execute(
+        "SELECT ids, logp, spans FROM segments WHERE sample_id = ? ORDER BY attempt", [sample]
+    ):
+        tokens = join(tokens, unpacked(*segment))
+    written, steps = np.zeros(len(tokens), np.bool_), np.full(len(tokens), -1, np.int32)
+    for span in tokens.spans:
+        written[span.start : span.end] = True
+        steps[span.start : span.end] = span.version.step
+    return Transcript(
+        np.frombuffer(prompt or b"", np.int32),
+        tokens.ids,
+        written,
+        np.where(written, tokens.logp, np.float32(0)),
+        steps,
+    )
+
+
+def in_batch(directory: Path, step: int, wanted: Collection[int] | None = None) -> Iterator[SealedSample]:
+    """Samples of a sealed batch, or those of them that are wanted; held in memory one at a time.
+
+    None where files are gone, or of a release that did not write down which sample is which.
+    """
+    shard, shards = 0, 1
+    while shard < shards:
+        try:
+            with safe_open(shard_path(directory, step, shard), framework="np") as file:
+                if not {"sample", "prompt_tokens"} <= set(file.keys()):
+                    return
+                shards = BatchHeader.model_validate_json((file.metadata() or {})[HEADER_KEY]).shards
+                yield from _in_shard(file, wanted)
+        except FileNotFoundError:  # a checkpoint holds it by now
+            return
+        shard += 1
+
+
+def _in_shard(file: Any, wanted: Collection[int] | None) -> Iterator[SealedSample]:
+    of_each = {name: file.get_tensor(name) for name in ("sample", "group", "reward", "truncated", "prompt_tokens")}
+    ends = file.get_tensor("sample_end")
+    starts = ends - np.diff(ends, prepend=0)
+    tokens, mask, logp, steps = map(file.get_slice, ("tokens", "loss_mask", "behaviour_logp", "token_step"))
+    for place, number in enumerate(of_each["sample"].tolist()):
+        if wanted is not None and number not in wanted:
+            continue
+        begin, end = int(starts[place]), int(ends[place])
+        answer = begin + int(of_each["prompt_tokens"][place])
+        yield SealedSample(
+            number,
+            int(of_each["group"][place]),
+            float(of_each["reward"][place]),
+            bool(of_each["truncated"][place]),
+            Transcript(
+                tokens[begin:answer], tokens[answer:end], mask[answer:end] == 1, logp[answer:end], steps[answer:end]
+            ),
+        )

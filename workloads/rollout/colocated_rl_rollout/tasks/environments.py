@@ -1,0 +1,121 @@
+"""Environments of verifiers, as they come: which tasks there are, and what an episode of one is worth.
+
+An episode asks the job's gateway for its turns, below an address of its own, and sees no switch. The gateway records
+what was generated; here only the reward is said. Of several agents in an episode one can be trained: the others need a
+model of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from contextlib import AbstractAsyncContextManager
+from itertools import islice
+from typing import Any
+
+from colocated_rl_api.prompts import Environment
+from colocated_rl_rollout.tasks.passes import Passes
+
+NO_KEY = "COLOCATED_RL_KEY"  # that the gateway wants none; the one variable that no one sets
+PLACES_TOLD = 3
+CAUSE = re.compile(r"Traceback \(most recent call last\):\n(?P<frames>(?:[ \t].*\n)+)(?P<kind>[\w.]+)")
+"""Of an exception with its causes: Python tells the first of them first."""
+
+
+class EnvironmentUnusable(Exception):
+    """The environment can't be loaded; the message says what to do, to whoever wrote the job."""
+
+
+class EpisodeGivenUp(Exception):
+    """The environment gave an episode up. Without its words, which may quote what was generated."""
+
+
+class EnvironmentTasks:
+    """Tasks of one environment, in another order in each pass."""
+
+    def __init__(self, source: Environment) -> None:
+        """Raises EnvironmentUnusable, and what the environment does."""
+        self.title = source.title
+        self._verifiers = verifiers = _import_verifiers()
+        taskset = {**source.config.get("taskset", {}), "id": source.name}
+        loaders = verifiers.utils.loaders
+        self._environment = loaders.load_environment(loaders.resolve_env_config({**source.config, "taskset": taskset}))
+        self._tasks = list(islice(self._environment.taskset, source.size))
+        if not self._tasks:
+            raise EnvironmentUnusable("it has no tasks")
+        self._said = [_told(task) for task in self._tasks]
+        self.size = len(self._tasks)
+        self.digest = hashlib.sha256("\n".join(self._said).encode()).hexdigest()
+        self._passes = Passes(range(self.size), seed=source.seed)
+
+    def question(self, position: int) -> tuple[int, str]:
+        """The index of a task, and all that it is: what is the same in words is the same task."""
+        data_pass, place = divmod(position, self.size)
+        index = self._passes[data_pass][place]
+        return index, self._said[index]
+
+    def score(self, index: int, response: str) -> float:
+        raise TypeError("a task of an environment is played: a response alone is worth nothing")
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """What episodes share: servers of tools, and the environment's own."""
+        serving: AbstractAsyncContextManager[None] = self._environment.serving()
+        return serving
+
+    async def play(self, index: int, *, model: str, address: str) -> float:
+        """Reward of one episode. Raises EpisodeGivenUp."""
+        verifiers = self._verifiers
+        # the gateway's own limits and temperature count: nothing is asked for
+        client = verifiers.EvalClientConfig(base_url=address, api_key_var=NO_KEY)
+        context = verifiers.ModelContext(client=client, model=model, sampling=verifiers.SamplingConfig())
+        (slot,) = self._environment.slots(self._tasks[index])
+        episode = await self._environment.run_slot(slot, context)
+        if not episode.ok:
+            raise EpisodeGivenUp(fault(episode))
+        ours = [trace for trace in episode.traces if _asks(trace, address)]
+        if len(ours) != 1 or not ours[0].agent.trainable:
+            names = ", ".join(trace.agent.name for trace in ours)
+            raise EpisodeGivenUp(
+                f"of its agents ({names}) one can ask the job's model, and is trained: give the others a client and a "
+                "model of their own in config"
+            )
+        return float(ours[0].reward)
+
+
+def _import_verifiers() -> Any:
+    try:
+        import verifiers.v1
+        import verifiers.v1.utils.loaders
+    except ModuleNotFoundError as error:
+        if error.name not in ("verifiers", "verifiers.v1"):
+            raise
+        raise EnvironmentUnusable(
+            "the image lacks verifiers: set spec.rollout.prompts.image to one made from the rollout controller's with "
+            "verifiers 0.4.0 and the environment's package in it"
+        ) from error
+    return verifiers.v1
+
+
+def _told(task: Any) -> str:
+    """What a task is, wherever it stands."""
+    return json.dumps(task.data.model_dump(mode="json", exclude={"idx"}), sort_keys=True)
+
+
+def _asks(trace: Any, address: str) -> bool:
+    client = trace.agent.config.client
+    return client is None or client.base_url == address
+
+
+def fault(episode: Any) -> str:
+    """What failed first, and where in somebody's code; no message, which may quote what was generated."""
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not errors:
+        return "it failed without an error"
+    error = errors[-1]
+    said = error.type if error.status_code is None else f"{error.type} (HTTP {error.status_code})"
+    if cause := CAUSE.match(error.traceback or ""):
+        places = re.findall(r'^  File "([^"\n]+)", line (\d+)', cause["frames"], re.MULTILINE)[: -PLACES_TOLD - 1 : -1]
+        kind = "" if cause["kind"].rpartition(".")[2] == error.type else f": {cause['kind']}"
+        said += kind + " at " + ", called at ".join(f"{file}:{line}" for file, line in places)
+    return said[:1000]

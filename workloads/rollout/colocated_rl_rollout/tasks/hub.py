@@ -1,0 +1,127 @@
+"""Files of a dataset on the Hugging Face hub, fetched where rewards are computed.
+
+Only public datasets: the token of a private one would be at the hands of reward code. Put those on a volume and name
+them as a file. Of all that a hub calls a dataset, this reads files in JSON lines, Parquet and Arrow; which of them make
+a split, the dataset's card says, or their names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from colocated_rl_api.prompts import FILE_ENDINGS, HuggingFace
+from colocated_rl_rollout.tasks.rows import RowsUnusable
+
+FIRST_PAUSE_S = 1.0  # doubled each time
+SPLITS = ("training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")  # of `datasets`
+PATIENCE_S = 600.0  # below the deadline of a process's start
+
+
+def fetch(source: HuggingFace, *, cache: Path, patience_s: float = PATIENCE_S) -> list[Path]:
+    """The files of the split, downloaded unless they are in the cache. Raises RowsUnusable.
+
+    patience_s: how long a hub that does not answer is asked again.
+    """
+    os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # read when it is imported
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    import httpx
+
+    give_up, pause_s = time.monotonic() + patience_s, FIRST_PAUSE_S
+    while True:
+        try:
+            return _download(source, cache)
+        except (httpx.HTTPError, OSError) as error:
+            if not _may_pass(error) or time.monotonic() + pause_s > give_up:
+                what = f"{source.name} at {source.revision} can't be fetched from {source.endpoint}"
+                words = str(error).partition("\n")[0]  # some have none
+                raise RowsUnusable(f"{what}: {type(error).__name__}: {words}") from error
+        time.sleep(pause_s)
+        pause_s *= 2
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether it is the network's fault or the hub's, and neither the disk's nor the job's."""
+    response = getattr(error, "response", None)
+    is_of_the_disk = getattr(error, "errno", None) is not None
+    return not is_of_the_disk and (response is None or response.status_code == 429 or response.status_code >= 500)
+
+
+def _download(source: HuggingFace, cache: Path) -> list[Path]:
+    import huggingface_hub
+
+    hub = huggingface_hub.HfApi(endpoint=source.endpoint, token=False)
+    found = hub.dataset_info(source.name, revision=source.revision)
+    names = [sibling.rfilename for sibling in found.siblings or ()]
+    configs = (found.card_data.get("configs") if found.card_data else None) or ()
+    return [
+        Path(hub.hf_hub_download(source.name, name, repo_type="dataset", revision=found.sha, cache_dir=cache))
+        for name in files_of(source, names, configs)
+    ]
+
+
+def files_of(source: HuggingFace, names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The files that make a split, among the names of all. configs: those of the dataset's card.
+
+    Raises RowsUnusable, which says what there is instead.
+    """
+    config = _config(source, configs) if configs else {"data_dir": source.config}
+    folder = "".join(f"{part}/" for part in PurePosixPath(config.get("data_dir") or "").parts)
+    within = {name.removeprefix(folder): name for name in names if name.startswith(folder)}
+    if files := config.get("data_files"):
+        patterns = _patterns(files, source.split)
+        found = [name for inner, name in within.items() if any(_matches(inner, pattern) for pattern in patterns)]
+    else:
+        found = [within[inner] for inner in _called(source.split, [each for each in within if _is_data(each)])]
+    if not found:
+        there = ", ".join(filter(_is_data, names)) or f"none that ends with {', '.join(FILE_ENDINGS)}"
+        raise RowsUnusable(f"no file of {source.name} belongs to split {source.split!r}; its data files: {there}")
+    return sorted(found)
+
+
+def _config(source: HuggingFace, configs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """That of the card which the job asks for. Raises RowsUnusable."""
+    named = {str(config.get("config_name", "default")): config for config in configs}
+    default = next((name for name, config in named.items() if config.get("default")), "default")
+    config = named.get(source.config or default) or (next(iter(named.values())) if len(named) == 1 else None)
+    if config is None or (source.config and source.config not in named):
+        raise RowsUnusable(f"{source.name} has several configs: set config to one of {', '.join(named)}")
+    return config
+
+
+def _patterns(files: Any, wanted: str) -> list[str]:
+    """What the card says of the split's files: a pattern, several, or several for each split."""
+    found: list[str] = []
+    for each in [files] if isinstance(files, str) else files:
+        split, path = (each.get("split", "train"), each["path"]) if isinstance(each, Mapping) else ("train", each)
+        if split == wanted:
+            found += [path] if isinstance(path, str) else path
+    return found
+
+
+def _called(split: str, names: Sequence[str]) -> list[str]:
+    """Those that are called after the split. Where none is called after any, all are of `train`, as for `datasets`."""
+    found = [name for name in names if _names(name, split)]
+    if found or split != "train" or any(_names(name, word) for name in names for word in SPLITS):
+        return found
+    return list(names)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """`*` is within a folder, `**` goes below."""
+    parts = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    expression = "".join(parts.get(piece, re.escape(piece)) for piece in re.split(r"(\*\*/|\*\*|\*|\?)", pattern))
+    return re.fullmatch(expression, name) is not None
+
+
+def _is_data(name: str) -> bool:
+    return name.endswith(FILE_ENDINGS)
+
+
+def _names(name: str, split: str) -> bool:
+    """Whether a folder or file is called after a split: data/train-00000-of-00001.parquet, train.jsonl."""
+    return re.search(rf"(^|[/._ -]){re.escape(split)}([/._ -]|$)", name) is not None

@@ -1,0 +1,61 @@
+"""Whether the answer in a response equals that of its row, as math-verify compares mathematics.
+
+math-verify interrupts itself by an alarm, which reaches Python alone: what hangs in a single operation on huge numbers
+is ended from outside, with its process, at the deadline of `rewards`. An answer of the policy that can't be read is
+wrong; one that comes to no end is neither right nor wrong, and fails its sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from colocated_rl_api.prompts import MathReward
+from colocated_rl_rollout.tasks.gym import answer_in
+from colocated_rl_rollout.tasks.rows import Row, RowsUnusable, member
+
+TIMEOUT_S = 5
+
+
+def answer_fault(row: Row, reward: MathReward) -> str | None:
+    """What is wrong with the answer that a row has."""
+    field = reward.answer_field
+    try:
+        written = member(row, field)
+    except RowsUnusable as error:
+        return f"{error}: set reward.math.answerField"
+    if isinstance(written, bool) or not isinstance(written, str | int | float):
+        return f"{field!r} should be a number or a text"
+    answer = answer_in(str(written), reward.answer_after)
+    if answer is None:
+        return f"{field!r} has no {reward.answer_after!r} in it: set reward.math.answerAfter"
+    return None if answer else f"{field!r} has no answer in it"
+
+
+def load_math_reward(reward: MathReward) -> Callable[[str, Row], float]:
+    """Takes a second. The function raises TimeoutError; and ValueError when the row's own answer can't be read."""
+    import math_verify
+    from math_verify.errors import TimeoutException
+
+    def parse(text: str) -> Any:
+        try:
+            return math_verify.parse(text, parsing_timeout=TIMEOUT_S, raise_on_error=True)
+        except TimeoutException as error:
+            raise TimeoutError(f"math-verify came to no end within {TIMEOUT_S} s") from error
+        except Exception:  # noqa: BLE001 - of whatever grammar: it is no answer
+            return []
+
+    def score(response: str, row: Row) -> float:
+        text = answer_in(str(member(row, reward.answer_field)), reward.answer_after) or ""
+        right = parse(text if "$" in text or "\\boxed" in text else f"${text}$") or parse(text)
+        if not right:
+            raise ValueError(f"{reward.answer_field!r} of its row is no mathematics: {text[:100]!r}")
+        given = parse(response)
+        try:
+            return float(math_verify.verify(right, given, timeout_seconds=TIMEOUT_S, raise_on_error=True))
+        except TimeoutException as error:
+            raise TimeoutError(f"math-verify came to no end within {TIMEOUT_S} s") from error
+        except Exception:  # noqa: BLE001 - whatever sympy raises: what can't be compared with one another is not equal
+            return float(math_verify.verify(right, given, timeout_seconds=TIMEOUT_S))
+
+    return score

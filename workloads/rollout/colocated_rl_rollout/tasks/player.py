@@ -1,0 +1,62 @@
+"""Plays episodes of environments side by side: what `task_process` does where its greeting names a model.
+
+    {"play": {"episode": 7, "row": 3, "address": "http://127.0.0.1:8080/v1/sessions/episode:12"}}
+    {"stop": {"episode": 7}}
+
+Each episode ends with one reply that names it, a stopped one too. Whoever does not reply to a stop is ended by the
+controller, and all that it started with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TextIO
+
+from colocated_rl_rollout.tasks.task_wire import Play, Reply, Stop
+from colocated_rl_rollout.tasks.tasks import SourceUnusable, Tasks, described
+
+
+async def play(
+    requests: TextIO, reply: Callable[[Reply], None], tasks: Tasks, *, model: str, told: Callable[[Exception], str]
+) -> None:
+    """Until the input ends. Raises SourceUnusable when an environment can't be brought up."""
+    async with contextlib.AsyncExitStack() as up:
+        for environment in tasks.environments:
+            try:
+                await up.enter_async_context(environment.serving())
+            except Exception as error:  # of another's code
+                raise SourceUnusable(f"{environment.title} does not come up: {described(error)}") from error
+        reply(Reply(value=tasks.data))
+        playing: dict[int, asyncio.Task[Reply]] = {}
+
+        async def episode(asked: Play) -> Reply:
+            try:
+                reward = await tasks.play(asked.row, model=model, address=asked.address)
+            except Exception as error:  # noqa: BLE001 - of another's code; one episode fails, the rest go on
+                return Reply(episode=asked.episode, error=told(error), reason="EpisodeFailed")
+            return Reply(episode=asked.episode, value=reward)
+
+        def ended(number: int, task: asyncio.Task[Reply]) -> None:
+            del playing[number]
+            stopped = Reply(episode=number, error="stopped", reason="EpisodeFailed")
+            reply(stopped if task.cancelled() else task.result())
+
+        async with asyncio.TaskGroup() as group:
+            while line := await asyncio.to_thread(requests.readline):
+                asked = read(line)
+                if isinstance(asked, Play):
+                    playing[asked.episode] = task = group.create_task(episode(asked))
+                    task.add_done_callback(partial(ended, asked.episode))
+                elif asked.episode in playing:
+                    playing[asked.episode].cancel()
+            for each in playing.values():
+                each.cancel()
+
+
+def read(line: str) -> Play | Stop:
+    said: dict[str, Any] = json.loads(line)
+    return Play.model_validate(said["play"]) if "play" in said else Stop.model_validate(said["stop"])

@@ -1,0 +1,148 @@
+"""Rows of data as questions, rewarded as their source says: by a function, by mathematics, by an endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from colocated_rl_api.prompts import HuggingFace, PromptFile, PromptFunction, Reward, RowSource
+from colocated_rl_rollout.tasks.hub import fetch
+from colocated_rl_rollout.tasks.mathematics import answer_fault, load_math_reward
+from colocated_rl_rollout.tasks.passes import Passes
+from colocated_rl_rollout.tasks.rows import (
+    MadeRows,
+    Row,
+    Rows,
+    RowsUnusable,
+    data_files,
+    member,
+)
+from colocated_rl_rollout.tasks.task_wire import REWARD_AT_MOST, Question
+
+Score = Callable[[str, Row], Any]
+
+
+class RewardedRows:
+    """Rows of a source, in another order in each pass."""
+
+    def __init__(self, source: PromptFile | HuggingFace | PromptFunction, *, claims: Path, cache: Path) -> None:
+        self._field = source.prompt_field
+        self._rows, beside = _rows(source, claims=claims, cache=cache)
+        self.size, self.digest = len(self._rows), self._rows.digest
+        self._score = _score(source.reward, beside)
+        self._passes = Passes(range(self.size), seed=source.seed)
+
+    def question(self, position: int) -> tuple[int, Question]:
+        data_pass, place = divmod(position, self.size)
+        index = self._passes[data_pass][place]
+        question: Question = member(self._rows[index], self._field)
+        return index, question
+
+    def score(self, index: int, response: str) -> float | dict[str, Any]:
+        """A number; or the row, for an endpoint."""
+        row = self._rows[index]
+        if self._score is None:
+            return {"prompt": member(row, self._field), "fields": row}
+        reward = self._score(response, row)
+        number = float(reward) if isinstance(reward, SupportsFloat) else None  # numpy's and torch's are no int or float
+        if number is None or not abs(number) <= REWARD_AT_MOST:
+            what = f"a {type(reward).__name__}" if number is None else number  # a str may be a response
+            raise ValueError(f"{what} is no reward: return a finite number, at most {REWARD_AT_MOST:.0f} either way")
+        return number
+
+
+def _rows(
+    source: PromptFile | HuggingFace | PromptFunction, *, claims: Path, cache: Path
+) -> tuple[Rows | MadeRows, list[Path]]:
+    """And where modules may be, beside those of the image."""
+    check = partial(_fault, source=source)
+    match source:
+        case PromptFile():
+            path = claims / source.claim_name / source.path
+            return Rows(data_files(path), cache=cache / "rows", check=check), [path.parent]
+        case HuggingFace():
+            return Rows(fetch(source, cache=cache / "hub"), cache=cache / "rows", check=check), []
+        case PromptFunction():
+            beside = [claims / source.claim_name] if source.claim_name else []
+            return MadeRows(_function(source.name, beside, of={"a number": 0}), size=source.size, check=check), beside
+
+
+def _score(reward: Reward, beside: list[Path]) -> Score | None:
+    """None: an endpoint is asked, and not from here."""
+    if reward.function:
+        return _function(reward.function, beside, of={"a response": "", "its row": {}})
+    return load_math_reward(reward.math) if reward.math else None
+
+
+def _function(name: str, beside: list[Path], *, of: Mapping[str, object]) -> Callable[..., Any]:
+    """MODULE:FUNCTION, in the image or beside the rows. of: what it is called with, each by what it is."""
+    sys.path += [str(path) for path in beside if str(path) not in sys.path]  # last: a `random.py` is nobody else's
+    sys.dont_write_bytecode = True  # a claim is mounted read-only
+    module, _, function = name.partition(":")
+    loaded = importlib.import_module(module)
+    origin = getattr(loaded, "__file__", None)
+    for path in beside:
+        own = path / f"{module.replace('.', '/')}.py"
+        if own.exists() and not (origin and own.samefile(origin)):
+            raise ValueError(f"module {module} beside the rows is hidden by {origin or 'Python'}: give it another name")
+    found = getattr(loaded, function, None)
+    if not callable(found):
+        raise ValueError(f"module {module} has no function {function}: write MODULE:FUNCTION")
+    if inspect.iscoroutinefunction(found):
+        raise ValueError(f"{name} is async: write it with def, it has a process of its own")
+    with contextlib.suppress(ValueError):  # one in C may not say what it takes
+        signature = inspect.signature(found)
+        try:
+            signature.bind(*of.values())
+        except TypeError as error:
+            raise TypeError(f"{name} can't be called with {' and '.join(of)}: {error}") from error
+    return found  # type: ignore[no-any-return]
+
+
+def _fault(row: Row, source: RowSource) -> str | None:
+    """What is wrong with a row, in words for whoever wrote it."""
+    if fault := _question_fault(row, source.prompt_field):
+        return fault
+    if source.reward.math:
+        return answer_fault(row, source.reward.math)
+    return _endpoint_fault(row) if source.reward.http else None
+
+
+def _endpoint_fault(row: Row) -> str | None:
+    """Python reads and writes NaN and infinities in JSON; others don't, and an endpoint would be sent null for them."""
+    for name, value in row.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            return f"{name!r} has a number that is NaN or infinite, which no endpoint can be sent: write null or a text"
+    return None
+
+
+def _question_fault(row: Row, field: str) -> str | None:
+    try:
+        question = member(row, field)
+    except RowsUnusable as error:
+        return f"{error}: set promptField"
+    is_conversation = isinstance(question, list) and all(map(_is_message, question))
+    if not question or not (isinstance(question, str) or is_conversation):
+        return f"{field!r} should be a text, or a list of messages with role and content, which is text or parts of it"
+    return None
+
+
+def _is_message(said: Any) -> bool:
+    match said:
+        case {"role": str(), "content": None | str()}:
+            return True
+        case {"role": str(), "content": list(parts)}:
+            return all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts)
+        case {"role": "assistant", "tool_calls": [_, *_]}:
+            return "content" not in said  # which may be left out then, as in a request
+        case _:
+            return False

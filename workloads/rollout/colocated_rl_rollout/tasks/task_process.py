@@ -1,0 +1,128 @@
+"""A process that makes questions and scores answers, for `rewards`; `task_server` starts it.
+
+    python -m colocated_rl_rollout.tasks.task_process CLAIMS CACHE [LIMIT]
+
+JSON lines: a `Greeting` comes first and is answered with `Data`; then each request is answered in order,
+`{"questions": [start, count]}` and `{"score": [index, text]}`, with a `Reply`; or, where the greeting says so, episodes
+are played (`player`). CLAIMS is where claims of prompts are mounted, CACHE a directory for copies and downloads, LIMIT
+the file that has the container's memory limit. Ends with its input. Verifiers and environments are other people's code:
+they may take for ever, print, and take memory; they do it here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from colocated_rl_rollout.tasks.player import play
+from colocated_rl_rollout.tasks.task_wire import Greeting, Reply
+from colocated_rl_rollout.tasks.tasks import (
+    SourceUnusable,
+    Tasks,
+    described,
+    make_tasks,
+    short_of_memory,
+)
+
+MIB = 1024 * 1024
+MEMORY_LIMIT = "/sys/fs/cgroup/memory.max"
+LEAST_MEMORY_BYTES = 1024 * MIB  # libraries of the tasks take a third of it
+MEMORY_ERRORS = 2  # in a row: what is leaked does not come back
+
+
+def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, container_bytes: int | None) -> None:
+    """Answer until the input ends, or there is no memory any more."""
+    own = os.getpid()
+
+    def reply(said: Reply) -> None:
+        if os.getpid() != own:
+            os._exit(1)  # a fork of a verifier's that came back here: its parent answers
+        replies.write(said.model_dump_json(exclude_defaults=True) + "\n")
+        replies.flush()
+
+    try:
+        greeting = Greeting.model_validate_json(requests.readline())
+        limit_memory(memory_bytes(container_bytes, processes=greeting.processes))
+        tasks = make_tasks(greeting.prompts, claims=claims, cache=cache)
+        if greeting.model is not None:
+            asyncio.run(play(requests, reply, tasks, model=greeting.model, told=_told))
+            return
+    except SourceUnusable as error:
+        reply(Reply(error=str(error)))
+        return
+    reply(Reply(value=tasks.data))
+    without_memory = 0
+    for line in requests:
+        try:
+            value = _answer(tasks, json.loads(line))
+        except BaseException as error:  # noqa: BLE001 - of another's code, which exits too; one answer fails, the rest go on
+            without_memory = without_memory + 1 if isinstance(error, MemoryError) else 0
+            reason: Literal["RewardTimedOut", "VerifierFailed"]
+            reason = "RewardTimedOut" if isinstance(error, TimeoutError) else "VerifierFailed"
+            reply(Reply(error=_told(error), reason=reason))
+            if without_memory == MEMORY_ERRORS:
+                return  # another process takes over
+        else:
+            without_memory = 0
+            reply(Reply(value=value))
+
+
+def _answer(tasks: Tasks, request: dict[str, Any]) -> Any:
+    match request:
+        case {"questions": [start, count]}:
+            return [tasks.question(position) for position in range(start, start + count)]
+        case {"score": [index, response]}:
+            return tasks.score(index, response)
+        case other:
+            raise ValueError(f"no such request: {sorted(other)}")
+
+
+def _told(error: BaseException) -> str:
+    """Words where they are ours. Others' may quote a prompt or a response, and what is said here is logged: only where
+    they were raised.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if str(frames[-1][0].f_globals.get("__name__")).startswith("colocated_rl_"):
+        return described(error)
+    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
+    return f"{type(error).__name__} at {', called at '.join(places[:-4:-1])}"[:1000] + short_of_memory(error)
+
+
+def memory_bytes(container_bytes: int | None, *, processes: int) -> int | None:
+    """Address space of one of the processes that share a container; None: no bound."""
+    return None if container_bytes is None else max(LEAST_MEMORY_BYTES, container_bytes // processes)
+
+
+def limit_memory(size: int | None) -> None:
+    """More than that is a MemoryError of one answer, and not the end of the container."""
+    if size is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def container_memory_bytes(file: Path) -> int | None:
+    """The container's limit; None when it has none, or nobody says."""
+    try:
+        limit = file.read_text().strip()
+    except OSError:
+        return None
+    return int(limit) if limit.isdigit() else None
+
+
+def main() -> None:
+    claims, cache, limit = (Path(word) for word in [*sys.argv[1:], MEMORY_LIMIT][:3])
+    requests = os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8")
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())  # a verifier that reads takes no line away, and one that prints adds none
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(requests, replies, claims=claims, cache=cache, container_bytes=container_memory_bytes(limit))
+
+
+if __name__ == "__main__":
+    main()

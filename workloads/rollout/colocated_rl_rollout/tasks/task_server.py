@@ -1,0 +1,132 @@
+"""Starts a task process for each connection to a socket, and ends it with its connection.
+
+    python -m colocated_rl_rollout.tasks.task_server
+
+Runs beside the rollout controller in a container of its own, because what it starts is other people's code: here are no
+keys, no token, no store, and none of the controller's processes. The volumes are the socket's, one for caches, and the
+claims that the job names for prompts. The controller decides when a process has taken too long: it hangs up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from colocated_rl_api import logs, names
+
+LOG = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-P", "-W", "ignore", "-m", "colocated_rl_rollout.tasks.task_process")
+BACKLOG = 16
+FAMILY = "COLOCATED_RL_TASK_FAMILY"  # in the environment of a process and, by inheritance, of all that it starts
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # or a library starts one for each core of the node
+FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # of 64 MiB of address space each, which is what the limit of a process counts
+
+
+def listen(path: Path) -> socket.socket:
+    """A socket that the pod's group may connect to."""
+    path.unlink(missing_ok=True)  # of the container's former run
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    path.chmod(0o660)
+    listener.listen(BACKLOG)
+    return listener
+
+
+def serve(listener: socket.socket, command: Sequence[str]) -> None:
+    """Until the socket is shut down and all connections are closed."""
+    attending: list[threading.Thread] = []
+    with listener:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                break
+            attending = [each for each in attending if each.is_alive()]
+            attending.append(threading.Thread(target=_attend, args=(connection, command), daemon=True))
+            attending[-1].start()
+    for each in attending:
+        each.join()
+
+
+def _attend(connection: socket.socket, command: Sequence[str]) -> None:
+    """One process, until it ends or the connection does."""
+    with connection:
+        family = uuid.uuid4().hex
+        process = subprocess.Popen(
+            command,
+            stdin=connection.fileno(),
+            stdout=connection.fileno(),
+            env={**os.environ, **ONE_THREAD, **FEW_ARENAS, FAMILY: family},
+            start_new_session=True,  # what it starts ends with it
+        )
+        ended = os.pidfd_open(process.pid)
+        try:
+            either = select.poll()
+            either.register(connection, select.POLLRDHUP)
+            either.register(ended, select.POLLIN)
+            by_itself = ended in dict(either.poll())
+        finally:
+            os.close(ended)
+            os.killpg(process.pid, signal.SIGKILL)
+            _end_family(family)
+            code = process.wait()
+    if by_itself:
+        logs.log(LOG, "task process ended", logging.WARNING, reason=f"code {code}")
+
+
+def _end_family(family: str) -> None:
+    """Kill what a process started in other sessions, programs and servers of tools: they bear its mark. Stopped first,
+    so that none gets away.
+    """
+    mark = f"{FAMILY}={family}\0".encode()
+    stopped: set[int] = set()
+    while found := _bearers(mark) - stopped:
+        for pid in found:
+            _signal(pid, signal.SIGSTOP)
+        stopped |= found
+    for pid in stopped:
+        _signal(pid, signal.SIGKILL)
+
+
+def _bearers(mark: bytes) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m colocated_rl_rollout.tasks.task_server",
+        description="Starts what makes prompts and computes rewards.",
+    )
+    parser.add_argument("--socket", type=Path, default=Path(names.TASKS_SOCKET))
+    parser.add_argument("--claims", default=names.PROMPTS_DIR, help="where claims of prompts are mounted")
+    parser.add_argument("--cache", default="/tmp/colocate", help="directory for copies and downloads of prompts")
+    given = parser.parse_args()
+    logs.configure(role=names.ROLE_ROLLOUT)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the first process of a container is spared without
+    serve(listen(given.socket), [*COMMAND, given.claims, given.cache])
+
+
+if __name__ == "__main__":
+    main()

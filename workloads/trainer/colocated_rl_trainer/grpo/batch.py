@@ -1,0 +1,355 @@
+"""One rank's shard of a sealed batch, checked, and its division: minibatches over all ranks, micro-batches of one.
+
+Which group is in which minibatch follows from the batch alone, never from how samples were dealt out to ranks; so do
+the normalizers. Samples that teach nothing (advantage 0) count in the normalizer and are not computed.
+Tokens that are too old to be trained, where a trainer says so, are context: they count nowhere.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_trainer.grpo.loss import group_advantage
+from colocated_rl_trainer.protocol.rank import Refused
+from colocated_rl_trainer.state.group import Group
+
+_COLUMNS = {
+    "tokens": torch.int32, "sample_end": torch.int64, "loss_mask": torch.uint8, "behaviour_logp": torch.float32,
+    "token_step": torch.int32, "reward": torch.float32, "group": torch.int64, "group_mean": torch.float32,
+    "group_std": torch.float32, "group_count": torch.float32, "truncated": torch.uint8,
+}  # fmt: skip
+_REFERENCE = "reference_logp"  # where the header says that a reference has scored the batch
+_BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step", _REFERENCE)
+
+
+class BadShard(Refused):
+    """A shard can't be trained on. Nothing has changed: the step can be asked for again with the right file."""
+
+
+class PeerRefused(Refused):
+    """Another rank can't train on its shard; this one has not begun either."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a trainer makes of a batch."""
+
+    in_spreads: bool = True  # of the group, are advantages
+    max_token_age: int | None = None  # in steps, of the weights that made a token: older ones are not trained
+    equal_too: bool = False  # samples of groups without a spread are computed: a penalty may move them
+
+
+AS_IT_IS = Use()
+
+
+@dataclass(frozen=True)
+class ShardSample:
+    """One sample, prompt and response: [length] each, on the device that was asked for."""
+
+    tokens: Tensor  # int64
+    is_trained: Tensor  # bool: written by the policy, and not too old
+    behaviour_logp: Tensor  # float32, nats, as the engine sampled the token; 0 where `is_trained` is not
+    reward: float
+    advantage: float  # of GRPO: in spreads of its group's rewards
+    reference_logp: Tensor | None  # float32, nats, as a reference on devices of its own said; 0 as above; None: no such
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Columns as in `colocated_rl_api.batch`, on the CPU, with what follows from them."""
+
+    header: BatchHeader
+    tokens: Tensor  # int64 [T]
+    loss_mask: Tensor  # bool [T]: to be trained
+    behaviour_logp: Tensor
+    reference_logp: Tensor | None  # None: no reference scored the batch before it was sealed
+    token_step: Tensor
+    reward: Tensor
+    group: Tensor
+    advantage: Tensor  # [n]
+    start: Tensor  # int64 [n], in [T]
+    end: Tensor
+    loss_tokens: Tensor  # int64 [n]
+    written_tokens: int  # by the policy, however old
+    use: Use
+
+    @classmethod
+    def read(
+        cls, path: Path, *, step: int, shard: int, shards: int, use: Use = AS_IT_IS, is_scored: bool = False
+    ) -> Shard:
+        """is_scored: a reference has seen it. Raises BadShard, which says what is wrong with the file."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = BatchHeader.model_validate_json((file.metadata() or {}).get(HEADER_KEY, ""))
+                column = {name: file.get_tensor(name) for name in _columns(header)}
+        except (OSError, SafetensorError, ValidationError) as error:
+            raise BadShard(f"shard {path} can't be read: {error}: fetch it again") from error
+        if (header.step, header.shard, header.shards) != (step, shard, shards):
+            raise BadShard(
+                f"{path} is shard {header.shard} of {header.shards} of step {header.step}, "
+                f"asked for was shard {shard} of {shards} of step {step}"
+            )
+        if is_scored and not header.has_reference:
+            raise BadShard(f"shard {path} of step {step} was sealed without scores of the job's reference")
+        if fault := _fault(column, _columns(header)):
+            raise BadShard(f"shard {path} of step {step}: {fault}")
+        end = column["sample_end"]
+        start = torch.cat([end.new_zeros(1), end])[:-1]
+        mask = written = column["loss_mask"].bool()
+        if use.max_token_age is not None:
+            mask = written & (step - 1 - column["token_step"] <= use.max_token_age)
+        before = torch.cat([end.new_zeros(1), mask.long().cumsum(0)])
+        return cls(
+            header=header,
+            tokens=column["tokens"].long(),
+            loss_mask=mask,
+            behaviour_logp=column["behaviour_logp"],
+            reference_logp=column.get(_REFERENCE),
+            token_step=column["token_step"],
+            reward=column["reward"],
+            group=column["group"],
+            advantage=group_advantage(
+                *(column[name] for name in ("reward", "group_mean", "group_std", "group_count")),
+                in_spreads=use.in_spreads,
+            ),
+            start=start,
+            end=end,
+            loss_tokens=before[end] - before[start],
+            written_tokens=int(written.sum()),
+            use=use,
+        )
+
+    @property
+    def samples(self) -> int:
+        return len(self.end)
+
+    def each(self, device: torch.device | str) -> Iterator[ShardSample]:
+        """The samples one by one, on `device`: for a loop that does not pack them."""
+        for number, (start, end) in enumerate(zip(self.start.tolist(), self.end.tolist(), strict=True)):
+            yield ShardSample(
+                tokens=self.tokens[start:end].to(device),
+                is_trained=self.loss_mask[start:end].to(device),
+                behaviour_logp=self.behaviour_logp[start:end].to(device),
+                reward=float(self.reward[number]),
+                advantage=float(self.advantage[number]),
+                reference_logp=None if self.reference_logp is None else self.reference_logp[start:end].to(device),
+            )
+
+    def groups(self) -> dict[int, GroupShare]:
+        """This rank's part of each group."""
+        shares: dict[int, GroupShare] = {}
+        teaching = self.teaching()
+        for group, tokens, teaches in zip(
+            self.group.tolist(), self.loss_tokens.tolist(), teaching.tolist(), strict=True
+        ):
+            known = shares.get(group, GroupShare(0, False, 0))
+            shares[group] = GroupShare(
+                known.loss_tokens + tokens, known.teaches or teaches, known.samples + (tokens > 0)
+            )
+        return shares
+
+    def teaching(self) -> Tensor:
+        """Which samples have a gradient: bool [n]."""
+        return ((self.advantage != 0) | self.use.equal_too) & (self.loss_tokens > 0)
+
+
+def read_together(
+    path: Path, group: Group, *, step: int, use: Use = AS_IT_IS, is_scored: bool = False
+) -> tuple[Shard, list[dict[int, GroupShare]]]:
+    """This rank's shard, and every rank's part of each group. Raises Refused on every rank or on none."""
+    shard, fault = None, None
+    try:
+        shard = Shard.read(path, step=step, shard=group.rank, shards=group.size, use=use, is_scored=is_scored)
+    except BadShard as error:
+        fault = error
+    heard = group.gather(
+        (str(fault) if fault else None, shard.groups() if shard else {}, shard.written_tokens if shard else 0)
+    )
+    if fault is not None:
+        raise fault
+    assert shard is not None
+    if faults := [f"rank {peer}: {told}" for peer, (told, _, _) in enumerate(heard) if told]:
+        raise PeerRefused(f"step {step} not begun: {'; '.join(faults)}")
+    loss_tokens = sum(written for _, _, written in heard)
+    if loss_tokens != shard.header.loss_tokens:
+        raise BadShard(f"the shards of step {step} hold {loss_tokens} loss tokens, not {shard.header.loss_tokens}")
+    return shard, [share for _, share, _ in heard]
+
+
+def _columns(header: BatchHeader) -> Mapping[str, torch.dtype]:
+    return _COLUMNS | ({_REFERENCE: torch.float32} if header.has_reference else {})
+
+
+def _fault(column: Mapping[str, Tensor], columns: Mapping[str, torch.dtype]) -> str | None:
+    for name, dtype in columns.items():
+        tensor = column[name]
+        if tensor.dtype != dtype or tensor.dim() != 1:
+            return f"column {name} is {tensor.dtype} {list(tensor.shape)}, should be {dtype} of one dimension"
+    tokens, samples = len(column["tokens"]), len(column["sample_end"])
+    for name, tensor in column.items():
+        if len(tensor) != (wanted := tokens if name in _BY_TOKEN else samples):
+            return f"column {name} has {len(tensor)} entries, should have {wanted}"
+    end = column["sample_end"]
+    start = torch.cat([end.new_zeros(1), end])[:-1]
+    if bool((end <= start).any()) or tokens != (int(end[-1]) if samples else 0):
+        return "sample_end must rise and end at the number of tokens"
+    mask = column["loss_mask"].bool()
+    if bool(mask[start].any()):
+        return "the first token of a sample can't be trained: it has no context"
+    for name in ("behaviour_logp", _REFERENCE):
+        logp = column.get(name, column["behaviour_logp"])
+        if not bool(torch.isfinite(logp).all()) or bool((logp > 1e-3).any()):
+            return f"{name} must be finite and at most 0"
+    if bool((column["token_step"][mask] < 0).any()):
+        return "a token to be trained has no step"
+    for name in ("reward", "group_mean", "group_std", "group_count"):
+        if not bool(torch.isfinite(column[name]).all()):
+            return f"{name} must be finite"
+    return None
+
+
+# ------------------------------------------------------------------------------------------ minibatches, over all ranks
+@dataclass(frozen=True)
+class GroupShare:
+    loss_tokens: int
+    teaches: bool
+    samples: int  # that have a token to be trained
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """Groups of one optimizer call. `loss_tokens` and `samples` are of all ranks: what a mean divides by."""
+
+    groups: frozenset[int]
+    loss_tokens: int
+    teaches: bool
+    samples: int
+
+
+def deal_minibatches(shares: Sequence[Mapping[int, GroupShare]], *, count: int, seed: int) -> list[Minibatch]:
+    """Deal the groups of all ranks out into `count` minibatches, those that teach first, so that each has its share.
+
+    shares: of each rank. Pure and the same on every rank; the order of ranks and how groups are split don't matter.
+    """
+    tokens: Counter[int] = Counter()
+    samples: Counter[int] = Counter()
+    teaches: dict[int, bool] = {}
+    for share in shares:
+        for group, part in share.items():
+            tokens[group] += part.loss_tokens
+            samples[group] += part.samples
+            teaches[group] = teaches.get(group, False) or part.teaches
+    order = sorted(tokens)
+    random.Random(seed).shuffle(order)
+    order.sort(key=lambda group: not teaches[group])
+    hands = [order[start::count] for start in range(count)]
+    return [
+        Minibatch(
+            groups=frozenset(hand),
+            loss_tokens=sum(tokens[group] for group in hand),
+            teaches=any(teaches[group] for group in hand),
+            samples=sum(samples[group] for group in hand),
+        )
+        for hand in hands
+    ]
+
+
+# ------------------------------------------------------------------------------------------ micro-batches, of one rank
+class Samples(Protocol):
+    """Samples one after another: of a shard, or of whoever else has them computed as a shard's are."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [T]."""
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """bool [T]: whose log-probabilities are wanted; never of the first of a sample."""
+
+    @property
+    def start(self) -> Tensor:
+        """int64 [n], in [T]."""
+
+    @property
+    def end(self) -> Tensor:
+        """int64 [n], in [T]."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples for one forward pass: of similar length, padded at the end, which a causal model can't see; or packed."""
+
+    input_ids: Tensor  # int64 [rows, width]
+    positions: Tensor  # int64 [kept]: positions whose logits are needed by at least one row
+    predicts: Tensor  # bool [rows, kept]: where the next token is to be trained
+    tokens: Tensor  # int64 [trained]: places in the shard's [T] of the tokens that `predicts` selects, row by row
+    sample: Tensor  # int64 [trained]: their samples
+    ends: tuple[int, ...] | None = None  # of the samples in the one row, when packed
+
+
+def micro_batches(shard: Shard, minibatch: Minibatch, *, tokens: int, packing: bool = False) -> list[MicroBatch]:
+    """This rank's teaching samples of a minibatch, for forward passes of at most `tokens` tokens. May be empty."""
+    group = shard.group.tolist()
+    chosen = [sample for sample in shard.teaching().nonzero().squeeze(1).tolist() if group[sample] in minibatch.groups]
+    return divide_into_passes(shard, chosen, tokens=tokens, packing=packing)
+
+
+def divide_into_passes(samples: Samples, chosen: Sequence[int], *, tokens: int, packing: bool) -> list[MicroBatch]:
+    """The chosen samples, at most `tokens` tokens with padding in each forward pass.
+
+    Shortest first, so that little is padded. A sample longer than `tokens` stands alone.
+    """
+    length = (samples.end - samples.start).tolist()
+    rows: list[list[int]] = []
+    for sample in sorted(chosen, key=lambda sample: (length[sample], sample)):
+        if rows:
+            others = sum(length[other] for other in rows[-1]) if packing else len(rows[-1]) * length[sample]
+        if not rows or others + length[sample] > tokens:
+            rows.append([])
+        rows[-1].append(sample)
+    return [(_pack if packing else _collate)(samples, row) for row in rows]
+
+
+def _pack(samples: Samples, row: Sequence[int]) -> MicroBatch:
+    places = torch.cat([torch.arange(int(samples.start[sample]), int(samples.end[sample])) for sample in row])
+    ends = torch.tensor([int(samples.end[sample] - samples.start[sample]) for sample in row]).cumsum(0)
+    positions = samples.loss_mask[places].nonzero().squeeze(1) - 1  # the first of a sample is not trained
+    tokens = places[positions] + 1
+    return MicroBatch(
+        input_ids=samples.tokens[places][None],
+        positions=positions,
+        predicts=torch.ones(1, len(positions), dtype=torch.bool),
+        tokens=tokens,
+        sample=torch.tensor(row)[torch.searchsorted(ends, positions, right=True)],
+        ends=tuple(ends.tolist()),
+    )
+
+
+def _collate(samples: Samples, row: Sequence[int]) -> MicroBatch:
+    rows = torch.tensor(row)
+    start, end = samples.start[rows, None], samples.end[rows, None]
+    place = start + torch.arange(int((end - start).max()))  # [rows, width], in [T]
+    real = place < end
+    place = place.clamp(max=len(samples.tokens) - 1)
+    next_is_trained = torch.zeros_like(real)
+    next_is_trained[:, :-1] = (samples.loss_mask[place] & real)[:, 1:]
+    positions = next_is_trained.any(0).nonzero().squeeze(1)
+    predicts = next_is_trained[:, positions]
+    return MicroBatch(
+        input_ids=torch.where(real, samples.tokens[place], 0),
+        positions=positions,
+        predicts=predicts,
+        tokens=(place[:, positions] + 1)[predicts],
+        sample=rows[:, None].expand_as(predicts)[predicts],
+    )

@@ -1,0 +1,47 @@
+"""One forward pass over samples: the log-probabilities of their tokens, whichever weights the model has.
+
+The policy and the reference, on the trainer's devices or on its own, are computed here and nowhere else: what differs
+between them are weights.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from colocated_rl_trainer.grpo.batch import MicroBatch, Samples
+from colocated_rl_trainer.grpo.loss import token_logp
+
+
+def logp_and_entropy(
+    model: PreTrainedModel,
+    samples: Samples,
+    micro: MicroBatch,
+    *,
+    temperature: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Of each token that is wanted of a micro-batch, in the order of `micro.tokens`: [wanted] each, on the device.
+
+    dtype: of the computation; parameters are float32.
+    """
+    packed: dict[str, object] = {}
+    if micro.ends is not None:
+        places = torch.cat([torch.arange(end - start) for start, end in pairwise((0, *micro.ends))])
+        packed = {"position_ids": places[None].to(device), "sample_ends": micro.ends}
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
+        logits = model(
+            input_ids=micro.input_ids.to(device),
+            logits_to_keep=micro.positions.to(device),
+            use_cache=False,
+            **packed,
+        ).logits
+    return token_logp(
+        logits[micro.predicts.to(device)],
+        samples.tokens[micro.tokens].to(device),
+        temperature=temperature,
+    )

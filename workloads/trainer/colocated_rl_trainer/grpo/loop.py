@@ -1,0 +1,408 @@
+"""The reference trainer: GRPO on sealed batches, data parallel, AdamW.
+
+One step on one screen is `ReferenceTrainer.train`. Every rank computes the gradient of its own samples; the gradient is
+summed over ranks, and every normalizer is of all ranks, so the split of a batch changes nothing but rounding. Ranks
+share the model and its state (`sharding`), or each has all of it: that changes nothing but rounding either. The step
+number decides everything else that could differ between two runs (learning rate, division into minibatches): a replay
+of the same batches from a checkpoint gives the same weights, on the CPU the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from colocated_rl_api.logs import log
+from colocated_rl_trainer.grpo.batch import (
+    MicroBatch,
+    Shard,
+    Use,
+    deal_minibatches,
+    micro_batches,
+    read_together,
+)
+from colocated_rl_trainer.grpo.budget import Budget, host_memory
+from colocated_rl_trainer.grpo.forward import logp_and_entropy
+from colocated_rl_trainer.grpo.loss import importance_ratio, kl_penalty, policy_loss
+from colocated_rl_trainer.grpo.scores import find_scores, write_scores
+from colocated_rl_trainer.grpo.tally import Tally, metrics
+from colocated_rl_trainer.grpo.trackers import Tracker, check_trackers, make_trackers
+from colocated_rl_trainer.protocol.manifest import Exported, digest_of, digests_of
+from colocated_rl_trainer.protocol.rank import Refused, Watch
+from colocated_rl_trainer.protocol.settings import RankSettings, SettingsError, TrainerConfig
+from colocated_rl_trainer.state.checkpoint import Checkpoints
+from colocated_rl_trainer.state.group import Group, join_group
+from colocated_rl_trainer.state.residency import PARAMETERS, STATE, Residency
+from colocated_rl_trainer.state.sharding import (
+    divide,
+    names_in,
+    read_parts,
+    write_parts,
+)
+from colocated_rl_trainer.state.weights import (
+    checkpoint_activations,
+    count_parameters,
+    load_model,
+    probe,
+    write_model,
+)
+
+_LOG = logging.getLogger(__name__)
+
+
+class Diverged(Exception):
+    """The gradient is not finite. The weights still are, and are not used any more: the settings must change."""
+
+
+class DeviceFull(Exception):
+    """A forward or backward pass found no memory. Nothing is wrong with the weights; the settings must change."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """This rank's part of a minibatch: none is possible, its peers wait for it all the same."""
+
+    divisor: int  # of the loss: tokens or samples of all ranks
+    micro_batches: list[MicroBatch | None]  # None: a pass that peers make, for which this rank has nothing left
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Log-probabilities of the shard's tokens, [T]; NaN where nobody needs them."""
+
+    start: Tensor  # under the weights that the step begins with
+    reference: Tensor | None  # None: there is none
+
+
+class ReferenceTrainer:
+    """One rank. The methods are those of `rank.ScoringLoop`."""
+
+    def __init__(self, settings: RankSettings, config: TrainerConfig) -> None:
+        self._settings = settings
+        self._config = config
+        spec = settings.read_job().spec
+        self._progress_s = spec.switch.trainer_progress_seconds
+        self._limit = spec.rollout.max_response_tokens
+        self._ranks_in_pod = min(settings.world_size, max(1, spec.gpus.count))
+        self._is_shared = settings.world_size > 1 and config.training_state == "Sharded"
+        self._stays = [kind for memory, kinds in STATE.items() if memory not in spec.trainer.offload for kind in kinds]
+        self._device = torch.device(settings.device)
+        self._dtype = torch.bfloat16 if config.computes_in(settings.device) == "bfloat16" else torch.float32
+        self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage, keep=spec.checkpoint.keep)
+        self._use = Use(
+            in_spreads=config.advantage == "Spread",
+            max_token_age=config.max_token_age,
+            equal_too=config.kl_coefficient > 0,
+        )
+        self._has_reference = spec.reference is not None
+        self._keeps_reference = self._has_reference and not spec.seals_with_scores  # else batches have its scores
+        if config.kl_coefficient and not self._has_reference:
+            raise SettingsError(
+                "klCoefficient in spec.trainer.config needs a policy to compare with: add spec.reference to the job"
+            )
+        self._scored: tuple[int, Tensor] | None = None  # newest step that the reference has seen, and what it said
+        check_trackers(config.trackers)
+        self._trackers: Sequence[Tracker] = ()
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+
+    def load(self) -> int:
+        """Rank 0 says which checkpoint, and each reads its part of it."""
+        self._check_budget()
+        self._group: Group = join_group(self._settings)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        found = self._group.led(self._checkpoints.newest)
+        self.model = load_model(self._settings.model, packing=self._config.packing)
+        if self._config.activation_checkpointing:
+            checkpoint_activations(self.model)
+        if self._is_shared:
+            divide(self.model, self._device, ranks=self._group.size)
+        self._state = Residency(
+            self.model, self._device, with_moments=self._config.optimizer == "AdamW", stays=self._stays
+        )
+        if self._keeps_reference:
+            self._state.keep_reference()  # before the checkpoint is read: the model as the job began with it
+        if found:
+            self._read_checkpoint(found.directory)
+            log(_LOG, "checkpoint read", step=found.step)
+        elif not self._is_shared:  # replicas can't begin apart
+            for tensor in self._state.named(PARAMETERS).values():
+                self._group.broadcast_in_place(tensor)
+        step = found.step if found else 0
+        self._trackers = make_trackers(self._settings, self._config, step=step)
+        return step
+
+    def onload(self) -> None:
+        self._state.onload()
+
+    def offload(self) -> None:
+        self._state.offload()
+
+    def score(self, step: int, path: Path, scores: Path, watch: Watch) -> None:
+        with self._saying_what_takes_memory(step), self._passing("score"):
+            shard, work = self._read_batch(step, path)
+            digest = self._group.each(lambda: digest_of(path))[self._group.rank]
+            logp = find_scores(scores, shard=digest, needed=_computed(shard, work))
+            if not all(self._group.gather(logp is not None)):  # a pass is every rank's, or nobody's
+                logp = torch.full_like(shard.behaviour_logp, torch.nan)
+                with self._state.as_reference():
+                    self._compute(shard, work, into=logp, watch=watch)
+                write_scores(scores, logp, shard=digest)
+            assert logp is not None
+            self._scored = step, logp
+
+    def train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
+        with self._saying_what_takes_memory(step), self._passing("step"):
+            return self._train(step, path, watch)
+
+    def _train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
+        config, state = self._config, self._state
+        shard, work = self._read_batch(step, path)
+        tally = Tally.of(shard)
+        known = self._look_up(step, shard, work, watch)
+        learning_rate = config.learning_rate_at(step)
+        for _data_pass in range(config.data_passes):
+            for minibatch in work:
+                for micro in minibatch.micro_batches:
+                    if micro is None:
+                        self._keep_up(with_gradient=True)
+                    else:
+                        self._add_gradient(shard, micro, minibatch.divisor, known, tally)
+                    watch.progress()
+                gradient_norm = self._sum_and_clip_gradients(step)
+                watch.mark_dirty()
+                state.update(learning_rate=learning_rate, betas=config.betas, weight_decay=config.weight_decay)
+                tally.add_update(gradient_norm)
+        tally.add_mismatch(shard, known.start)
+        told = metrics(self._group.gather(tally), has_reference=self._has_reference)
+        told["learning_rate"] = learning_rate
+        for tracker in self._trackers:
+            tracker.tell(step, told)
+        return told
+
+    def _look_up(self, step: int, shard: Shard, work: Sequence[_Work], watch: Watch) -> _Known:
+        """What the step must know of the batch before its first update changes the weights."""
+        start = torch.full_like(shard.behaviour_logp, torch.nan)
+        if not self._config.bypass:
+            self._compute(shard, work[1:], into=start, watch=watch)  # the first will find those weights
+        if not self._keeps_reference:
+            return _Known(start, shard.reference_logp if self._has_reference else None)
+        assert self._scored is not None
+        scored, reference = self._scored
+        assert scored == step
+        return _Known(start, reference)
+
+    def _compute(self, shard: Shard, work: Sequence[_Work], *, into: Tensor, watch: Watch) -> None:
+        for minibatch in work:
+            for micro in minibatch.micro_batches:
+                if micro is None:
+                    self._keep_up(with_gradient=False)
+                else:
+                    with torch.no_grad():
+                        into[micro.tokens] = self._logp(shard, micro)[0].cpu()
+                watch.progress()
+
+    def _add_gradient(self, shard: Shard, micro: MicroBatch, divisor: int, known: _Known, tally: Tally) -> None:
+        """That of one micro-batch, to those before it."""
+        config, device = self._config, self._device
+        logp, entropy = self._logp(shard, micro)
+        if tally.updates == 0:
+            known.start[micro.tokens] = logp.detach().cpu()
+        behaviour_logp = shard.behaviour_logp[micro.tokens]
+        proximal_logp = behaviour_logp if config.bypass else known.start[micro.tokens]
+        importance = importance_ratio(proximal_logp, behaviour_logp, cap=config.importance_cap)
+        weight = self._weight(shard, micro).to(device)
+        policy = policy_loss(
+            logp,
+            proximal_logp.to(device),
+            shard.advantage[micro.sample].to(device),
+            importance.to(device),
+            weight,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+        )
+        loss = policy.total
+        if known.reference is not None:
+            reference_logp, estimator = known.reference[micro.tokens].to(device), config.kl_estimator
+            if config.kl_coefficient:
+                loss = loss + config.kl_coefficient * kl_penalty(logp, reference_logp, weight, estimator=estimator)
+            tally.kl += float(kl_penalty(logp.detach(), reference_logp, torch.ones_like(logp), estimator=estimator))
+        loss = loss / divisor
+        loss.backward()
+        tally.add_tokens(float(loss.detach()), policy, entropy, importance, cap=config.importance_cap)
+
+    def export(self, directory: Path) -> Exported | None:
+        writes = self._settings.writes_weights
+        if not (writes or self._is_shared):
+            return None
+        with self._passing("export"):
+            told = probe(self.model, self._dtype)  # first: it needs every rank, also one that has no room for files
+            digests = write_model(
+                self.model, directory if writes else None, origin=self._settings.model, dtype=self._dtype
+            )
+            return Exported(told, digests)
+
+    def save(self, step: int, keep: int) -> None:
+        """Every rank writes its part of the state, and rank 0 what makes them one: then it is durable for everyone."""
+        draft = self._group.led(lambda: self._checkpoints.begin(step))
+        try:
+            with self._group.together("save"):
+                self._write_checkpoint(draft)
+            mine = f"__{self._group.rank}_*"
+            digests = self._group.each(lambda: digests_of(sorted(draft.glob(mine))))
+            known = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+            self._group.led(lambda: self._checkpoints.finish(draft, step, keep=keep, digests=known))
+        except (OSError, Refused):  # every rank has left the draft
+            if self._group.rank == 0:
+                self._checkpoints.abandon(draft)
+            raise
+
+    def replay_from(self) -> int:
+        return self._checkpoints.oldest()
+
+    def _read_batch(self, step: int, path: Path) -> tuple[Shard, list[_Work]]:
+        """This rank's shard and what to do with it, agreed with the others. Raises Refused on every rank or on none."""
+        config, is_scored = self._config, self._has_reference and not self._keeps_reference
+        shard, shares = read_together(path, self._group, step=step, use=self._use, is_scored=is_scored)
+        minibatches = deal_minibatches(shares, count=config.minibatches, seed=config.seed * 1_000_003 + step)
+        work = [
+            _Work(
+                minibatch.loss_tokens if config.average == "Tokens" else minibatch.samples,
+                [*micro_batches(shard, minibatch, tokens=config.micro_batch_tokens, packing=config.packing)],
+            )
+            for minibatch in minibatches
+            if minibatch.teaches
+        ]
+        if self._is_shared:
+            passes = self._group.gather([len(minibatch.micro_batches) for minibatch in work])
+            for minibatch, most in zip(work, map(max, zip(*passes, strict=True)), strict=True):
+                minibatch.micro_batches.extend([None] * (most - len(minibatch.micro_batches)))
+        return shard, work
+
+    def _weight(self, shard: Shard, micro: MicroBatch) -> Tensor:
+        """Of each trained token in the sum over tokens."""
+        match self._config.average:
+            case "Tokens":
+                return torch.ones(len(micro.sample))
+            case "Sequences":
+                return 1 / shard.loss_tokens[micro.sample].float()
+            case "Limit":
+                return torch.full((len(micro.sample),), 1 / self._limit)
+
+    def _logp(self, shard: Shard, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of each trained token of a micro-batch, in the order of `micro.tokens`."""
+        temperature = shard.header.temperature
+        return logp_and_entropy(
+            self.model, shard, micro, temperature=temperature, device=self._device, dtype=self._dtype
+        )
+
+    def _keep_up(self, *, with_gradient: bool) -> None:
+        """A pass over one token that teaches nothing: peers need this rank's part of every layer."""
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        with (
+            torch.set_grad_enabled(with_gradient),
+            torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16),
+        ):
+            logits = self.model(input_ids=nothing, use_cache=False).logits
+        if with_gradient:
+            logits.backward(torch.zeros_like(logits))
+
+    def _sum_and_clip_gradients(self, step: int) -> float:
+        """Norm of the whole gradient before it was clipped. Raises Diverged."""
+        gradients = self._state.gradients
+        if not self._is_shared:  # else each rank's part is summed in the passes
+            self._group.sum_in_place(gradients)
+        norm = torch.linalg.vector_norm(gradients)
+        if self._is_shared:
+            self._group.sum_in_place(norm.square_())
+            norm.sqrt_()
+        norm = float(norm)
+        if not norm < float("inf"):
+            raise Diverged(f"gradient norm of step {step} is {norm}: lower learningRate, gradientClip or importanceCap")
+        if norm > self._config.gradient_clip:
+            gradients.mul_(self._config.gradient_clip / norm)
+        return norm
+
+    def _check_budget(self) -> None:
+        """Before anything takes memory. Raises SettingsError where the state never fits."""
+        on_cpu = self._device.type == "cpu"
+        budget = Budget.of(
+            count_parameters(self._settings.model),
+            on_cpu=on_cpu,
+            shared_by=self._settings.world_size if self._is_shared else 1,
+            ranks_in_pod=self._ranks_in_pod,
+            with_moments=self._config.optimizer == "AdamW",
+            keeps_reference=self._keeps_reference,
+            parameters_leave=PARAMETERS not in self._stays,
+        )
+        is_gpu = self._device.type == "cuda"
+        device_has = torch.cuda.get_device_properties(self._device).total_memory if is_gpu else None
+        host_has = host_memory(of_container=on_cpu)
+        log(
+            _LOG,
+            "memory of the training state",
+            device_bytes=budget.device,
+            device_has_bytes=device_has,
+            pod_host_bytes=budget.host,
+            host_has_bytes=host_has,
+        )
+        budget.refuse_what_never_fits(device_has=device_has, host_has=host_has)
+
+    @contextmanager
+    def _saying_what_takes_memory(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise DeviceFull(f"no memory for step {step}: {self._what_takes_memory()}: {error}") from error
+
+    def _what_takes_memory(self) -> str:
+        config, vocabulary = self._config, int(self.model.config.get_text_config().vocab_size)
+        state = self._state.size_bytes
+        logits = 4 * config.micro_batch_tokens * vocabulary
+        lower = f"lower microBatchTokens (it is {config.micro_batch_tokens})"
+        if not config.activation_checkpointing:
+            lower += " or set activationCheckpointing"
+        return (
+            f"the trainer's state is {state / 2**30:.1f} GiB, the logits of a pass are up to {logits / 2**30:.1f} GiB, "
+            f"several times: {lower}"
+        )
+
+    def _write_checkpoint(self, directory: Path) -> None:
+        write_parts(self._state.saved() | {"updates": torch.tensor(self._state.updates)}, directory)
+
+    def _read_checkpoint(self, directory: Path) -> None:
+        """Raises SettingsError where it is none of this model and optimizer."""
+        updates = torch.zeros((), dtype=torch.int64)
+        parts = self._state.saved() | {"updates": updates}
+        there = self._group.led(lambda: names_in(directory))
+        of_another = {name for name in there - parts.keys() if name.startswith(PARAMETERS)}  # moments may be left over
+        if differing := sorted(of_another | (parts.keys() - there)):
+            raise SettingsError(
+                f"checkpoint {directory.name} is of another model or optimizer, {len(differing)} tensors differ, first "
+                f"{differing[0]}: set spec.model and optimizer in spec.trainer.config as they were, or give the job "
+                "another volume for checkpoints"
+            )
+        with self._group.together("load"):
+            read_parts(parts, directory)
+        self._state.updates = int(updates)
+
+    def _passing(self, what: str) -> AbstractContextManager[None]:
+        """Around passes through the model, each of which needs the peers where they share it."""
+        return self._group.together(what) if self._is_shared else nullcontext()
+
+
+def _computed(shard: Shard, work: Sequence[_Work]) -> Tensor:
+    """Which of the shard's tokens passes over `work` compute: bool [T]."""
+    computed = torch.zeros_like(shard.loss_mask)
+    for minibatch in work:
+        for micro in minibatch.micro_batches:
+            if micro is not None:
+                computed[micro.tokens] = True
+    return computed

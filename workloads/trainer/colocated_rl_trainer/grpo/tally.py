@@ -1,0 +1,97 @@
+"""What a step reports about itself: counted on each rank, added up over all of them.
+
+A figure that nobody measured is absent, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from colocated_rl_trainer.grpo.batch import Shard
+from colocated_rl_trainer.grpo.loss import PolicyLoss
+
+
+@dataclass
+class Tally:
+    """One rank's sums of one step."""
+
+    samples: int
+    teaching_samples: int
+    tokens: int  # to be trained, in the batch
+    reward: float
+    computed_tokens: int = 0  # once for each pass over them
+    loss: float = 0.0  # this rank's part of each update's
+    clipped: int = 0
+    entropy: float = 0.0
+    importance: float = 0.0
+    truncated: int = 0  # tokens whose importance ratio was cut off
+    kl: float = 0.0  # of policy from reference
+    fresh_tokens: int = 0  # made by the weights that the step began with, and computed with them here
+    mismatch: float = 0.0  # |trainer - engine| of their log-probabilities, nats
+    mismatch_max: float = 0.0
+    updates: int = 0  # the same on every rank, as is the next
+    gradient_norm: float = 0.0
+
+    @classmethod
+    def of(cls, shard: Shard) -> Tally:
+        return cls(
+            samples=shard.samples,
+            teaching_samples=int(shard.teaching().sum()),
+            tokens=int(shard.loss_tokens.sum()),
+            reward=float(shard.reward.sum()),
+        )
+
+    def add_tokens(self, loss: float, policy: PolicyLoss, entropy: Tensor, importance: Tensor, *, cap: float) -> None:
+        self.computed_tokens += len(entropy)
+        self.loss += loss
+        self.clipped += int(policy.clipped_tokens)
+        self.entropy += float(entropy.sum())
+        self.importance += float(importance.sum())
+        self.truncated += int((importance >= cap).sum())
+
+    def add_update(self, gradient_norm: float) -> None:
+        self.updates += 1
+        self.gradient_norm += gradient_norm
+
+    def add_mismatch(self, shard: Shard, start_logp: Tensor) -> None:
+        """Compare with the engine. Tokens of older weights differ for another reason, and are left out.
+
+        start_logp: [T], log-probabilities under the weights that the step began with; NaN where not computed.
+        """
+        fresh = shard.loss_mask & (shard.token_step == shard.header.step - 1) & ~torch.isnan(start_logp)
+        if not bool(fresh.any()):
+            return
+        apart = (start_logp[fresh] - shard.behaviour_logp[fresh]).abs()
+        self.fresh_tokens = len(apart)
+        self.mismatch = float(apart.sum())
+        self.mismatch_max = float(apart.max())
+
+
+def metrics(ranks: Sequence[Tally], *, has_reference: bool = False) -> dict[str, float]:
+    """Figures of the whole step, from every rank's tally. Means are over tokens, where nothing else is said."""
+
+    def total(name: str) -> float:
+        return float(sum(getattr(tally, name) for tally in ranks))
+
+    told = {name: total(name) for name in ("samples", "teaching_samples", "tokens")}
+    told["updates"] = float(ranks[0].updates)
+    if samples := total("samples"):
+        told["reward"] = total("reward") / samples
+    if updates := ranks[0].updates:
+        told["loss"] = total("loss") / updates
+        told["gradient_norm"] = ranks[0].gradient_norm / updates
+    if computed := total("computed_tokens"):
+        told["entropy"] = total("entropy") / computed
+        told["clip_fraction"] = total("clipped") / computed
+        told["importance_mean"] = total("importance") / computed
+        told["importance_truncated"] = total("truncated") / computed
+        if has_reference:
+            told["kl"] = total("kl") / computed
+    if fresh := total("fresh_tokens"):
+        told["mismatch_mean"] = total("mismatch") / fresh
+        told["mismatch_max"] = max(tally.mismatch_max for tally in ranks)
+    return told

@@ -1,0 +1,128 @@
+"""A trainer around one model and one torch optimizer, of which a person writes the step.
+
+Owns everything else that `rank.Loop` asks for: the group of ranks, whose gradients it adds up; checkpoints with the
+optimizer's state; the moves between device and host; exports with a probe. Every rank holds the whole model in float32.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from colocated_rl_api.job import TrainerMemory
+from colocated_rl_trainer.grpo.batch import Shard, read_together
+from colocated_rl_trainer.protocol.manifest import Exported
+from colocated_rl_trainer.protocol.rank import Watch
+from colocated_rl_trainer.protocol.settings import RankSettings
+from colocated_rl_trainer.state.checkpoint import OPTIMIZER, Checkpoints
+from colocated_rl_trainer.state.group import Group, join_group
+from colocated_rl_trainer.state.weights import load_model, probe, write_model
+
+
+class TorchLoop:
+    """Subclass it with `make_optimizer` and `learn`, and `serve` that. The other methods are those of `rank.Loop`."""
+
+    model: PreTrainedModel
+    optimizer: Optimizer
+    group: Group
+
+    def __init__(self, settings: RankSettings) -> None:
+        self.settings = settings
+        self.device = torch.device(settings.device)
+        spec = settings.read_job().spec
+        self._progress_s = spec.switch.trainer_progress_seconds
+        self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage, keep=spec.checkpoint.keep)
+        self._model_leaves = TrainerMemory.PARAMETERS in spec.trainer.offload
+        self._watch: Watch
+
+    # ---------------------------------------------------------------------------------------------- yours to write
+    def make_optimizer(self) -> Optimizer:
+        """An optimizer of `self.model`, which is on the host."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no method make_optimizer: let it return one of self.model"
+        )
+
+    def learn(self, batch: Shard) -> Mapping[str, float]:
+        """Train on this rank's part of a batch and return figures of it.
+
+        Add to the gradient in whatever portions, with each token's part divided by `batch.header.loss_tokens` (of all
+        ranks), then call `update`; again for each minibatch. Every rank must call it as often as the others.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method learn: let it train on the batch")
+
+    # ------------------------------------------------------------------------------------------------- yours to call
+    def update(self) -> None:
+        """One optimizer call with the gradient of all ranks; then there is none."""
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:  # this rank had nothing to add
+                    parameter.grad = torch.zeros_like(parameter)
+                self.group.sum_in_place(parameter.grad)
+        self._watch.mark_dirty()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    # ------------------------------------------------------------------------------------------------- the protocol
+    def load(self) -> int:
+        """The newest checkpoint as rank 0 sees it: replicas can't begin apart."""
+        self.group = join_group(self.settings)
+        found = self.group.led(self._checkpoints.newest)
+        self.model = load_model(found.directory if found else self.settings.model)
+        self.optimizer = self.make_optimizer()
+        if found is None:
+            return 0
+        self.optimizer.load_state_dict(torch.load(found.directory / OPTIMIZER, map_location="cpu", weights_only=True))
+        return found.step
+
+    def onload(self) -> None:
+        self._move_to(self.device)
+
+    def offload(self) -> None:
+        self.optimizer.zero_grad()
+        self._move_to(torch.device("cpu"), with_model=self._model_leaves)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
+        self._watch = watch
+        batch, _ = read_together(path, self.group, step=step)
+        forward = self.model.register_forward_hook(lambda *_: watch.progress())
+        try:
+            return self.learn(batch)
+        finally:
+            forward.remove()
+
+    def export(self, directory: Path) -> Exported | None:
+        if not self.settings.writes_weights:
+            return None
+        digests = write_model(self.model, directory, origin=self.settings.model, dtype=torch.float32)
+        return Exported(probe(self.model, torch.float32), digests)
+
+    def save(self, step: int, keep: int) -> None:
+        self.group.once(
+            f"saved step {step}",
+            lambda: self._checkpoints.write(step, keep=keep, fill=self._write_checkpoint),
+            within_s=self._progress_s,
+        )
+
+    def replay_from(self) -> int:
+        return self._checkpoints.oldest()
+
+    def _write_checkpoint(self, directory: Path) -> None:
+        write_model(self.model, directory, origin=self.settings.model, dtype=torch.float32)
+        state = io.BytesIO()  # written as a whole: torch has no error of the system for a full volume
+        torch.save(self.optimizer.state_dict(), state)
+        (directory / OPTIMIZER).write_bytes(state.getbuffer())
+
+    def _move_to(self, device: torch.device, *, with_model: bool = True) -> None:
+        if with_model:
+            self.model.to(device)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():  # counts of calls stay on the host
+                    state[name] = value.to(device)

@@ -1,0 +1,120 @@
+"""The manifest that makes a directory of safetensors files an export: names, dtypes, shapes and digests, written last.
+
+Without torch, so that a trainer of any kind gets it for free. The other side is `colocated_rl_api.weights`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import xxhash
+
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, Probe, TensorEntry, algorithm_of
+
+MAX_THREADS = 8  # that hash
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
+_HASHES: Mapping[Algorithm, Callable[[], Any]] = {Algorithm.XXH3_128: xxhash.xxh3_128, Algorithm.SHA256: hashlib.sha256}
+
+
+class NotAnExport(ValueError):
+    """The directory holds no tensors, or a file that is not safetensors: a fault of what was written into it."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a loop says of what it has written."""
+
+    probe: Probe | None = None
+    digests: Mapping[str, Digest] = field(default_factory=dict)  # of files that it has hashed, by name
+
+
+def write_manifest(directory: Path, version: WeightVersion, exported: Exported) -> Manifest:
+    """Name everything in `directory`; from here on it is whole. Raises NotAnExport."""
+    tensors: dict[str, TensorEntry] = {}
+    files = sorted(directory.glob("*.safetensors"))
+    for file in files:
+        entries = tensor_entries(file)
+        if twice := tensors.keys() & entries.keys():
+            raise NotAnExport(f"tensor {min(twice)} stands in two files of {directory}")
+        tensors |= entries
+    if not tensors:
+        raise NotAnExport(f"{directory} holds no tensors: write at least one *.safetensors file")
+    known = {file.name: exported.digests[file.name] for file in files if file.name in exported.digests}
+    digests = known | digests_of([file for file in files if file.name not in known])
+    manifest = Manifest(version=version, tensors=tensors, digests=digests, probe=exported.probe)
+    draft = directory / f".{MANIFEST}.draft"
+    draft.write_text(manifest.model_dump_json(by_alias=True))
+    draft.replace(directory / MANIFEST)
+    return manifest
+
+
+def tensor_entries(file: Path) -> dict[str, TensorEntry]:
+    """Names, dtypes and shapes, from the header alone. Raises NotAnExport."""
+    with file.open("rb") as stream:
+        header = read_header(stream)
+    try:
+        return {
+            name: TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise NotAnExport(f"{file} is not a safetensors file: {error}") from error
+
+
+def read_header(stream: BinaryIO) -> dict[str, Any]:
+    """Of a safetensors file, from its start to where the tensors begin. Raises NotAnExport."""
+    start = stream.read(8)
+    size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if not 2 <= size <= MAX_HEADER_BYTES:
+        raise NotAnExport(f"{stream.name} is not a safetensors file: its header would have {size} bytes")
+    try:
+        header: dict[str, Any] = json.loads(stream.read(size))
+    except ValueError as error:
+        raise NotAnExport(f"{stream.name} is not a safetensors file: {error}") from error
+    return header
+
+
+class Hashing:
+    """Hashes files beside whatever comes next, several at once."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS))
+        self._under_way: dict[str, Future[Digest]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def begin(self, file: Path, algorithm: Algorithm = Algorithm.XXH3_128) -> None:
+        """It is complete, and stays as it is."""
+        self._under_way[file.name] = self._pool.submit(digest_of, file, algorithm)
+
+    def wait(self) -> dict[str, Digest]:
+        """Digest by file name."""
+        return {name: digest.result() for name, digest in self._under_way.items()}
+
+
+def digests_of(files: Sequence[Path], *, like: Mapping[str, Digest] | None = None) -> dict[str, Digest]:
+    """Digest by file name. like: what they will be compared with, by file name."""
+    with Hashing() as hashing:
+        for file in files:
+            known = (like or {}).get(file.name)
+            hashing.begin(file, algorithm_of(known) if known else Algorithm.XXH3_128)
+        return hashing.wait()
+
+
+def digest_of(file: Path, algorithm: Algorithm = Algorithm.XXH3_128) -> Digest:
+    with file.open("rb") as stream:
+        return f"{algorithm}:{hashlib.file_digest(stream, _HASHES[algorithm]).hexdigest()}"

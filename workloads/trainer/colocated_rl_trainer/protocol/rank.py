@@ -1,0 +1,420 @@
+"""One rank of a trainer: which request may come when, and that each has its effect once. Knows no sockets.
+
+It owns what is the same for all trainers: one operation at a time, on the main thread; the same request asked twice has
+one effect; the manifest of an export, and the copy of the last one, which the job leaves; the log line of each
+transition; and when the state is not known any more.
+
+That is so after every failure but two (`Refused`; no space or no access while files are written): the answer is a
+failure and `Rank.run` raises, so that the process ends. Peers that wait for this rank in a collective then fail at once
+instead of waiting for their deadline, and the group is started again from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import math
+import operator
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import NoReturn, Protocol, SupportsIndex, assert_never, runtime_checkable
+
+from colocated_rl_api.facts import TrainerState
+from colocated_rl_api.logs import log
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_api.trainer_wire import (
+    ExportRequest,
+    FinishRequest,
+    SaveRequest,
+    ScoreRequest,
+    TrainerError,
+    TrainerStatus,
+    TrainRequest,
+)
+from colocated_rl_api.weights import MANIFEST, Probe
+from colocated_rl_api.wire import Wire
+from colocated_rl_trainer.protocol.finished import leave
+from colocated_rl_trainer.protocol.manifest import Exported, NotAnExport, write_manifest
+
+ROOM_FOR_EXPORTS = (
+    "make spec.weightSync.sizeLimit, or where engines have pods of their own spec.weightSync.volume.size, at least "
+    "twice the size of the weights"
+)
+CLAIM_FULL = "expand the claim of the checkpoints, or remove from it what no job needs"
+LAST_ANSWERS_S = 2.0  # before the process ends, answers under way may still be written
+
+_LOG = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """Raised by a loop that did nothing: its state is what it was, and no peer waits for it in a collective.
+
+    The caller may ask again. Anything else that a method raises ends the process.
+    """
+
+
+class Watch(Protocol):
+    """To which a loop says how its step goes on."""
+
+    def progress(self) -> None:
+        """Something was done, a micro-batch for instance: the deadline of the step counts from here."""
+
+    def mark_dirty(self) -> None:
+        """The first optimizer call comes next: from here on, the step can't be tried again in place."""
+
+
+class Loop(Protocol):
+    """What a person writes. All methods are called on the main thread, never two at a time.
+
+    With several ranks, `load`, `train`, `export` and `save` are called on every one of them and may be collective.
+    `onload` and `offload` come when each pod is ready for them: no peer may be waited for.
+    """
+
+    def load(self) -> int:
+        """Join the group and read the newest checkpoint, or the model; return its step (0: the model as it came).
+
+        Leaves the state off the device.
+        """
+
+    def onload(self) -> None:
+        """Bring the state to the device."""
+
+    def offload(self) -> None:
+        """Take the state off the device: what stays there is missing to the rollout engine. Not in a resident job."""
+
+    def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
+        """Do step `step` on this rank's shard of its batch (`colocated_rl_api.batch`) and return its metrics.
+
+        Tell `watch` of the first optimizer call before it comes, and of progress.
+        """
+
+    def export(self, directory: Path) -> Exported | Probe | None:
+        """Write the weights and what an engine needs beside them, in Hugging Face format.
+
+        `directory` exists and is empty. Only the rank with `settings.writes_weights` may write; the manifest is added,
+        with the probe that comes back, or all that is known of the export: what has no hash is hashed then.
+        """
+
+    def save(self, step: int, keep: int) -> None:
+        """Write a checkpoint of `step`, the last finished one, durably; keep the newest `keep`.
+
+        The state is off the device, or on it in a resident job.
+        """
+
+    def replay_from(self) -> int:
+        """The oldest step that `load` may return to from now on: the batches after it are kept.
+
+        Asked for after `load` and each `save`. Without any way back behind the newest checkpoint, that one's step.
+        """
+
+
+@runtime_checkable
+class ScoringLoop(Loop, Protocol):
+    """A loop for jobs with a reference, which is its to keep: off the device, but while it scores."""
+
+    def score(self, step: int, shard: Path, scores: Path, watch: Watch) -> None:
+        """Let the reference compute what `train` of the same step will use. May be collective, as `train`.
+
+        scores: where to keep it, whole or not at all, and find it again: asked for after a restart, it is this batch's
+        if it was made from the same bytes.
+        """
+
+
+class OnloadRequest(Wire):
+    pass
+
+
+class OffloadRequest(Wire):
+    pass
+
+
+Request = OnloadRequest | OffloadRequest | ScoreRequest | TrainRequest | ExportRequest | SaveRequest | FinishRequest
+
+
+def holds(status: TrainerStatus, request: Request) -> bool:
+    """Whether the effect that is asked for is there already."""
+    match request:
+        case OnloadRequest():
+            return status.state is TrainerState.ONLOADED
+        case OffloadRequest():
+            return status.state is TrainerState.OFFLOADED
+        case ScoreRequest():
+            return status.scored == request.step
+        case TrainRequest():
+            return status.step == request.step
+        case ExportRequest():
+            return status.exported == request.version and (Path(request.directory) / MANIFEST).is_file()
+        case SaveRequest():
+            return status.saved is not None and status.saved >= request.step
+        case FinishRequest():
+            return status.finished == request.version and (Path(request.directory) / MANIFEST).is_file()
+    assert_never(request)
+
+
+def conflict(status: TrainerStatus, request: Request, *, must_score: bool = False) -> TrainerError | None:
+    """Why `request` can't be done from here, or None. For a request whose effect does not hold.
+
+    must_score: the job has a reference.
+    """
+    match request:
+        case OnloadRequest() | OffloadRequest():
+            return None
+        case ScoreRequest() if not (status.can_score and must_score):
+            return trainer_error("NoReference", "the job has none, or this loop has no `score`")
+        case ScoreRequest() | TrainRequest() | ExportRequest() if status.state is not TrainerState.ONLOADED:
+            return trainer_error("NotOnloaded", f"rank {status.rank} is {status.state}: ask for /v1/onload first")
+        case ScoreRequest() | TrainRequest() if status.step is None or request.step != status.step + 1:
+            return trainer_error(
+                "WrongStep", f"rank {status.rank} stands at {status.step}: step {request.step} is not next"
+            )
+        case TrainRequest() if must_score and status.scored != request.step:
+            return trainer_error(
+                "NotScored", f"the reference has not seen step {request.step}: ask for /v1/score first"
+            )
+        case ExportRequest() | FinishRequest() if request.version != (status.step, status.lineage):
+            held = f"{status.step}-{status.lineage}"
+            return trainer_error("WrongVersion", f"rank {status.rank} holds {held}, not {request.version}")
+        case SaveRequest() if request.step != status.step:
+            return trainer_error(
+                "WrongStep", f"rank {status.rank} stands at {status.step}: it can't save {request.step}"
+            )
+        case FinishRequest() if status.saved is None or status.saved < request.version.step:
+            return trainer_error("NotSaved", f"step {request.version.step} is not durable: ask for /v1/save first")
+    return None
+
+
+class NotDone(Exception):
+    """The effect that was asked for does not hold. `code` is of HTTP, as in `colocated_rl_api.trainer_wire`."""
+
+    def __init__(self, code: HTTPStatus, body: TrainerError) -> None:
+        super().__init__(body.message)
+        self.code = code
+        self.body = body
+
+
+@dataclasses.dataclass(eq=False)
+class _Operation:
+    request: Request
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    failure: NotDone | None = None
+
+
+class Rank:
+    """The state of one rank, and the one operation that may be under way.
+
+    `ask` is for the server's threads, everything else for the main thread.
+    """
+
+    def __init__(self, *, rank: int, lineage: int, writes_weights: bool, must_score: bool = False) -> None:
+        self._writes_weights = writes_weights
+        self._must_score = must_score
+        self._status = TrainerStatus(state=TrainerState.STARTING, rank=rank, lineage=lineage)
+        self._operation: _Operation | None = None
+        self._asking = 0
+        self._changed = threading.Condition()
+
+    @property
+    def status(self) -> TrainerStatus:
+        return self._status  # replaced as a whole, never changed
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around a request and its answer, so that the process does not end between them."""
+        with self._changed:
+            self._asking += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._asking -= 1
+                self._changed.notify_all()
+
+    def ask(self, request: Request) -> TrainerStatus:
+        """Bring an effect about, or join whoever did so before; returns when it holds. Raises NotDone.
+
+        The caller's deadline is the deadline: an operation that is under way can't be called back.
+        """
+        with self._changed:
+            operation = self._operation
+            if operation is None or operation.request != request:
+                passing = isinstance(request, OnloadRequest | OffloadRequest)  # what is under way may be the contrary
+                if holds(self._status, request) and not (passing and operation):
+                    return self._status
+                if error := self._obstacle(request):
+                    raise NotDone(HTTPStatus.CONFLICT, error)
+                operation = self._operation = _Operation(request)
+                self._changed.notify_all()
+        operation.done.wait()
+        if operation.failure is not None:
+            raise operation.failure
+        return self._status
+
+    def _obstacle(self, request: Request) -> TrainerError | None:
+        if self._status.state is TrainerState.STARTING:
+            return trainer_error("Starting", "no checkpoint is loaded yet: ask again later")
+        if self._operation is not None:
+            under_way = type(self._operation.request).__name__.removesuffix("Request").lower()
+            return trainer_error("Busy", f"{under_way} is under way: ask again when it is done")
+        return conflict(self._status, request, must_score=self._must_score)
+
+    def run(self, make_loop: Callable[[], Loop]) -> NoReturn:
+        """Load, then do what is asked, until something fails. Raises whatever made the state unknown."""
+        began = time.monotonic()
+        loop = make_loop()
+        step = _step("load", loop.load())
+        can_score, replay_from = isinstance(loop, ScoringLoop), _step("replay_from", loop.replay_from())
+        self._set(
+            state=TrainerState.OFFLOADED,
+            can_score=can_score,
+            can_finish=True,
+            step=step,
+            saved=step,
+            replay_from=replay_from,
+        )
+        log(_LOG, "trainer loaded", step=step, took_s=_since(began))
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._operation is not None)
+                operation = self._operation
+            assert operation is not None
+            try:
+                self._do(loop, operation.request)
+            except Exception as error:
+                if not isinstance(error, Refused) or self._status.dirty:
+                    body = trainer_error("Failed", f"{type(error).__name__}: {error}; this rank ends")
+                    operation.failure = NotDone(HTTPStatus.INTERNAL_SERVER_ERROR, body)
+                    raise
+                if isinstance(operation.request, ScoreRequest | TrainRequest):
+                    self._set(state=TrainerState.ONLOADED)
+                body = trainer_error(type(error).__name__, str(error))
+                operation.failure = NotDone(HTTPStatus.SERVICE_UNAVAILABLE, body)
+                log(_LOG, "request refused", logging.WARNING, step=self._status.step, reason=str(error))
+            finally:
+                with self._changed:
+                    self._operation = None
+                operation.done.set()
+
+    def progress(self) -> None:
+        """As `Watch`."""
+        self._set(progress=self._status.progress + 1)
+
+    def mark_dirty(self) -> None:
+        """As `Watch`."""
+        if not self._status.dirty:
+            self._set(dirty=True)
+
+    def wait_for_answers(self) -> None:
+        """Return when no answer is under way, at the latest after LAST_ANSWERS_S."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._asking == 0, timeout=LAST_ANSWERS_S)
+
+    def _do(self, loop: Loop, request: Request) -> None:
+        began = time.monotonic()
+        match request:
+            case OnloadRequest():
+                loop.onload()
+                self._set(state=TrainerState.ONLOADED)
+                log(_LOG, "trainer onloaded", step=self._status.step, took_s=_since(began))
+            case OffloadRequest():
+                loop.offload()
+                self._set(state=TrainerState.OFFLOADED)
+                log(_LOG, "trainer offloaded", step=self._status.step, took_s=_since(began))
+            case ScoreRequest():
+                assert isinstance(loop, ScoringLoop)
+                self._set(state=TrainerState.SCORING)
+                with _refusing("scores", "give the node more ephemeral storage"):
+                    loop.score(request.step, Path(request.shard), Path(request.scores), self)
+                self._set(state=TrainerState.ONLOADED, scored=request.step)
+                log(_LOG, "batch scored", step=request.step, took_s=_since(began))
+            case TrainRequest():
+                self._set(state=TrainerState.TRAINING)
+                told = _figures(loop.train(request.step, Path(request.shard), self))
+                self._set(state=TrainerState.ONLOADED, step=request.step, dirty=False, metrics=told)
+                log(_LOG, "step trained", step=request.step, took_s=_since(began), metrics=told)
+            case ExportRequest():
+                self._export(loop, request.version, Path(request.directory))
+                self._set(exported=request.version)
+                log(
+                    _LOG,
+                    "weights exported",
+                    step=request.version.step,
+                    version=str(request.version),
+                    took_s=_since(began),
+                )
+            case SaveRequest():
+                with _refusing("checkpoint", CLAIM_FULL):
+                    loop.save(request.step, request.keep)
+                    self._set(saved=request.step)  # first: it is so on every rank, whatever comes next on this one
+                    self._set(replay_from=_step("replay_from", loop.replay_from()))
+                log(_LOG, "checkpoint saved", step=request.step, took_s=_since(began))
+            case FinishRequest():
+                with _refusing("model", CLAIM_FULL):
+                    try:
+                        leave(Path(request.export), Path(request.directory), progress=self.progress)
+                    except NotAnExport as error:
+                        raise Refused(f"model not left: {error}") from error
+                self._set(finished=request.version)
+                log(_LOG, "model left", step=request.version.step, version=str(request.version), took_s=_since(began))
+            case _:
+                assert_never(request)
+
+    def _export(self, loop: Loop, version: WeightVersion, directory: Path) -> None:
+        if self._writes_weights:  # or this rank ends: peers would wait in `loop.export` for one that refused before it
+            if directory.exists():  # torn: a whole one would have been the answer
+                shutil.rmtree(directory)
+            directory.mkdir(parents=True)
+        with _refusing("export", ROOM_FOR_EXPORTS):
+            told = loop.export(directory)
+            if self._writes_weights:
+                for file in directory.rglob("*"):  # safetensors makes files for their owner alone
+                    file.chmod(file.stat().st_mode | (0o770 if file.is_dir() else 0o660))
+                write_manifest(directory, version, told if isinstance(told, Exported) else Exported(told))
+
+    def _set(self, **changes: object) -> None:
+        with self._changed:
+            self._status = self._status.model_copy(update=changes)
+
+
+def _step(method: str, returned: SupportsIndex) -> int:
+    """What `method` returned: an int, or what stands for one, as numpy's do. Raises TypeError."""
+    try:
+        return operator.index(returned)
+    except TypeError as error:
+        raise TypeError(f"{method} returned {returned!r:.100}, and not a step: an integer") from error
+
+
+def _figures(returned: object) -> dict[str, float]:
+    """What `train` returned, without what is no number. Raises TypeError."""
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"train returned {returned!r:.100}, and not figures by name")
+    told = {}
+    for name, value in returned.items():
+        try:
+            told[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"train returned {name} = {value!r:.100}, which is no figure: {error}") from error
+    return {name: value for name, value in told.items() if math.isfinite(value)}
+
+
+@contextlib.contextmanager
+def _refusing(what: str, when_full: str) -> Iterator[None]:
+    """No space or no access while files are written leaves the trainer's state as it was."""
+    try:
+        yield
+    except OSError as error:
+        hint = f": {when_full}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise Refused(f"{what} not written: {error}{hint}") from error
+
+
+def trainer_error(error: str, message: str) -> TrainerError:
+    return TrainerError(error=error, message=message)
+
+
+def _since(began: float) -> float:
+    return round(time.monotonic() - began, 3)

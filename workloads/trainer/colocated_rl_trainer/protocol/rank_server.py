@@ -1,0 +1,184 @@
+"""Makes a plain training loop a trainer: the trainer protocol (`colocated_rl_api.trainer_wire`) around six methods.
+
+    serve(MyLoop)
+
+starts the server of this rank, makes `MyLoop(settings)` and calls its methods on the main thread, one at a time, while
+`/v1/state` is answered by others. The methods are those of `rank.Loop`; what they may rely on is said there.
+"""
+
+from __future__ import annotations
+
+import http.server
+import logging
+import os
+import signal
+import socketserver
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import NoReturn
+
+from pydantic import ValidationError
+
+from colocated_rl_api import names
+from colocated_rl_api.logs import configure, log
+from colocated_rl_api.trainer_wire import ExportRequest, FinishRequest, SaveRequest, ScoreRequest, TrainRequest
+from colocated_rl_api.wire import Wire
+from colocated_rl_trainer.protocol.rank import (
+    Loop,
+    NotDone,
+    OffloadRequest,
+    OnloadRequest,
+    Rank,
+    Request,
+    trainer_error,
+)
+from colocated_rl_trainer.protocol.settings import RankSettings, SettingsError
+
+MAX_BODY_BYTES = 64 * 1024
+IDLE_CONNECTION_S = 60.0  # an agent's connection that asks nothing is closed
+
+ROUTES: Mapping[str, type[Request]] = {
+    "/v1/onload": OnloadRequest,
+    "/v1/offload": OffloadRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/train": TrainRequest,
+    "/v1/export": ExportRequest,
+    "/v1/save": SaveRequest,
+    "/v1/finish": FinishRequest,
+}
+
+_LOG = logging.getLogger(__name__)
+
+
+def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, str] = os.environ) -> NoReturn:
+    """Be one trainer rank until the process is ended or its state is unknown. Never returns.
+
+    The socket answers before `make_loop` is called: that is the place for slow imports. SIGTERM ends the process at
+    once, whatever it does: exports and checkpoints are whole or torn, never wrong, so there is nothing to tidy.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.umask(0o007)  # agent and trainer have different users and one group
+    configure(role="trainer")
+    try:
+        settings = RankSettings.from_environment(environment)
+        job = settings.read_job()
+    except SettingsError as error:
+        _end_before_start(str(error))
+    configure(job=job.name, job_uid=job.uid, rank=settings.rank, lineage=settings.lineage)
+    if names.ENV_POD_NAME in environment:
+        configure(pod=environment[names.ENV_POD_NAME])
+    rank = Rank(
+        rank=settings.rank,
+        lineage=settings.lineage,
+        writes_weights=settings.writes_weights,
+        must_score=job.spec.ladder.scores,
+    )
+    try:
+        server = RankServer(settings.socket, rank)
+    except OSError as error:
+        _end_before_start(f"no socket at {settings.socket}: {error}")
+    threading.Thread(target=server.serve_forever, name="rank-server", daemon=True).start()
+    log(_LOG, "trainer started", world_size=settings.world_size, device=settings.device)
+    try:
+        rank.run(lambda: make_loop(settings))
+    except SettingsError as error:
+        _end_before_start(str(error))
+    except Exception as error:  # noqa: BLE001 - the last one: whatever a loop raises is told here and ends the process
+        told = {"step": rank.status.step, "reason": f"{type(error).__name__}: {error}"}
+        _LOG.error("trainer failed, its process ends", told, exc_info=True)
+    rank.wait_for_answers()
+    _end(1)
+
+
+class RankServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """HTTP/1.1 with JSON on a Unix socket that the group may use."""
+
+    daemon_threads = True
+    request_queue_size = 16
+
+    def __init__(self, path: Path, rank: Rank) -> None:
+        self.rank = rank
+        path.unlink(missing_ok=True)  # of an earlier process of this rank; the runner has reaped it
+        super().__init__(str(path), _Handler)
+        path.chmod(0o660)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A caller that went away gets no answer: it asks again, and joins what it began or finds it done."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            _LOG.error("request not answered", exc_info=True)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_CONNECTION_S
+    server: RankServer
+
+    def do_GET(self) -> None:
+        with self.server.rank.answering():
+            if self.path == "/v1/state":
+                self._write(HTTPStatus.OK, self.server.rank.status)
+            else:
+                self.send_error(HTTPStatus.NOT_FOUND)
+
+    def do_POST(self) -> None:
+        with self.server.rank.answering():
+            try:
+                self._write(HTTPStatus.OK, self.server.rank.ask(self._read()))
+            except NotDone as refusal:
+                self._write(refusal.code, refusal.body)
+
+    def _read(self) -> Request:
+        size = self.headers.get("Content-Length", "")
+        if not (size.isascii() and size.isdigit() and len(size) < 10) or int(size) > MAX_BODY_BYTES:
+            self.close_connection = True  # what follows can't be told from a next request
+            raise NotDone(
+                HTTPStatus.BAD_REQUEST, trainer_error("BadRequest", f"Content-Length must be 0 to {MAX_BODY_BYTES}")
+            )
+        body = self.rfile.read(int(size))
+        kind = ROUTES.get(self.path)
+        if kind is None:
+            raise NotDone(
+                HTTPStatus.NOT_FOUND, trainer_error("NotFound", f"no {self.path} here, only {', '.join(ROUTES)}")
+            )
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as error:
+            raise NotDone(
+                HTTPStatus.BAD_REQUEST, trainer_error("BadRequest", f"body of {self.path}: {error}")
+            ) from error
+
+    def _write(self, code: HTTPStatus, body: Wire) -> None:
+        content = body.model_dump_json(by_alias=True).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class refuses by itself, in the protocol's own words."""
+        status = HTTPStatus(code)
+        self.close_connection = True
+        name = status.phrase.title().replace(" ", "")
+        self._write(status, trainer_error(name, message or f"{self.command} {self.path}: {status.description}"))
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: transitions are logged where they happen, requests are not."""
+
+
+def _end_before_start(reason: str) -> NoReturn:
+    """Starting again does not help: exit code 2."""
+    log(_LOG, "trainer can't start", logging.ERROR, reason=reason)
+    _end(2)
+
+
+def _end(code: int) -> NoReturn:
+    """Without the interpreter's own shutdown, in which a process group waits for peers that may be gone."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

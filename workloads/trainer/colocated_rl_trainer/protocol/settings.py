@@ -1,0 +1,239 @@
+"""What a trainer process is told at its start: its place in the job by environment, its options by one JSON file.
+
+Everything is read once, before anything else happens; what is wrong is said in one line that names the variable or the
+key, the value and what to write instead. `RankSettings` is for every trainer, `TrainerConfig` for the reference one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
+
+from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.rungs import Placement
+from colocated_rl_api.trainer_wire import TrainerEnvironment as Variable
+
+
+class SettingsError(ValueError):
+    """The trainer can't start with what it was given. The message says what to change; starting again does not help."""
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """One rank's place in its job, as the agent put it into the environment (`trainer_wire.TrainerEnvironment`)."""
+
+    socket: Path
+    config: Path
+    job: Path
+    model: Path
+    checkpoints: Path
+    lineage: int
+    rank: int
+    world_size: int
+    local_rank: int
+    master_address: str
+    master_port: int
+    device: str
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self:
+        """Raises SettingsError if a variable is missing or has no meaning."""
+        settings = cls(
+            socket=Path(_text(environment, Variable.SOCKET)),
+            config=Path(_text(environment, Variable.CONFIG)),
+            job=Path(_text(environment, Variable.JOB)),
+            model=Path(_text(environment, Variable.MODEL)),
+            checkpoints=Path(_text(environment, Variable.CHECKPOINTS)),
+            lineage=_count(environment, Variable.LINEAGE),
+            rank=_count(environment, Variable.RANK),
+            world_size=_count(environment, Variable.WORLD_SIZE),
+            local_rank=_count(environment, Variable.LOCAL_RANK),
+            master_address=_text(environment, Variable.MASTER_ADDR),
+            master_port=_count(environment, Variable.MASTER_PORT),
+            device=_text(environment, Variable.DEVICE),
+        )
+        if settings.rank >= settings.world_size:
+            raise SettingsError(f"RANK={settings.rank} must be below WORLD_SIZE={settings.world_size}")
+        return settings
+
+    def read_job(self) -> JobFile:
+        """The job this rank works for. Raises SettingsError."""
+        try:
+            return JobFile.read(self.job.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise SettingsError(f"{Variable.JOB}={self.job} is not a readable job file: {error}") from error
+
+    @cached_property
+    def writes_weights(self) -> bool:
+        """Whether this rank writes exports: one of each pod, or of all where pods share a volume of them."""
+        if self.rank == 0 or self.local_rank != 0:
+            return self.rank == 0
+        return self.read_job().spec.placement is not Placement.DISAGGREGATED
+
+
+KL = Literal["K1", "K2", "K3"]  # estimators: `loss.kl_penalty`
+TrackerName = Literal["TensorBoard", "WandB"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+NOT_YET: Mapping[str, str] = {  # by a part of the key
+    "critic": "there is no critic, advantages are relative to the group.",
+    "value": "there is no critic, advantages are relative to the group.",
+    "lora": "all weights are trained, none as LoRA.",
+    "peft": "all weights are trained, none as LoRA.",
+    "megatron": "there is no helper for Megatron.",
+    "parallel": "ranks share a model's state (trainingState) and each computes samples of its own.",
+    "quant": "neither training nor rollout is quantized.",
+    "cudaipc": "weights reach the engines as files in memory.",
+}
+
+
+class TrainerConfig(BaseModel):
+    """`spec.trainer.config` of the reference trainer."""
+
+    model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, frozen=True, extra="forbid")
+
+    learning_rate: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
+    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises to its value.")
+    schedule: Literal["Constant", "Linear", "Cosine"] = Field(
+        default="Constant", description="Of the learning rate after that: to finalLearningRate at step decaySteps."
+    )
+    decay_steps: int | None = Field(default=None, ge=1, description="Last step of the schedule.")
+    final_learning_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="From that step on.")
+    optimizer: Literal["AdamW", "SGD"] = Field(
+        default="AdamW", description="SGD, without momentum, keeps no state of its own."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Of AdamW.")
+    gradient_clip: float = Field(default=1.0, gt=0, description="Greatest norm of the whole gradient.")
+    minibatches: int = Field(default=1, ge=1, description="Optimizer calls in one pass over the batch.")
+    data_passes: int = Field(default=1, ge=1, description="Passes over the batch.")
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="The ratio is clipped below 1 - clipLow.")
+    clip_high: float = Field(default=0.28, gt=0, description="And above 1 + clipHigh.")
+    importance_cap: float = Field(default=2.0, gt=1, description="Bound of the ratio to the behaviour policy.")
+    kl_coefficient: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Of KL in the loss; needs spec.reference."
+    )
+    kl_estimator: KL = Field(default="K3", description="Of KL, by one token; K3 is that of GRPO.")
+    max_token_age: int | None = Field(
+        default=None, ge=0, description="Tokens that weights of more steps ago have made are not trained."
+    )
+    bypass: bool = Field(default=False, description="Clip against the behaviour log-probabilities, recompute none.")
+    advantage: Literal["Spread", "Mean"] = Field(
+        default="Spread",
+        description="Reward minus the mean of its group, in spreads of the group (GRPO) or as it is (Dr. GRPO).",
+    )
+    average: Literal["Tokens", "Sequences", "Limit"] = Field(
+        default="Tokens",
+        description="The loss is the mean over tokens (DAPO), over samples of their tokens' means (GRPO), or over "
+        "samples of their tokens' sums divided by maxResponseTokens (Dr. GRPO).",
+    )
+    training_state: Literal["Sharded", "Replicated"] = Field(
+        default="Sharded",
+        description="Parameters, gradients and optimizer state: divided among the ranks (FSDP2), or each has them all.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Compute activations again instead of keeping them: less memory, more work."
+    )
+    micro_batch_tokens: int = Field(default=16_384, ge=1, description="Tokens of one forward pass, padding included.")
+    packing: bool = Field(
+        default=False, description="Samples stand one after another in one row: nothing is padded, no position wasted."
+    )
+    seed: int = Field(default=0, ge=0, lt=2**31, description="Of the division into minibatches.")
+    threads: int | None = Field(default=None, ge=1, description="Of torch on the CPU; its own choice when absent.")
+    trackers: tuple[TrackerName, ...] = Field(
+        default=(), description="Told of each step's figures, besides log and metrics: TensorBoard, WandB."
+    )
+    wandb_project: str = Field(default="colocated-rl", min_length=1, description="Of Weights & Biases.")
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="Of the computation and of exports: bfloat16 on GPUs and float32 on CPUs when absent. Parameters "
+        "and optimizer state are float32.",
+    )
+
+    def computes_in(self, device: str) -> Literal["float32", "bfloat16"]:
+        """device: as torch names it. An engine makes float16 of exports in float32, which overflows in some models."""
+        return self.dtype or ("float32" if device.startswith("cpu") else "bfloat16")
+
+    def learning_rate_at(self, step: int) -> float:
+        if step <= self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        if self.decay_steps is None:
+            return self.learning_rate
+        done = min(1.0, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+        left = 1 - done if self.schedule == "Linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.final_learning_rate + left * (self.learning_rate - self.final_learning_rate)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if (self.schedule == "Constant") != (self.decay_steps is None):
+            raise _contradiction("decaySteps says when a Linear or Cosine schedule ends: set both or none")
+        if self.schedule == "Constant" and self.final_learning_rate:
+            raise _contradiction("finalLearningRate is where a Linear or Cosine schedule ends: set schedule too")
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise _contradiction(f"decaySteps must be after warmupSteps, {self.warmup_steps}")
+        if self.optimizer == "SGD" and "betas" in self.model_fields_set:
+            raise _contradiction("betas are AdamW's: SGD here has no momentum")
+        if "WandB" not in self.trackers and "wandb_project" in self.model_fields_set:
+            raise _contradiction("wandbProject is of Weights & Biases: add WandB to trackers")
+        return self
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises SettingsError, which names each wrong key."""
+        try:
+            written = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"trainer config {path} is not readable JSON: {error}") from error
+        if not isinstance(written, dict):
+            raise SettingsError(f"trainer config {path} must be an object, is {type(written).__name__}")
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        for key in written:
+            if key not in known:
+                for part, what in NOT_YET.items():
+                    if part in key.lower():
+                        raise SettingsError(
+                            f"{key} in spec.trainer.config: {what} Not supported yet: leave it out, or bring a trainer "
+                            "of your own (spec.trainer.command)"
+                        )
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f", did you mean {near[0]}?" if near else ""
+                raise SettingsError(f"unknown key {key} in spec.trainer.config{hint} (known: {', '.join(known)})")
+        try:
+            return cls.model_validate(written)
+        except ValidationError as error:
+            wrong = "; ".join(
+                f"{'.'.join(map(str, item['loc']))}: {item['msg']}, is {item['input']!r}"
+                if item["loc"]
+                else item["msg"]
+                for item in error.errors()
+            )
+            raise SettingsError(f"spec.trainer.config: {wrong}") from error
+
+
+def _contradiction(message: str) -> PydanticCustomError:
+    return PydanticCustomError("contradiction", "{message}", {"message": message})
+
+
+def _text(environment: Mapping[str, str], variable: Variable) -> str:
+    value = environment.get(variable, "")
+    if not value:
+        raise SettingsError(f"{variable} is not set: trainers are started by the agent of their pod")
+    return value
+
+
+def _count(environment: Mapping[str, str], variable: Variable) -> int:
+    value = _text(environment, variable)
+    if not (value.isascii() and value.isdigit()):
+        raise SettingsError(f"{variable}={value} must be a whole number, 0 or more")
+    return int(value)

@@ -1,0 +1,266 @@
+"""The two ports of a reference: questions behind TLS and the job's data token, and what anybody may see.
+
+Standard library alone, so that whatever image has a trainer will do. A request without the token is answered before its
+body is read, and a connection on which nobody shows it ends soon; connections, bodies and waits are bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.server
+import math
+import socket
+import socketserver
+import ssl
+import sys
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+from urllib.parse import parse_qs
+
+from colocated_rl_api import names
+from colocated_rl_api.listening import listen
+from colocated_rl_api.reference_wire import BYTES_OF_A_TOKEN, MAX_SAMPLE_BYTES, SCORE_PATH, ScoreError
+from colocated_rl_trainer.ref_policy.desk import Desk, NotScored, Question
+from colocated_rl_trainer.ref_policy.figures import Figures
+
+MOMENT_S = 10.0  # for the handshake, and for somebody to show the token
+IDLE_S = 900.0  # of a connection, then
+MAX_CONNECTIONS = 512  # of each port
+MIN_TOKEN_CHARS = 16
+
+
+class _Refused(Exception):
+    def __init__(self, code: HTTPStatus, error: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.body = code, ScoreError(error=error, message=message)
+
+
+class _Port(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """A thread for each connection, and so many at most."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, handler: type[_Handler]) -> None:
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__((host, port), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listen(host, port, backlog=self.request_queue_size)
+
+    @property
+    def number(self) -> int:
+        return int(self.socket.getsockname()[1])
+
+    def listen(self, name: str) -> None:
+        """From now on, in threads of its own."""
+        threading.Thread(target=self.serve_forever, name=name, daemon=True).start()
+
+    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started, which would give its place back
+            self._room.release()
+            raise
+
+    def process_request_thread(
+        self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
+    ) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
+        """A caller that went away, or is none of ours, gets no answer. Anything else is a bug, and the last word."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+class DataPort(_Port):
+    """POST /v1/score. tls: the files of `names.TLS_DIR`. vocabulary: of the model, once it is loaded.
+
+    deadline_s: for an answer, from the whole question on. moment_s: for a stranger to show the token.
+    Raises ValueError or OSError when a file can't serve, or the port is taken.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: Path,
+        desk: Desk,
+        deadline_s: float,
+        figures: Figures,
+        moment_s: float = MOMENT_S,
+    ) -> None:
+        path = tls / names.DATA_TOKEN_FILE
+        token = path.read_text(encoding="ascii").strip()
+        if len(token) < MIN_TOKEN_CHARS:
+            raise ValueError(f"{path}: a data token has at least {MIN_TOKEN_CHARS} characters, this one {len(token)}")
+        self._authorization = f"Bearer {token}".encode()
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.minimum_version = ssl.TLSVersion.TLSv1_3
+        self._context.load_cert_chain(tls / names.CERT_FILE, tls / names.KEY_FILE)
+        self.desk, self.deadline_s, self.figures, self.moment_s = desk, deadline_s, figures, moment_s
+        self.vocabulary: int | None = None
+        super().__init__(host, port, _ScoreHandler)
+
+    def admits(self, authorization: str) -> bool:
+        """Takes the same time for each wrong one."""
+        return hmac.compare_digest(authorization.encode(), self._authorization)
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        """The handshake is the handler's: a caller that is slow at it holds up itself."""
+        connection, address = super().get_request()
+        wrapped = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return wrapped, address
+
+
+class MetricsPort(_Port):
+    """is_ready: whether the model is there."""
+
+    def __init__(self, host: str, port: int, *, is_ready: Callable[[], bool], figures: Figures) -> None:
+        self.is_ready, self.figures = is_ready, figures
+        super().__init__(host, port, _MetricsHandler)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = MOMENT_S
+    disable_nagle_algorithm = True
+
+    def write(self, code: HTTPStatus, body: bytes, kind: str) -> None:
+        self.send_response_only(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class refuses by itself, in the protocol's own words."""
+        status = HTTPStatus(code)
+        self.close_connection = True
+        text = message or f"{self.command} {self.path}: {status.description}"
+        self.refuse(_Refused(status, status.phrase.title().replace(" ", ""), text))
+
+    def refuse(self, refusal: _Refused) -> None:
+        self.write(refusal.code, refusal.body.model_dump_json(by_alias=True).encode(), "application/json")
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: requests are not logged, failed passes are where they happen."""
+
+
+class _ScoreHandler(_Handler):
+    server: DataPort
+
+    def setup(self) -> None:
+        """Deadlines of a socket are of each word: who says one now and then has a moment in all, too."""
+        moment_s = self.server.moment_s
+        self._stranger = threading.Timer(moment_s, self._hang_up)
+        self._stranger.daemon = True
+        self._stranger.start()
+        self.request.settimeout(moment_s)
+        try:
+            self.request.do_handshake()
+        except OSError:
+            self._stranger.cancel()
+            raise
+        super().setup()
+        self.request.settimeout(moment_s)
+
+    def finish(self) -> None:
+        self._stranger.cancel()
+        super().finish()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # it is gone
+            socket.socket.shutdown(self.request, socket.SHUT_RDWR)  # under TLS, whose state is the other thread's
+
+    def do_POST(self) -> None:
+        try:
+            answer = self._answer()
+        except _Refused as refusal:
+            self.refuse(refusal)
+        else:
+            self.write(HTTPStatus.OK, answer, "application/octet-stream")
+
+    def _answer(self) -> bytes:
+        port = self.server
+        if not port.admits(self.headers.get("Authorization", "")):
+            self.close_connection = True  # who has no token keeps no connection
+            raise _Refused(HTTPStatus.UNAUTHORIZED, "TokenNeeded", "Authorization: Bearer, and the job's data token")
+        self._stranger.cancel()
+        self.connection.settimeout(IDLE_S)
+        question = self._question(self._body())
+        try:
+            with port.figures.answering(len(question)):
+                return port.desk.ask(question, deadline_s=port.deadline_s)
+        except NotScored as error:
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "NotScored", str(error)) from error
+        except TimeoutError as error:
+            late = f"no answer within {port.deadline_s:.0f} s: {port.desk.waiting} samples wait"
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "Late", late) from error
+
+    def _body(self) -> bytes:
+        size = self.headers.get("Content-Length", "")
+        if not (size.isascii() and size.isdigit() and len(size) < 10) or int(size) > MAX_SAMPLE_BYTES:
+            self.close_connection = True  # what follows can't be told from a next request
+            raise _Refused(HTTPStatus.BAD_REQUEST, "BadRequest", f"Content-Length must be 0 to {MAX_SAMPLE_BYTES}")
+        body = self.rfile.read(int(size))
+        if len(body) < int(size):
+            raise ConnectionResetError("the caller has gone")
+        return body
+
+    def _question(self, body: bytes) -> Question:
+        path, _, asked = self.path.partition("?")
+        if path != SCORE_PATH:
+            raise _Refused(HTTPStatus.NOT_FOUND, "NotFound", f"no {path} here, only {SCORE_PATH}")
+        if self.server.vocabulary is None:
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "Starting", "the model is being loaded: ask again later")
+        query = {name: values[-1] for name, values in parse_qs(asked).items()}
+        try:
+            start, temperature = int(query["start"]), float(query["temperature"])
+        except (KeyError, ValueError) as error:
+            raise _bad(f"?start= and temperature= must be numbers: {error}") from error
+        if len(body) % BYTES_OF_A_TOKEN:
+            raise _bad(f"a body of {len(body)} bytes is no row of int32")
+        ids = memoryview(bytearray(body)).cast("i")  # torch wants it writable
+        if not 1 <= start < len(ids):
+            raise _bad(f"start is {start}, must be from 1 to below the {len(ids)} tokens of the sample")
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise _bad(f"temperature is {temperature}, must be above 0")
+        if not 0 <= min(ids) <= max(ids) < self.server.vocabulary:
+            raise _bad(f"a token is not one of the {self.server.vocabulary} of the model")
+        return Question(ids, start, temperature)
+
+
+def _bad(message: str) -> _Refused:
+    return _Refused(HTTPStatus.BAD_REQUEST, "BadRequest", message)
+
+
+class _MetricsHandler(_Handler):
+    server: MetricsPort
+
+    def do_GET(self) -> None:
+        match self.path.partition("?")[0]:
+            case "/healthz":
+                self.write(HTTPStatus.OK, b"ok\n", "text/plain")
+            case "/readyz" if self.server.is_ready():
+                self.write(HTTPStatus.OK, b"ok\n", "text/plain")
+            case "/readyz":
+                self.write(HTTPStatus.SERVICE_UNAVAILABLE, b"the model is being loaded\n", "text/plain")
+            case "/metrics":
+                text, kind = self.server.figures.text()
+                self.write(HTTPStatus.OK, text, kind)
+            case _:
+                self.send_error(HTTPStatus.NOT_FOUND)

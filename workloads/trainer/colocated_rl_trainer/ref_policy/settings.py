@@ -1,0 +1,61 @@
+"""What a reference is told at its start: the job's own file, and where everything is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from colocated_rl_api import names
+from colocated_rl_api.job import Trainer
+from colocated_rl_api.listening import EVERYWHERE
+from colocated_rl_api.member_wire import JobFile
+from colocated_rl_trainer.protocol.settings import SettingsError, TrainerConfig
+
+
+@dataclass(frozen=True)
+class ReferenceSettings:
+    job: JobFile
+    model: Path
+    tls: Path
+    config: TrainerConfig  # of the passes; that of another trainer says nothing here
+    host: str
+    data_port: int
+    metrics_port: int
+
+    @classmethod
+    def read(cls, arguments: Sequence[str]) -> ReferenceSettings:
+        """Raises SettingsError."""
+        parser = argparse.ArgumentParser(
+            prog="python3 -m colocated_rl_trainer.ref_policy", description="The reference of a job, on its own devices."
+        )
+        parser.add_argument("--job-file", type=Path, default=Path(names.JOB_FILE))
+        parser.add_argument("--config", type=Path, default=Path(names.TRAINER_CONFIG_FILE))
+        parser.add_argument("--models", type=Path, default=Path(names.MODEL_DIR), help="what spec.model.path is in")
+        parser.add_argument("--tls", type=Path, default=Path(names.TLS_DIR), help="certificates and data token")
+        parser.add_argument("--host", default=EVERYWHERE, help="address to listen on; all of them when absent")
+        parser.add_argument("--data-port", type=int, default=names.DATA_PORT)
+        parser.add_argument("--metrics-port", type=int, default=names.METRICS_PORT)
+        given = parser.parse_args(arguments)
+        try:
+            job = JobFile.read(given.job_file.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise SettingsError(f"{given.job_file} is not a readable job file: {error}") from error
+        is_ours = job.spec.trainer.command == Trainer().command
+        return cls(
+            job=job,
+            model=given.models / job.spec.model.path,
+            tls=given.tls,
+            config=TrainerConfig.read(given.config) if is_ours else TrainerConfig(),
+            host=given.host,
+            data_port=given.data_port,
+            metrics_port=given.metrics_port,
+        )
+
+    @property
+    def devices(self) -> list[str]:
+        """Each holds the whole model."""
+        return [f"cuda:{index}" for index in range(self.job.spec.reference_gpus.count)] or ["cpu"]

@@ -1,0 +1,233 @@
+"""The process group of a lineage's trainer ranks: the only door to torch.distributed.
+
+Forming it has a deadline, and so has everything that waits in it. A collective that fails means that a peer is gone or
+late: the group can't be repaired, so `GroupLost` ends this process, its own peers notice at once, and the operator
+starts the next lineage. A group of one rank opens no socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from colocated_rl_trainer.protocol.rank import Refused
+from colocated_rl_trainer.protocol.settings import RankSettings
+
+Item = TypeVar("Item")
+
+_DONE = "done"
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: primary IPv4 address of an interface
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # a line each: in hexadecimal digits, four numbers, interface
+_INTERFACE_NAME_BYTES = 16
+
+
+class GroupLost(Exception):
+    """A peer did not come, or went. Nobody's data is at fault; every rank of the lineage ends and is started again."""
+
+
+class Group:
+    """Collectives of all ranks. Every rank makes the same calls in the same order."""
+
+    def __init__(self, *, rank: int, size: int, store: dist.TCPStore | None) -> None:
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._failures: Counter[str] = Counter()  # of what is done once
+
+    def gather(self, item: Item) -> list[Item]:
+        """Every rank's item, by rank; the same list everywhere."""
+        if self.size == 1:
+            return [item]
+        items: list[Item | None] = [None] * self.size
+        with _waiting_for_peers("gather"):
+            dist.all_gather_object(items, item)
+        return items  # type: ignore[return-value]  # every place is filled
+
+    def sum_in_place(self, tensor: torch.Tensor) -> None:
+        """Replace `tensor` by the sum over ranks, the same bits everywhere."""
+        if self.size > 1:
+            with _waiting_for_peers("sum"):
+                dist.all_reduce(tensor)
+
+    def broadcast_in_place(self, tensor: torch.Tensor) -> None:
+        """Replace `tensor` by that of rank 0."""
+        if self.size > 1:
+            with _waiting_for_peers("broadcast"):
+                dist.broadcast(tensor, src=0)
+
+    def each(self, do: Callable[[], Item]) -> list[Item]:
+        """Every rank does it, and has the results of all, by rank; the same list everywhere.
+
+        Raises what `do` raises of OSError and Refused, there; Refused everywhere else, when all have done theirs.
+        """
+        result: Item | None = None
+        fault: OSError | Refused | None = None
+        try:
+            result = do()
+        except (OSError, Refused) as error:  # its peers must hear of it, or they wait for its result
+            fault = error
+        heard = self.gather((result, str(fault) if fault else None))
+        if fault is not None:
+            raise fault
+        if faults := [f"rank {rank}: {told}" for rank, (_, told) in enumerate(heard) if told is not None]:
+            raise Refused("; ".join(faults))
+        return [result for result, _ in heard]  # type: ignore[misc]  # none is missing: each has done it
+
+    def led(self, do: Callable[[], Item]) -> Item:
+        """Rank 0 does it, and every rank has its result. Raises as `each`."""
+        return self.each(do if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]  # rank 0's
+
+    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what calls collectives by itself. Raises GroupLost."""
+        return _waiting_for_peers(what)
+
+    def once(self, what: str, do: Callable[[], object], *, within_s: float) -> None:
+        """Rank 0 does it and returns, every other rank returns when it has: they need not come at the same time.
+
+        what: unlike anything else that is done once; what failed may be tried again. Raises what `do` raises; elsewhere
+        Refused for its OSError and Refused, or after `within_s`, and GroupLost if rank 0 is gone.
+        """
+        if self.rank > 0:
+            self._hear(what, within_s)
+            return
+        try:
+            do()
+        except (OSError, Refused) as error:
+            self._tell(what, str(error))
+            self._next_try(what)
+            raise
+        self._tell(what, _DONE)
+
+    def _tell(self, what: str, outcome: str) -> None:
+        if self._store is not None:
+            self._store.set(self._key(what), outcome)
+
+    def _hear(self, what: str, within_s: float) -> None:
+        assert self._store is not None
+        try:
+            with _waiting_for_peers(f"wait for {what}"):
+                self._store.wait([self._key(what)], timedelta(seconds=within_s))
+                outcome = self._store.get(self._key(what)).decode()
+                while outcome != _DONE and self._store.check([self._next_try(what)]):  # rank 0 is further already
+                    outcome = self._store.get(self._key(what)).decode()
+        except GroupLost as error:
+            if isinstance(error.__cause__, dist.DistStoreError):
+                raise Refused(f"rank 0 has not {what}: ask again, and see why in the log of its pod") from error
+            raise
+        if outcome != _DONE:
+            raise Refused(f"rank 0 has not {what}: {outcome}")
+
+    def _key(self, what: str) -> str:
+        """Of the outcome of this try: the next one is waited for anew."""
+        return f"{what}/{self._failures[what]}"
+
+    def _next_try(self, what: str) -> str:
+        self._failures[what] += 1
+        return self._key(what)
+
+
+def join_group(settings: RankSettings) -> Group:
+    """Meet the other ranks of this lineage, with the deadlines of the job. Raises GroupLost."""
+    switch = settings.read_job().spec.switch
+    return form_group(
+        rank=settings.rank,
+        size=settings.world_size,
+        address=settings.master_address,
+        port=settings.master_port,
+        device=torch.device(settings.device),
+        start_s=switch.trainer_start_seconds,
+        progress_s=switch.trainer_progress_seconds,
+    )
+
+
+def form_group(
+    *, rank: int, size: int, address: str, port: int, device: torch.device, start_s: float, progress_s: float
+) -> Group:
+    """Meet the other ranks at rank 0's address. Raises GroupLost after `start_s`.
+
+    progress_s: deadline of each collective from then on.
+    """
+    store: dist.TCPStore | None = None
+    if size > 1:
+        interface = interface_towards(address)
+        for backend in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", interface)
+        try:
+            store = dist.TCPStore(
+                address, port, size, is_master=rank == 0, timeout=timedelta(seconds=start_s), wait_for_workers=False
+            )
+            dist.init_process_group(
+                "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+                store=store, rank=rank, world_size=size, timeout=timedelta(seconds=progress_s),
+            )  # fmt: skip
+        except (RuntimeError, ValueError) as error:
+            raise GroupLost(
+                f"rank {rank} of {size} found no group at {address}:{port} within {start_s:.0f} s "
+                f"(spec.switch.trainerStartSeconds): {_first_line(error)}"
+            ) from error
+    return Group(rank=rank, size=size, store=store)
+
+
+def interface_towards(address: str) -> str:
+    """Name of the network interface that owns the route to `address` (IPv6, IPv4 or a name for it).
+
+    Left to itself, gloo asks what the host's own name resolves to: in a pod often loopback, or nothing.
+    Raises GroupLost if no interface has that address.
+    """
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: asks for the route
+            source = probe.getsockname()[0]
+            for interface, own in _addresses(probe):
+                if own == source:
+                    return interface
+    except OSError as error:
+        raise GroupLost(f"no route to the group's address {address}: {error}") from error
+    raise GroupLost(f"no interface has {source}, the source of packets to {address}: set GLOO_SOCKET_IFNAME")
+
+
+def _addresses(probe: socket.socket) -> Iterator[tuple[str, str | None]]:
+    """Interfaces and addresses that they have, of the probe's family."""
+    if probe.family == socket.AF_INET6:
+        for digits, *_, interface in map(str.split, _IPV6_ADDRESSES.read_text().splitlines()):
+            yield interface, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    else:
+        for _, interface in socket.if_nameindex():
+            yield interface, _address_of(interface, probe)
+
+
+def _address_of(interface: str, probe: socket.socket) -> str | None:
+    request = struct.pack(f"{_INTERFACE_NAME_BYTES}s24x", interface.encode())
+    try:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:  # has no address
+            return None
+        raise
+    return socket.inet_ntoa(answer[20:24])
+
+
+@contextlib.contextmanager
+def _waiting_for_peers(what: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # of this rank: its peers are there
+    except RuntimeError as error:  # all that torch.distributed raises derives from it
+        raise GroupLost(f"a peer was lost in a {what}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

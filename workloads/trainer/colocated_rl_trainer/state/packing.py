@@ -1,0 +1,77 @@
+"""Several samples one after another in one row, so that no position is padding.
+
+Each layer's attention is asked sample by sample, so that none sees another one and nothing is computed between them;
+the rest of a layer does not know. That holds for a model whose layers look at other positions by full attention alone.
+What else a model may have (windows, recurrence) is refused when it is loaded: `check_packing` compares.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from colocated_rl_trainer.protocol.settings import SettingsError
+
+PACKED_ATTENTION = "colocated_rl_packed"
+_PROBE = (5, 8, 3)  # lengths of samples
+_AGREES = 1e-3  # in logits; a sample that sees another one is off by far more
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sample_ends: tuple[int, ...] | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sample. query, key, value: [rows, heads, positions, width].
+
+    sample_ends: of the samples in the one row; None: each row is one sample.
+    """
+    if sample_ends is None:
+        return _causal(module, query, key, value, attention_mask, options)
+    parts, start = [], 0
+    for end in sample_ends:
+        here = slice(start, end)
+        parts.append(_causal(module, query[:, :, here], key[:, :, here], value[:, :, here], None, options)[0])
+        start = end
+    return torch.cat(parts, dim=1), None
+
+
+def check_packing(model: PreTrainedModel, name: str) -> None:
+    """Raises SettingsError if a sample's logits are others when it is packed. model: on the host."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    samples = [torch.arange(1, length + 1) * 7919 % vocabulary for length in _PROBE]
+    places = torch.cat([torch.arange(length) for length in _PROBE])
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in samples])
+        packed = model(
+            input_ids=torch.cat(samples)[None],
+            position_ids=places[None],
+            sample_ends=ends_of(_PROBE),
+            use_cache=False,
+        ).logits[0]
+    windows = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    if {"full_attention"} != set(windows) or float((alone - packed).abs().max()) > _AGREES:
+        raise SettingsError(f"packing: samples in one row would see each other in {name}: leave packing out")
+
+
+def ends_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sum(lengths[: number + 1]) for number in range(len(lengths)))
+
+
+def _causal(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, None]:
+    told: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **options)
+    return told
+
+
+AttentionInterface.register(PACKED_ATTENTION, attend)

@@ -1,0 +1,220 @@
+"""Where a rank's training state lives: parameters, gradients and optimizer moments, in float32.
+
+A model's parameters are views of one buffer and their gradients views of another, so one copy moves a kind of state
+between device and host, one collective sums a gradient, and one fused kernel updates everything. Where ranks share a
+model, parameters stand in the buffers that FSDP2 has made, one of each, and everything else in one, in the same order.
+Off the device, parameters and moments stand in pinned host memory and gradients nowhere: they are zero between steps.
+The device's memory is then given back from under the tensors: they stay what they are, and nobody may read them.
+
+A frozen reference is a second set of parameters, on the host: when it has to compute, before a step, it takes the place
+of the policy's, which stands in the buffer of the gradients, zero then. So it costs no memory on the device.
+
+On the CPU device and host are the same memory, and both moves change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from colocated_rl_api.job import TrainerMemory
+from colocated_rl_trainer.state.sharding import as_part, part_of
+
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+MOMENTS = ("first_moment", "second_moment")
+STATE = {  # kinds, as a job has them
+    TrainerMemory.PARAMETERS: (PARAMETERS,),
+    TrainerMemory.GRADIENTS: (GRADIENTS,),
+    TrainerMemory.OPTIMIZER: MOMENTS,
+}
+
+_EPSILON = 1e-8  # of AdamW
+
+Blocks = tuple[Tensor, ...]
+
+
+class Residency:
+    """The state of one model and its AdamW, on the host or on the device.
+
+    Invariants between calls: every trained parameter of the model, or this rank's part of it, is a view of `parameters`
+    and its gradient one of `gradients`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        moves: bool | None = None,
+        with_moments: bool = True,
+        stays: Collection[str] = (),
+    ) -> None:
+        """Take the model's parameters over, and leave them offloaded. moves: device and host are different memory.
+
+        with_moments: for AdamW; without, an update is plain SGD. stays: kinds that are on the device at all times.
+        """
+        self._device = device
+        self._moves = device.type != "cpu" if moves is None else moves
+        self.stays = frozenset(stays)
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._shapes = [part_of(parameter).shape for parameter in self._trained.values()]
+        fixed = (tensor for tensor in chain(model.parameters(), model.buffers()) if not tensor.requires_grad)
+        self._fixed = [tensor for tensor in fixed if not isinstance(tensor, DTensor)]
+        self._host_fixed = [tensor.data.cpu() for tensor in self._fixed]
+        self.parameters, self._widths = self._take_over()
+        size = sum(self._widths)
+        self.gradients = torch.zeros(size, device=device)
+        self.moments: dict[str, Tensor] = {
+            kind: torch.zeros(size, device=device) for kind in (MOMENTS if with_moments else ())
+        }
+        self.updates = 0  # optimizer calls so far, for the bias correction of the moments
+        for parameter, view in zip(self._trained.values(), self._views((self.gradients,)), strict=True):
+            parameter.grad = as_part(view, parameter)
+        self._host = {kind: self._host_buffer() for kind in self._leaving} if self._moves else {}
+        self._reference: Tensor | None = None
+        self.is_onloaded = True
+        self.offload()
+
+    def _take_over(self) -> tuple[Blocks, list[int]]:
+        """The buffers of the parameters, and how much of them each parameter has."""
+        trained = self._trained.values()
+        if any(isinstance(parameter, DTensor) for parameter in trained):
+            storages = [part_of(parameter).untyped_storage() for parameter in trained]  # padded to the size of others'
+            blocks = [torch.empty(0, device=self._device).set_(storage) for storage in storages]
+            return tuple(blocks), [len(block) for block in blocks]
+        self._widths = [parameter.numel() for parameter in trained]
+        block = torch.empty(sum(self._widths), device=self._device)
+        for parameter, view in zip(trained, self._views((block,)), strict=True):
+            view.copy_(parameter.data)
+            parameter.data = view  # one by one: each old tensor is freed before the next is copied
+        return (block,), self._widths
+
+    def onload(self) -> None:
+        """Bring everything to the device and make the gradients there, zero."""
+        if self.is_onloaded:
+            return
+        for kind, blocks in self._leaving.items():
+            for block, host in self._beside(blocks, self._host[kind]):
+                _take_memory(block)
+                block.copy_(host, non_blocking=True)
+        if GRADIENTS not in self.stays:
+            _take_memory(self.gradients)
+            self.gradients.zero_()
+        for tensor, host in zip(self._fixed, self._host_fixed, strict=True):
+            tensor.data = host.to(self._device, non_blocking=True)
+        self._wait_for_copies()
+        self.is_onloaded = True
+
+    def offload(self) -> None:
+        """Bring what does not stay to host memory and give the device's back to the driver."""
+        if not (self._moves and self.is_onloaded):
+            return
+        for kind, blocks in self._leaving.items():
+            for block, host in self._beside(blocks, self._host[kind]):
+                host.copy_(block, non_blocking=True)
+        self._wait_for_copies()  # before a device buffer is freed
+        for block in chain.from_iterable(self._leaving.values()):
+            block.untyped_storage().resize_(0)
+        if GRADIENTS not in self.stays:
+            self.gradients.untyped_storage().resize_(0)
+        for tensor, host in zip(self._fixed, self._host_fixed, strict=True):
+            tensor.data = host
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.is_onloaded = False
+
+    def update(self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> None:
+        """One call of AdamW, or of SGD, with the gradients as they stand; then they are zero.
+
+        Weight decay is decoupled from the gradient. Source: Loshchilov and Hutter 2019.
+        """
+        gradients = [part for _, part in self._beside(self.parameters, self.gradients)]
+        if self.moments:
+            first, second = (
+                [part for _, part in self._beside(self.parameters, moment)] for moment in self.moments.values()
+            )
+            calls_before = torch.full((len(self.parameters),), float(self.updates), device=self._device).unbind()
+            adamw(
+                list(self.parameters), gradients, first, second, [], list(calls_before),
+                lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=_EPSILON,
+                amsgrad=False, maximize=False, fused=True,
+            )  # fmt: skip
+        else:
+            for block, gradient in zip(self.parameters, gradients, strict=True):
+                block.mul_(1 - learning_rate * weight_decay).sub_(gradient, alpha=learning_rate)
+        self.updates += 1
+        self.gradients.zero_()
+
+    def keep_reference(self) -> None:
+        """Copy the parameters as they are now, on the host."""
+        self._reference = self._host_buffer()
+        for block, reference in self._beside(self._kept_now(PARAMETERS), self._reference):
+            reference.copy_(block)
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Inside, the model computes as the reference. For no gradient, and between steps: gradients are zero."""
+        assert self._reference is not None
+        for block, aside in self._beside(self.parameters, self.gradients):
+            aside.copy_(block)
+        for block, reference in self._beside(self.parameters, self._reference):
+            block.copy_(reference, non_blocking=True)
+        try:
+            yield
+        finally:
+            for block, aside in self._beside(self.parameters, self.gradients):
+                block.copy_(aside)
+            self.gradients.zero_()
+
+    def named(self, kind: str) -> dict[str, Tensor]:
+        """Parameters, gradients or a moment where they stand now, by parameter name; this rank's part of each."""
+        blocks = (self.gradients,) if kind == GRADIENTS else self._kept_now(kind)
+        views = zip(self._trained.items(), self._views(blocks), strict=True)
+        return {name: as_part(view, parameter) for (name, parameter), view in views}
+
+    def saved(self) -> dict[str, Tensor]:
+        """Everything that a checkpoint holds, by kind and name, in place: to be written, or to be filled."""
+        return {f"{kind}.{name}": view for kind in self._kept for name, view in self.named(kind).items()}
+
+    @property
+    def size_bytes(self) -> int:
+        """On the device."""
+        return sum(4 * len(block) for block in (*chain.from_iterable(self._kept.values()), self.gradients))
+
+    @property
+    def _kept(self) -> dict[str, Blocks]:
+        """What outlives a step, on the device."""
+        return {PARAMETERS: self.parameters} | {kind: (buffer,) for kind, buffer in self.moments.items()}
+
+    @property
+    def _leaving(self) -> dict[str, Blocks]:
+        return {kind: blocks for kind, blocks in self._kept.items() if kind not in self.stays}
+
+    def _kept_now(self, kind: str) -> Blocks:
+        return self._kept[kind] if self.is_onloaded or kind in self.stays else (self._host[kind],)
+
+    def _beside(self, blocks: Sequence[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each block with its part of a buffer of the same state."""
+        return zip(blocks, buffer.split([len(block) for block in blocks]), strict=True)
+
+    def _views(self, blocks: Blocks) -> Iterator[Tensor]:
+        parts = blocks if len(blocks) == len(self._widths) else blocks[0].split(self._widths)
+        for part, shape in zip(parts, self._shapes, strict=True):
+            yield part[: shape.numel()].view(shape)
+
+    def _host_buffer(self) -> Tensor:
+        return torch.empty(sum(self._widths), pin_memory=self._device.type == "cuda")
+
+    def _wait_for_copies(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _take_memory(block: Tensor) -> None:
+    block.untyped_storage().resize_(block.numel() * block.element_size())

@@ -1,0 +1,258 @@
+"""Weights as files in Hugging Face format: read at the start, written for engines and into checkpoints.
+
+Everything that is not weights (config, tokenizer, chat template) is copied from the model's own directory, byte by
+byte, so that the engine reads what the person gave; only `dtype` is brought in line. Tied tensors are written once,
+under the name that loaders look for. The manifest is added by the rank server, last: one that stands in the model's
+directory, because that is an export or a checkpoint of another job, is not copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as transformers_logging
+
+from colocated_rl_api.weights import MANIFEST, Digest, Probe
+from colocated_rl_trainer.protocol.manifest import Hashing
+from colocated_rl_trainer.protocol.settings import SettingsError
+from colocated_rl_trainer.state.checkpoint import CONTENTS, OPTIMIZER
+from colocated_rl_trainer.state.packing import PACKED_ATTENTION, check_packing
+from colocated_rl_trainer.state.sharding import whole
+
+FILE_BYTES = 128 * 1024**2  # of one safetensors file at most, unless a single tensor is larger: whole at a time
+PROBE_TOKENS = 32
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
+_OURS = (MANIFEST, CONTENTS, OPTIMIZER)
+_PROBE_STRIDE = 7919  # prime: ids all over the vocabulary
+
+
+def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
+    """The causal language model in `directory`, in float32, without dropout. Nothing is ever downloaded.
+
+    packing: its attention can tell the samples of one row apart. Raises SettingsError if it can't be trained so.
+    """
+    transformers_logging.disable_progress_bar()
+    _check_trainable(directory)
+    model: PreTrainedModel
+    with _saying_what_is_wrong_with(directory):
+        model, told = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,  # when absent, standard input is asked
+            attn_implementation=PACKED_ATTENTION if packing else None,
+            ignore_mismatched_sizes=True,  # or it refuses them without a name
+            output_loading_info=True,
+        )
+    if mismatched := sorted(told["mismatched_keys"]):
+        name, has, wanted = mismatched[0]
+        raise SettingsError(
+            f"the weights in {directory} are not those of its config.json: {len(mismatched)} tensors have another "
+            f"shape, first {name}, {list(has)} instead of {list(wanted)}: copy the model again"
+        )
+    if missing := sorted(told["missing_keys"]):  # transformers makes them up, at random
+        raise SettingsError(
+            f"the weights in {directory} are not whole: {len(missing)} tensors of {type(model).__name__} are missing, "
+            f"first {missing[0]}: copy the model again"
+        )
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if differing := sorted(tied.keys() - model.all_tied_weights_keys.keys()):  # which transformers therefore left apart
+        name = differing[0]
+        raise SettingsError(
+            f"{directory} can be read in two ways: its config.json says tie_word_embeddings, and its weights hold "
+            f"another {name} than {tied[name]}; transformers would train that, engines leave it out: set "
+            f"tie_word_embeddings to false if {name} is part of the model, or remove it from the weights"
+        )
+    model.eval()
+    if packing:
+        check_packing(model, type(model).__name__)
+    return model
+
+
+def count_parameters(directory: Path) -> int:
+    """Of the model that `load_model` would load, without its weights. Raises SettingsError if it can't be trained."""
+    _check_trainable(directory)
+    with _saying_what_is_wrong_with(directory), torch.device("meta"):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Keep what goes into each layer and compute the rest again backward: less memory, a third more work."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True  # that layer alone: what is below it still drops nothing out
+
+
+def write_model(
+    model: PreTrainedModel, directory: Path | None, *, origin: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
+) -> dict[str, Digest]:
+    """Write the model's weights in `dtype`, and what of `origin` is not weights, into the empty `directory`.
+
+    Returns the digests of its weights by file name: each file is hashed while the next one is written.
+
+    Collective where ranks share the model: one without a directory only gives its part. No more of the model is whole
+    at any time than what goes into one file, and one tensor. Raises OSError when there is no space.
+    """
+    parts = _whole_parts(model, dtype, file_bytes, are_wanted=directory is not None)
+    try:
+        return _write_files(parts, directory, origin=origin, dtype=dtype) if directory is not None else {}
+    finally:
+        for _ in parts:
+            pass  # whatever became of this rank's files, its peers wait for its part of theirs
+
+
+def _write_files(parts: Iterator[_Part], directory: Path, *, origin: Path, dtype: torch.dtype) -> dict[str, Digest]:
+    for file in sorted(origin.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and file.name not in _OURS:
+            shutil.copyfile(file, directory / file.name)
+    _set_dtype(directory / "config.json", dtype)
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    with Hashing() as hashing:
+        for part in parts:
+            write_tensors(directory / part.file, part.tensors)
+            hashing.begin(directory / part.file)
+            weight_map |= dict.fromkeys(part.tensors, part.file)
+            total_size += sum(tensor.nbytes for tensor in part.tensors.values())
+            del part  # before the next is gathered
+        if len(set(weight_map.values())) > 1:
+            index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+            (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+        return hashing.wait()
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """One safetensors file. Raises OSError when there is no space."""
+    with _as_os_error():
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            file,
+            metadata={"format": "pt"} | dict(metadata or {}),
+        )
+
+
+def probe(model: PreTrainedModel, dtype: torch.dtype) -> Probe:
+    """The model's log-probabilities of a fixed sequence, at temperature 1, computed as training computes them."""
+    embedding: Any = model.get_input_embeddings()
+    ids = [(place + 1) * _PROBE_STRIDE % embedding.num_embeddings for place in range(PROBE_TOKENS)]
+    row = torch.tensor([ids], device=embedding.weight.device)
+    with torch.no_grad(), torch.autocast(row.device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
+        logits = model(input_ids=row, use_cache=False).logits[0, :-1]
+    logp = torch.log_softmax(logits.float(), dim=-1).gather(-1, row[0, 1:, None]).squeeze(-1)
+    return Probe(input_ids=tuple(ids), logp=tuple(logp.tolist()))
+
+
+def _check_trainable(directory: Path) -> None:
+    """Raises SettingsError for what would load, and would not be trained as a person expects."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{directory} holds no model in Hugging Face format: {error}") from error
+    if "quantization_config" in config:
+        raise SettingsError(f"the weights in {directory} are quantized: give the original ones, these can't be trained")
+    if "vision_config" in config or "audio_config" in config:
+        raise SettingsError(
+            f"{directory} holds a model of more than text ({config.get('model_type')}): not supported yet"
+        )
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):  # its header, and whether it is as long as that says
+                pass
+        except (OSError, SafetensorError) as error:
+            raise SettingsError(
+                f"{file} is cut off, or not what its name says (a pointer of Git LFS?): copy the model again; {error}"
+            ) from error
+
+
+@contextlib.contextmanager
+def _saying_what_is_wrong_with(directory: Path) -> Iterator[None]:
+    """transformers has errors of any kind for files that are not there and architectures that it does not know."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        words = str(error).partition("\n")[0]
+        raise SettingsError(
+            f"no language model can be loaded from {directory}: {words}: copy it again, or take one of an architecture "
+            f"that transformers {transformers.__version__} has"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What goes into one file, whole."""
+
+    file: str
+    tensors: Mapping[str, Tensor]
+
+
+def _whole_parts(model: PreTrainedModel, dtype: torch.dtype, file_bytes: int, *, are_wanted: bool) -> Iterator[_Part]:
+    """The model as loaders of its architecture expect it: no tied duplicate, and the names of the original files.
+
+    are_wanted: or there are none, and this rank gives its peers what they want.
+    """
+    tied = model.all_tied_weights_keys
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    divided = _divide(tensors, dtype, file_bytes)
+    for number, names in enumerate(divided, start=1):
+        file = f"model-{number:05d}-of-{len(divided):05d}" if len(divided) > 1 else "model"
+        gathered = {}
+        for name in names:
+            tensor = whole(tensors[name])
+            if are_wanted:
+                gathered[name] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
+            del tensor
+        if are_wanted:
+            yield _Part(f"{file}.safetensors", revert_weight_conversion(model, gathered))
+        del gathered  # before the next one is
+
+
+def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int) -> Sequence[Sequence[str]]:
+    """Tensor names by file, in the model's order."""
+    parts: list[list[str]] = [[]]
+    room = file_bytes
+    for name, tensor in tensors.items():
+        size = tensor.numel() * dtype.itemsize
+        if parts[-1] and size > room:
+            parts.append([])
+            room = file_bytes
+        parts[-1].append(name)
+        room -= size
+    return parts
+
+
+def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
+    config = json.loads(config_file.read_bytes())
+    wanted = str(dtype).removeprefix("torch.")
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key) != wanted:
+        config[key] = wanted
+        config_file.write_text(json.dumps(config, indent=2))
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """safetensors reports the system's errors in words; the rank server tells a full volume from a broken trainer."""
+    try:
+        yield
+    except SafetensorError as error:
+        if code := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(code[1]), str(error)) from error
+        raise
