@@ -38,7 +38,7 @@ from prometheus_client import CollectorRegistry
 from colocated_rl_agent import garbage
 from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.gate import Backend, Gate
-from colocated_rl_agent.metrics import Metrics
+from colocated_rl_agent.metrics import AgentMetrics
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_trainer.conformance.ranks import free_port
 from engines import engine_process
@@ -135,7 +135,7 @@ async def serve_upstream(port: int) -> None:
 async def serve_gate(port: int, upstream: int) -> None:
     """As an agent does."""
     garbage.look_seldom()
-    gate = Gate(count=Metrics(CollectorRegistry()).request_ended)
+    gate = Gate(count=AgentMetrics(CollectorRegistry()).request_ended)
     async with DataPort(gate.serve).listening("127.0.0.1", port):
         gate.open(Backend(f"http://127.0.0.1:{upstream}", "i", WeightVersion(0, 1), nobody_aborts))
         await asyncio.Event().wait()

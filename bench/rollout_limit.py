@@ -40,7 +40,7 @@ from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import Episodes
 from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.gateway.turns import Turns
-from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.samples import SampleState
 from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.worker import Worker
@@ -147,7 +147,7 @@ async def measure(engines: int, port: int, directory: Path) -> Figures:
     async with aiohttp.ClientSession(connector=gate_connector(), trust_env=False) as session:
         store, metrics, chat = (
             Store(directory / f"state-{engines}", job_uid=JOB_UID),
-            Metrics(CollectorRegistry()),
+            RolloutMetrics(CollectorRegistry()),
             NoText(),
         )
         sessions = Sessions(

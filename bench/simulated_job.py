@@ -27,7 +27,7 @@ from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import Episodes
 from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.gateway.turns import Turns
-from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.chat import Chat
@@ -161,7 +161,7 @@ class Scene:
         spec = spec_of(job)
         self._changed = asyncio.Event()
         self._registry = CollectorRegistry()
-        metrics, chat = Metrics(self._registry), NoText()
+        metrics, chat = RolloutMetrics(self._registry), NoText()
         self.store = store = PatientStore(directory, job_uid="simulated")
         processes = Rewards(spec)
         self.engines = SimulatedEngines(job, changed=self._wake)

@@ -30,8 +30,8 @@ from transformers.utils.logging import disable_progress_bar
 from bench.turns import GIB, TURNS, in_turns, show
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_trainer.conformance.ranks import job_file
-from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.grpo.loop import ReferenceTrainer
+from colocated_rl_trainer.conformance.shards import Example, write_shards
+from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
 from colocated_rl_trainer.protocol.rank import Rank
 from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
@@ -204,13 +204,13 @@ def train(folder: Path) -> list[float]:
         checkpoints=folder, lineage=1, rank=0, world_size=1, local_rank=0, master_address="", master_port=0,
         device="cpu",
     )  # fmt: skip
-    loop = ReferenceTrainer(settings, config)
+    loop = GRPOTrainer(settings, config)
     loop.load()
     loop.onload()
     watch, took = Rank(rank=0, lineage=1, writes_weights=True), []
     for step in range(1, case["steps"] + 1):
         samples = [
-            Sample(
+            Example(
                 sample["prompt"],
                 sample["response"],
                 [-8.3] * len(sample["response"]),

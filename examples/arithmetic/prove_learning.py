@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from colocated_rl_cli.draw.figures import Figures, read_figures
+from colocated_rl_cli.draw.figures import RunFigures, read_figures
 from colocated_rl_cli.evidence.records import Records
 from examples.arithmetic.cluster import ClusterError
 from examples.arithmetic.demo import HERE, ROOT, Demo, NotSetUp
@@ -86,7 +86,7 @@ short is the point: nothing but training moves the figure.
 {_paired(means, steps)}"""
 
 
-def older_share(figures: Figures) -> float:
+def older_share(figures: RunFigures) -> float:
     """Of the trained tokens, 0 to 1."""
     older = sum(count for batch in figures.batches for age, count in batch.staleness.items() if age > 0)
     return older / sum(batch.tokens for batch in figures.batches)

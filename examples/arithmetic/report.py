@@ -17,7 +17,7 @@ from colocated_rl_cli.draw import timeline
 from colocated_rl_cli.draw.charts import Series, line_chart, table
 from colocated_rl_cli.draw.figures import (
     Evaluated,
-    Figures,
+    RunFigures,
     holder_shares,
     read_figures,
     staleness_tokens,
@@ -83,7 +83,7 @@ def summary(records: Records) -> list[tuple[str, str]]:
     ]
 
 
-def _headline(records: Records, figures: Figures) -> str:
+def _headline(records: Records, figures: RunFigures) -> str:
     first, last, switches, took_s = figures.first, figures.last, switch_seconds(figures), job_s(records)
     cells = [
         ("held out, before", _exact(first), "good" if first and first.mean <= START_AT_MOST else "bad"),
@@ -102,7 +102,7 @@ def _headline(records: Records, figures: Figures) -> str:
     )
 
 
-def _learning(figures: Figures) -> str:
+def _learning(figures: RunFigures) -> str:
     first, last = figures.first, figures.last
     chart = line_chart(
         [
@@ -130,7 +130,7 @@ def _learning(figures: Figures) -> str:
     )
 
 
-def _table(records: Records, figures: Figures) -> str:
+def _table(records: Records, figures: RunFigures) -> str:
     return f"<h2>Figures</h2>{table(summary(records), heading=['what', 'measured'])}"
 
 
@@ -140,11 +140,11 @@ def _exact(one: Evaluated | None, *, spread: bool = False) -> str:
     return f"{one.mean:.3f} ± {one.stderr:.3f}" if spread else f"{one.mean:.3f}"
 
 
-def _mismatch(figures: Figures) -> str:
+def _mismatch(figures: RunFigures) -> str:
     return "-" if figures.mismatch is None else f"{figures.mismatch:.1e} nats apart, mean of the worst step"
 
 
-def _length(figures: Figures, place: int) -> str:
+def _length(figures: RunFigures, place: int) -> str:
     """Mean tokens of a response in the first or last batch."""
     batch = figures.batches[place] if figures.batches else None
     return f"{batch.tokens / batch.samples:.0f}" if batch and batch.samples else "-"

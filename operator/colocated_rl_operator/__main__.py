@@ -29,9 +29,9 @@ from colocated_rl_operator.clients.lease import Lease, LeaseTerms
 from colocated_rl_operator.clients.members import Members
 from colocated_rl_operator.loop.act import Doors
 from colocated_rl_operator.loop.case import Pods, Wakeups
-from colocated_rl_operator.metrics import Metrics
+from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.probes import Probes
-from colocated_rl_operator.settings import Settings
+from colocated_rl_operator.settings import OperatorSettings
 from colocated_rl_operator.watches import keep_watching
 
 LOG = logging.getLogger("colocated_rl_operator")
@@ -44,7 +44,7 @@ run = uvloop.run  # asyncio's TLS takes five times the memory for each member
 
 def main() -> int:
     try:
-        settings, access = Settings.read(os.environ), find_cluster(os.environ)
+        settings, access = OperatorSettings.read(os.environ), find_cluster(os.environ)
     except BadSetting as error:
         print(f"colocated-rl operator: {error}", file=sys.stderr)  # noqa: T201 - before there are logs
         return 2
@@ -58,8 +58,8 @@ def main() -> int:
     return 0
 
 
-async def serve(settings: Settings, access: ClusterAccess) -> None:
-    metrics = Metrics(REGISTRY)
+async def serve(settings: OperatorSettings, access: ClusterAccess) -> None:
+    metrics = OperatorMetrics(REGISTRY)
     terms = LeaseTerms(
         namespace=settings.namespace,
         name=settings.lease_name,
@@ -80,7 +80,7 @@ async def serve(settings: Settings, access: ClusterAccess) -> None:
             beating.cancel()
 
 
-async def lead(settings: Settings, access: ClusterAccess, metrics: Metrics, lease: Lease) -> None:
+async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: OperatorMetrics, lease: Lease) -> None:
     wakeups = Wakeups()
     async with Kube(access, count=metrics.count_request) as kube:
         await _until_jobs_are_served(kube, (*settings.watch_namespaces, settings.namespace)[0])
@@ -99,7 +99,7 @@ async def lead(settings: Settings, access: ClusterAccess, metrics: Metrics, leas
                 release=f"{settings.namespace}/{settings.lease_name}",
                 confirm=lease.confirm,
             )
-            office = handlers.Office(access, doors, wakeups)
+            office = handlers.OperatorContext(access, doors, wakeups)
             keep_watching()
             os.environ["POD_ID"] = settings.identity  # else kopf asks for the name of its user, and the UID has none
             try:

@@ -392,7 +392,7 @@ def reference_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-class _Dumper(yaml.SafeDumper):
+class _AnchorlessDumper(yaml.SafeDumper):
     """Without anchors: no CRD has them."""
 
     def ignore_aliases(self, data: object) -> bool:
@@ -400,7 +400,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _yaml(document: Schema) -> str:
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    return yaml.dump(document, Dumper=_AnchorlessDumper, sort_keys=False, width=120, allow_unicode=True)
 
 
 @cache

@@ -22,9 +22,9 @@ from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.clients.errors import JobGone, OperatorError, first
 from colocated_rl_operator.clients.events import About
 from colocated_rl_operator.clients.kube import Body
-from colocated_rl_operator.loop.act import Doors, bury, delete_pods
+from colocated_rl_operator.loop.act import Doors, delete_pods, force_delete_pods
 from colocated_rl_operator.loop.case import (
-    Case,
+    JobState,
     Wakeups,
     job_of,
     version_of,
@@ -43,7 +43,7 @@ REST, MAX_REST_S = 20.0, 0.2  # between passes, unless there is hurry: so many t
 
 
 @dataclass
-class Office:
+class OperatorContext:
     """What handlers share; kopf hands it to each as `memo.office`."""
 
     access: ClusterAccess
@@ -54,9 +54,9 @@ class Office:
     burials: set[asyncio.Task[None]] = field(default_factory=set)  # of jobs that are gone
     has_logged_in: bool = False
 
-    def see_off(self, about: About) -> None:
+    def reap(self, about: About) -> None:
         """A job is gone, and some of its pods perhaps not."""
-        burial = asyncio.create_task(bury(about, self.doors), name=f"bury/{about.name}")
+        burial = asyncio.create_task(force_delete_pods(about, self.doors), name=f"bury/{about.name}")
         self.burials.add(burial)
         burial.add_done_callback(self.burials.discard)
 
@@ -118,9 +118,9 @@ async def drive(body: kopf.Body, stopped: Any, memo: Any, **_: Any) -> None:
 
 
 @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, when=is_ours)
-async def poke_of_job(event: kopf.RawEvent, memo: Any, **_: Any) -> None:
+async def on_job_event(event: kopf.RawEvent, memo: Any, **_: Any) -> None:
     note_job(event, memo.office)
-    await let_go_of_undriven(event, memo.office)
+    await release_orphan(event, memo.office)
 
 
 @kopf.on.event("pods", labels=OURS)
@@ -128,7 +128,7 @@ async def poke_of_pod(event: kopf.RawEvent, memo: Any, **_: Any) -> None:
     note_pod(event, memo.office)
 
 
-def note_pod(event: Any, office: Office) -> None:
+def note_pod(event: Any, office: OperatorContext) -> None:
     pod, pods = event["object"], office.doors.pods
     if (job_uid := job_of(pod)) is None:
         return
@@ -139,7 +139,7 @@ def note_pod(event: Any, office: Office) -> None:
     office.wakeups.wake(job_uid, hurry=False)
 
 
-def note_job(event: Any, office: Office) -> None:
+def note_job(event: Any, office: OperatorContext) -> None:
     """Wake the loop for what a person changed; our own status writes come back here too."""
     job, uid = event["object"], event["object"]["metadata"]["uid"]
     known = office.jobs.get(uid)
@@ -157,7 +157,7 @@ def _matter(job: Body | None) -> object:
     return job and (job["metadata"]["generation"], job["metadata"].get("deletionTimestamp"))
 
 
-async def let_go_of_undriven(event: Any, office: Office) -> None:
+async def release_orphan(event: Any, office: OperatorContext) -> None:
     """A job that was deleted while no operator ran gets no daemon; kopf drops its finalizer when this returns."""
     metadata = event["object"]["metadata"]
     is_gone = event["type"] == "DELETED" or not metadata.get("deletionTimestamp")
@@ -167,14 +167,14 @@ async def let_go_of_undriven(event: Any, office: Office) -> None:
     about = _about(metadata)
     with bind(job=about.name, job_uid=about.uid):
         await _or_leave_pods(delete_pods(about, office.doors))
-        office.see_off(about)
+        office.reap(about)
 
 
-async def drive_job(body: Any, stopped: Any, office: Office) -> None:
+async def drive_job(body: Any, stopped: Any, office: OperatorContext) -> None:
     """Until the job is deleted or this process ends. Never returns before: kopf would not start it again."""
     about, doors = _about(body["metadata"]), office.doors
     woken = office.wakeups.of(about.uid)
-    case = Case(Record(about, doors.kube, doors.events, failed=woken.set))
+    case = JobState(Record(about, doors.kube, doors.events, failed=woken.set))
     office.driven.add(about.uid)
     stopping = asyncio.ensure_future(stopped.wait())
     stopping.add_done_callback(lambda _: office.wakeups.wake(about.uid))
@@ -190,7 +190,7 @@ async def drive_job(body: Any, stopped: Any, office: Office) -> None:
             await case.record.close()
 
 
-async def _drive(case: Case, stopped: Any, office: Office) -> None:
+async def _drive(case: JobState, stopped: Any, office: OperatorContext) -> None:
     """Pass by pass, until asked to stop or the job is on its way out, whatever kopf has heard last."""
     uid, doors = case.about.uid, office.doors
     woken, hurried = office.wakeups.of(uid), office.wakeups.hurry(uid)
@@ -206,9 +206,9 @@ async def _drive(case: Case, stopped: Any, office: Office) -> None:
         office.jobs.pop(uid, None)
 
 
-async def _let_go(case: Case, body: Any, office: Office, woken: asyncio.Event) -> None:
+async def _let_go(case: JobState, body: Any, office: OperatorContext, woken: asyncio.Event) -> None:
     await _or_leave_pods(end(case, body, office.doors, woken))
-    office.see_off(case.about)
+    office.reap(case.about)
     office.doors.pods.forget(case.about.uid)
     office.doors.metrics.forget_job(case.about.uid)
     office.wakeups.forget(case.about.uid)

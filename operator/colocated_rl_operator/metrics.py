@@ -31,7 +31,7 @@ STALLS = (Reason.INVALID_SPEC, Reason.OBJECT_REFUSED, Reason.VOLUME_LOST)
 SLOW = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 
 
-class Metrics:
+class OperatorMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.leader = Gauge(PREFIX + "leader", "1 while this process leads", registry=registry)

@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from colocated_rl_api.listening import EVERYWHERE, listen
-from colocated_rl_operator.metrics import Metrics
+from colocated_rl_operator.metrics import OperatorMetrics
 
 MAX_LEASE_AGE_S = 60.0  # the Lease's own thread ends the process long before
 
@@ -20,7 +20,7 @@ class Leadership(Protocol):
 
 
 class Probes:
-    def __init__(self, metrics: Metrics, leadership: Leadership, *, port: int) -> None:
+    def __init__(self, metrics: OperatorMetrics, leadership: Leadership, *, port: int) -> None:
         self._metrics = metrics
         self._leadership = leadership
         self._asked_port = port

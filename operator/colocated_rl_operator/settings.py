@@ -38,7 +38,7 @@ class LeaseTimes:
 
 
 @dataclass(frozen=True)
-class Settings:
+class OperatorSettings:
     namespace: str
     identity: str
     images: PodImages
@@ -49,9 +49,9 @@ class Settings:
     log_level: str = "INFO"
 
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> Settings:
+    def read(cls, environment: Mapping[str, str]) -> OperatorSettings:
         """Raises BadSetting, which names the variable, its value and what is expected."""
-        read = _Reader(environment)
+        read = _EnvironmentReader(environment)
         lease = LeaseTimes(
             duration_s=read.seconds("LEASE_DURATION_S", 15.0),
             renew_deadline_s=read.seconds("LEASE_RENEW_DEADLINE_S", 10.0),
@@ -83,7 +83,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _EnvironmentReader:
     environment: Mapping[str, str]
 
     def text(self, name: str, default: str | None = None) -> str:

@@ -20,7 +20,7 @@ from colocated_rl_api import names
 from colocated_rl_operator.clients import authority
 from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.manifests.resources import PodImages
-from colocated_rl_operator.settings import Settings
+from colocated_rl_operator.settings import OperatorSettings
 from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.cluster
@@ -86,18 +86,20 @@ def test_server_takes_what_is_rendered(kubectl: Kubectl, api: ApiServer, file: P
 
 @pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
 def test_operator_starts_with_the_environment_that_the_chart_gives(file: Path) -> None:
-    settings = Settings.read(environment(one(rendered(file), "Deployment")))
+    settings = OperatorSettings.read(environment(one(rendered(file), "Deployment")))
     assert NAMESPACE == settings.namespace
     assert "rl-colocated-rl-0" == settings.identity
 
 
 def test_values_reach_the_operator() -> None:
-    settings = Settings.read(environment(one(rendered(CHART / "ci/high-availability-values.yaml"), "Deployment")))
+    settings = OperatorSettings.read(
+        environment(one(rendered(CHART / "ci/high-availability-values.yaml"), "Deployment"))
+    )
     assert (8, 5, 0.5) == (settings.lease.duration_s, settings.lease.renew_deadline_s, settings.lease.retry_s)
     assert (8081, "DEBUG", "Always") == (settings.metrics_port, settings.log_level, settings.images.pull_policy)
     version = (CHECKOUT.root / "operator/VERSION").read_text().strip()
     assert f"colocated-rl/gpu:{version}" == settings.images.gpu
-    settings = Settings.read(environment(one(rendered(CHART / "ci/namespaced-values.yaml"), "Deployment")))
+    settings = OperatorSettings.read(environment(one(rendered(CHART / "ci/namespaced-values.yaml"), "Deployment")))
     assert ("research", "team-a") == settings.watch_namespaces
 
 
@@ -110,7 +112,7 @@ def test_lease_and_authority_are_the_ones_that_the_role_names() -> None:
         for rule in each["rules"]
         for name in rule.get("resourceNames", ())
     ]
-    lease = Settings.read(environment(one(objects, "Deployment"))).lease_name
+    lease = OperatorSettings.read(environment(one(objects, "Deployment"))).lease_name
     assert [lease, authority.SECRET_NAME] == named
 
 
@@ -242,7 +244,7 @@ def test_values_for_images_of_ones_own_are_as_the_page_writes_them(tmp_path: Pat
     page = (CHECKOUT.root / "docs/install.md").read_text()
     [written] = re.findall(r"^```yaml\n(images:.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "values.yaml").write_text(written)
-    settings = Settings.read(environment(one(rendered(tmp_path / "values.yaml"), "Deployment")))
+    settings = OperatorSettings.read(environment(one(rendered(tmp_path / "values.yaml"), "Deployment")))
     images = (settings.images.agent, settings.images.rollout, settings.images.gpu)
     assert tuple(f"registry.example.com/rl/{name}:0.1.0" for name in ("agent", "rollout", "gpu")) == images
 

@@ -30,7 +30,7 @@ from colocated_rl_agent.drivers.base import CallRefused
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.files.exports import verify_export
 from colocated_rl_agent.gate.data_port import DataPort
-from colocated_rl_agent.gate.dialects import Reply
+from colocated_rl_agent.gate.dialects import EngineReply
 from colocated_rl_agent.gate.gate import Backend, Gate
 from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.planner.views import (
@@ -371,7 +371,7 @@ class Hearing(Gate):
         super().__init__()
         self.begun: set[int] = set()
 
-    def _hold(self, reply: Reply, before: int) -> None:
+    def _hold(self, reply: EngineReply, before: int) -> None:
         super()._hold(reply, before)
         self.begun.add(id(reply))
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_rl_api.batch import BatchHeader
-from colocated_rl_trainer.conformance.shards import Sample, Values, columns, write_shard, write_shards
+from colocated_rl_trainer.conformance.shards import Example, Values, columns, write_shard, write_shards
 from colocated_rl_trainer.grpo.batch import (
     BadShard,
     GroupShare,
@@ -24,10 +24,10 @@ from colocated_rl_trainer.grpo.batch import (
 )
 
 SAMPLES = [
-    Sample(prompt=[1, 2, 3], response=[4, 5], logp=[-0.1, -0.2], reward=1.0, group=7, token_step=2),
-    Sample(prompt=[1, 2, 3], response=[6], logp=[-0.3], reward=0.0, group=7, token_step=2),
-    Sample(prompt=[8], response=[9, 10, 11], logp=[-0.4, -0.5, -0.6], reward=0.5, group=9, token_step=1),
-    Sample(prompt=[8], response=[12], logp=[-0.7], reward=0.5, group=9, token_step=2),
+    Example(prompt=[1, 2, 3], response=[4, 5], logp=[-0.1, -0.2], reward=1.0, group=7, token_step=2),
+    Example(prompt=[1, 2, 3], response=[6], logp=[-0.3], reward=0.0, group=7, token_step=2),
+    Example(prompt=[8], response=[9, 10, 11], logp=[-0.4, -0.5, -0.6], reward=0.5, group=9, token_step=1),
+    Example(prompt=[8], response=[12], logp=[-0.7], reward=0.5, group=9, token_step=2),
 ]
 HEADER = BatchHeader(step=3, shard=0, shards=1, groups=2, samples=4, loss_tokens=7, temperature=1.0, seed=0)
 Columns = dict[str, tuple[str, Values]]
@@ -196,7 +196,7 @@ def test_micro_batches_hold_each_trained_token_once_with_its_context(tmp_path: P
         length = chance.randint(1, 9)
         prompt = [chance.randrange(48) for _ in range(chance.randint(1, 5))]
         response = [chance.randrange(48) for _ in range(length)]
-        samples.append(Sample(prompt, response, [-1.0] * length, float(number % 3 == 0), group=number % 4))
+        samples.append(Example(prompt, response, [-1.0] * length, float(number % 3 == 0), group=number % 4))
     shard = read(write_shards(tmp_path, samples, step=3, split=1)[0])
 
     batches = micro_batches(shard, Minibatch(frozenset({0, 1, 3}), 1, True, 1), tokens=tokens)

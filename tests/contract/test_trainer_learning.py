@@ -13,7 +13,7 @@ import pytest
 import torch
 from contract.trainer_in_process import OneRank
 
-from colocated_rl_trainer.conformance.shards import Sample
+from colocated_rl_trainer.conformance.shards import Example
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
 GROUPS, GROUP_SIZE, RESPONSE = 16, 16, 3
@@ -59,7 +59,7 @@ def run(folder: Path, model: Path, config: dict[str, object], *, staleness: int 
 
 
 @torch.no_grad()
-def sample(policy: torch.nn.Module, chance: torch.Generator, *, token_step: int) -> list[Sample]:
+def sample(policy: torch.nn.Module, chance: torch.Generator, *, token_step: int) -> list[Example]:
     asked = torch.randint(FIRST_PROMPT, FIRST_PROMPT + PROMPTS, (GROUPS,), generator=chance).repeat_interleave(
         GROUP_SIZE
     )
@@ -72,7 +72,7 @@ def sample(policy: torch.nn.Module, chance: torch.Generator, *, token_step: int)
         ids = torch.cat([ids, token], dim=1)
     right = (ids[:, 2:] == asked[:, None]).float().mean(1)
     return [
-        Sample(row[:2], row[2:], logp, reward, number // GROUP_SIZE, token_step)
+        Example(row[:2], row[2:], logp, reward, number // GROUP_SIZE, token_step)
         for number, (row, logp, reward) in enumerate(
             zip(ids.tolist(), torch.cat(logps, dim=1).tolist(), right.tolist(), strict=True)
         )

@@ -15,7 +15,7 @@ import pytest
 from documents.blocks import blocks
 
 from colocated_rl_trainer.conformance.checks import CHECKS, SCORING, Check, refuses_a_shard_that_is_torn
-from colocated_rl_trainer.conformance.ranks import Launch, Session, TrainerGroup, TrainerKind, running
+from colocated_rl_trainer.conformance.ranks import Launch, RankProcess, TrainerGroup, TrainerKind, running
 from fakes.tiny_model import write_tiny_model
 from setup.layout import CHECKOUT
 
@@ -230,7 +230,7 @@ def test_trainer_may_end_over_a_torn_shard_whenever_that_is_seen(tmp_path: Path)
         refuses_a_shard_that_is_torn(group)
 
 
-class EndsUnseen(Session):
+class EndsUnseen(RankProcess):
     """Seen to run for the last time when it has just ended."""
 
     ends = False

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from contract.trainer_in_process import OneRank
 from safetensors.torch import load_file
 
-from colocated_rl_trainer.conformance.ranks import Refusal, TrainerGroup, TrainerKind, running
-from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, UnexpectedStatus, running
+from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.protocol.rank import Refused
 from colocated_rl_trainer.state.group import (
-    Group,
+    Collectives,
     GroupLost,
     _waiting_for_peers,
     form_group,
@@ -48,7 +48,7 @@ class Pair:
     two: TrainerGroup
     one: OneRank
 
-    def train(self, samples: list[Sample], split: list[int]) -> tuple[Mapping[str, float], list[Mapping[str, float]]]:
+    def train(self, samples: list[Example], split: list[int]) -> tuple[Mapping[str, float], list[Mapping[str, float]]]:
         """The metrics of the one, and of each of the two."""
         files = write_shards(self.two.folder, samples, step=self.one.step + 1, split=split)
         alone = self.one.train(samples)
@@ -64,13 +64,13 @@ def pair(kind: TrainerKind, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield Pair(two, one)
 
 
-def make_samples(seed: int, *, same_reward: bool = False) -> list[Sample]:
+def make_samples(seed: int, *, same_reward: bool = False) -> list[Example]:
     chance = random.Random(seed)
     samples = []
     for number in range(SAMPLES):
         prompt, response = ([chance.randrange(VOCABULARY) for _ in range(chance.randint(2, 8))] for _ in range(2))
         logp = [-chance.uniform(2.5, 5.0) for _ in response]
-        samples.append(Sample(prompt, response, logp, 0.5 if same_reward else chance.random(), number // 4, seed - 1))
+        samples.append(Example(prompt, response, logp, 0.5 if same_reward else chance.random(), number // 4, seed - 1))
     return samples
 
 
@@ -113,8 +113,8 @@ def test_shard_that_one_rank_cannot_read_is_refused_by_all_and_can_be_sent_again
     torn = pair.two.folder / "torn"
     torn.write_bytes(files[1].read_bytes()[:-4])
 
-    def refusal(number: int) -> Refusal:
-        with pytest.raises(Refusal) as refused:
+    def refusal(number: int) -> UnexpectedStatus:
+        with pytest.raises(UnexpectedStatus) as refused:
             pair.two.ranks[number].train(step, [files[0], torn][number])
         return refused.value
 
@@ -148,7 +148,7 @@ def test_rank_whose_peer_is_gone_ends_at_once_and_says_why(pair: Pair) -> None:
     left, lost = pair.two.ranks
     lost.end()
 
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(UnexpectedStatus) as refused:
         left.train(step, files[0])
 
     assert "GroupLost: a peer was lost" in refused.value.message
@@ -177,13 +177,13 @@ def test_config_that_makes_no_sense_ends_the_trainer_with_one_clear_line(kind: T
 
 def test_news_that_does_not_come_is_not_waited_for_beyond_the_deadline() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    group = Group(rank=1, size=2, store=store)
+    group = Collectives(rank=1, size=2, store=store)
 
     done: list[str] = []
 
     with pytest.raises(Refused, match="rank 0 has not saved step 3: ask again"):
         group.once("saved step 3", lambda: done.append("by 1"), within_s=0.05)
-    Group(rank=0, size=2, store=store).once("saved step 3", lambda: done.append("by 0"), within_s=DEADLINE_S)
+    Collectives(rank=0, size=2, store=store).once("saved step 3", lambda: done.append("by 0"), within_s=DEADLINE_S)
     group.once("saved step 3", lambda: done.append("by 1"), within_s=DEADLINE_S)
 
     assert ["by 0"] == done
@@ -192,7 +192,7 @@ def test_news_that_does_not_come_is_not_waited_for_beyond_the_deadline() -> None
 def test_failure_of_the_one_that_does_it_is_told_to_those_who_wait_and_is_not_the_last_word() -> None:
     """They waited for the whole deadline, and so did whoever asked them all."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, other, late = (Group(rank=rank, size=3, store=store) for rank in range(3))
+    first, other, late = (Collectives(rank=rank, size=3, store=store) for rank in range(3))
 
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

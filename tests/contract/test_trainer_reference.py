@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from colocated_rl_trainer.conformance.ranks import Launch, TrainerKind, running, scores_beside
-from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.batch import Shard
-from colocated_rl_trainer.grpo.loop import ReferenceTrainer
-from colocated_rl_trainer.protocol.settings import SettingsError, TrainerConfig
+from colocated_rl_trainer.grpo.loop import GRPOTrainer
+from colocated_rl_trainer.protocol.settings import ConfigError, TrainerConfig
 from colocated_rl_trainer.state.weights import load_model
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 from fakes.watched_trainer import fork
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def make_samples(seed: int) -> list[Sample]:
+def make_samples(seed: int) -> list[Example]:
     """The first group's rewards are all the same: it teaches nothing, unless there is a penalty."""
     chance = random.Random(seed)
     samples = []
@@ -38,7 +38,7 @@ def make_samples(seed: int) -> list[Sample]:
             response = [chance.randrange(VOCABULARY) for _ in range(chance.randint(3, 8))]
             written = [not (number == 1 and place == 1) for place in range(len(response))]
             logp = [-chance.uniform(2.5, 5.0) if by_policy else 0.0 for by_policy in written]
-            samples.append(Sample(prompt, response, logp, chance.random() if group else 0.5, group, 0, written))
+            samples.append(Example(prompt, response, logp, chance.random() if group else 0.5, group, 0, written))
     return samples
 
 
@@ -53,7 +53,7 @@ def own_forward(model: torch.nn.Module, shard: Shard) -> torch.Tensor:
     return torch.where(shard.loss_mask, logp, torch.nan)
 
 
-def scored(trainer: OneRank, samples: list[Sample]) -> torch.Tensor:
+def scored(trainer: OneRank, samples: list[Example]) -> torch.Tensor:
     """What is kept of the next step's batch, which is scored now."""
     step = trainer.step + 1
     (file,) = write_shards(trainer.folder, samples, step=step, split=1, temperature=TEMPERATURE)
@@ -138,10 +138,8 @@ def test_scores_that_are_not_whole_or_not_of_this_batch_are_made_again(
 def test_penalty_without_a_reference_is_refused_at_the_start(model: Path, tmp_path: Path) -> None:
     settings = only_rank(tmp_path, model, {"klCoefficient": 0.1})
 
-    with pytest.raises(
-        SettingsError, match=r"klCoefficient in spec\.trainer\.config .* add spec\.reference to the job"
-    ):
-        ReferenceTrainer(settings, TrainerConfig.read(settings.config))
+    with pytest.raises(ConfigError, match=r"klCoefficient in spec\.trainer\.config .* add spec\.reference to the job"):
+        GRPOTrainer(settings, TrainerConfig.read(settings.config))
 
 
 def test_a_pass_of_the_reference_is_every_ranks_or_nobodys(model: Path, tmp_path: Path) -> None:

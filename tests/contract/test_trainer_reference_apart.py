@@ -22,10 +22,10 @@ from real_reference import START_S, RunningReference
 
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import JobFile
-from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.batch import BadShard, Shard
 from colocated_rl_trainer.protocol.settings import TrainerConfig
-from colocated_rl_trainer.ref_policy.desk import Question
+from colocated_rl_trainer.ref_policy.score_queue import QueuedSample
 from colocated_rl_trainer.ref_policy.scorer import Scorer
 from colocated_rl_trainer.state.weights import load_model
 from fakes.authority import Authority
@@ -46,7 +46,7 @@ def start(folder: Path, model: Path, config: dict[str, object]) -> RunningRefere
     return RunningReference(folder, settings.job, model=model, config=settings.config, tls=tls)
 
 
-def score(reference: RunningReference, sample: Sample) -> NDArray[np.float32]:
+def score(reference: RunningReference, sample: Example) -> NDArray[np.float32]:
     ids = np.array([*sample.prompt, *sample.response], "<i4").tobytes()
     status, body = reference.ask(f"/v1/score?start={len(sample.prompt)}&temperature={TEMPERATURE}", ids)
     assert 200 == status, body
@@ -86,7 +86,7 @@ def test_how_passes_are_made_changes_nothing_but_rounding(model: Path, config: d
     def answers(config: dict[str, object]) -> list[torch.Tensor]:
         scorer = Scorer(model, "cpu", TrainerConfig.model_validate({"threads": 1} | config))
         questions = [
-            Question(np.array([*s.prompt, *s.response], np.int32).data, len(s.prompt), TEMPERATURE)
+            QueuedSample(np.array([*s.prompt, *s.response], np.int32).data, len(s.prompt), TEMPERATURE)
             for s in make_samples(2)
         ]
         return [torch.frombuffer(bytearray(answer), dtype=torch.float32) for answer in scorer.score(questions)]

@@ -15,7 +15,7 @@ from contract.trainer_ranks_in_process import Watched, in_ranks
 
 from colocated_rl_rollout.store.batches import shard_path, take_places
 from colocated_rl_rollout.store.recording import deal_anew, take_batch
-from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.state.sharding import whole
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
@@ -32,7 +32,7 @@ def record(folder: Path, *, seed: int) -> Path:
             prompt = [chance.randrange(VOCABULARY) for _ in range(4)]
             response = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 12))]
             logp = [-chance.uniform(2.5, 5.0) for _ in response]
-            samples.append(Sample(prompt, response, logp, chance.random(), number // 4, token_step=0))
+            samples.append(Example(prompt, response, logp, chance.random(), number // 4, token_step=0))
         for shard, file in enumerate(write_shards(folder, samples, step=step, split=2)):
             file.rename(shard_path(folder, step, shard))
     return folder

@@ -14,8 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from colocated_rl_trainer.conformance.ranks import Launch, NotThere, Refusal, TrainerGroup, TrainerKind, running
-from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.conformance.ranks import (
+    Launch,
+    RankLost,
+    TrainerGroup,
+    TrainerKind,
+    UnexpectedStatus,
+    running,
+)
+from colocated_rl_trainer.conformance.shards import Example, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 from fakes.watched_trainer import PLACES, fork
 
@@ -55,7 +62,7 @@ class Run:
             with running(self.kind, self.folder, size=RANKS, lineage=self.lineage, keep=KEEP, launch=launch) as group:
                 try:
                     return self._climb(group, harm=harm if self.lineage == 1 else None)
-                except (Refusal, OSError, Lost):
+                except (UnexpectedStatus, OSError, Lost):
                     continue
 
     def _climb(self, group: TrainerGroup, *, harm: int | None) -> Weights:
@@ -81,7 +88,7 @@ class Run:
         """The step that all stand at."""
         try:
             (step,) = {status.step for status in group.wait_loaded()}
-        except NotThere as error:
+        except RankLost as error:
             raise Lost(str(error)) from error
         assert step is not None
         return step
@@ -107,7 +114,7 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> list[list[Path]]:
         for number in range(24):
             prompt, response = ([chance.randrange(VOCABULARY) for _ in range(chance.randint(2, 8))] for _ in range(2))
             logp = [-chance.uniform(2.5, 5.0) for _ in response]
-            samples.append(Sample(prompt, response, logp, chance.random(), number // 4, step - 1))
+            samples.append(Example(prompt, response, logp, chance.random(), number // 4, step - 1))
         sealed.append(write_shards(folder, samples, step=step, split=RANKS))
     return sealed
 

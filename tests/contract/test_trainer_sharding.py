@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import finished_model
-from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.protocol.finished import leave
 from colocated_rl_trainer.protocol.manifest import Exported, tensor_entries, write_manifest
 from colocated_rl_trainer.protocol.rank import Refused
@@ -35,9 +35,9 @@ STATE = 4  # float32 of each parameter: itself, its gradient, two moments
 FILE_BYTES = 4 << 20
 
 
-def samples(step: int) -> list[Sample]:
+def samples(step: int) -> list[Example]:
     return [
-        Sample([1 + number, 2], [3 + number % 5, 4, 5 + step], [-3.0] * 3, float(number % 3), number // 4, step - 1)
+        Example([1 + number, 2], [3 + number % 5, 4, 5 + step], [-3.0] * 3, float(number % 3), number // 4, step - 1)
         for number in range(8)
     ]
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from colocated_rl_trainer.conformance.ranks import Launch, TrainerKind, running
-from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.conformance.shards import Example, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 from fakes.watched_trainer import fork
 
@@ -30,14 +30,14 @@ LOSSES: dict[str, dict[str, object]] = {
 Tensors = Mapping[str, torch.Tensor]
 
 
-def make_samples() -> list[Sample]:
+def make_samples() -> list[Example]:
     chance = random.Random(11)
     samples = []
     for number in range(SAMPLES):
         prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randint(2, 8))]
         response = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 20))]
         logp = [-chance.uniform(2.5, 5.0) for _ in response]
-        samples.append(Sample(prompt, response, logp, chance.random(), number // 4, chance.randrange(3)))
+        samples.append(Example(prompt, response, logp, chance.random(), number // 4, chance.randrange(3)))
     return samples
 
 

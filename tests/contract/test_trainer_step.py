@@ -16,15 +16,15 @@ from contract.trainer_in_process import OneRank, only_rank
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from colocated_rl_api.batch import BatchHeader
-from colocated_rl_trainer.conformance.shards import Sample, columns, write_shard, write_shards
+from colocated_rl_trainer.conformance.shards import Example, columns, write_shard, write_shards
 from colocated_rl_trainer.grpo.batch import (
     BadShard,
     Shard,
     Use,
     deal_minibatches,
 )
-from colocated_rl_trainer.grpo.loop import DeviceFull, Diverged, ReferenceTrainer
-from colocated_rl_trainer.protocol.settings import SettingsError, TrainerConfig
+from colocated_rl_trainer.grpo.loop import DeviceFull, Diverged, GRPOTrainer
+from colocated_rl_trainer.protocol.settings import ConfigError, TrainerConfig
 from colocated_rl_trainer.state.residency import PARAMETERS
 from colocated_rl_trainer.state.weights import load_model
 from fakes.tiny_model import VOCABULARY, write_tiny_model
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def make_samples(seed: int, *, groups: int = 6, size: int = 4, token_step: int = 0) -> list[Sample]:
+def make_samples(seed: int, *, groups: int = 6, size: int = 4, token_step: int = 0) -> list[Example]:
     chance = random.Random(seed)
     samples = []
     for group in range(groups):
@@ -45,14 +45,14 @@ def make_samples(seed: int, *, groups: int = 6, size: int = 4, token_step: int =
         for _ in range(size):
             response = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 8))]
             logp = [-chance.uniform(2.5, 5.0) for _ in response]
-            samples.append(Sample(prompt, response, logp, float(chance.random() < 0.5), group, token_step))
+            samples.append(Example(prompt, response, logp, float(chance.random() < 0.5), group, token_step))
     return samples
 
 
 def plain_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    samples: Sequence[Sample],
+    samples: Sequence[Example],
     minibatches: Sequence[frozenset[int]],
     *,
     advantages: str = "Spread",
@@ -66,7 +66,7 @@ def plain_step(
     The mean norm of its gradients, which the optimizer's own scaling would hide.
     """
 
-    def logp(sample: Sample, of: torch.nn.Module = model) -> torch.Tensor:
+    def logp(sample: Example, of: torch.nn.Module = model) -> torch.Tensor:
         ids = torch.tensor([[*sample.prompt, *sample.response]])
         every = torch.log_softmax(of(input_ids=ids).logits[0].double(), -1)
         start = len(sample.prompt)
@@ -234,7 +234,7 @@ def test_division_into_micro_batches_changes_nothing_but_rounding(
 def test_group_without_spread_counts_in_the_normalizer_and_is_not_computed(model: Path, tmp_path: Path) -> None:
     trainer = OneRank(tmp_path, model, learningRate=1e-3)
     samples = make_samples(1)
-    same = [Sample(s.prompt, s.response, s.logp, 1.0, s.group + 100, s.token_step) for s in make_samples(2)]
+    same = [Example(s.prompt, s.response, s.logp, 1.0, s.group + 100, s.token_step) for s in make_samples(2)]
 
     alone = trainer.train(samples)
     trainer.step = 0
@@ -252,7 +252,7 @@ def test_state_that_never_fits_is_refused_before_a_weight_is_read(
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
     transformers.LlamaConfig(**size, **heads).save_pretrained(tmp_path / "model")
 
-    with caplog.at_level(logging.INFO), pytest.raises(SettingsError, match=r"takes \d{4}\.\d GiB of host memory"):
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match=r"takes \d{4}\.\d GiB of host memory"):
         OneRank(tmp_path, tmp_path / "model")
 
     [told] = [record for record in caplog.records if record.getMessage() == "memory of the training state"]
@@ -275,8 +275,8 @@ def test_step_that_finds_no_memory_says_what_to_lower(model: Path, tmp_path: Pat
         trainer.train(make_samples(1))
 
 
-@pytest.mark.parametrize("samples", [[], [Sample([1, 2], [3], [-1.0], 1.0, group, 0) for group in (0, 0, 1, 1)]])
-def test_batch_that_teaches_nothing_still_ends_its_step(model: Path, tmp_path: Path, samples: list[Sample]) -> None:
+@pytest.mark.parametrize("samples", [[], [Example([1, 2], [3], [-1.0], 1.0, group, 0) for group in (0, 0, 1, 1)]])
+def test_batch_that_teaches_nothing_still_ends_its_step(model: Path, tmp_path: Path, samples: list[Example]) -> None:
     trainer = OneRank(tmp_path, model, learningRate=1e-2, weightDecay=0.5)
     before = trainer.weights
 
@@ -319,7 +319,7 @@ def test_agreement_with_the_engine_is_measured_on_tokens_of_the_present_weights_
     """A token of older weights has another log-probability for a good reason."""
     trainer = OneRank(tmp_path, model, learningRate=0, minibatches=2)
     own = [_with_own_logp(trainer, sample) for sample in make_samples(1)]
-    off_by = [Sample(s.prompt, s.response, [p - 0.5 for p in s.logp], s.reward, s.group, 1) for s in own]
+    off_by = [Example(s.prompt, s.response, [p - 0.5 for p in s.logp], s.reward, s.group, 1) for s in own]
 
     exact = trainer.train(own)
     fresh = trainer.train(off_by)
@@ -334,7 +334,7 @@ def test_agreement_with_the_engine_is_measured_on_tokens_of_the_present_weights_
 def test_bypass_clips_against_the_behaviour_policy(model: Path, tmp_path: Path) -> None:
     one, other = _two(tmp_path, model, {}, {"bypass": True})
     far = [
-        Sample(s.prompt, s.response, [p - 1.0 for p in s.logp], s.reward, s.group) for s in _own(one, make_samples(1))
+        Example(s.prompt, s.response, [p - 1.0 for p in s.logp], s.reward, s.group) for s in _own(one, make_samples(1))
     ]
 
     recomputed, bypassed = one.train(far), other.train(far)
@@ -381,7 +381,7 @@ def test_checkpoint_is_gone_on_from_with_other_options_where_it_has_what_they_ne
     before.save()
     fewer = write_tiny_model(tmp_path / "fewer", layers=1)
     for other, optimizer, first in ((model, "AdamW", "first_moment"), (fewer, "SGD", "parameters")):
-        with pytest.raises(SettingsError, match=rf"step-00000001 is of another .* differ, first {first}\..*: set spec"):
+        with pytest.raises(ConfigError, match=rf"step-00000001 is of another .* differ, first {first}\..*: set spec"):
             OneRank(tmp_path, other, optimizer=optimizer)
     config: dict[str, object] = {
         "learningRate": 1e-3,
@@ -420,7 +420,7 @@ def test_what_the_job_does_not_offload_stays(model: Path, tmp_path: Path, offloa
     job = json.loads(settings.job.read_bytes())
     job["spec"]["trainer"] = {"offload": offload}
     settings.job.write_text(json.dumps(job))
-    loop = ReferenceTrainer(settings, TrainerConfig())
+    loop = GRPOTrainer(settings, TrainerConfig())
     loop.load()
 
     assert stays == loop._state.stays
@@ -452,16 +452,16 @@ def test_gradient_that_is_not_finite_stops_the_trainer_before_the_weights_are_sp
     assert [] == trainer.updates
 
 
-def _with_own_logp(trainer: OneRank, sample: Sample, temperature: float = 1.0) -> Sample:
+def _with_own_logp(trainer: OneRank, sample: Example, temperature: float = 1.0) -> Example:
     ids = torch.tensor([[*sample.prompt, *sample.response]])
     with torch.no_grad():
         every = torch.log_softmax(trainer.loop.model(input_ids=ids).logits[0] / temperature, -1)
     start = len(sample.prompt)
     logp = [every[start + place - 1, token].item() for place, token in enumerate(sample.response)]
-    return Sample(sample.prompt, sample.response, logp, sample.reward, sample.group, sample.token_step)
+    return Example(sample.prompt, sample.response, logp, sample.reward, sample.group, sample.token_step)
 
 
-def _own(trainer: OneRank, samples: Sequence[Sample]) -> list[Sample]:
+def _own(trainer: OneRank, samples: Sequence[Example]) -> list[Example]:
     return [_with_own_logp(trainer, sample) for sample in samples]
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.optim import AdamW, Optimizer
 
 from colocated_rl_trainer.conformance.ranks import TrainerKind, running
-from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.protocol.rank import Rank
 from colocated_rl_trainer.state.weights import load_model
 from examples.own_trainer.trainer import Reinforce
@@ -34,12 +34,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def make_samples(step: int) -> list[Sample]:
+def make_samples(step: int) -> list[Example]:
     chance = random.Random(step)
     samples = []
     for number in range(12):
         prompt, response = ([chance.randrange(VOCABULARY) for _ in range(chance.randint(2, 8))] for _ in range(2))
-        samples.append(Sample(prompt, response, [-3.0] * len(response), chance.random(), number // 4, step - 1))
+        samples.append(Example(prompt, response, [-3.0] * len(response), chance.random(), number // 4, step - 1))
     return samples
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from contract.trainer_in_process import OneRank, only_rank
 
-from colocated_rl_trainer.protocol.settings import SettingsError
+from colocated_rl_trainer.protocol.settings import ConfigError
 from fakes.tiny_model import write_tiny_model
 from setup.environments import PEERS
 from setup.layout import CHECKOUT
@@ -52,5 +52,5 @@ def test_tracker_whose_library_is_absent_is_refused_with_what_to_install(
 ) -> None:
     model = write_tiny_model(tmp_path / "model")
 
-    with pytest.raises(SettingsError, match=rf"{name} needs the Python package {package}: install it into the image"):
+    with pytest.raises(ConfigError, match=rf"{name} needs the Python package {package}: install it into the image"):
         OneRank(tmp_path, model, trackers=[name])

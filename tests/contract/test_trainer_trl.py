@@ -18,7 +18,7 @@ from contract.trainer_in_process import OneRank
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.batch import Shard, Use
 from colocated_rl_trainer.grpo.loss import importance_ratio
 from fakes.tiny_model import VOCABULARY, write_tiny_model
@@ -49,7 +49,7 @@ VARIANTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 }
 
 
-def make_samples() -> list[Sample]:
+def make_samples() -> list[Example]:
     """Groups of different rewards, one of equal ones, and responses with tokens that a tool wrote."""
     chance = random.Random(5)
     samples = []
@@ -60,7 +60,7 @@ def make_samples() -> list[Sample]:
             written = [not (number == 1 and 0 < place < 3) for place in range(len(response))]
             logp = [-chance.uniform(2.5, 5.0) if by_policy else 0.0 for by_policy in written]
             reward = 1.0 if group == 0 else chance.random()
-            samples.append(Sample(prompt, response, logp, reward, group, 0, written))
+            samples.append(Example(prompt, response, logp, reward, group, 0, written))
     return samples
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from colocated_rl_api.weights import MANIFEST
 from colocated_rl_trainer.protocol.manifest import tensor_entries
-from colocated_rl_trainer.protocol.settings import SettingsError
+from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.checkpoint import CONTENTS, OPTIMIZER
 from colocated_rl_trainer.state.residency import Residency
 from colocated_rl_trainer.state.weights import (
@@ -183,7 +183,7 @@ def test_packing_is_refused_where_samples_would_see_each_other(tmp_path: Path) -
     config |= {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
     (origin / "config.json").write_text(json.dumps(config))
 
-    with pytest.raises(SettingsError, match=r"packing: .* in Qwen3ForCausalLM: leave packing out"):
+    with pytest.raises(ConfigError, match=r"packing: .* in Qwen3ForCausalLM: leave packing out"):
         load_model(origin, packing=True)
 
 
@@ -199,7 +199,7 @@ def test_model_that_cannot_be_trained_is_refused(tmp_path: Path, key: str, said:
     config = json.loads((origin / "config.json").read_bytes()) | {key: {}}
     (origin / "config.json").write_text(json.dumps(config))
 
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(ConfigError, match=said):
         load_model(origin)
 
 
@@ -213,7 +213,7 @@ def test_model_that_is_not_whole_is_refused(tmp_path: Path, tied: bool) -> None:
     write_tensors(origin / "model.safetensors", tensors)
 
     with pytest.raises(
-        SettingsError, match=r"not whole: 1 tensors of Qwen3ForCausalLM are missing, first model.layers.0"
+        ConfigError, match=r"not whole: 1 tensors of Qwen3ForCausalLM are missing, first model.layers.0"
     ):
         load_model(origin)
 
@@ -269,7 +269,7 @@ def test_model_that_can_not_be_loaded_is_said_with_what_to_do(
     spoil(origin)
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("standard input is nobody's"))
 
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(ConfigError, match=said):
         load_model(origin)
 
 
@@ -298,7 +298,7 @@ def test_numbers_that_are_no_weights_keep_their_type_in_half_precision(origin: P
 
 
 def test_directory_that_holds_no_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=rf"{tmp_path} holds no model in Hugging Face format"):
+    with pytest.raises(ConfigError, match=rf"{tmp_path} holds no model in Hugging Face format"):
         load_model(tmp_path)
 
 

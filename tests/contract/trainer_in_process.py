@@ -10,8 +10,8 @@ from typing import cast
 import torch
 
 from colocated_rl_trainer.conformance.ranks import job_file, scores_beside
-from colocated_rl_trainer.conformance.shards import Sample, write_shards
-from colocated_rl_trainer.grpo.loop import ReferenceTrainer
+from colocated_rl_trainer.conformance.shards import Example, write_shards
+from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
 
 
@@ -58,14 +58,14 @@ class OneRank:
         settings = only_rank(
             folder, model, {"threads": 1} | config, has_reference=self.has_reference, is_apart=bool(reference_apart)
         )
-        self.loop = ReferenceTrainer(settings, TrainerConfig.read(settings.config))
+        self.loop = GRPOTrainer(settings, TrainerConfig.read(settings.config))
         self.step = self.loop.load()
         self.updates: list[int] = []  # steps, once for each optimizer call
         self.progressed = 0
         self.at_update: Callable[[], None] = lambda: None  # called before each
         self.loop.onload()
 
-    def train(self, samples: Sequence[Sample], *, temperature: float = 1.0) -> Mapping[str, float]:
+    def train(self, samples: Sequence[Example], *, temperature: float = 1.0) -> Mapping[str, float]:
         """One step on these samples."""
         step = self.step + 1
         (shard,) = write_shards(self.folder, samples, step=step, split=1, temperature=temperature)

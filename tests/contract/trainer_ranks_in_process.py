@@ -13,14 +13,14 @@ from typing import Any
 from contract.trainer_in_process import only_rank
 
 from colocated_rl_trainer.conformance.ranks import free_port
-from colocated_rl_trainer.grpo.loop import ReferenceTrainer
+from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
 from fakes.watched_trainer import forking
 
 ANSWER_S = 300.0
 
 
-class Watched(ReferenceTrainer):
+class Watched(GRPOTrainer):
     """Loaded and onloaded; its steps are watched by nobody."""
 
     def __init__(self, settings: RankSettings, config: Mapping[str, object]) -> None:

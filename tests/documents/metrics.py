@@ -9,13 +9,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
+from colocated_rl_agent.metrics import AgentMetrics as AgentMetrics
 from colocated_rl_agent.metrics import BelowTarget
-from colocated_rl_agent.metrics import Metrics as AgentMetrics
 from colocated_rl_member.metrics import ProblemGauge
-from colocated_rl_operator.metrics import Metrics as OperatorMetrics
-from colocated_rl_rollout.metrics import Metrics as RolloutMetrics
+from colocated_rl_operator.metrics import OperatorMetrics as OperatorMetrics
+from colocated_rl_rollout.metrics import RolloutMetrics as RolloutMetrics
 from colocated_rl_rollout.metrics import StoreGauges
-from colocated_rl_trainer.ref_policy.figures import Figures
+from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 
 HEAD = """\
 <!-- Made by `make generate` from the metrics of operator, agent and rollout controller: change those instead. -->
@@ -50,7 +50,7 @@ def families() -> dict[str, list[Family]]:
         "Agents and rollout controllers": [*_described(ProblemGauge())],
         "Agents": [*_held(AgentMetrics(CollectorRegistry())), *_described(BelowTarget())],
         "Rollout controllers": [*_held(RolloutMetrics(CollectorRegistry())), *_described(StoreGauges(None))],
-        "References on devices of their own": [*_held(Figures(CollectorRegistry()))],
+        "References on devices of their own": [*_held(ScoreCounts(CollectorRegistry()))],
     }
 
 

@@ -126,10 +126,10 @@ class RefusesInWebPages(ToyLoop):
 
     def __init__(self, settings: RankSettings) -> None:
         super().__init__(settings)
-        rank_server._Handler._write = _write_page  # type: ignore[method-assign, assignment]
+        rank_server._RankHandler._write = _write_page  # type: ignore[method-assign, assignment]
 
 
-def _write_page(handler: rank_server._Handler, code: HTTPStatus, body: Wire) -> None:
+def _write_page(handler: rank_server._RankHandler, code: HTTPStatus, body: Wire) -> None:
     content = b"<html>no</html>" if code >= HTTPStatus.BAD_REQUEST else body.model_dump_json(by_alias=True).encode()
     handler.send_response(code)
     handler.send_header("Content-Length", str(len(content)))

@@ -626,7 +626,7 @@ class Model:
             case do.Save(step=step):
                 saved = max(saved, step)
                 pod = before._replace(rank=before.rank._replace(saved=step)).noted()
-            case do.Finish(version=version):
+            case do.SaveModel(version=version):
                 must(saved >= version.step, "a model is left that no checkpoint has")
                 pod = before._replace(rank=before.rank._replace(finished=version)).noted()
             case do.FetchShards(step=step) if not rollout.dropped < step <= rollout.sealed:

@@ -17,7 +17,7 @@ from colocated_rl_agent.files.journal import (
     Outcome,
     Record,
 )
-from colocated_rl_agent.files.journal import Memory as Journal
+from colocated_rl_agent.files.journal import JournalState as Journal
 from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.next_actions import Rules, next_actions
 from colocated_rl_agent.planner.views import (

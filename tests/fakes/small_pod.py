@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.files.volume import SILENT_S
-from colocated_rl_agent.settings import Directories, Settings
+from colocated_rl_agent.settings import AgentSettings, Directories
 from colocated_rl_api import names
 from colocated_rl_api.facts import PodFacts, TrainerState
 from colocated_rl_api.member_wire import (
@@ -287,7 +287,7 @@ class SmallPod:
         self._ending: set[asyncio.Task[None]] = set()
         self._running: asyncio.Task[None] | None = None
         self.engine_port = kept_port()
-        self._settings = Settings(
+        self._settings = AgentSettings(
             pod=f"job-{role}-{replica}-0",
             pod_uid="uid",
             replica=replica,

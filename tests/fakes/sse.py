@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 
-from colocated_rl_agent.gate.running import Events
+from colocated_rl_agent.gate.running import ServerSentEvents
 
 
 async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """The data of each, until the connection ends."""
-    reader = Events()
+    reader = ServerSentEvents()
     async for piece in content.iter_any():
         for event in reader.feed(piece):
             yield event

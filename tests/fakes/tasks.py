@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from colocated_rl_api.prompts import Prompts
-from colocated_rl_rollout.rewards.rewards import Endpoint, TaskProcesses
+from colocated_rl_rollout.rewards.rewards import RewardService, TaskProcesses
 from colocated_rl_rollout.tasks.task_server import COMMAND, listen, serve
 
 START_S = 300.0  # the libraries of some tasks take seconds of a processor, which others may share
@@ -55,7 +55,7 @@ async def task_processes(
     count: int = 1,
     command: Sequence[str] = COMMAND,
     container_bytes: int | None = None,
-    endpoints: Mapping[int, Endpoint] | None = None,
+    endpoints: Mapping[int, RewardService] | None = None,
     path: Path | None = None,
 ) -> AsyncIterator[TaskProcesses]:
     """Processes that are kept up until the end of the block."""

@@ -318,7 +318,7 @@ class World:
                 self.view = replace(self.view, whole=version)
             case do.Save(step=step):
                 self.set_rank(rank.reported(saved=step))
-            case do.RemoveExports() | do.Finish() | do.EndPod():
+            case do.RemoveExports() | do.SaveModel() | do.EndPod():
                 raise AssertionError(f"{action} is not expected here")
             case _:
                 assert engine is not None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from colocated_rl_trainer.grpo.loop import ReferenceTrainer
+from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.manifest import Exported
 from colocated_rl_trainer.protocol.rank import Watch
 from colocated_rl_trainer.protocol.rank_server import serve
@@ -43,7 +43,7 @@ forking.set_forkserver_preload(  # what takes long; nothing of the tests: the se
 )
 
 
-class WatchedTrainer(ReferenceTrainer):
+class WatchedTrainer(GRPOTrainer):
     """die: (rank, place, step), at most once. gradients: a directory, for what stands before each update."""
 
     def __init__(self, settings: RankSettings, *, die: tuple[int, str, int] | None, gradients: Path | None) -> None:

@@ -21,11 +21,11 @@ from colocated_rl_operator.clients.authority import Authority
 from colocated_rl_operator.clients.events import Events
 from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.clients.members import Members
-from colocated_rl_operator.handlers import Office, drive_job, note_job, note_pod
+from colocated_rl_operator.handlers import OperatorContext, drive_job, note_job, note_pod
 from colocated_rl_operator.loop.act import Doors
 from colocated_rl_operator.loop.case import Pods, Wakeups
 from colocated_rl_operator.manifests.resources import PodImages
-from colocated_rl_operator.metrics import Metrics
+from colocated_rl_operator.metrics import OperatorMetrics
 from fakes.api_server import FakeApiServer
 from fakes.group import Group
 from fakes.member import FakeKubelet
@@ -55,12 +55,12 @@ class Stopper:
 
 @dataclass
 class Operator:
-    office: Office
+    office: OperatorContext
     stopper: Stopper
     task: asyncio.Task[None]
 
     @property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> OperatorMetrics:
         return self.office.doors.metrics
 
 
@@ -78,7 +78,7 @@ class World:
     @asynccontextmanager
     async def operator(self, **options: Any) -> AsyncIterator[Operator]:
         """One process of it; leaving the context is kill -9."""
-        metrics, wakeups, pods, stopper = Metrics(CollectorRegistry()), Wakeups(), Pods(), Stopper()
+        metrics, wakeups, pods, stopper = OperatorMetrics(CollectorRegistry()), Wakeups(), Pods(), Stopper()
         async with (
             Kube(self.api.access, count=metrics.count_request) as kube,
             Members(self.authority.operator_context(), wakeups.wake, lost=metrics.lost.inc) as members,
@@ -96,7 +96,7 @@ class World:
                 confirm=_confirmed,
                 **{"release": "operators/lease"} | options,
             )
-            office = Office(self.api.access, doors, wakeups)
+            office = OperatorContext(self.api.access, doors, wakeups)
             watching = len(self.api.watchers)
             self.api.watch("pods", lambda event, body: note_pod({"type": event, "object": body}, office))
             self.api.watch(names.PLURAL, lambda event, body: note_job({"type": event, "object": body}, office))

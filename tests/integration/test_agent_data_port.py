@@ -23,13 +23,13 @@ from colocated_rl_agent.gate.data_port import (
     MAX_HEAD_BYTES,
     MAX_WAITING,
     UNREAD_BYTES,
-    Connection,
+    CallerConnection,
     DataPort,
 )
 from colocated_rl_agent.gate.deadline import Deadline
 from colocated_rl_agent.gate.gate import Backend, Gate
+from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.running import Running
-from colocated_rl_agent.gate.turns import Turns
 from colocated_rl_agent.gate.upstream import UpstreamConnection
 from colocated_rl_api import names
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
@@ -50,7 +50,7 @@ class Echo:
     asked: list[str] = field(default_factory=list)
     cancelled: int = 0
     go: asyncio.Event = field(default_factory=asyncio.Event)
-    connections: set[Connection] = field(default_factory=set)
+    connections: set[CallerConnection] = field(default_factory=set)
 
     async def handle(self, call: Call) -> None:
         self.asked.append(call.path)
@@ -676,7 +676,7 @@ async def test_caller_that_reads_late_stops_the_engine_and_gets_all_of_it() -> N
 
 async def test_requests_and_connections_leave_nothing_that_a_collector_would_have_to_find() -> None:
     """An agent's looks seldom. Whole answers, one that broke off, and what is no request."""
-    ours, said = {Call, Connection, Deadline, Running, UpstreamConnection}, STREAM + WHOLE
+    ours, said = {Call, CallerConnection, Deadline, Running, UpstreamConnection}, STREAM + WHOLE
     gc.collect()
     gc.disable()
     try:
@@ -710,7 +710,7 @@ async def test_deadline_that_is_moved_is_late_once_and_never_early() -> None:
 
 
 def test_turns_go_to_who_waits_longest_and_to_nobody_who_left() -> None:
-    turns, called = Turns(1), list[str]()
+    turns, called = Limiter(1), list[str]()
     for who in "abcd":
         turns.ask(who, lambda who=who: called.append(who))  # type: ignore[misc]
     assert [False, True, True, True] == [turns.waits(who) for who in "abcd"]
@@ -723,7 +723,7 @@ def test_turns_go_to_who_waits_longest_and_to_nobody_who_left() -> None:
 
 def test_past_what_turns_may_hold_together_the_first_goes_on_alone() -> None:
     """Of 64 chunks of 64 MiB, each had its turn: eight times the memory that an agent has."""
-    turns, called = Turns(3, 100), list[str]()
+    turns, called = Limiter(3, 100), list[str]()
     for who in "abcd":
         turns.ask(who, lambda who=who: called.append(who))  # type: ignore[misc]
         turns.hold(who, 10)

@@ -24,24 +24,24 @@ from yarl import URL
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.gate import gate as gate_module
 from colocated_rl_agent.gate.call import Call
-from colocated_rl_agent.gate.data_port import CALLER_S, Connection, DataPort
+from colocated_rl_agent.gate.data_port import CALLER_S, CallerConnection, DataPort
 from colocated_rl_agent.gate.dialects import (
     DIALECTS,
     DONE,
     OF_EACH_SAMPLE,
     Dialect,
+    GateRefusal,
     Native,
-    Refused,
     join,
 )
 from colocated_rl_agent.gate.gate import Backend, Gate
+from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.running import (
     LARGE_BYTES,
     MAX_EVENT_BYTES,
-    Events,
     Running,
+    ServerSentEvents,
 )
-from colocated_rl_agent.gate.turns import Turns
 from colocated_rl_agent.gate.upstream import (
     MAX_HEARD_BYTES,
     Take,
@@ -610,13 +610,13 @@ class Reads:
 @pytest.mark.parametrize(("most", "most_held"), [(1, math.inf), (9, 3 * LARGE_BYTES)])
 async def test_large_chunks_that_come_at_once_are_read_in_turn(scene: Scene, most: int, most_held: float) -> None:
     """A switch ends all requests at once, each with all that it has generated."""
-    turns = Turns(most, most_held)
+    turns = Limiter(most, most_held)
     request = Native().request(json.dumps(PROMPTS["/generate"]).encode())
     half = b"x" * LARGE_BYTES
     with ExitStack() as stack:
         answers = []
         for _ in range(5):
-            call = Call(Connection(DataPort(scene.gate.serve)))
+            call = Call(CallerConnection(DataPort(scene.gate.serve)))
             answer = Running(call, request, Native().reply(request, VERSION), scene.gate._hold), Reads()
             stack.enter_context(answer[0].on(cast("UpstreamConnection", answer[1]), turns))
             answers.append(answer)
@@ -731,7 +731,7 @@ async def test_an_answer_that_can_not_be_taken_costs_none_of_those_that_came_wit
     monkeypatch.setattr("colocated_rl_agent.gate.upstream.MAX_HEARD_BYTES", most)
 
     def refuse(status: int, piece: bytes) -> None:
-        raise Refused(502, "not this one")
+        raise GateRefusal(502, "not this one")
 
     async with saying(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as (upstream, _):
         request = upstream.request("/generate", b"{}")
@@ -739,7 +739,7 @@ async def test_an_answer_that_can_not_be_taken_costs_none_of_those_that_came_wit
         connections = [await upstream.connect() for _ in takes]
         exchanges = (each.exchange(request, take) for each, take in zip(connections, takes, strict=True))
         ended = await asyncio.gather(*exchanges, return_exceptions=True)
-    assert [Refused, int, Refused, int] == [type(each) for each in ended]
+    assert [GateRefusal, int, GateRefusal, int] == [type(each) for each in ended]
 
 
 async def test_requests_beyond_what_can_be_held_are_sent_away_for_now(scene: Scene) -> None:
@@ -770,9 +770,9 @@ async def test_of_a_body_one_copy_is_held_while_the_engine_answers(scene: Scene)
 
 
 def test_chunk_without_an_end_is_no_engines() -> None:
-    said = Events()
+    said = ServerSentEvents()
     assert [] == said.feed(b"data: " + bytes(MAX_EVENT_BYTES - 6))
-    with pytest.raises(Refused, match="a chunk of more than"):
+    with pytest.raises(GateRefusal, match="a chunk of more than"):
         said.feed(b"x")
 
 
@@ -798,7 +798,7 @@ def test_any_body_becomes_a_request_of_ours_or_a_400(dialect: Dialect, body: byt
     status = None
     try:
         request = dialect.request(body)
-    except Refused as refusal:
+    except GateRefusal as refusal:
         status = refusal.status
     else:
         sent = json.loads(request.body)
@@ -815,7 +815,7 @@ def test_whatever_an_engine_says_there_is_an_answer_or_an_error(dialect: Dialect
         for event in said:
             reply.take(event)
         answer = json.loads(reply.answer())
-    except Refused:
+    except GateRefusal:
         pass
     assert isinstance(answer, dict)
     assert reply.tokens >= 0
@@ -873,7 +873,7 @@ def test_h8_abort_of_a_switch_is_told_from_an_error_of_the_engine(reason: dict[s
     if status is None:
         assert reason["type"] == json.loads(reply.answer())["meta_info"]["finish_reason"]["type"]
     else:
-        with pytest.raises(Refused) as refusal:
+        with pytest.raises(GateRefusal) as refusal:
             reply.answer()
         assert status == refusal.value.status
 
@@ -910,7 +910,7 @@ def test_h27_chat_whose_log_probabilities_are_not_those_of_its_tokens_is_no_answ
         if told == 2:
             assert 2 == len(json.loads(reply.answer())["choices"][0]["logprobs"]["content"])
         else:
-            with pytest.raises(Refused, match="log-probabilities of 1 of 2 tokens") as refused:
+            with pytest.raises(GateRefusal, match="log-probabilities of 1 of 2 tokens") as refused:
                 reply.answer()
             assert 502 == refused.value.status
 

@@ -23,9 +23,9 @@ from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.server import MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_operator.clients.members import Address, Members
-from colocated_rl_operator.metrics import Metrics
+from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.probes import Probes
-from colocated_rl_trainer.ref_policy.figures import Figures
+from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 from colocated_rl_trainer.ref_policy.ports import MetricsPort
 from fakes.authority import Authority
 
@@ -116,9 +116,9 @@ async def test_ports_of_agent_operator_and_reference_answer_at_an_address_of_eit
     async with asyncio.timeout(DEADLINE_S):
         async with DataPort(fine).listening(EVERYWHERE, 0) as port:
             assert await answers(host, port)
-        async with Probes(Metrics(CollectorRegistry()), Standby(), port=0) as probes:
+        async with Probes(OperatorMetrics(CollectorRegistry()), Standby(), port=0) as probes:
             assert await answers(host, probes.port)
-        reference = MetricsPort(EVERYWHERE, 0, is_ready=lambda: True, figures=Figures(CollectorRegistry()))
+        reference = MetricsPort(EVERYWHERE, 0, is_ready=lambda: True, figures=ScoreCounts(CollectorRegistry()))
         reference.listen("metrics")
         assert await answers(host, reference.number)
         await asyncio.to_thread(reference.shutdown)

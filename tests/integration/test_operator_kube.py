@@ -20,8 +20,8 @@ from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.clients.errors import (
     ApiUnreachable,
     Conflict,
+    NotAdmitted,
     NotFound,
-    Refused,
 )
 from colocated_rl_operator.clients.events import SERIES_S, About, Events
 from colocated_rl_operator.clients.kube import AT_ONCE, Kube
@@ -46,7 +46,7 @@ async def kube(api: FakeApiServer) -> AsyncIterator[Kube]:
 # --------------------------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("code", "error"),
-    [(403, Refused), (422, Refused), *((code, ApiUnreachable) for code in (401, 409, 410, 429, 500, 503))],
+    [(403, NotAdmitted), (422, NotAdmitted), *((code, ApiUnreachable) for code in (401, 409, 410, 429, 500, 503))],
 )
 async def test_answers_become_errors_that_say_what_was_asked(
     api: FakeApiServer, kube: Kube, code: int, error: type[Exception]

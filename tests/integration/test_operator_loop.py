@@ -25,7 +25,7 @@ from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.clients.errors import ApiUnreachable
 from colocated_rl_operator.handlers import drive_job, note_job
 from colocated_rl_operator.loop.act import DELETE_TRIES, FAILS_S, expire_again_s
-from colocated_rl_operator.metrics import Metrics
+from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.planner.plan import STOP_DEADLINE_S
 from fakes.world import (
     DEADLINE_S,
@@ -884,7 +884,7 @@ def told(world: World, kind: str) -> str:
     return str(next(item["message"] for item in world.status["conditions"] if item["type"] == kind))
 
 
-def stalled(metrics: Metrics) -> dict[str, float]:
+def stalled(metrics: OperatorMetrics) -> dict[str, float]:
     """Jobs that wait for a person, by why: what the alert goes by."""
     found = (each for each in metrics.registry.collect() if each.name == "colocated_rl_operator_jobs_stalled")
     return {sample.labels["reason"]: sample.value for each in found for sample in each.samples if sample.value}

@@ -40,7 +40,7 @@ from colocated_rl_rollout.engines import engines
 from colocated_rl_rollout.rewards.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
 from colocated_rl_rollout.settings import read_settings
 from colocated_rl_rollout.store.store import Store
-from colocated_rl_rollout.tasks.task_wire import Question
+from colocated_rl_rollout.tasks.task_wire import PromptContent
 from fakes.gate import FakeGate, Fault, logp_of
 from fakes.interface import Interface, rollout_interface, routes_of
 from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, SilentProcesses, make_spec, until
@@ -634,7 +634,7 @@ class SilentAtFirst:
         self.problem: Problem | None = None
         self._times = times
 
-    async def score(self, prompt: Question, fields: Mapping[str, Any], response: str) -> float:
+    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> float:
         self._times -= 1
         if self._times >= 0:
             raise RewardFailed(REWARD_UNAVAILABLE, "no answer")

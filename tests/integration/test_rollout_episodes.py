@@ -22,7 +22,7 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost, Episodes
 from colocated_rl_rollout.gateway.openai_requests import RequestRefused
 from colocated_rl_rollout.gateway.sessions import Session, Sessions
-from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.samples import (
     Finish,
     Span,
@@ -138,7 +138,7 @@ class Scene:
 @asynccontextmanager
 async def playing(directory: Path, *, stop_s: float = 60.0, program: str = PLAYER) -> AsyncIterator[Scene]:
     registry = CollectorRegistry()
-    store, metrics = Store(directory / "state", job_uid=JOB_UID), Metrics(registry)
+    store, metrics = Store(directory / "state", job_uid=JOB_UID), RolloutMetrics(registry)
     clock = Clock()
     sessions = Watched(
         store,
@@ -295,7 +295,7 @@ async def test_episodes_under_way_are_dropped_by_a_restart(tmp_path: Path) -> No
         registry = CollectorRegistry()
         again = Sessions(
             scene.store,
-            Metrics(registry),
+            RolloutMetrics(registry),
             group_size=2,
             max_staleness=1,
             changed=lambda: None,

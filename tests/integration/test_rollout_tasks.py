@@ -47,7 +47,7 @@ from colocated_rl_rollout.rewards.task_connection import ProcessLost, TaskConnec
 from colocated_rl_rollout.tasks.hub import fetch
 from colocated_rl_rollout.tasks.rows import Row, RowsUnusable
 from colocated_rl_rollout.tasks.task_server import COMMAND
-from colocated_rl_rollout.tasks.task_wire import Greeting, Question
+from colocated_rl_rollout.tasks.task_wire import Greeting, PromptContent
 from examples.own_prompts.judge import Judge
 from fakes.hub import FakeHub
 from fakes.rollout import make_spec, until
@@ -583,7 +583,7 @@ class RowKeeper:
         self.problem: Problem | None = None
         self.asked: list[tuple[str, str]] = []
 
-    async def score(self, prompt: Question, fields: Mapping[str, Any], response: str) -> float:
+    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> float:
         assert {"prompt": prompt, "answer": response} == fields
         self.asked.append((str(prompt), response))
         return 7.0

@@ -25,7 +25,7 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import Probe, finished_model
 from colocated_rl_rollout.rules.resume import join, read_answer
 from colocated_rl_rollout.rules.samples import Tokens
-from colocated_rl_trainer.conformance.shards import Sample
+from colocated_rl_trainer.conformance.shards import Example
 from colocated_rl_trainer.grpo.loss import token_logp
 from colocated_rl_trainer.protocol.finished import leave
 from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
@@ -62,11 +62,11 @@ async def attempt(engine: SGLang, input_ids: list[int], *, new_tokens: int) -> T
     return tokens
 
 
-async def rollout(engine: SGLang, *, token_step: int) -> list[Sample]:
+async def rollout(engine: SGLang, *, token_step: int) -> list[Example]:
     """Four samples of each prompt; even tokens are worth something."""
     async with aiohttp.ClientSession() as session:
 
-        async def one(group: int) -> Sample:
+        async def one(group: int) -> Example:
             limits = {"max_new_tokens": 12, "temperature": TEMPERATURE, "ignore_eos": True}
             body = {"input_ids": PROMPTS[group], "return_logprob": True, "sampling_params": limits}
             async with session.post(f"{engine.url}/generate", json=body) as answer:
@@ -75,7 +75,7 @@ async def rollout(engine: SGLang, *, token_step: int) -> list[Sample]:
             tokens: list[int] = content["output_ids"]
             logp = [entry[0] for entry in content["meta_info"]["output_token_logprobs"]]
             reward = sum(token % 2 == 0 for token in tokens) / len(tokens)
-            return Sample(PROMPTS[group], tokens, logp, reward, group, token_step)
+            return Example(PROMPTS[group], tokens, logp, reward, group, token_step)
 
         return await asyncio.gather(*(one(number % len(PROMPTS)) for number in range(4 * len(PROMPTS))))
 

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from colocated_rl_api import names
 from colocated_rl_trainer.ref_policy import ports
-from colocated_rl_trainer.ref_policy.desk import Desk, NotScored, Question
-from colocated_rl_trainer.ref_policy.figures import Figures
-from colocated_rl_trainer.ref_policy.ports import DataPort, MetricsPort
+from colocated_rl_trainer.ref_policy.figures import ScoreCounts
+from colocated_rl_trainer.ref_policy.ports import MetricsPort, ScorePort
+from colocated_rl_trainer.ref_policy.score_queue import QueuedSample, ScoreQueue, ScoringFailed
 from fakes.authority import Authority
 
 JOB_UID = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
@@ -26,11 +26,11 @@ DEADLINE_S = 60.0
 hasty = pytest.mark.parametrize("port", [0.2], indirect=True)
 
 
-def question(tokens: int, temperature: float = 1.0) -> Question:
-    return Question(memoryview(array("i", range(tokens))), 1, temperature)
+def question(tokens: int, temperature: float = 1.0) -> QueuedSample:
+    return QueuedSample(memoryview(array("i", range(tokens))), 1, temperature)
 
 
-def put(desk: Desk, *questions: Question) -> list[threading.Thread]:
+def put(desk: ScoreQueue, *questions: QueuedSample) -> list[threading.Thread]:
     """In this order."""
     callers = []
     for number, each in enumerate(questions, desk.waiting + 1):
@@ -41,13 +41,13 @@ def put(desk: Desk, *questions: Question) -> list[threading.Thread]:
     return callers
 
 
-def _ask(desk: Desk, each: Question) -> None:
-    with contextlib.suppress(NotScored):
+def _ask(desk: ScoreQueue, each: QueuedSample) -> None:
+    with contextlib.suppress(ScoringFailed):
         desk.ask(each, deadline_s=DEADLINE_S)
 
 
 def test_a_device_takes_the_oldest_and_what_is_like_it_and_fits() -> None:
-    desk = Desk(most_tokens=10)
+    desk = ScoreQueue(most_tokens=10)
     asked = [question(4), question(3, 0.5), question(7), question(5), question(12)]
     callers = put(desk, *asked)
 
@@ -56,13 +56,13 @@ def test_a_device_takes_the_oldest_and_what_is_like_it_and_fits() -> None:
     assert [[0, 3], [1], [2], [4]] == taken
     assert 0 == desk.waiting
     for each in asked:
-        each.answer.set_exception(NotScored("as the test has it"))
+        each.answer.set_exception(ScoringFailed("as the test has it"))
     for caller in callers:
         caller.join(DEADLINE_S)
 
 
 def test_who_has_gone_is_passed_over() -> None:
-    desk, gone, there = Desk(most_tokens=10), question(3), question(3)
+    desk, gone, there = ScoreQueue(most_tokens=10), question(3), question(3)
     with pytest.raises(TimeoutError):
         desk.ask(gone, deadline_s=0)
     (caller,) = put(desk, there)
@@ -73,26 +73,26 @@ def test_who_has_gone_is_passed_over() -> None:
 
 
 @pytest.fixture
-def port(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DataPort]:
+def port(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ScorePort]:
     """An indirect parameter is the time that strangers have."""
     moment_s = getattr(request, "param", DEADLINE_S)
     tls = Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN)
-    figures = Figures(CollectorRegistry())
-    desk = Desk(most_tokens=10)
-    made = DataPort("127.0.0.1", 0, tls=tls, desk=desk, deadline_s=0.05, figures=figures, moment_s=moment_s)
+    figures = ScoreCounts(CollectorRegistry())
+    desk = ScoreQueue(most_tokens=10)
+    made = ScorePort("127.0.0.1", 0, tls=tls, desk=desk, deadline_s=0.05, figures=figures, moment_s=moment_s)
     made.listen("data")
     yield made
     made.shutdown()
     made.server_close()
 
 
-def connect(port: DataPort, tls: Path) -> ssl.SSLSocket:
+def connect(port: ScorePort, tls: Path) -> ssl.SSLSocket:
     context = ssl.create_default_context(cafile=str(tls / names.CA_FILE))
     plain = socket.create_connection(("127.0.0.1", port.number), timeout=DEADLINE_S)
     return context.wrap_socket(plain, server_hostname=names.member_server_name(JOB_UID))
 
 
-def connect_in_time(port: DataPort, tls: Path) -> ssl.SSLSocket:
+def connect_in_time(port: ScorePort, tls: Path) -> ssl.SSLSocket:
     """Also where a slow machine needs several tries to be quicker than the port."""
     while True:
         with contextlib.suppress(ConnectionError, ssl.SSLError):
@@ -112,7 +112,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 @hasty
 def test_a_stranger_that_says_nothing_is_hung_up_on_before_and_after_the_handshake(
-    port: DataPort, tmp_path: Path
+    port: ScorePort, tmp_path: Path
 ) -> None:
     with socket.create_connection(("127.0.0.1", port.number), timeout=DEADLINE_S) as silent:
         assert b"" == read_all(silent)
@@ -121,7 +121,7 @@ def test_a_stranger_that_says_nothing_is_hung_up_on_before_and_after_the_handsha
 
 
 @hasty
-def test_a_stranger_that_says_a_word_now_and_then_is_hung_up_on_too(port: DataPort, tmp_path: Path) -> None:
+def test_a_stranger_that_says_a_word_now_and_then_is_hung_up_on_too(port: ScorePort, tmp_path: Path) -> None:
     with connect_in_time(port, tmp_path / "tls") as slow:
         assert is_hung_up_on(slow)
 
@@ -144,7 +144,7 @@ def request(body: bytes, **headers: str) -> bytes:
     return "\r\n".join(["POST /v1/score?start=1&temperature=1 HTTP/1.1", "Host: x", *lines, "", ""]).encode() + body
 
 
-def test_address_that_is_none_is_not_found(port: DataPort, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_address_that_is_none_is_not_found(port: ScorePort, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Anybody could fill the log with tracebacks, and had no answer."""
     metrics = MetricsPort("127.0.0.1", 0, is_ready=lambda: True, figures=port.figures)
     metrics.listen("metrics")
@@ -162,7 +162,7 @@ def test_address_that_is_none_is_not_found(port: DataPort, tmp_path: Path, capfd
 def test_a_connection_for_which_no_thread_starts_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """After as many as there are places the port was deaf for good, where a limit of processes was met for a moment."""
     monkeypatch.setattr(ports, "MAX_CONNECTIONS", 2)
-    metrics = MetricsPort("127.0.0.1", 0, is_ready=lambda: True, figures=Figures(CollectorRegistry()))
+    metrics = MetricsPort("127.0.0.1", 0, is_ready=lambda: True, figures=ScoreCounts(CollectorRegistry()))
     metrics.listen("metrics")
     usual = threading.stack_size(2**60)  # more than there is
     try:
@@ -178,7 +178,7 @@ def test_a_connection_for_which_no_thread_starts_keeps_no_place(monkeypatch: pyt
     metrics.server_close()
 
 
-def test_while_the_model_is_loaded_questions_are_to_come_again(port: DataPort, tmp_path: Path) -> None:
+def test_while_the_model_is_loaded_questions_are_to_come_again(port: ScorePort, tmp_path: Path) -> None:
     with connect(port, tmp_path / "tls") as caller:
         caller.sendall(request(bytes(8), Authorization=f"Bearer {TOKEN}", Connection="close"))
         answer = read_all(caller)
@@ -186,7 +186,7 @@ def test_while_the_model_is_loaded_questions_are_to_come_again(port: DataPort, t
     assert b'"error":"Starting"' in answer
 
 
-def test_a_question_that_no_device_takes_in_time_is_told_so_and_forgotten(port: DataPort, tmp_path: Path) -> None:
+def test_a_question_that_no_device_takes_in_time_is_told_so_and_forgotten(port: ScorePort, tmp_path: Path) -> None:
     port.vocabulary = 10
     with connect(port, tmp_path / "tls") as caller:
         caller.sendall(request(bytes(8), Authorization=f"Bearer {TOKEN}", Connection="close"))
@@ -198,4 +198,4 @@ def test_a_question_that_no_device_takes_in_time_is_told_so_and_forgotten(port: 
 def test_a_token_that_is_too_short_to_be_one_ends_the_process(tmp_path: Path) -> None:
     tls = Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token="short")
     with pytest.raises(ValueError, match="a data token has at least 16 characters, this one 5"):
-        DataPort("127.0.0.1", 0, tls=tls, desk=Desk(1), deadline_s=1, figures=Figures(CollectorRegistry()))
+        ScorePort("127.0.0.1", 0, tls=tls, desk=ScoreQueue(1), deadline_s=1, figures=ScoreCounts(CollectorRegistry()))

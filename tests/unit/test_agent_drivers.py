@@ -30,13 +30,14 @@ from colocated_rl_agent.planner.views import (
     TAGS,
     WEIGHTS,
 )
-from colocated_rl_agent.settings import SettingsError, read_settings
+from colocated_rl_agent.settings import read_settings
 from colocated_rl_api import names
 from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.job import OWNED_ENGINE_FLAGS
 from colocated_rl_api.member_wire import Rendezvous
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import TrainerEnvironment
+from colocated_rl_member.settings import SettingsError
 from colocated_rl_trainer.conformance.ranks import free_port
 from fakes.engine import VOCABULARY, FakeEngine
 from fakes.pod import make_job

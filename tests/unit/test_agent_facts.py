@@ -222,8 +222,10 @@ def test_rank_0_leaves_the_model_once_the_last_step_is_saved() -> None:
 
     assert do.Wait() == next_action(pod, target, RULES), "the job goes on"
     assert do.Save(2) == next_action(replace(pod, ranks=(replace(rank, saved=1),)), last, RULES)
-    assert do.Finish(V2) == next_action(pod, last, RULES)
-    assert do.Finish(V2) == next_action(replace(pod, ranks=(replace(rank, finished=WeightVersion(2, 0)),)), last, RULES)
+    assert do.SaveModel(V2) == next_action(pod, last, RULES)
+    assert do.SaveModel(V2) == next_action(
+        replace(pod, ranks=(replace(rank, finished=WeightVersion(2, 0)),)), last, RULES
+    )
     for done in (replace(rank, finished=V2), replace(rank, can_finish=False), replace(rank, rank=1)):
         assert do.Wait() == next_action(replace(pod, ranks=(done,)), last, RULES)
 

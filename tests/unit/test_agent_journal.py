@@ -16,8 +16,8 @@ from colocated_rl_agent.files.journal import (
     EpochAccepted,
     Intent,
     Journal,
+    JournalState,
     JournalUnreadable,
-    Memory,
     Outcome,
     PoolMeasured,
     Record,
@@ -191,7 +191,7 @@ def test_shortest_journal_means_the_same(
     before: list[Record], calls: int, last_is_open: bool, version: WeightVersion
 ) -> None:
     """Any journal, with any number of calls of a switch on its newest engine, the last one perhaps without outcome."""
-    memory = Memory()
+    memory = JournalState()
     for record in before:
         memory = memory.after(record)
     if memory.engine is not None:
@@ -204,7 +204,7 @@ def test_shortest_journal_means_the_same(
             memory = memory.after(intent)
             if number < calls - 1 or not last_is_open:
                 memory = memory.after(Outcome(incarnation=incarnation))
-    again = Memory()
+    again = JournalState()
     for record in memory.records():
         again = again.after(record)
     assert (memory.epoch, memory.pool_tokens) == (again.epoch, again.pool_tokens)

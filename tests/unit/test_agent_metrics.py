@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from colocated_rl_agent.metrics import BelowTarget, Metrics
+from colocated_rl_agent.metrics import AgentMetrics, BelowTarget
 from colocated_rl_api.rungs import Rung
 
 
 def test_figures_of_a_step_are_those_of_the_last_one_by_rank() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    metrics = AgentMetrics(registry)
 
     metrics.step_trained(0, {"loss": 0.5, "kl": 0.1})
     metrics.step_trained(1, {"loss": 0.5})

@@ -16,7 +16,7 @@ import pytest
 from colocated_rl_agent.files.exports import Exports
 from colocated_rl_agent.files.volume import (
     Beat,
-    Volume,
+    VolumeDirectory,
     VolumeSilent,
     in_threads,
 )
@@ -49,7 +49,7 @@ class Clock:
 
 
 async def test_call_returns_or_raises_what_the_file_system_said() -> None:
-    volume = Volume(PLACE)
+    volume = VolumeDirectory(PLACE)
 
     def refuse(beat: Beat) -> None:
         raise PermissionError("not for you")
@@ -60,7 +60,7 @@ async def test_call_returns_or_raises_what_the_file_system_said() -> None:
 
 
 async def test_silent_call_is_given_up_and_no_other_begins_before_it_has_ended() -> None:
-    volume, server = Volume(PLACE, silent_s=SOON_S), Server()
+    volume, server = VolumeDirectory(PLACE, silent_s=SOON_S), Server()
     with pytest.raises(VolumeSilent, match=re.escape("/weights does not answer: to list exports took over")):
         await volume.call("list exports", server.call)
     begun = threading.active_count()
@@ -81,7 +81,7 @@ async def test_silent_call_is_given_up_and_no_other_begins_before_it_has_ended()
 
 async def test_call_that_gets_on_may_take_as_long_as_it_needs() -> None:
     clock, server = Clock(), Server()
-    volume = Volume(PLACE, silent_s=SOON_S, clock=clock)
+    volume = VolumeDirectory(PLACE, silent_s=SOON_S, clock=clock)
 
     def read_slowly(beat: Beat) -> str:
         for _ in range(5):
@@ -100,7 +100,7 @@ def test_process_ends_although_a_call_of_it_does_not() -> None:
     program = (
         "import asyncio, threading; from pathlib import Path; from colocated_rl_agent.files.volume import *\n"
         "def hang(beat): in_threads('hash', lambda _: threading.Event().wait(), [1, 2], at_once=2)\n"
-        "try: asyncio.run(Volume(Path('/weights'), silent_s=0.01).call('read', hang))\n"
+        "try: asyncio.run(VolumeDirectory(Path('/weights'), silent_s=0.01).call('read', hang))\n"
         "except VolumeSilent: print('given up')\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LATER_S, check=True)
@@ -134,7 +134,7 @@ class Held(PosixPath):
 
 
 async def test_a_look_that_was_overtaken_by_an_export_says_nothing(tmp_path: Path) -> None:
-    exports = Exports(Volume(Held(tmp_path)), probe=False)
+    exports = Exports(VolumeDirectory(Held(tmp_path)), probe=False)
     looking = asyncio.create_task(exports.look())
     await asyncio.to_thread(Held.begun.wait, LATER_S)
     (tmp_path / "1-1").mkdir()

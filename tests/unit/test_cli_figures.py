@@ -10,7 +10,7 @@ import pytest
 from colocated_rl_api.ladder import DISAGGREGATED, RESIDENT, SCORED_TIME_SLICED
 from colocated_rl_api.rungs import Rung
 from colocated_rl_cli.draw.figures import (
-    Holder,
+    PodHolder,
     holder_shares,
     read_figures,
     rung_times,
@@ -60,7 +60,7 @@ def one_switch() -> list[Line]:
 
 def test_the_trainer_holds_the_device_from_released_until_offloaded() -> None:
     figures = read_figures(one_switch())
-    held = [span for span in figures.spans if span.holder is Holder.TRAINER]
+    held = [span for span in figures.spans if span.holder is PodHolder.TRAINER]
     assert [Rung.TRAINED, Rung.EXPORTED, Rung.OFFLOADED] == [span.towards for span in held]
     assert pytest.approx([30.4, 32.6]) == [held[0].start, held[-1].end]
 
@@ -69,7 +69,7 @@ def test_scoring_is_the_trainers_time_and_has_a_figure_of_its_own() -> None:
     down, trained = SWITCH[:4], [(rung, after + 1.5) for rung, after in SWITCH[4:] + BACK]
     step = rises("a", [*down, ("Scored", 1.9), *trained], step=1, after=30.0)
     figures = read_figures([*rises("a", START, step=0), *step], SCORED_TIME_SLICED)
-    held = [span for span in figures.spans if span.holder is Holder.TRAINER]
+    held = [span for span in figures.spans if span.holder is PodHolder.TRAINER]
     assert [Rung.SCORED, Rung.TRAINED, Rung.EXPORTED, Rung.OFFLOADED] == [span.towards for span in held]
     (scored,) = [time for time in rung_times(figures) if time.rung is Rung.SCORED]
     assert pytest.approx(1.5) == scored.mean_s
@@ -78,7 +78,7 @@ def test_scoring_is_the_trainers_time_and_has_a_figure_of_its_own() -> None:
 
 def test_rollout_holds_the_device_until_the_gate_closes() -> None:
     figures = read_figures(one_switch())
-    assert [(21.0, 30.0)] == [(span.start, span.end) for span in figures.spans if span.holder is Holder.ROLLOUT]
+    assert [(21.0, 30.0)] == [(span.start, span.end) for span in figures.spans if span.holder is PodHolder.ROLLOUT]
 
 
 def test_a_gate_that_closes_with_nothing_in_flight_ends_rollout_when_it_was_asked_to() -> None:
@@ -94,14 +94,14 @@ def test_in_a_resident_job_rollout_goes_on_beside_training_and_the_switch_is_the
         {**line, "took_s": 2.0} if line["rung"] == "Trained" else line for line in rises("a", step, step=1, after=30)
     ]
     figures = read_figures([*start, *climb], RESIDENT)
-    held = [(span.holder, span.start, span.end) for span in figures.spans if span.holder is not Holder.START]
+    held = [(span.holder, span.start, span.end) for span in figures.spans if span.holder is not PodHolder.START]
     assert [
-        (Holder.ROLLOUT, 21.0, 30.0), (Holder.BOTH, 30.0, 32.0), (Holder.BOTH, 32.0, 32.5),
-        (Holder.ROLLOUT, 32.5, 32.6),
-        (Holder.SWITCH, 32.6, 32.8), (Holder.SWITCH, 32.8, 33.0), (Holder.SWITCH, 33.0, 33.1),
+        (PodHolder.ROLLOUT, 21.0, 30.0), (PodHolder.BOTH, 30.0, 32.0), (PodHolder.BOTH, 32.0, 32.5),
+        (PodHolder.ROLLOUT, 32.5, 32.6),
+        (PodHolder.SWITCH, 32.6, 32.8), (PodHolder.SWITCH, 32.8, 33.0), (PodHolder.SWITCH, 33.0, 33.1),
     ] == held  # fmt: skip
     assert [pytest.approx(0.5)] == switch_seconds(figures)
-    assert Holder.SWITCH is standings([*start, *climb[:3]], RESIDENT)["a"].holder
+    assert PodHolder.SWITCH is standings([*start, *climb[:3]], RESIDENT)["a"].holder
 
 
 def test_trainers_in_pods_of_their_own_are_idle_between_steps_and_engines_serve_up_to_the_closed_gate() -> None:
@@ -116,18 +116,18 @@ def test_trainers_in_pods_of_their_own_are_idle_between_steps_and_engines_serve_
         for pod in ("t", "e")
     }
     assert [
-        (Holder.IDLE, 1.0, 30.0), (Holder.TRAINER, 30.0, 32.0), (Holder.TRAINER, 32.0, 32.5),
+        (PodHolder.IDLE, 1.0, 30.0), (PodHolder.TRAINER, 30.0, 32.0), (PodHolder.TRAINER, 32.0, 32.5),
     ] == held["t"]  # fmt: skip
     assert [
-        (Holder.ROLLOUT, 1.0, 30.0), (Holder.ROLLOUT, 30.0, 30.0), (Holder.ROLLOUT, 30.0, 32.7),
-        (Holder.ROLLOUT, 32.7, 32.8), (Holder.SWITCH, 32.8, 33.0), (Holder.SWITCH, 33.0, 33.1),
+        (PodHolder.ROLLOUT, 1.0, 30.0), (PodHolder.ROLLOUT, 30.0, 30.0), (PodHolder.ROLLOUT, 30.0, 32.7),
+        (PodHolder.ROLLOUT, 32.7, 32.8), (PodHolder.SWITCH, 32.8, 33.0), (PodHolder.SWITCH, 33.0, 33.1),
     ] == held["e"]  # fmt: skip
     assert [pytest.approx(0.6)] == switch_seconds(figures), "from the weights written to the gate open"
 
 
 def test_nothing_before_the_first_serving_counts_as_a_switch() -> None:
     figures = read_figures(rises("a", START, step=0))
-    assert {Holder.START} == {span.holder for span in figures.spans}
+    assert {PodHolder.START} == {span.holder for span in figures.spans}
     assert ([], [], {}) == (rung_times(figures), switch_seconds(figures), holder_shares(figures))
 
 
@@ -151,7 +151,7 @@ def test_each_rung_is_timed_from_the_one_before() -> None:
 def test_start_up_begins_when_the_agent_is_up() -> None:
     up = {"ts": -10.0, "event": "agent up", "role": "gpu", "pod": "a"}
     figures = read_figures([up, *one_switch()])
-    assert (-10.0, Holder.START) == (figures.began, figures.spans[0].holder)
+    assert (-10.0, PodHolder.START) == (figures.began, figures.spans[0].holder)
 
 
 def test_the_operators_lines_about_the_group_are_no_pod() -> None:
@@ -205,5 +205,5 @@ def test_shares_of_the_holders_add_up_to_one() -> None:
 def test_the_live_view_knows_who_holds_each_device_now() -> None:
     lines = one_switch() + rises("b", START[:2], step=0)
     now = standings(lines)
-    assert (Rung.SERVING, Holder.ROLLOUT) == (now["a"].rung, now["a"].holder)
-    assert (Rung.TRAINED, Holder.START) == (now["b"].rung, now["b"].holder)
+    assert (Rung.SERVING, PodHolder.ROLLOUT) == (now["a"].rung, now["a"].holder)
+    assert (Rung.TRAINED, PodHolder.START) == (now["b"].rung, now["b"].holder)

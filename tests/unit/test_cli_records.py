@@ -13,7 +13,7 @@ import pytest
 
 from colocated_rl_cli.base.errors import NotAllowed
 from colocated_rl_cli.draw import timeline
-from colocated_rl_cli.draw.figures import Holder, read_figures
+from colocated_rl_cli.draw.figures import PodHolder, read_figures
 from colocated_rl_cli.draw.trace import HOLDER, RUNGS, trace
 from colocated_rl_cli.evidence.records import Records
 from colocated_rl_cli.support.bundle import Bundle
@@ -80,9 +80,9 @@ def test_the_trace_says_of_each_pod_who_had_its_gpu_and_why(run: Records) -> Non
         spans = [span for span in figures.spans if span.pod == pod]
         assert all(before["ts"] + before["dur"] == after["ts"] for before, after in pairwise(held))
         assert all(before["name"] != after["name"] for before, after in pairwise(held))
-        trained = sum(event["dur"] for event in held if event["name"] == Holder.TRAINER.value)
+        trained = sum(event["dur"] for event in held if event["name"] == PodHolder.TRAINER.value)
         assert trained == pytest.approx(
-            1e6 * sum(s.end - s.start for s in spans if s.holder is Holder.TRAINER), abs=200
+            1e6 * sum(s.end - s.start for s in spans if s.holder is PodHolder.TRAINER), abs=200
         )
     whys = {event["args"]["epoch"]: event["args"]["why"] for event in events if event.get("args", {}).get("why")}
     assert ("TrainerDied", run.job["status"]["cause"]) == (

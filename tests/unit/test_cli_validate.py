@@ -14,7 +14,7 @@ from builders import make_manifest
 from colocated_rl_api.job import ColocatedRLJob
 from colocated_rl_cli.base.errors import UsageError
 from colocated_rl_cli.base.yaml_text import (
-    Place,
+    Position,
     Unreadable,
     plain,
     read,
@@ -215,7 +215,7 @@ def test_plain_scalars_are_what_the_server_takes_them_for(text: str, value: obje
 def test_anchors_aliases_and_merges_are_written_out() -> None:
     [document] = read("a: &x {b: 1, c: 2}\nd: {<<: *x, c: 3}\ne: *x\n")
     assert {"a": {"b": 1, "c": 2}, "d": {"b": 1, "c": 3}, "e": {"b": 1, "c": 2}} == document.value
-    assert Place(2, 13) == document.places[("d", "c")]
+    assert Position(2, 13) == document.places[("d", "c")]
 
 
 def test_aliases_that_grow_without_end_are_refused() -> None:

@@ -21,10 +21,10 @@ from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.clients.members import Members
 from colocated_rl_operator.loop.case import (
     RELIST_S,
-    Case,
+    JobState,
     Pods,
     Queue,
-    look,
+    refresh_pods,
 )
 from colocated_rl_operator.loop.observe import observe
 from colocated_rl_operator.loop.record import Record
@@ -62,7 +62,7 @@ class Office:
     def __init__(self, api: FakeApiServer, kube: Kube, members: Members) -> None:
         self.api, self.kube, self.members, self.pods = api, kube, members, Pods()
         self.queue = Queue()
-        self.case = Case(
+        self.case = JobState(
             Record(About("default", "sums", UID), kube, Events(kube, instance="test"), failed=lambda: None)
         )
         self.case.record.take({"metadata": {"resourceVersion": "1"}})
@@ -207,11 +207,11 @@ def test_pods_of_jobs_without_a_loop_are_not_kept(office: Office) -> None:
 async def test_a_pod_whose_end_the_watch_missed_is_missed_half_a_minute_after_its_member(office: Office) -> None:
     """A rollout pod that had gone unnoticed kept its seat until the operator restarted."""
     office.pods.put(make_pod())
-    await look(office.case, office.kube, office.pods, now=1000.0)
+    await refresh_pods(office.case, office.kube, office.pods, now=1000.0)
     office.case.is_waiting = True
-    await look(office.case, office.kube, office.pods, now=999.0 + RELIST_S)
+    await refresh_pods(office.case, office.kube, office.pods, now=999.0 + RELIST_S)
     assert 1 == len(office.pods.of(UID)), "members that are away for a moment cost no list"
-    await look(office.case, office.kube, office.pods, now=1000.0 + RELIST_S)
+    await refresh_pods(office.case, office.kube, office.pods, now=1000.0 + RELIST_S)
     assert [] == office.pods.of(UID)
 
 

@@ -13,7 +13,7 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_operator.clients.errors import (
     ApiUnreachable,
     Conflict,
-    Refused,
+    NotAdmitted,
     StaleEpoch,
 )
 from colocated_rl_operator.clients.events import About, Events
@@ -174,7 +174,7 @@ async def test_the_newest_status_is_tried_again_until_the_server_is_back(
     record.check()
 
 
-@pytest.mark.parametrize("error", [Refused("a rule"), StaleEpoch("somebody else"), TypeError("a bug")])
+@pytest.mark.parametrize("error", [NotAdmitted("a rule"), StaleEpoch("somebody else"), TypeError("a bug")])
 async def test_what_can_not_be_written_is_the_loops_to_know(server: Server, record: Record, error: Exception) -> None:
     server.faults = [error]
     record.note(at(1))

@@ -14,14 +14,14 @@ import yaml
 from colocated_rl_operator.clients.cluster import find_cluster
 from colocated_rl_operator.clients.errors import BadSetting
 from colocated_rl_operator.planner.observation import Observation
-from colocated_rl_operator.settings import Settings
+from colocated_rl_operator.settings import OperatorSettings
 from colocated_rl_operator.simulate import observation
 
 ENVIRONMENT = {"OPERATOR_NAMESPACE": "rl", "AGENT_IMAGE": "a", "ROLLOUT_IMAGE": "r", "GPU_IMAGE": "g", "POD_NAME": "me"}
 
 
 def test_defaults() -> None:
-    settings = Settings.read(ENVIRONMENT)
+    settings = OperatorSettings.read(ENVIRONMENT)
     assert ("rl", "me", (), 9090, "INFO") == (
         settings.namespace,
         settings.identity,
@@ -33,7 +33,7 @@ def test_defaults() -> None:
 
 
 def test_namespaces_are_a_list() -> None:
-    assert ("a", "b") == Settings.read(ENVIRONMENT | {"WATCH_NAMESPACES": " a, b,"}).watch_namespaces
+    assert ("a", "b") == OperatorSettings.read(ENVIRONMENT | {"WATCH_NAMESPACES": " a, b,"}).watch_namespaces
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_namespaces_are_a_list() -> None:
 )
 def test_a_bad_value_is_named(name: str, value: str) -> None:
     with pytest.raises(BadSetting, match=name):
-        Settings.read(ENVIRONMENT | {name: value})
+        OperatorSettings.read(ENVIRONMENT | {name: value})
 
 
 def test_the_service_account_needs_no_name_resolution(tmp_path: Path) -> None:

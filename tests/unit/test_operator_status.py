@@ -21,7 +21,7 @@ from colocated_rl_operator.planner.observation import (
 from colocated_rl_operator.planner.plan import plan
 from colocated_rl_operator.planner.reasons import Cause, ConditionType, Reason
 from colocated_rl_operator.planner.status import (
-    BLINK_S,
+    BRIEF_OUTAGE_S,
     Stall,
     invalid,
     is_urgent,
@@ -112,7 +112,7 @@ def test_a_silent_member_is_named() -> None:
     silent = replace(seen.members[1], facts=None, trouble="agent: CrashLoopBackOff: back-off 10s")
     blinking = remember(replace(seen, members=(seen.members[0], silent, seen.members[2])))
     assert not is_urgent(before, status_of(blinking, before))  # a moment's absence is no news
-    status = status_of(replace(blinking, now=blinking.now + BLINK_S), before)
+    status = status_of(replace(blinking, now=blinking.now + BRIEF_OUTAGE_S), before)
     assert is_urgent(before, status)
     assert ("1/2", (False, Reason.PODS_STARTING)) == (status.ready, conditions(status)["PodsReady"])
     message = next(item.message for item in status.conditions if item.type == "PodsReady")

@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from colocated_rl_operator.clients.cluster import ClusterAccess
-from colocated_rl_operator.clients.errors import Refused
+from colocated_rl_operator.clients.errors import NotAdmitted
 from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.helm_test import verdict
 
@@ -67,5 +67,5 @@ async def test_at_the_deadline_it_says_how_far_the_job_came(answer: dict[str, An
 
 
 async def test_what_is_not_allowed_is_no_matter_of_time() -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(NotAdmitted):
         await tried(403)

@@ -30,11 +30,11 @@ from colocated_rl_api.member_wire import PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod
 from colocated_rl_operator.planner.observation import (
+    FailureTally,
     Job,
     Memory,
     Observation,
     PodPhase,
-    Tally,
     remember,
 )
 from colocated_rl_operator.planner.plan import Plan, plan
@@ -195,7 +195,7 @@ def test_no_rule_for_lost_pods_starts_the_trainers_again_for_one_of_engines_alon
     decided = plan(changed(whole, "engine-1", **signs))
     assert decided.raises, "what is counted and avoided is on record before the pod is made again"
     assert decided.climb is not None
-    tally = Tally(
+    tally = FailureTally(
         pod_restarts=1, step=1, tries=1, cause=cause, action=decided.climb.tally.action, rule=0, avoids=avoids
     )
     assert replace(whole.climb, epoch=2, cause=Cause.POD_REPLACED, restarts=1, tally=tally) == decided.climb

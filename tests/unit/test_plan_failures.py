@@ -22,11 +22,11 @@ from colocated_rl_operator.planner.failure_policy import (
 )
 from colocated_rl_operator.planner.observation import (
     Climb,
+    FailureTally,
     Member,
     Memory,
     Observation,
     PodPhase,
-    Tally,
     remember,
 )
 from colocated_rl_operator.planner.plan import Plan, patience_s, plan
@@ -116,7 +116,7 @@ def test_without_a_policy_the_trainers_start_together_again_at_once() -> None:
     decided = plan(dead(climbing(Rung.RELEASED, Rung.RELEASED)))
     climb = climb_of(decided)
     assert (2, 2, 1, Cause.TRAINER_DIED) == (climb.step, climb.lineage, climb.restarts, climb.cause)
-    assert Tally(step_retries=1, step=2, tries=1, cause="TrainerDied", action="RetryStep") == climb.tally
+    assert FailureTally(step_retries=1, step=2, tries=1, cause="TrainerDied", action="RetryStep") == climb.tally
     assert [] == gone(decided)
     assert (
         "a trainer died at step 2: sums-gpu-0-0 (rank 0 ended with code 1; last words: no such file): "
@@ -189,7 +189,7 @@ def test_a_pod_replaced_elsewhere_avoids_its_node_and_so_do_all_later_ones() -> 
 def test_the_store_s_pod_stands_wherever_its_volume_is() -> None:
     seen = climbing(Rung.SERVING, Rung.SERVING)
     assert seen.climb is not None
-    seen = replace(seen, climb=replace(seen.climb, tally=Tally(avoids=("node-2",))))
+    seen = replace(seen, climb=replace(seen.climb, tally=FailureTally(avoids=("node-2",))))
     assert (CreatePod("rollout", 1),) == plan(changed(seen, 2, phase=PodPhase.FAILED, facts=None)).pods
 
 
@@ -198,7 +198,7 @@ def test_so_many_nodes_are_avoided_and_the_oldest_are_forgotten() -> None:
     seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))
     assert seen.climb is not None
     older = tuple(f"old-{number}" for number in range(MAX_AVOIDED))
-    seen = replace(seen, climb=replace(seen.climb, tally=Tally(avoids=older)))
+    seen = replace(seen, climb=replace(seen.climb, tally=FailureTally(avoids=older)))
     assert (*older[1:], "node-0") == climb_of(plan(seen)).tally.avoids
 
 
@@ -225,7 +225,7 @@ def test_a_retry_waits_for_twice_as_long_after_each_failure_in_a_row_up_to_the_m
     seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=10, most_s=35)))
     assert seen.climb is not None
     for tries, wait_s in ((0, 10), (1, 20), (2, 35), (3, 35)):
-        tried = replace(seen, climb=replace(seen.climb, tally=Tally(step=2, tries=tries)))
+        tried = replace(seen, climb=replace(seen.climb, tally=FailureTally(step=2, tries=tries)))
         waiting = plan(later(tried, wait_s - 1))
         assert not waiting.raises
         assert waiting.wait is not None
@@ -238,7 +238,7 @@ def test_a_retry_waits_for_twice_as_long_after_each_failure_in_a_row_up_to_the_m
 def test_a_finished_step_ends_the_row() -> None:
     seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=10)))
     assert seen.climb is not None
-    seen = replace(seen, climb=replace(seen.climb, tally=Tally(step_retries=4, step=1, tries=4)))
+    seen = replace(seen, climb=replace(seen.climb, tally=FailureTally(step_retries=4, step=1, tries=4)))
     climb = climb_of(plan(later(seen, 10)))
     assert (5, 2, 1) == (climb.tally.step_retries, climb.tally.step, climb.tally.tries)
 
@@ -252,7 +252,7 @@ def test_a_new_leader_raises_its_epoch_before_it_waits() -> None:
 def test_what_is_exhausted_fails_at_once_and_says_what_to_do() -> None:
     seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=10), backoffLimit=3))
     assert seen.climb is not None
-    used = replace(seen.climb, restarts=3, tally=Tally(pod_restarts=1, step_retries=2))
+    used = replace(seen.climb, restarts=3, tally=FailureTally(pod_restarts=1, step_retries=2))
     decided = plan(replace(seen, climb=used))
     assert Cause.BACKOFF_LIMIT is climb_of(decided).cause
     assert "backoffLimit 3 is used up by 1 pod restart and 2 step retries: read the pods' logs" in decided.message
@@ -270,7 +270,7 @@ def test_a_rule_with_tries_makes_way_for_the_next() -> None:
     seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))
     assert seen.climb is not None
     for tries, cause in ((0, Cause.TRAINER_DIED), (1, Cause.TRAINER_DIED), (2, Cause.FAILURE_POLICY)):
-        tried = replace(seen, climb=replace(seen.climb, tally=Tally(step=2, tries=tries)))
+        tried = replace(seen, climb=replace(seen.climb, tally=FailureTally(step=2, tries=tries)))
         assert cause is climb_of(plan(tried)).cause
 
 
@@ -303,7 +303,9 @@ def test_a_step_that_anybody_knows_to_be_finished_is_not_taken_back(known: str) 
 def test_rollout_goes_on_before_a_rolled_back_step_is_tried_again() -> None:
     job = make_job(failurePolicy=ROLL_BACK)
     climb = replace(make_climb(1, 2, epoch=6, cause=Cause.TRAINER_DIED), restarts=1)
-    climb = replace(climb, tally=Tally(step_retries=1, step=2, tries=1, cause="TrainerDied", action="RollBack", rule=0))
+    climb = replace(
+        climb, tally=FailureTally(step_retries=1, step=2, tries=1, cause="TrainerDied", action="RollBack", rule=0)
+    )
     pods: list[PodFacts | None] = [facts_at(Rung.SERVING, WeightVersion(1, 2), epoch=6)] * 2
     seen = make_observation(job, pods, climb=climb, rollout=rollout_facts(sealed=2, trained=1), trained_step=1)
     waiting = plan(later(seen, 19))
@@ -526,7 +528,7 @@ def test_a_job_whose_pods_do_not_come_gives_its_devices_back_and_says_when_it_tr
 def test_jobs_come_back_from_the_queue_at_different_moments_and_later_each_time() -> None:
     seen, waits = absent(), []
     for tries in range(1, 9):
-        climb = replace(climb_of(plan(seen)), tally=Tally(tries=tries))
+        climb = replace(climb_of(plan(seen)), tally=FailureTally(tries=tries))
         waits.append([queue_s(replace(seen, job=replace(seen.job, uid=uid)), climb) for uid in "abc"])
         least = min(QUEUE_S * 2 ** (tries - 1), MAX_QUEUE_S)
         assert all(least <= wait_s < 2 * least for wait_s in waits[-1])
@@ -588,5 +590,5 @@ def test_a_rule_may_end_a_job_whose_pods_do_not_come_again_and_again() -> None:
     given_up = plan(replace(seen, climb=replace(first, cause=Cause.RESUMED)))
     assert Cause.BACKOFF_LIMIT is climb_of(given_up).cause
     assert "backoffLimit 1 is used up by 1 pod restart and 0 step retries" in given_up.message
-    tried = replace(seen.climb, tally=Tally(step=2, tries=2))
+    tried = replace(seen.climb, tally=FailureTally(step=2, tries=2))
     assert Cause.FAILURE_POLICY is climb_of(plan(replace(seen, climb=tried))).cause

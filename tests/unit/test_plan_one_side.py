@@ -22,7 +22,7 @@ from builders import (
     rollout_facts,
     trainer,
 )
-from colocated_rl_agent.settings import Settings
+from colocated_rl_agent.settings import AgentSettings
 from colocated_rl_api.facts import (
     EngineState,
     EvaluationResult,
@@ -94,7 +94,7 @@ def test_where_nothing_is_trained_nothing_is_ever_too_old_and_nobody_says_what_i
     only = job(Placement.ROLLOUT_ONLY)
     assert only.spec.max_staleness >= only.spec.steps
     assert 1 == job(Placement.TIME_SLICED).spec.max_staleness
-    rules = Settings.rules.fget  # type: ignore[attr-defined]
+    rules = AgentSettings.rules.fget  # type: ignore[attr-defined]
     for placement, verify in ((Placement.ROLLOUT_ONLY, Verify.VERSION), (Placement.TRAIN_ONLY, Verify.PROBE)):
         assert verify is rules(type("Told", (), {"job": job(placement)})()).verify
 

@@ -14,7 +14,7 @@ from builders import IN_ONE_POD, TOGETHER
 from colocated_rl_api.ladder import TIME_SLICED, Ladder
 from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.planner import observation
-from colocated_rl_operator.planner.observation import Tally
+from colocated_rl_operator.planner.observation import FailureTally
 from colocated_rl_operator.planner.reasons import Cause
 from fakes.group import Broken
 from fakes.walks import (
@@ -123,7 +123,7 @@ def test_a_member_that_is_away_for_a_moment_costs_nothing(kind: str, round_of_fa
         getattr(group, kind)(pod)
     settle(group)
     assert group.climb is not None
-    assert (1, 0, Tally()) == (group.climb.lineage, group.climb.restarts, group.climb.tally)
+    assert (1, 0, FailureTally()) == (group.climb.lineage, group.climb.restarts, group.climb.tally)
     assert {0} == {pod.attempt for pod in group.everybody}
 
 

@@ -17,9 +17,9 @@ from colocated_rl_api.job import Evaluation as Rules
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost
-from colocated_rl_rollout.evaluation import Evaluation, Scoreboard
+from colocated_rl_rollout.evaluation import Evaluator, Scoreboard
 from colocated_rl_rollout.gateway.sessions import Sessions
-from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.samples import (
@@ -117,7 +117,7 @@ class HeldOut(PromptSource):
 class Scene:
     """An evaluation of two tasks of an environment, by the weights of step 3."""
 
-    evaluation: Evaluation
+    evaluation: Evaluator
     episodes: Told
     store: Store
     engines: OneEngine
@@ -137,11 +137,11 @@ async def evaluating(directory: Path) -> AsyncIterator[Scene]:
     job = JobOnDisk.write(directory, make_spec())
     prompts = job.spec.rollout.prompts
     store = Store(directory / "state", job_uid=JOB_UID)
-    metrics = Metrics(CollectorRegistry())
+    metrics = RolloutMetrics(CollectorRegistry())
     sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
     processes = TaskProcesses(prompts, count=1, socket=directory)
     episodes = Told(prompts, sessions, count=0, socket=directory, model="job", gateway=lambda: "")
-    evaluation = Evaluation(
+    evaluation = Evaluator(
         Rules(samples=2),
         limit=9,
         temperature=1.0,

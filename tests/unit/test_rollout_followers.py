@@ -18,7 +18,7 @@ from aiohttp import web
 from unit.test_rollout_store import JOB, S, completed_group, prompt, recorded, seal, segment
 
 from colocated_rl_api.facts import RolloutFacts
-from colocated_rl_rollout.pages.exports import Exports
+from colocated_rl_rollout.pages.exports import SampleExports
 from colocated_rl_rollout.pages.followers import LINES, Followers
 from colocated_rl_rollout.pages.pages import pages
 from colocated_rl_rollout.rules.samples import Finish
@@ -63,7 +63,9 @@ async def serving(
 ) -> AsyncIterator[Scene]:
     followers = Followers(store, text, pace_s=0, **options)
     application = web.Application()
-    application.add_routes(pages(store, lambda: RolloutFacts(epoch=1), text, followers, Exports(store, model), dict))
+    application.add_routes(
+        pages(store, lambda: RolloutFacts(epoch=1), text, followers, SampleExports(store, model), dict)
+    )
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

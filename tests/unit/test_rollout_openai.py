@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.engines.engine_client import RequestRejected
 from colocated_rl_rollout.gateway.openai_replies import (
+    CompletionReply,
     Pieces,
-    Reply,
     extension,
     settled,
     visible,
@@ -24,8 +24,8 @@ from colocated_rl_rollout.gateway.openai_requests import (
     MEMBERS_AT_MOST,
     ONLY,
     WITHOUT_EFFECT,
-    Asked,
     ChatBody,
+    CompletionRequest,
     Form,
     RequestRefused,
     TextBody,
@@ -65,7 +65,7 @@ def tokens_of(chat: Chat, text: str) -> Tokens:
     return Tokens(ids, -np.ones(len(ids), np.float32), (Span(WeightVersion(0, 1), 0, len(ids)),))
 
 
-def answer_to(kind: type[ChatBody] | type[TextBody], text: bytes, chat: Chat) -> Asked | RequestRefused:
+def answer_to(kind: type[ChatBody] | type[TextBody], text: bytes, chat: Chat) -> CompletionRequest | RequestRefused:
     try:
         body, _ = read_body(kind, text, model="m")
         prompt = prompt_of(read_chat(body, chat), chat) if isinstance(body, ChatBody) else text_prompt_of(body, chat)
@@ -168,8 +168,8 @@ def test_what_the_rendering_sets_itself_may_be_asked_for_as_it_sets_it(chat: Cha
     options = {"add_generation_prompt": True, "documents": None, "self": "of no effect"}
     plain = answer_to(ChatBody, json.dumps(base).encode(), chat)
     taken = answer_to(ChatBody, json.dumps(base | {"chat_template_kwargs": options}).encode(), chat)
-    assert isinstance(plain, Asked)
-    assert isinstance(taken, Asked)
+    assert isinstance(plain, CompletionRequest)
+    assert isinstance(taken, CompletionRequest)
     assert plain.prompt.tolist() == taken.prompt.tolist()
 
 
@@ -243,8 +243,8 @@ def test_a_list_of_one_prompt_is_that_prompt(chat: Chat, one: str | list[int]) -
     alone, listed = (
         answer_to(TextBody, json.dumps({"model": "m", "prompt": prompt}).encode(), chat) for prompt in (one, [one])
     )
-    assert isinstance(alone, Asked)
-    assert isinstance(listed, Asked)
+    assert isinstance(alone, CompletionRequest)
+    assert isinstance(listed, CompletionRequest)
     assert alone.prompt.tolist() == listed.prompt.tolist()
 
 
@@ -284,7 +284,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_engines_words(words: str, code
 def test_a_token_that_ends_a_response_may_be_named_as_a_stop(chat: Chat) -> None:
     [end] = chat.end_ids
     said = {"model": "m", "prompt": "hi", "stop": [chat.token_text(end)]}
-    assert isinstance(answer_to(TextBody, json.dumps(said).encode(), chat), Asked)
+    assert isinstance(answer_to(TextBody, json.dumps(said).encode(), chat), CompletionRequest)
 
 
 @given(message=st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "tool_call_id", "x"]), JSON))
@@ -354,9 +354,9 @@ def test_pieces_add_up_to_the_whole(chat: Chat, text: str, stops: list[str], end
     tokens = tokens_of(chat, text + CALL if calls else text)
     stop = stopped_at(tokens.ids.tolist(), stops, chat.text)
     tokens = tokens if stop is None else cut(tokens, stop)
-    reply = Reply(
+    reply = CompletionReply(
         Form(chat=True, streams=True, logprobs=True, tools=True),
-        Asked(np.array([1], np.int32), 100, 1.0, tuple(stops)),
+        CompletionRequest(np.array([1], np.int32), 100, 1.0, tuple(stops)),
         model="m",
         created=0,
         id="x",

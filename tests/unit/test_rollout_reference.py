@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.reference import AT_ONCE, TOLD_AFTER, Reference
+from colocated_rl_rollout.metrics import RolloutMetrics
+from colocated_rl_rollout.reference import AT_ONCE, TOLD_AFTER, ReferencePods
 from colocated_rl_rollout.rules.samples import (
     Finish,
     Group,
@@ -36,7 +36,7 @@ from fakes.rollout import JOB_UID, TOKEN, until
 class Scene:
     """The stage, driven as the worker drives it, and its pods."""
 
-    stage: Reference
+    stage: ReferencePods
     pods: list[FakeReference]
     registry: CollectorRegistry
     woken: asyncio.Event
@@ -67,11 +67,11 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         pods = [await stack.enter_async_context(FakeReference(f"r{at}", tls).listening()) for at in range(2)]
-        stage = Reference(
+        stage = ReferencePods(
             DataClient(session, tls, JOB_UID),
             temperature=1.0,
             deadline_s=60,
-            metrics=Metrics(registry),
+            metrics=RolloutMetrics(registry),
             changed=woken.set,
             rest_s=0.001,
         )

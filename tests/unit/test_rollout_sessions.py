@@ -24,7 +24,7 @@ from colocated_rl_rollout.gateway.sessions import (
     Session,
     Sessions,
 )
-from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.samples import (
     Finish,
     SampleState,
@@ -57,7 +57,7 @@ class SessionsMachine(RuleBasedStateMachine):
         self.store = Store(path, job_uid=JOB_UID)
         self.sessions = Sessions(
             self.store,
-            Metrics(self.registry),
+            RolloutMetrics(self.registry),
             group_size=GROUP_SIZE,
             max_staleness=1,
             changed=lambda: None,
@@ -171,7 +171,7 @@ TestSessions.settings = settings(max_examples=12, stateful_step_count=30)
 
 def sessions_of(store: Store, registry: CollectorRegistry | None = None, **options: int) -> Sessions:
     """Of groups of two, at most a step old, at an hour that stands still."""
-    metrics = Metrics(registry or CollectorRegistry())
+    metrics = RolloutMetrics(registry or CollectorRegistry())
     return Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0, **options)
 
 
@@ -283,7 +283,7 @@ def test_sessions_that_wait_for_their_group_are_looked_at_once_a_step(tmp_path: 
 
     sessions = Watched(
         store,
-        Metrics(CollectorRegistry()),
+        RolloutMetrics(CollectorRegistry()),
         group_size=2,
         max_staleness=1,
         changed=lambda: None,

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from colocated_rl_api import names
+from colocated_rl_member.settings import SettingsError
 from colocated_rl_rollout.rules.chat import Chat, ModelUnusable
 from colocated_rl_rollout.sealer import trainer_ranks
-from colocated_rl_rollout.settings import SettingsError, read_settings
+from colocated_rl_rollout.settings import read_settings
 from colocated_rl_rollout.tasks.task_process import memory_bytes
 from fakes.rollout import JobOnDisk, make_spec, write_model
 

@@ -27,8 +27,8 @@ from colocated_rl_rollout.tasks.rows import (
     RowsUnusable,
     data_files,
 )
-from colocated_rl_rollout.tasks.task_wire import Question
-from colocated_rl_rollout.tasks.tasks import Part, Tasks
+from colocated_rl_rollout.tasks.task_wire import PromptContent
+from colocated_rl_rollout.tasks.tasks import MixPart, Tasks
 
 ROWS: list[Row] = [
     {"prompt": f"{number} + 1?", "answer": number + 1, "tags": ["sum", None], "source": {"page": number / 2}}
@@ -236,14 +236,14 @@ class Counting:
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size, self.digest = name, size, ""
 
-    def question(self, position: int) -> tuple[int, Question]:
+    def question(self, position: int) -> tuple[int, PromptContent]:
         return position % self.size, f"{self.name}{position}"
 
     def score(self, index: int, response: str) -> float | dict[str, Any]:
         return {"prompt": self.name, "fields": {"index": index}} if response == "ask" else float(index)
 
 
-MIX = [Part(Counting("a", 7), weight=3), Part(Counting("b", 100)), Part(Counting("c", 2), weight=2)]
+MIX = [MixPart(Counting("a", 7), weight=3), MixPart(Counting("b", 100)), MixPart(Counting("c", 2), weight=2)]
 
 
 def test_sources_take_turns_in_their_shares_each_at_its_own_pace() -> None:
@@ -278,6 +278,6 @@ def test_a_row_of_a_mix_is_found_again_by_its_index() -> None:
 
 
 def test_each_source_holds_out_its_own_share() -> None:
-    tasks = Tasks([Part(Counting("a", 100), held_out_percent=100), Part(Counting("b", 100))], seed=0)
+    tasks = Tasks([MixPart(Counting("a", 100), held_out_percent=100), MixPart(Counting("b", 100))], seed=0)
     asked = [tasks.question(position) for position in range(200)]
     assert {("a", True), ("b", False)} == {(str(each.question)[0], each.held_out) for each in asked}

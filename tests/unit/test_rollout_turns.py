@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 from bench import virtual_time
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.engines.engine_client import AttemptLost, Generated, GenerateRequest
-from colocated_rl_rollout.gateway.openai_requests import Asked, RequestRefused
+from colocated_rl_rollout.gateway.openai_requests import CompletionRequest, RequestRefused
 from colocated_rl_rollout.gateway.turns import EXPERTS_WEIGH, TOKENS_HELD_AT_MOST, Turns
-from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.rules.resume import ATTEMPTS_AT_MOST, Ending
 from colocated_rl_rollout.rules.samples import Finish, Span, Tokens
@@ -26,7 +26,7 @@ PARKED_S = 60.0
 
 
 def turns_of(chat: Chat) -> Turns:
-    metrics = Metrics(CollectorRegistry())
+    metrics = RolloutMetrics(CollectorRegistry())
     return Turns(chat, metrics, keeps=True, changed=lambda: None, at_most=9, parked_at_most_s=PARKED_S)
 
 
@@ -68,7 +68,7 @@ def test_only_time_without_an_engine_counts_and_at_a_stretch(
     async def main() -> Finish | None:
         turns = turns_of(chat)
         engines: Any = SlowEngines(Ending.INTERRUPTED, Ending.STOP)
-        with turns.begin(Asked(np.array([5], np.int32), 9, 1.0)) as turn:
+        with turns.begin(CompletionRequest(np.array([5], np.int32), 9, 1.0)) as turn:
             async with asyncio.TaskGroup() as group:
                 for wait_s in waits_s:
                     await asyncio.sleep(wait_s)
@@ -93,7 +93,7 @@ def test_a_turn_of_the_jobs_own_episode_waits_as_samples_do(tmp_path: Path) -> N
     async def main() -> Finish | None:
         turns = turns_of(chat)
         engines: Any = SlowEngines(Ending.STOP)
-        with turns.begin(Asked(np.array([5], np.int32), 9, 1.0), is_own=True) as turn:
+        with turns.begin(CompletionRequest(np.array([5], np.int32), 9, 1.0), is_own=True) as turn:
             await asyncio.sleep(100 * PARKED_S)
             async with asyncio.TaskGroup() as group:
                 turns.send(engines, group, at_most=9)
@@ -110,7 +110,7 @@ def test_a_long_completion_is_not_sent_again_for_ever(tmp_path: Path) -> None:
     async def main() -> int:
         turns = turns_of(chat)
         engines: Any = SlowEngines(*[Ending.INTERRUPTED, *[None] * 14] * 4, tokens=28)
-        with turns.begin(Asked(np.array([5], np.int32), 32, 1.0)) as turn:
+        with turns.begin(CompletionRequest(np.array([5], np.int32), 32, 1.0)) as turn:
             async with asyncio.TaskGroup() as group:
                 while not turn.ended:
                     turns.send(engines, group, at_most=9)
@@ -131,8 +131,8 @@ async def test_so_many_tokens_are_held_and_one_completion_whatever_its_size(
     turns = turns_of(Chat(write_model(tmp_path / "model")))
     size = TOKENS_HELD_AT_MOST // (EXPERTS_WEIGH if wants_experts else 1)
 
-    def asked(tokens: int) -> Asked:
-        return Asked(np.array([5], np.int32), tokens - 1, 1.0, experts=wants_experts)
+    def asked(tokens: int) -> CompletionRequest:
+        return CompletionRequest(np.array([5], np.int32), tokens - 1, 1.0, experts=wants_experts)
 
     with turns.begin(asked(2 * size)), pytest.raises(RequestRefused, match="send it later"), turns.begin(asked(2)):
         pass

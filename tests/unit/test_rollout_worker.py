@@ -23,7 +23,7 @@ from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost
 from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.gateway.turns import Turns
-from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST, RESENT_AT_MOST
@@ -85,7 +85,7 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     free = [1 << 40]
     store = Store(tmp_path / "state", job_uid=JOB_UID, free_bytes=lambda _: free[0])
     processes = TaskProcesses(job.spec.rollout.prompts, count=1, socket=tmp_path / "tasks.sock")
-    metrics = Metrics(CollectorRegistry())
+    metrics = RolloutMetrics(CollectorRegistry())
     sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
     episodes = Told(job.spec.rollout.prompts, sessions, count=0, socket=tmp_path, model="job", gateway=lambda: "")
     async with aiohttp.ClientSession() as session:

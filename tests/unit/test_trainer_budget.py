@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from colocated_rl_trainer.grpo.budget import Budget, host_memory
-from colocated_rl_trainer.protocol.settings import SettingsError
+from colocated_rl_trainer.protocol.settings import ConfigError
 
 GIB = 2**30
 P = GIB // 4  # parameters that are a GiB in float32
@@ -51,10 +51,10 @@ def test_what_fits_exactly_or_is_not_known_is_not_refused() -> None:
 def test_what_never_fits_is_refused_with_both_numbers_and_what_to_change() -> None:
     budget = Budget(device=4 * GIB, host=3 * GIB)
     with pytest.raises(
-        SettingsError, match=r"takes 4\.0 GiB of each device, which has 3\.5 GiB.* trainingState: Sharded"
+        ConfigError, match=r"takes 4\.0 GiB of each device, which has 3\.5 GiB.* trainingState: Sharded"
     ):
         budget.refuse_what_never_fits(device_has=7 * GIB // 2, host_has=None)
-    with pytest.raises(SettingsError, match=r"takes 3\.0 GiB of host memory, and there are 2\.0 GiB.* optimizer: SGD"):
+    with pytest.raises(ConfigError, match=r"takes 3\.0 GiB of host memory, and there are 2\.0 GiB.* optimizer: SGD"):
         budget.refuse_what_never_fits(device_has=4 * GIB, host_has=2 * GIB)
 
 

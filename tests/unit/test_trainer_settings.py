@@ -10,7 +10,7 @@ import pytest
 
 from colocated_rl_api.trainer_wire import TrainerEnvironment
 from colocated_rl_trainer.conformance.ranks import job_file
-from colocated_rl_trainer.protocol.settings import RankSettings, SettingsError, TrainerConfig
+from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings, TrainerConfig
 
 ENVIRONMENT: dict[str, str] = {
     TrainerEnvironment.SOCKET: "/run/colocate/sock/trainer-3.sock",
@@ -40,18 +40,18 @@ def test_place_in_the_job_comes_from_the_environment() -> None:
 def test_missing_variable_is_named(variable: TrainerEnvironment) -> None:
     environment = {name: value for name, value in ENVIRONMENT.items() if name is not variable}
 
-    with pytest.raises(SettingsError, match=f"{variable} is not set"):
+    with pytest.raises(ConfigError, match=f"{variable} is not set"):
         RankSettings.from_environment(environment)
 
 
 @pytest.mark.parametrize("value", ["-1", "one", "1.0", "1_0", "\N{SUPERSCRIPT TWO}"])
 def test_variable_that_is_no_number_is_named_with_its_value(value: str) -> None:
-    with pytest.raises(SettingsError, match=f"RANK={value} must be a whole number"):
+    with pytest.raises(ConfigError, match=f"RANK={value} must be a whole number"):
         RankSettings.from_environment(ENVIRONMENT | {TrainerEnvironment.RANK: value})
 
 
 def test_rank_beyond_its_group_is_refused() -> None:
-    with pytest.raises(SettingsError, match="RANK=4 must be below WORLD_SIZE=4"):
+    with pytest.raises(ConfigError, match="RANK=4 must be below WORLD_SIZE=4"):
         RankSettings.from_environment(ENVIRONMENT | {TrainerEnvironment.RANK: "4"})
 
 
@@ -81,7 +81,7 @@ def test_empty_config_has_defaults(tmp_path: Path) -> None:
 
 def test_unknown_key_is_refused_with_the_nearest_and_all_known_ones(tmp_path: Path) -> None:
     with pytest.raises(
-        SettingsError, match=r"unknown key learning_rate .* did you mean learningRate\? \(known: learning"
+        ConfigError, match=r"unknown key learning_rate .* did you mean learningRate\? \(known: learning"
     ):
         TrainerConfig.read(_file(tmp_path, {"learning_rate": 0.1}))
 
@@ -99,7 +99,7 @@ def test_unknown_key_is_refused_with_the_nearest_and_all_known_ones(tmp_path: Pa
     ],
 )  # fmt: skip
 def test_value_out_of_bounds_is_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
-    with pytest.raises(SettingsError, match=rf"spec\.trainer\.config: {key}\b.*, is "):
+    with pytest.raises(ConfigError, match=rf"spec\.trainer\.config: {key}\b.*, is "):
         TrainerConfig.read(_file(tmp_path, {key: value}))
 
 
@@ -117,7 +117,7 @@ def test_value_out_of_bounds_is_refused_by_name(tmp_path: Path, key: str, value:
 )
 def test_what_is_not_supported_yet_is_said_so(tmp_path: Path, key: str, said: str) -> None:
     with pytest.raises(
-        SettingsError, match=rf"^{key} in spec\.trainer\.config: .*{said}.* Not supported yet: leave it out"
+        ConfigError, match=rf"^{key} in spec\.trainer\.config: .*{said}.* Not supported yet: leave it out"
     ):
         TrainerConfig.read(_file(tmp_path, {key: 1}))
 
@@ -134,7 +134,7 @@ def test_what_is_not_supported_yet_is_said_so(tmp_path: Path, key: str, said: st
     ],
 )
 def test_values_that_contradict_each_other_are_refused(tmp_path: Path, config: dict[str, object], said: str) -> None:
-    with pytest.raises(SettingsError, match=rf"spec\.trainer\.config: {said}"):
+    with pytest.raises(ConfigError, match=rf"spec\.trainer\.config: {said}"):
         TrainerConfig.read(_file(tmp_path, config))
 
 
@@ -158,7 +158,7 @@ def test_file_that_is_no_object_is_refused(tmp_path: Path, written: str, said: s
     file = tmp_path / "trainer.json"
     file.write_text(written)
 
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(ConfigError, match=said):
         TrainerConfig.read(file)
 
 

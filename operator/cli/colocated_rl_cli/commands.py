@@ -37,7 +37,7 @@ from colocated_rl_cli.evidence.records import Records, read_line
 from colocated_rl_cli.explain.explanation import Explanation, explain
 from colocated_rl_cli.live import Terminal, shown
 from colocated_rl_cli.manifest import one_side, questions, starter
-from colocated_rl_cli.manifest.manifest import Verdict, judge
+from colocated_rl_cli.manifest.manifest import ManifestVerdict, judge
 from colocated_rl_cli.support import bundle
 
 MANY_PODS = 64  # whose pages `explain` reads
@@ -59,7 +59,7 @@ def validate(args: Namespace) -> Exit:
     return Exit.FINE if all(verdict.is_accepted for verdict in verdicts.values()) else Exit.PROBLEM
 
 
-def _say_verdict(name: str, verdict: Verdict) -> None:
+def _say_verdict(name: str, verdict: ManifestVerdict) -> None:
     for fault in verdict.faults:
         field = f"{fault.field}: " if fault.field else ""
         say(f"{name}:{fault.place.line}:{fault.place.column}: {field}{fault.message}")
@@ -68,7 +68,7 @@ def _say_verdict(name: str, verdict: Verdict) -> None:
         say(f"{name}: fine: {', '.join(verdict.jobs)}{passed}")
 
 
-def _verdict(verdict: Verdict) -> dict[str, Any]:
+def _verdict(verdict: ManifestVerdict) -> dict[str, Any]:
     faults = [{**asdict(fault.place), "field": fault.field, "message": fault.message} for fault in verdict.faults]
     return {"accepted": verdict.is_accepted, "jobs": list(verdict.jobs), "faults": faults}
 

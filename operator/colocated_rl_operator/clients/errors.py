@@ -76,7 +76,7 @@ class NotFound(ApiError):
         self.is_kind_known = is_kind_known
 
 
-class Refused(ApiError):
+class NotAdmitted(ApiError):
     """Not admitted: quota, pod security, a webhook, a missing right, a name that is taken."""
 
 

@@ -44,8 +44,8 @@ from colocated_rl_operator.clients.errors import (
     ApiError,
     ApiUnreachable,
     Conflict,
+    NotAdmitted,
     NotFound,
-    Refused,
 )
 
 REQUEST_DEADLINE_S = 20.0  # waiting for its turn included
@@ -264,7 +264,7 @@ def _translate(verb: str, path: str, code: int, content: bytearray) -> ApiError:
         case 409 if verb != "post" or exists:  # else a quota was being counted by two at once: nothing was made
             return Conflict(message, code)
         case 400 | 403 | 413 | 422:
-            return Refused(message, code)
+            return NotAdmitted(message, code)
         case _:
             return ApiUnreachable(message, code)
 

@@ -79,7 +79,7 @@ class Address:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class MemberReport:
     """What is known of a member now; the same object until that changes.
 
     facts: None unless connected. silent_since: monotonic; None while connected.
@@ -104,7 +104,7 @@ class _Member:
 
     job: _Job
     address: Address
-    answer: Answer
+    answer: MemberReport
     link: Link | None = None  # from its hello on
     told: _Told | None = None
     task: asyncio.Task[None] | None = None
@@ -184,12 +184,12 @@ class Members:
                     member.task.cancel()
         for pod, address in wanted.items():
             if pod not in job.members:
-                member = job.members[pod] = _Member(job, address, Answer(None, 0, silent_since=self._clock()))
+                member = job.members[pod] = _Member(job, address, MemberReport(None, 0, silent_since=self._clock()))
                 member.task = self._tasks.create_task(self._stay_connected(member), name=f"member/{pod}")
         if not job.members:
             del self._jobs[job_uid]
 
-    def answers(self, job_uid: str) -> dict[str, Answer]:
+    def answers(self, job_uid: str) -> dict[str, MemberReport]:
         """By pod name."""
         job = self._jobs.get(job_uid)
         return {} if job is None else {pod: member.answer for pod, member in job.members.items()}
@@ -253,7 +253,7 @@ class Members:
         if member.answer.silent_since is not None:
             log(LOG, "member not reached", logging.DEBUG, reason=reason)
             return False
-        member.answer = Answer(None, member.answer.highest_epoch, silent_since=self._clock())
+        member.answer = MemberReport(None, member.answer.highest_epoch, silent_since=self._clock())
         self._lost()
         log(LOG, "member lost", logging.WARNING, reason=reason)
         self._changed(member.job.uid)
@@ -306,7 +306,9 @@ class Members:
             case PodFacts() | RolloutFacts() if isinstance(message, expected):
                 if before is None:
                     log(LOG, "member connected", epoch=message.epoch)
-                member.answer = Answer(message, max(member.answer.highest_epoch, message.epoch), silent_since=None)
+                member.answer = MemberReport(
+                    message, max(member.answer.highest_epoch, message.epoch), silent_since=None
+                )
             case Refusal(reason="StaleEpoch"):
                 log(LOG, "target refused", logging.WARNING, epoch=message.epoch, reason=message.message)
                 _raise_epoch(member, message.highest_epoch)
@@ -327,7 +329,7 @@ def _has_news(before: Facts | None, message: object) -> bool:
 
 def _raise_epoch(member: _Member, epoch: int) -> None:
     answer = member.answer
-    member.answer = Answer(answer.facts, max(answer.highest_epoch, epoch), answer.silent_since)
+    member.answer = MemberReport(answer.facts, max(answer.highest_epoch, epoch), answer.silent_since)
 
 
 def _check_hello(member: _Member, message: Hello | PodFacts | RolloutFacts | Refusal) -> Hello:

@@ -26,7 +26,7 @@ from colocated_rl_operator.clients.errors import (
     ApiError,
     ApiUnreachable,
     Conflict,
-    Refused,
+    NotAdmitted,
     VolumeLost,
     first,
 )
@@ -34,7 +34,7 @@ from colocated_rl_operator.clients.events import About, Events
 from colocated_rl_operator.clients.kube import Body, Kube
 from colocated_rl_operator.clients.members import Members
 from colocated_rl_operator.loop.case import (
-    Case,
+    JobState,
     Pods,
     Queue,
     job_of,
@@ -42,19 +42,19 @@ from colocated_rl_operator.loop.case import (
 )
 from colocated_rl_operator.loop.record import News
 from colocated_rl_operator.manifests import belongings, resources
-from colocated_rl_operator.metrics import Metrics
+from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod
 from colocated_rl_operator.planner.observation import Job, Observation, in_epoch
 from colocated_rl_operator.planner.plan import Plan
 from colocated_rl_operator.planner.reasons import Cause, Reason
 from colocated_rl_operator.planner.status import (
-    BLINK_S,
+    BRIEF_OUTAGE_S,
     PROGRESS_S,
     Stall,
     all_done,
     backs_off,
     invalid,
-    is_blink,
+    is_brief_outage,
     is_urgent,
     leaving,
     report,
@@ -87,7 +87,7 @@ class Doors:
     pods: Pods
     authority: Authority
     images: resources.PodImages
-    metrics: Metrics
+    metrics: OperatorMetrics
     namespace: str  # the operator's own
     release: str  # this operator in the words of jobs: NAMESPACE/LEASE
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
@@ -98,7 +98,7 @@ class Doors:
     wall: Callable[[], datetime] = lambda: datetime.now(UTC).replace(microsecond=0)
 
 
-async def claim(case: Case, doors: Doors) -> bool:
+async def claim(case: JobState, doors: Doors) -> bool:
     """Whether the job is this operator's: recorded before anything is made of it, and never taken from another.
 
     Two operators that watch one namespace would raise the epoch over each other for ever, and have no common authority.
@@ -117,7 +117,7 @@ async def claim(case: Case, doors: Doors) -> bool:
     return True
 
 
-async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+async def act(case: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     """Do what the plan says; returns after how many seconds to look again although nothing changed."""
     if decided.is_expired:
         return await _expire(case, seen, decided, doors)
@@ -135,7 +135,7 @@ async def act(case: Case, seen: Observation, decided: Plan, doors: Doors) -> flo
     return min((each for each in (retry_s, report_s) if each is not None), default=None)
 
 
-def _send_targets(case: Case, job: Job, decided: Plan, doors: Doors) -> None:
+def _send_targets(case: JobState, job: Job, decided: Plan, doors: Doors) -> None:
     job_uid = case.about.uid
     slowest = job.ladder.slowest(decided.standings.values())
     awaited = (pod for pod, rung in decided.standings.items() if rung is slowest is not job.ladder.top)
@@ -148,7 +148,7 @@ def _send_targets(case: Case, job: Job, decided: Plan, doors: Doors) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- status
-async def _record_epoch(case: Case, seen: Observation, decided: Plan, doors: Doors) -> None:
+async def _record_epoch(case: JobState, seen: Observation, decided: Plan, doors: Doors) -> None:
     climb = decided.climb
     assert climb is not None
     if seen.memory.raised and seen.climb and seen.highest_epoch > seen.climb.epoch:
@@ -165,10 +165,10 @@ async def _record_epoch(case: Case, seen: Observation, decided: Plan, doors: Doo
         )
 
 
-def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+def _report(case: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     before = case.status
     status = report(seen, decided, before=before, at=doors.wall(), stall=case.stall)
-    wait_s = [BLINK_S] if is_blink(seen, before) else []  # then it is no blink any more, and worth a word
+    wait_s = [BRIEF_OUTAGE_S] if is_brief_outage(seen, before) else []  # then it is no blink any more, and worth a word
     if status == before:
         return min(wait_s, default=None)
     due_in_s = case.reported_at + PROGRESS_S - doors.clock()
@@ -186,11 +186,11 @@ def _report(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float
     return min(wait_s, default=None)
 
 
-def _count(case: Case, doors: Doors) -> None:
+def _count(case: JobState, doors: Doors) -> None:
     doors.metrics.count_job(case.about.uid, case.status.phase, None if case.stall is None else case.stall.reason)
 
 
-def refuse(case: Case, body: Any, message: str, doors: Doors) -> None:
+def refuse(case: JobState, body: Any, message: str, doors: Doors) -> None:
     """Say what is wrong with the spec, once for each generation."""
     doors.metrics.count_job(case.about.uid, case.status.phase, Reason.INVALID_SPEC)
     status = invalid(message, generation=body["metadata"]["generation"], before=case.status, at=doors.wall())
@@ -199,7 +199,7 @@ def refuse(case: Case, body: Any, message: str, doors: Doors) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- objects
-async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+async def _bring_about(case: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     """Objects of the job, then its pods, which need them all; returns after how many seconds to try again.
 
     What the API server refuses stalls the job, and so do what it fails at again and again and a volume that is gone.
@@ -224,7 +224,7 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
             await list_again(case, doors.kube, doors.pods)
     except* VolumeLost as errors:
         _stall(case, Stall(Reason.VOLUME_LOST, str(first(errors))), action="MakeNoPods")
-    except* Refused as errors:
+    except* NotAdmitted as errors:
         _stall(case, _refused(first(errors)), action="CreateObjects")
     except* ApiUnreachable as errors:
         if not _lasts(case, first(errors), doors):
@@ -239,14 +239,14 @@ async def _bring_about(case: Case, seen: Observation, decided: Plan, doors: Door
     return _repair_in_s(case, seen, decided, doors)
 
 
-def _repair_in_s(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+def _repair_in_s(case: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     """Until objects are applied again. None in a switch, which has no time for the API server, and at rest."""
     if seen.rests or decided.is_over or set(decided.standings.values()) != {seen.job.ladder.top}:
         return None
     return max(0.0, case.applied_at + doors.repair_s - doors.clock())
 
 
-def _lasts(case: Case, error: ApiUnreachable, doors: Doors) -> bool:
+def _lasts(case: JobState, error: ApiUnreachable, doors: Doors) -> bool:
     """Somebody should know of it: a panic in the server, a webhook that is down. Not that the server itself is away."""
     is_same = error.status is not None and case.failure == str(error)
     return is_same and case.failing_s(doors.clock()) >= FAILS_S
@@ -256,7 +256,7 @@ def _refused(error: ApiError) -> Stall:
     return Stall(Reason.OBJECT_REFUSED, str(error))
 
 
-def _stall(case: Case, stall: Stall, *, action: str) -> None:
+def _stall(case: JobState, stall: Stall, *, action: str) -> None:
     """Said once, for as long as the words are the same."""
     if case.stall != stall:
         case.record.note(None, News("Warning", stall.reason, stall.message, action=action))
@@ -277,7 +277,7 @@ async def _try_pods(job: Job, doors: Doors) -> None:
             await doors.kube.create_pod(job.namespace, body, dry_run=True)
         except Conflict:
             pass  # there is such a pod: it has its verdict
-        except Refused as error:
+        except NotAdmitted as error:
             if NO_DRY_RUN not in str(error):
                 raise
 
@@ -303,7 +303,7 @@ async def _make_objects(job: Job, doors: Doors, *, has_begun: bool) -> None:
             await making
         except Conflict:
             pass  # its name contains the job's UID
-        except Refused:
+        except NotAdmitted:
             if not has_begun:
                 raise
 
@@ -316,7 +316,7 @@ async def _is_gone(job: Job, claim: Body, doors: Doors) -> bool:
     """False too where a quota is used up, and nobody can tell."""
     try:
         await doors.kube.create_claim(job.namespace, claim, dry_run=True)
-    except (Conflict, Refused):
+    except (Conflict, NotAdmitted):
         return False
     return True
 
@@ -327,7 +327,7 @@ async def _apply_objects(job: Job, doors: Doors) -> None:
 
 
 async def _change_pod(
-    case: Case, job: Job, action: CreatePod | DeletePod, limit: asyncio.Semaphore, doors: Doors
+    case: JobState, job: Job, action: CreatePod | DeletePod, limit: asyncio.Semaphore, doors: Doors
 ) -> bool:
     """False while an ending pod has the name, of a deleted job most likely. Raises Refused if another's has it."""
     async with limit:
@@ -342,7 +342,7 @@ async def _change_pod(
                     is_ours = name in {pod["metadata"]["name"] for pod in doors.pods.of(job.uid)}
                     if is_ours or IS_ENDING in str(error):
                         return is_ours
-                    raise Refused(f"{error}, and is no pod of this job: delete it", error.status) from error
+                    raise NotAdmitted(f"{error}, and is no pod of this job: delete it", error.status) from error
                 log(LOG, "pod created", pod=name)
             case DeletePod(name, uid, grace_s, why, is_fault):
                 await doors.kube.delete_pod(job.namespace, name, uid=uid, grace_s=grace_s)
@@ -353,7 +353,7 @@ async def _change_pod(
 
 
 # ------------------------------------------------------------------------------------------------------------ deletion
-async def dismiss(case: Case, decided: Plan, doors: Doors, woken: asyncio.Event) -> None:
+async def shut_down_job(case: JobState, decided: Plan, doors: Doors, woken: asyncio.Event) -> None:
     """The job is being deleted: tell members to stop, briefly, then delete pods. Volumes and the rest follow owners."""
     told = doors.members.send(case.about.uid, decided.targets)
     with contextlib.suppress(TimeoutError):
@@ -366,7 +366,7 @@ async def dismiss(case: Case, decided: Plan, doors: Doors, woken: asyncio.Event)
     await case.record.commit(leaving(before=case.status, at=doors.wall()))
 
 
-async def _expire(case: Case, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+async def _expire(case: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     """Its end is written before it goes, also when it goes at once. The rest is that of every deletion.
 
     Returns after how many seconds to try again.
@@ -375,7 +375,7 @@ async def _expire(case: Case, seen: Observation, decided: Plan, doors: Doors) ->
         await case.record.commit(case.status)
     try:
         await doors.kube.delete_job(case.about.namespace, case.about.name, uid=case.about.uid)
-    except (Refused, ApiUnreachable) as error:
+    except (NotAdmitted, ApiUnreachable) as error:
         if isinstance(error, ApiUnreachable) and not _lasts(case, error, doors):
             raise
         _stall(case, _refused(error), action="DeleteJob")
@@ -394,10 +394,10 @@ def expire_again_s(*, overdue_s: float) -> float:
 
 async def delete_pods(about: About, doors: Doors) -> None:
     """Every pod of the job, at once. Garbage collection would come to it too, half a minute later or more."""
-    await _insist(partial(_delete_each, about, doors))
+    await _retry(partial(_delete_each, about, doors))
 
 
-async def _insist(delete: Callable[[], Awaitable[None]], *, tries: int = DELETE_TRIES) -> None:
+async def _retry(delete: Callable[[], Awaitable[None]], *, tries: int = DELETE_TRIES) -> None:
     """Several times, if need be. Raises the last ApiError."""
     for tries_left in reversed(range(tries)):
         try:
@@ -419,15 +419,15 @@ async def _delete_each(about: About, doors: Doors) -> None:
             raise outcome
 
 
-async def bury(about: About, doors: Doors) -> None:
+async def force_delete_pods(about: About, doors: Doors) -> None:
     """Forget GPU pods of a deleted job that did not end. The store's pod is never forced: its volume may be in use.
 
     And let go of the job, where kopf could not: it asks once, and goes by the next change of the job after that.
     """
     await asyncio.sleep(doors.bury_after_s)
     try:
-        await _insist(partial(_forget_pods, about, doors), tries=BURY_TRIES)
-        await _insist(partial(doors.kube.drop_finalizer, about.namespace, about.name, uid=about.uid), tries=BURY_TRIES)
+        await _retry(partial(_forget_pods, about, doors), tries=BURY_TRIES)
+        await _retry(partial(doors.kube.drop_finalizer, about.namespace, about.name, uid=about.uid), tries=BURY_TRIES)
     except ApiError as error:
         log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(error))
 
@@ -445,6 +445,6 @@ async def _pods_of(about: About, doors: Doors) -> list[tuple[str, str]]:
     return [(pod["metadata"]["name"], pod["metadata"]["uid"]) for pod in found]
 
 
-def _all_stopped(case: Case, doors: Doors) -> bool:
+def _all_stopped(case: JobState, doors: Doors) -> bool:
     answers = doors.members.answers(case.about.uid).values()
     return all(answer.facts is None or answer.facts.stopped for answer in answers)

@@ -17,7 +17,7 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_operator.clients.errors import JobGone, NotFound
 from colocated_rl_operator.clients.events import About
 from colocated_rl_operator.clients.kube import Body, Kube
-from colocated_rl_operator.clients.members import Address, Answer
+from colocated_rl_operator.clients.members import Address, MemberReport
 from colocated_rl_operator.loop.record import Record
 from colocated_rl_operator.planner.observation import Job, Member, Memory
 from colocated_rl_operator.planner.status import Stall
@@ -106,7 +106,7 @@ class Queue:
 
 
 @dataclass
-class Look:
+class PodRecord:
     """What follows from one pod and its member's answer; looked at again when either is another one."""
 
     pod: Body
@@ -114,17 +114,17 @@ class Look:
     seat: str
     attempt: int
     address: Address | None  # of its member, if that should answer
-    answer: Answer | None = None
+    answer: MemberReport | None = None
     member: Member | None = None
 
 
 @dataclass
-class Case:
+class JobState:
     """One job, as this process knows it."""
 
     record: Record
     job: Job | None = None  # of the newest generation whose spec could be read
-    looks: dict[str, Look] = field(default_factory=dict)  # by pod UID
+    looks: dict[str, PodRecord] = field(default_factory=dict)  # by pod UID
     reported_at: float = 0.0  # when its status was noted last
     memory: Memory = field(default_factory=Memory)
     is_waiting: bool = False  # for a member to come or to go
@@ -158,7 +158,7 @@ class Case:
         self.memory, self.objects_of = Memory(), None
 
 
-async def look(case: Case, kube: Kube, pods: Pods, *, now: float) -> None:
+async def refresh_pods(case: JobState, kube: Kube, pods: Pods, *, now: float) -> None:
     """At the whole job the first time, and at its pods again while a member stays away."""
     if case.record.status is None:
         await _look_for_the_first_time(case, kube, pods)
@@ -169,7 +169,7 @@ async def look(case: Case, kube: Kube, pods: Pods, *, now: float) -> None:
     case.listed_at = now
 
 
-async def _look_for_the_first_time(case: Case, kube: Kube, pods: Pods) -> None:
+async def _look_for_the_first_time(case: JobState, kube: Kube, pods: Pods) -> None:
     about = case.about
     try:
         job = await kube.read_job(about.namespace, about.name)
@@ -184,7 +184,7 @@ async def _look_for_the_first_time(case: Case, kube: Kube, pods: Pods) -> None:
     case.record.take(job)
 
 
-async def list_again(case: Case, kube: Kube, pods: Pods) -> None:
+async def list_again(case: JobState, kube: Kube, pods: Pods) -> None:
     """The pods as the server lists them now."""
     about = case.about
     known = {pod["metadata"]["uid"] for pod in pods.of(about.uid)}

@@ -19,22 +19,22 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.seats import role_of
 from colocated_rl_operator.clients.errors import JobInvalid
 from colocated_rl_operator.clients.kube import Body
-from colocated_rl_operator.clients.members import Address, Answer, Members
+from colocated_rl_operator.clients.members import Address, MemberReport, Members
 from colocated_rl_operator.loop.case import (
-    Case,
-    Look,
+    JobState,
+    PodRecord,
     Pods,
     Queue,
 )
 from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.planner.observation import (
     Climb,
+    FailureTally,
     Job,
     Member,
     Memory,
     Observation,
     PodPhase,
-    Tally,
     remember,
 )
 from colocated_rl_operator.planner.reasons import Cause
@@ -47,7 +47,7 @@ _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely 
 
 
 def observe(
-    case: Case, job: Job, *, pods: Pods, members: Members, queue: Queue, now: float, at: datetime
+    case: JobState, job: Job, *, pods: Pods, members: Members, queue: Queue, now: float, at: datetime
 ) -> Observation:
     """now, at: the same moment, monotonic and by the wall clock.
 
@@ -143,17 +143,17 @@ def _climb(status: ColocatedRLJobStatus) -> Climb | None:
     )
 
 
-def _tally(failures: FailuresStatus | None) -> Tally:
+def _tally(failures: FailuresStatus | None) -> FailureTally:
     if failures is None:
-        return Tally()
-    return Tally(
+        return FailureTally()
+    return FailureTally(
         *(failures.pod_restarts, failures.step_retries, failures.step or 0, failures.tries),
         *(failures.cause, failures.action, failures.rule),
         avoids=tuple(failures.avoided_nodes),
     )
 
 
-def _looks(case: Case, job: Job, pods: Pods) -> list[Look]:
+def _looks(case: JobState, job: Job, pods: Pods) -> list[PodRecord]:
     """At each pod of the job, again only where something changed."""
     before, case.looks = case.looks, {}
     for pod in pods.of(case.about.uid):
@@ -162,11 +162,11 @@ def _looks(case: Case, job: Job, pods: Pods) -> list[Look]:
         if look is not None and look.pod is pod:
             case.looks[metadata["uid"]] = look
         elif place := resources.seat_and_attempt(job, metadata["name"]):
-            case.looks[metadata["uid"]] = Look(pod, metadata["name"], *place, _address(pod, place[0]))
+            case.looks[metadata["uid"]] = PodRecord(pod, metadata["name"], *place, _address(pod, place[0]))
     return list(case.looks.values())
 
 
-def _member(case: Case, look: Look, answer: Answer | None, now: float) -> Member:
+def _member(case: JobState, look: PodRecord, answer: MemberReport | None, now: float) -> Member:
     if look.member is None or look.answer is not answer:
         facts = answer.facts if answer else None
         member = look.member
@@ -178,7 +178,7 @@ def _member(case: Case, look: Look, answer: Answer | None, now: float) -> Member
     return look.member
 
 
-def _look_at(case: Case, look: Look, now: float, *, is_heard: bool) -> Member:
+def _look_at(case: JobState, look: PodRecord, now: float, *, is_heard: bool) -> Member:
     """All of a member but what it says itself.
 
     Moments are those at which this process saw the pod and its end begin: clocks of others count for nothing.

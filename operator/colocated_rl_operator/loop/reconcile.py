@@ -22,10 +22,10 @@ from colocated_rl_operator.loop.act import (
     act,
     claim,
     delete_pods,
-    dismiss,
     refuse,
+    shut_down_job,
 )
-from colocated_rl_operator.loop.case import RELIST_S, Case, look
+from colocated_rl_operator.loop.case import RELIST_S, JobState, refresh_pods
 from colocated_rl_operator.loop.observe import observe, read_job
 from colocated_rl_operator.planner.observation import Observation
 from colocated_rl_operator.planner.plan import Plan, plan, stop
@@ -35,7 +35,7 @@ LOG = logging.getLogger(__name__)
 AGAIN_S = 60.0  # another operator's job may become ours
 
 
-async def one_pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | None:
+async def one_pass(case: JobState, body: Mapping[str, Any], doors: Doors) -> float | None:
     """Returns after how many seconds to look again although nothing changed; None: not at all. Raises JobGone."""
     wait_s: float | None = RETRY_S
     try:
@@ -56,16 +56,16 @@ async def one_pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float |
     return wait_s
 
 
-def _again_s(case: Case, error: ApiError, doors: Doors) -> float:
+def _again_s(case: JobState, error: ApiError, doors: Doors) -> float:
     now = doors.clock()
     if case.failing_since is None or case.failure != str(error):
         case.failure, case.failing_since = str(error), now
     return error.again_s(failing_s=case.failing_s(now))
 
 
-async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | None:
+async def _pass(case: JobState, body: Mapping[str, Any], doors: Doors) -> float | None:
     case.record.check()
-    await look(case, doors.kube, doors.pods, now=doors.clock())
+    await refresh_pods(case, doors.kube, doors.pods, now=doors.clock())
     if not await claim(case, doors):
         case.forget()
         return AGAIN_S
@@ -88,7 +88,7 @@ async def _pass(case: Case, body: Mapping[str, Any], doors: Doors) -> float | No
     return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
 
-def _observe(case: Case, body: Mapping[str, Any], doors: Doors) -> Observation:
+def _observe(case: JobState, body: Mapping[str, Any], doors: Doors) -> Observation:
     now, at = doors.clock(), doors.wall()
     if case.job is None or case.job.generation != body["metadata"]["generation"]:
         case.job = read_job(body)
@@ -99,10 +99,10 @@ def _observe(case: Case, body: Mapping[str, Any], doors: Doors) -> Observation:
     return seen
 
 
-async def end(case: Case, body: Mapping[str, Any], doors: Doors, woken: asyncio.Event) -> None:
+async def end(case: JobState, body: Mapping[str, Any], doors: Doors, woken: asyncio.Event) -> None:
     """The job is being deleted, or is gone."""
     try:
-        await look(case, doors.kube, doors.pods, now=doors.clock())
+        await refresh_pods(case, doors.kube, doors.pods, now=doors.clock())
     except JobGone:
         await delete_pods(case.about, doors)  # nobody can be told
         return
@@ -113,4 +113,4 @@ async def end(case: Case, body: Mapping[str, Any], doors: Doors, woken: asyncio.
         decided = stop(seen)
     except JobInvalid:
         decided = Plan(climb=None)  # nobody can be told, and its pods go all the same
-    await dismiss(case, decided, doors, woken)
+    await shut_down_job(case, decided, doors, woken)

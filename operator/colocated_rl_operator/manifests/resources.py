@@ -185,7 +185,7 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
                 "command": [f"{names.BIN_DIR}/runner"],
                 "securityContext": RESTRICTED,
                 "resources": _gpu_resources(gpus),
-                "env": _env(**_homeless(names.SCRATCH_DIR), **{names.ENV_GRACE: str(grace_s)}),
+                "env": _env(**_cache_env(names.SCRATCH_DIR), **{names.ENV_GRACE: str(grace_s)}),
                 "volumeMounts": [
                     _mount("bin", names.BIN_DIR, read_only=True),
                     _mount("sock", names.SOCKET_DIR),
@@ -236,7 +236,7 @@ def _reference_spec(job: Job, images: PodImages) -> Object:
                 "command": ["python3", "-P", "-m", "colocated_rl_trainer.ref_policy"],
                 "securityContext": RESTRICTED,
                 "resources": _gpu_resources(gpus),
-                "env": [*_env(**_homeless(names.SCRATCH_DIR)), *_identity()],
+                "env": [*_env(**_cache_env(names.SCRATCH_DIR)), *_identity()],
                 "ports": _ports("data", "metrics"),
                 "startupProbe": _probe(period_s=1, failures=300),
                 "readinessProbe": _probe(period_s=2, failures=3, path="/readyz"),
@@ -270,7 +270,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
                 "terminationMessagePolicy": LAST_WORDS,
                 "securityContext": RESTRICTED,
                 "resources": _resources(job.spec.rollout.resources),
-                "env": [*_env(**_homeless("/tmp")), *_identity()],
+                "env": [*_env(**_cache_env("/tmp")), *_identity()],
                 "ports": _ports(),
                 "startupProbe": _probe(period_s=1, failures=300),
                 "readinessProbe": _probe(period_s=5, failures=3),
@@ -322,7 +322,7 @@ def _rewards_container(job: Job, images: PodImages) -> Object:
         "command": ["python3", "-P", "-m", "colocated_rl_rollout.tasks.task_server"],
         "securityContext": RESTRICTED | {"runAsUser": REWARDS_USER},
         "resources": _resources(prompts.resources),
-        "env": _env(**_homeless("/tmp")),
+        "env": _env(**_cache_env("/tmp")),
         "volumeMounts": [
             _mount("tasks", names.TASKS_DIR),
             _mount("rewards-tmp", "/tmp"),
@@ -349,7 +349,7 @@ def _identity() -> list[Object]:
     return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
 
 
-def _homeless(directory: str) -> dict[str, str]:
+def _cache_env(directory: str) -> dict[str, str]:
     """For a user without a passwd entry and a read-only root: who it is, and where libraries keep their caches."""
     return {
         "HOME": directory,

@@ -34,7 +34,7 @@ PodAction = CreatePod | DeletePod
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitFor:
     """Nothing to do until something changes, or until the deadline that the plan's `wake_at` names."""
 
     reason: Waiting

@@ -16,9 +16,9 @@ from colocated_rl_api.seats import role_of
 from colocated_rl_operator.planner.actions import DeletePod, PodAction
 from colocated_rl_operator.planner.observation import (
     Climb,
+    FailureTally,
     Member,
     Observation,
-    Tally,
 )
 from colocated_rl_operator.planner.reasons import Cause, Waiting
 from colocated_rl_operator.planner.roster import is_silent
@@ -58,7 +58,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Verdict:
     """What is done about a failure. rule: of the policy, from 0; None: the usual answer."""
 
     action: FailureAction
@@ -71,15 +71,15 @@ class Answer:
         return "" if self.rule is None else f" (failurePolicy.rules[{self.rule}])"
 
 
-def answer(seen: Observation, failure: Failure) -> Answer:
+def answer(seen: Observation, failure: Failure) -> Verdict:
     policy = seen.job.spec.failure_policy
     for number, rule in enumerate(policy.rules if policy else ()):
         is_for_rung = rule.at_rungs is None or failure.rung in rule.at_rungs
         has_tries = rule.max_tries is None or failure.tries < rule.max_tries
         if failure.cause in rule.on_causes and is_for_rung and has_tries:
-            return Answer(rule.action, number, rule.counts)
+            return Verdict(rule.action, number, rule.counts)
     usual = failure.cause.answers[0]
-    return Answer(usual, counts=usual is not FailureAction.REQUEUE)
+    return Verdict(usual, counts=usual is not FailureAction.REQUEUE)
 
 
 def backoff_s(seen: Observation, tries: int) -> float:
@@ -219,12 +219,12 @@ def _has_trainers(seen: Observation, failure: Failure) -> bool:
     return any(role_of(pod.seat) == lineage for pod in failure.pods)
 
 
-def _fail(seen: Observation, now: Climb, failure: Failure, said: Answer) -> Decision:
+def _fail(seen: Observation, now: Climb, failure: Failure, said: Verdict) -> Decision:
     climb = replace(seen.climb or now, tally=_answered(now.tally, failure, said))
     return raise_epoch(seen, climb, Cause.FAILURE_POLICY, f"{failure.message}: the job fails{said.by}")
 
 
-def _answered(tally: Tally, failure: Failure, said: Answer) -> Tally:
+def _answered(tally: FailureTally, failure: Failure, said: Verdict) -> FailureTally:
     return replace(tally, cause=failure.cause, action=said.action, rule=said.rule)
 
 
@@ -240,7 +240,7 @@ def _count(number: int, one: str, more: str | None = None) -> str:
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
-def _then(seen: Observation, now: Climb, failure: Failure, said: Answer, *, replaces: bool) -> str:
+def _then(seen: Observation, now: Climb, failure: Failure, said: Verdict, *, replaces: bool) -> str:
     match said.action:
         case FailureAction.ROLL_BACK:
             return f"back to step {_finished(seen, now)}{said.by}"
@@ -253,13 +253,13 @@ def _then(seen: Observation, now: Climb, failure: Failure, said: Answer, *, repl
             return f"{starts(seen)} together again{said.by}"
 
 
-def _tallied(now: Climb, failure: Failure, said: Answer, *, replaces: bool) -> Tally:
+def _tallied(now: Climb, failure: Failure, said: Verdict, *, replaces: bool) -> FailureTally:
     tally, avoids = now.tally, now.tally.avoids
     if replaces and said.action is FailureAction.REPLACE_POD_ELSEWHERE:
         nodes = dict.fromkeys(pod.node for pod in failure.pods if pod.node)
         avoids = (*(node for node in avoids if node not in nodes), *nodes)[-MAX_AVOIDED:]
     is_first = bool(now.group)  # else its pods are on their way already, for another failure
-    return Tally(
+    return FailureTally(
         pod_restarts=tally.pod_restarts + (replaces and is_first),
         step_retries=tally.step_retries + (not replaces),
         step=max(now.step, tally.step),

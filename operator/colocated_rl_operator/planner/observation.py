@@ -92,7 +92,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Tally:
+class FailureTally:
     """Failures that made the trainers start together again, and what was done about the newest."""
 
     pod_restarts: int = 0
@@ -119,7 +119,7 @@ class Climb:
     group: str  # hash of the UIDs of the pods whose trainers form the lineage; "": nobody's yet
     cause: Cause
     restarts: int = 0  # after failures that count against backoffLimit
-    tally: Tally = Tally()
+    tally: FailureTally = FailureTally()
 
     @cached_property
     def version(self) -> WeightVersion:

@@ -20,7 +20,7 @@ from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import Goal, PodTarget, Rendezvous, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
-from colocated_rl_operator.planner.actions import DeletePod, PodAction, Wait
+from colocated_rl_operator.planner.actions import DeletePod, PodAction, WaitFor
 from colocated_rl_operator.planner.failure_policy import (
     Decision,
     Hold,
@@ -58,7 +58,7 @@ class Plan:
     standings: Mapping[str, Rung] = field(default_factory=dict)
     targets: Mapping[str, PodTarget | RolloutTarget] = field(default_factory=dict)  # without one: keep what you have
     pods: tuple[PodAction, ...] = ()
-    wait: Wait | None = None
+    wait: WaitFor | None = None
     message: str = ""  # of a raise: what happened, for people
     is_over: bool = False  # every member has stopped: record the end
     is_expired: bool = False  # it has been over for long enough: the job itself goes
@@ -77,7 +77,7 @@ def plan(seen: Observation) -> Plan:
         case Hold(until, message, reason):
             found = _follow(seen, raises=False, message="")
             wake_at = until if found.wake_at is None else min(until, found.wake_at)
-            return replace(found, wait=Wait(reason, (), message), wake_at=wake_at)
+            return replace(found, wait=WaitFor(reason, (), message), wake_at=wake_at)
         case None:
             return _follow(seen, raises=False, message="")
 
@@ -328,7 +328,7 @@ def _climb(seen: Observation) -> Plan:
         standings=seen.standings,
         targets=_targets(seen),
         pods=pods,
-        wait=Wait(Waiting.PODS, seen.absent, _absentees(seen)) if seen.absent else None,
+        wait=WaitFor(Waiting.PODS, seen.absent, _absentees(seen)) if seen.absent else None,
         wake_at=min((wake for wake in wakes if wake > seen.now), default=None),
     )
 
@@ -457,7 +457,7 @@ def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
             *(_end(member) for member in told if late or member.phase is PodPhase.PENDING),
             *(_let_go(member) for member in references),
         ),
-        wait=Wait(Waiting.STOPPING, tuple(member.name for member in (*running, *references))),
+        wait=WaitFor(Waiting.STOPPING, tuple(member.name for member in (*running, *references))),
         wake_at=None if late else until,
     )
 
@@ -486,7 +486,7 @@ def _let_go(reference: Member) -> DeletePod:
 def _leave(seen: Observation) -> Plan:
     """Nobody runs any more, or has been told anything yet: the pods go, and the job rests."""
     pods, wake_at = clear(seen)
-    wait = Wait(Waiting.STOPPING, tuple(member.name for member in seen.members)) if seen.members else None
+    wait = WaitFor(Waiting.STOPPING, tuple(member.name for member in seen.members)) if seen.members else None
     return Plan(climb=seen.climb, standings=seen.standings, pods=pods, wait=wait, wake_at=wake_at)
 
 

@@ -33,7 +33,7 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
     wake: list[float] = []
     for pod in seen.members:
         if pod.ends_at is not None:
-            _bury(pod, pod.ends_at, seen.now, actions, wake)
+            _force_delete(pod, pod.ends_at, seen.now, actions, wake)
     actions += [
         DeletePod(pod.name, pod.uid, grace_s=None, why=_why(pod, seen.now))
         for pod in seen.current.values()
@@ -59,11 +59,11 @@ def clear(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
             why = f"pod {pod.name} goes: its job is suspended"
             actions.append(DeletePod(pod.name, pod.uid, grace_s=None, why=why, is_fault=False))
         else:
-            _bury(pod, pod.ends_at, seen.now, actions, wake)
+            _force_delete(pod, pod.ends_at, seen.now, actions, wake)
     return tuple(actions), min(wake, default=None)
 
 
-def _bury(pod: Member, ends_at: float, now: float, actions: list[PodAction], wake: list[float]) -> None:
+def _force_delete(pod: Member, ends_at: float, now: float, actions: list[PodAction], wake: list[float]) -> None:
     """Force a GPU pod that does not end within its grace."""
     if pod.seat == ROLLOUT_SEAT:
         return

@@ -34,9 +34,9 @@ from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.seats import role_of
 from colocated_rl_api.weights import finished_model
 from colocated_rl_operator.planner.observation import (
+    FailureTally,
     Job,
     Observation,
-    Tally,
     rests,
 )
 from colocated_rl_operator.planner.plan import Plan
@@ -49,7 +49,7 @@ from colocated_rl_operator.planner.reasons import (
 )
 
 PROGRESS_S = 10.0
-BLINK_S = 5.0  # members that are away for less (a take-over, a restarted agent) change no word
+BRIEF_OUTAGE_S = 5.0  # members that are away for less (a take-over, a restarted agent) change no word
 MAX_OUT_OF_LINE = 10
 
 
@@ -109,7 +109,7 @@ def report(
     if is_resting:
         served = None
     model = _model(seen) or before.model
-    answering = seen.all_answer or is_blink(seen, before)
+    answering = seen.all_answer or is_brief_outage(seen, before)
     phase = _phase(seen, plan, slowest, served, before, answering=answering)
     if _backs_off(plan) and phase is not Phase.ROLLOUT:
         phase = Phase.RECOVERING
@@ -148,7 +148,7 @@ def report(
             at,
             stall,
             answering=answering,
-            whole=not seen.absent or is_blink(seen, before),
+            whole=not seen.absent or is_brief_outage(seen, before),
             model=model,
         ),
     )
@@ -159,10 +159,10 @@ def all_done(job: Job, model: str | None) -> str:
     return f"all {job.spec.steps} {what}" + (f"; the model is in {model}" if model else "")
 
 
-def is_blink(seen: Observation, before: ColocatedRLJobStatus) -> bool:
+def is_brief_outage(seen: Observation, before: ColocatedRLJobStatus) -> bool:
     """Members that answered before are away for a moment."""
     since = seen.memory.unready_since
-    if since is None or seen.now >= since + BLINK_S:
+    if since is None or seen.now >= since + BRIEF_OUTAGE_S:
         return False
     return any(
         item.type == ConditionType.PODS_READY and item.status is ConditionStatus.TRUE for item in before.conditions
@@ -413,8 +413,8 @@ def _most_common(seen: Observation, plan: Plan, role: str) -> Rung | None:
     return rungs.most_common(1)[0][0] if rungs else None
 
 
-def _failures(tally: Tally) -> FailuresStatus | None:
-    if tally == Tally():
+def _failures(tally: FailureTally) -> FailuresStatus | None:
+    if tally == FailureTally():
         return None
     return FailuresStatus(
         cause=tally.cause,

@@ -21,15 +21,16 @@ from colocated_rl_agent import garbage
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.drivers.sglang import IDLE_CONNECTION_S
 from colocated_rl_agent.runner import runner
-from colocated_rl_agent.settings import Settings, SettingsError, read_settings
+from colocated_rl_agent.settings import AgentSettings, read_settings
 from colocated_rl_api import logs, names
+from colocated_rl_member.settings import SettingsError
 
 LOG = logging.getLogger(__name__)
 
 UMASK = 0o007  # files are shared with the GPU container through the pod's group
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: AgentSettings) -> None:
     """One agent until it ends. Raises what its parts raise, in a group or alone."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
     async with aiohttp.ClientSession(

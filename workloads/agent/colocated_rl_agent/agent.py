@@ -20,15 +20,15 @@ from prometheus_client import CollectorRegistry
 from colocated_rl_agent.files.batches import Shards, ShardUnavailable
 from colocated_rl_agent.files.exports import Exports, ExportTorn
 from colocated_rl_agent.files.journal import Journal
-from colocated_rl_agent.files.volume import SILENT_S, Volume, VolumeSilent
+from colocated_rl_agent.files.volume import SILENT_S, VolumeDirectory, VolumeSilent
 from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_agent.lanes.engine import Engine
 from colocated_rl_agent.lanes.trainers import Trainers
-from colocated_rl_agent.metrics import BelowTarget, Metrics
+from colocated_rl_agent.metrics import AgentMetrics, BelowTarget
 from colocated_rl_agent.planner import actions as do
-from colocated_rl_agent.planner.climb import Climb
 from colocated_rl_agent.planner.next_actions import next_actions
+from colocated_rl_agent.planner.rung_times import RungTimes
 from colocated_rl_agent.planner.views import ENGINE_NAME, PodView
 from colocated_rl_agent.problems import Problems
 from colocated_rl_agent.runner.devices import Devices, require_room
@@ -41,7 +41,7 @@ from colocated_rl_agent.runner.runner_link import (
     RunnerLost,
     RunnerTerminating,
 )
-from colocated_rl_agent.settings import Settings
+from colocated_rl_agent.settings import AgentSettings
 from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.job import Verify
 from colocated_rl_api.logs import log
@@ -63,7 +63,7 @@ class Agent:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: AgentSettings,
         session: aiohttp.ClientSession,
         registry: CollectorRegistry,
         *,
@@ -71,7 +71,7 @@ class Agent:
     ) -> None:
         self._settings = settings
         self._journal = Journal(settings.directories.state)
-        self._metrics = Metrics(registry)
+        self._metrics = AgentMetrics(registry)
         self._problems = Problems()
         self._runner = RunnerLink(settings.runner_socket, self._on_runner)
         self._gate = Gate(changed=self._wake_up, count=self._metrics.request_ended)
@@ -100,7 +100,7 @@ class Agent:
         places, progress_s = settings.directories, settings.job.spec.switch.trainer_progress_seconds
         client = DataClient(session, tls, settings.job.uid)
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
-        volume = Volume(places.weights, silent_s=volume_silent_s)
+        volume = VolumeDirectory(places.weights, silent_s=volume_silent_s)
         self._exports = Exports(volume, probe=settings.rules.verify is Verify.PROBE)
         self._look_again = asyncio.Event()
         self._ladder = settings.rules.ladder
@@ -134,7 +134,7 @@ class Agent:
         self._stopped = False
         self._closed_at = time.monotonic()
         self._agreed: tuple[WeightVersion, str] | None = None
-        self._climb = Climb(self._ladder, self._reached)
+        self._climb = RungTimes(self._ladder, self._reached)
         registry.register(BelowTarget(self._below_target))
 
     async def run(self) -> None:
@@ -349,7 +349,7 @@ class Agent:
                 await trainers.offload(self._require_room)
             case do.Save(step=step):
                 await trainers.save(step)
-            case do.Finish(version=version):
+            case do.SaveModel(version=version):
                 await trainers.finish(version)
             case _:
                 assert_never(action)

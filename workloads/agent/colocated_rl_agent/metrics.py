@@ -14,7 +14,7 @@ CALL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30
 RUNG_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)  # from a closing gate to a training step
 
 
-class Metrics:
+class AgentMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "colocate_gate_requests", "Requests let in, by how they ended", ["outcome"], registry=registry

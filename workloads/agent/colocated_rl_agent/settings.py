@@ -11,8 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pydantic
-
 from colocated_rl_agent.files.exports import export_directory
 from colocated_rl_agent.planner.next_actions import Rules
 from colocated_rl_agent.planner.views import (
@@ -26,13 +24,10 @@ from colocated_rl_api.job import EngineMemory, Interruption, Verify
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.rungs import Placement, WeightVersion
 from colocated_rl_member.server import Ports
+from colocated_rl_member.settings import SettingsError, read_job, required
 
 RUNNER_SOCKET = "runner.sock"
 TAG_OF = {EngineMemory.WEIGHTS: WEIGHTS, EngineMemory.KV_CACHE: KV_CACHE, EngineMemory.CUDA_GRAPH: CUDA_GRAPH}
-
-
-class SettingsError(Exception):
-    """The process can't start as it was told; the message names what to change."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class Directories:
 
 
 @dataclass(frozen=True)
-class Settings:
+class AgentSettings:
     pod: str
     pod_uid: str
     replica: int
@@ -146,7 +141,7 @@ def kept_tags(offload: Collection[EngineMemory]) -> tuple[str, ...]:
     return tuple(tag for memory, tag in TAG_OF.items() if memory not in offload) if offload else ()
 
 
-def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
+def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> AgentSettings:
     """Raises SettingsError."""
     parser = argparse.ArgumentParser(prog="python -m colocated_rl_agent", description="The agent of a GPU pod.")
     parser.add_argument("--root", type=Path, default=Path("/"), help="what all directories are in")
@@ -154,23 +149,16 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
     Ports.add_arguments(parser)
     given = parser.parse_args(arguments)
     directories = Directories.below(given.root)
-    return Settings(
-        pod=_required(environment, names.ENV_POD_NAME),
-        pod_uid=_required(environment, names.ENV_POD_UID),
+    return AgentSettings(
+        pod=required(environment, names.ENV_POD_NAME),
+        pod_uid=required(environment, names.ENV_POD_UID),
         replica=_number(environment, names.ENV_REPLICA),
-        job=_read_job(directories.job_file),
+        job=read_job(directories.job_file),
         directories=directories,
         ports=Ports.given(given),
         engine_port=given.engine_port,
         role=_role(environment),
     )
-
-
-def _required(environment: Mapping[str, str], name: str) -> str:
-    value = environment.get(name, "")
-    if not value:
-        raise SettingsError(f"environment variable {name} is not set: the operator's pod template sets it")
-    return value
 
 
 def _role(environment: Mapping[str, str]) -> str:
@@ -181,18 +169,7 @@ def _role(environment: Mapping[str, str]) -> str:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    value = _required(environment, name)
+    value = required(environment, name)
     if not (value.isascii() and value.isdigit()):
         raise SettingsError(f"environment variable {name} is {value!r}: a number of 0 or more is needed")
     return int(value)
-
-
-def _read_job(path: Path) -> JobFile:
-    try:
-        return JobFile.read(path.read_bytes())
-    except OSError as error:
-        raise SettingsError(f"job file {path} can't be read: {error}") from error
-    except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise SettingsError(f"job file {path}: {place}: {first['msg']}") from error

@@ -24,7 +24,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class Connection(web.RequestHandler):
+class MemberConnection(web.RequestHandler):
     __slots__ = ()
 
     def handle_error(

@@ -27,7 +27,7 @@ DATA_IDLE_S = 900.0  # of a connection to a data port; callers keep theirs for l
 NO_TOKEN = error_body(401, "the data token of the job is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
 
 
-class DataPort(Protocol):
+class StandaloneDataPort(Protocol):
     """A data port that serves itself, without an application; it asks for the token too."""
 
     def listening(self, host: str, port: int, context: ssl.SSLContext) -> AbstractAsyncContextManager[int]:
@@ -40,7 +40,7 @@ class Strangers:
     def __init__(self) -> None:
         self._leave: dict[web.RequestHandler, asyncio.TimerHandle] = {}
 
-    def has_come(self, who: web.RequestHandler, *, within_s: float) -> None:
+    def connection_opened(self, who: web.RequestHandler, *, within_s: float) -> None:
         self._leave[who] = asyncio.get_running_loop().call_later(within_s, self._hang_up_on, who)
 
     def is_none(self, who: web.RequestHandler) -> None:

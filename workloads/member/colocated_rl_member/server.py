@@ -38,8 +38,8 @@ from colocated_rl_api.member_wire import (
     Refusal,
     read_target,
 )
-from colocated_rl_member.connection import Connection
-from colocated_rl_member.data import DATA_IDLE_S, STRANGERS, DataPort
+from colocated_rl_member.connection import MemberConnection
+from colocated_rl_member.data import DATA_IDLE_S, STRANGERS, StandaloneDataPort
 from colocated_rl_member.fence import EpochFence, TargetT
 from colocated_rl_member.metrics import ProblemGauge
 from colocated_rl_member.room import RoomFor
@@ -105,7 +105,7 @@ class MemberServer(Generic[TargetT]):
         accept: Callable[[TargetT], None],
         remember_epoch: Callable[[int], None],
         unfit: Callable[[TargetT], str] = lambda target: "",
-        data: web.Application | DataPort | None = None,
+        data: web.Application | StandaloneDataPort | None = None,
         pages: Sequence[web.RouteDef] = (),
         around_pages: Sequence[Middleware] = (),
         ports: Ports | None = None,
@@ -196,7 +196,7 @@ class MemberServer(Generic[TargetT]):
         first_s = min(HANDSHAKE_S, self._idle_s)
 
         def own() -> asyncio.BaseProtocol:
-            made = Connection(
+            made = MemberConnection(
                 http,
                 loop=asyncio.get_running_loop(),
                 access_log=None,  # type: ignore[arg-type]  # there is none then
@@ -206,7 +206,7 @@ class MemberServer(Generic[TargetT]):
                 auto_decompress=False,  # of a few bytes it would make any number
             )
             if STRANGERS in app:
-                app[STRANGERS].has_come(made, within_s=first_s)
+                app[STRANGERS].connection_opened(made, within_s=first_s)
             return made
 
         server = await asyncio.get_running_loop().create_server(

@@ -11,18 +11,19 @@ import sys
 import aiohttp
 
 from colocated_rl_api import logs, names
+from colocated_rl_member.settings import SettingsError
 from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.engines.engine_client import gate_connector
 from colocated_rl_rollout.rewards.reward_endpoint import RewardEndpoint
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.chat import ModelUnusable
-from colocated_rl_rollout.settings import Settings, SettingsError, read_settings
+from colocated_rl_rollout.settings import RolloutSettings, read_settings
 from colocated_rl_rollout.store.database import StoreFailed
 
 LOG = logging.getLogger(__name__)
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: RolloutSettings) -> None:
     """One controller until it ends. Raises what its parts raise, in a group or alone."""
     async with (
         aiohttp.ClientSession(connector=gate_connector(), trust_env=False) as session,

@@ -19,7 +19,7 @@ class ClientGone(Exception):
         self.response = response
 
 
-async def given(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+async def send_within_deadline(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
     """An answer once its client has taken it: the framework would wait for that for ever. Raises ClientGone."""
     async with reading(request, response):
         await response.prepare(request)
@@ -39,7 +39,7 @@ async def reading(request: web.Request, response: web.StreamResponse) -> AsyncIt
         raise ClientGone(response) from error
 
 
-async def soon(event: asyncio.Event, within_s: float) -> bool:
+async def wait_until_set(event: asyncio.Event, within_s: float) -> bool:
     """Whether it is set by then."""
     try:
         async with asyncio.timeout(within_s):

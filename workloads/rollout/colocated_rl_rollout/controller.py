@@ -33,23 +33,23 @@ from colocated_rl_member.server import MemberServer
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import Episodes
-from colocated_rl_rollout.evaluation import Evaluation
+from colocated_rl_rollout.evaluation import Evaluator
 from colocated_rl_rollout.gateway.gateway import SAYS_EXPERTS, Gateway
 from colocated_rl_rollout.gateway.not_found import telling_what_there_is
 from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.gateway.turns import Turns
-from colocated_rl_rollout.metrics import Metrics, StoreGauges, TokenRate
-from colocated_rl_rollout.pages.exports import Exports
+from colocated_rl_rollout.metrics import RolloutMetrics, StoreGauges, TokenRate
+from colocated_rl_rollout.pages.exports import SampleExports
 from colocated_rl_rollout.pages.followers import Followers
 from colocated_rl_rollout.pages.interface import interface
 from colocated_rl_rollout.pages.pages import data_routes, pages
-from colocated_rl_rollout.reference import Reference
+from colocated_rl_rollout.reference import ReferencePods
 from colocated_rl_rollout.replay import Replay
 from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.sealer import Sealer, trainer_ranks
-from colocated_rl_rollout.settings import Settings
+from colocated_rl_rollout.settings import RolloutSettings
 from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.worker import Worker
 
@@ -68,7 +68,7 @@ class Controller:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: RolloutSettings,
         session: aiohttp.ClientSession,
         processes: TaskProcesses,
         registry: CollectorRegistry = REGISTRY,
@@ -82,7 +82,7 @@ class Controller:
         self._stopped = False  # done
         self._dirty = asyncio.Event()
         self._rate = TokenRate()
-        self._metrics = Metrics(registry)
+        self._metrics = RolloutMetrics(registry)
         tls = MemberTls.read(settings.tls)
         chat = Chat(settings.model)
         self._store = store = Store(settings.state, job_uid=job.uid, keeps_batches=spec.storage.keep_batches)
@@ -130,7 +130,7 @@ class Controller:
             model=job.name,
             gateway=lambda: f"http://127.0.0.1:{self.member.ports.pages}/v1",
         )
-        self._evaluation = Evaluation(
+        self._evaluation = Evaluator(
             spec.evaluation,
             limit=spec.rollout.max_response_tokens,
             temperature=spec.rollout.sampling.temperature,
@@ -153,9 +153,9 @@ class Controller:
             created=int(job.created.timestamp()),
             says_experts=SAYS_EXPERTS in spec.rollout.engine_args,
         )
-        self._reference: Reference | None = None
+        self._reference: ReferencePods | None = None
         if spec.seals_with_scores and settings.recording is None:
-            self._reference = Reference(
+            self._reference = ReferencePods(
                 client,
                 temperature=spec.rollout.sampling.temperature,
                 deadline_s=spec.switch.trainer_progress_seconds,
@@ -212,7 +212,7 @@ class Controller:
                     lambda: self._facts,
                     chat.text,
                     self._followers,
-                    Exports(store, settings.model),
+                    SampleExports(store, settings.model),
                     partial(interface, gateway=bool(served)),
                 ),
                 *served,

@@ -39,8 +39,8 @@ from colocated_rl_rollout.store.database import Statement
 from colocated_rl_rollout.tasks.task_wire import (
     REWARD,
     Play,
-    Reply,
     Stop,
+    TaskReply,
 )
 
 LOG = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class _Player:
 
     connection: TaskConnection
     ends: Sequence[int]  # of the rows of each source
-    playing: dict[int, asyncio.Future[Reply | None]] = field(default_factory=dict)
+    playing: dict[int, asyncio.Future[TaskReply | None]] = field(default_factory=dict)
     lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def tell(self, kind: str, line: Play | Stop) -> None:
@@ -139,7 +139,7 @@ class Episodes:
             raise
 
     # ------------------------------------------------------------------------------------------------- one episode
-    async def _reply(self, player: _Player, row: int, session: Session) -> Reply:
+    async def _reply(self, player: _Player, row: int, session: Session) -> TaskReply:
         """Raises EpisodeFailed, EpisodeLost."""
         source = self._prompts.environments.get(bisect_right(player.ends, row))
         if source is None:
@@ -156,12 +156,12 @@ class Episodes:
                 del player.playing[number]
             elif player in self._players:
                 self._group.create_task(self._stop(player, number), name=f"stop/{number}")
-        reply: Reply | None = ended.result()
+        reply: TaskReply | None = ended.result()
         if reply is None:
             raise EpisodeLost("the process that played it ended")
         return reply
 
-    async def _end_of(self, ended: asyncio.Future[Reply | None], session: Session, *, deadline_s: float) -> None:
+    async def _end_of(self, ended: asyncio.Future[TaskReply | None], session: Session, *, deadline_s: float) -> None:
         """Raises EpisodeFailed."""
         while (left_s := deadline_s - self._sessions.quiet_s(session)) > 0:
             await asyncio.wait([ended], timeout=left_s)
@@ -225,7 +225,7 @@ async def _read(player: _Player) -> None:
             ended.set_result(reply)
 
 
-def _reward_of(reply: Reply, session: Session) -> float:
+def _reward_of(reply: TaskReply, session: Session) -> float:
     """What the environment says; 0 where its model's room was at its end. Raises EpisodeFailed."""
     if reply.error is not None:
         if session.is_full:

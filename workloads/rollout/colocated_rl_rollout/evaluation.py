@@ -84,7 +84,7 @@ class Scoreboard:
         )
 
 
-class Evaluation:
+class Evaluator:
     """Evaluates when asked. `changed` is called when there is something to send, a result, or a problem.
 
     how: None until the job has an evaluation. A change of it, and of the temperature, is for the next one.

@@ -21,7 +21,7 @@ RATE_WINDOW_S = 30.0
 ALERTED_DISCARDS = ("TooStale", "SessionTooStale")
 
 
-class Metrics:
+class RolloutMetrics:
     """Figures that worker and gateway add to."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

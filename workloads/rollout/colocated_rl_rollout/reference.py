@@ -23,7 +23,7 @@ from colocated_rl_api.logs import in_words, log
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.reference_wire import BYTES_OF_A_TOKEN, SCORE_PATH
 from colocated_rl_member.data import DataClient
-from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.samples import (
     Group,
     Sample,
@@ -65,7 +65,7 @@ class _Trouble:
     words: str
 
 
-class Reference:
+class ReferencePods:
     """All pods of a job's reference. temperature: of the scores that are wanted, from its next use on.
 
     deadline_s: for one answer. changed: called when it may be that a sample can be sent, or a batch be sealed.
@@ -77,7 +77,7 @@ class Reference:
         *,
         temperature: float,
         deadline_s: float,
-        metrics: Metrics,
+        metrics: RolloutMetrics,
         changed: Callable[[], None],
         rest_s: float = REST_S,
     ) -> None:

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pydantic
-
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_member.server import Ports
+from colocated_rl_member.settings import read_job, required
 
 PROGRESS_S = 2.0
 GATEWAY_TURNS = 4096
@@ -24,12 +23,8 @@ GATEWAY_PARKED_S = 3600.0  # the engines may be off for a whole training step
 DRAIN_S = 15.0  # of the pod's grace period: responses that end by then are kept
 
 
-class SettingsError(Exception):
-    """The process can't start as it was told; the message names what to change."""
-
-
 @dataclass(frozen=True)
-class Settings:
+class RolloutSettings:
     pod: str
     pod_uid: str
     job: JobFile
@@ -47,7 +42,7 @@ class Settings:
     gateway_parked_s: float
 
 
-def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
+def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> RolloutSettings:
     """Raises SettingsError."""
     parser = argparse.ArgumentParser(
         prog="python -m colocated_rl_rollout", description="The rollout controller of a job."
@@ -82,10 +77,10 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         help="that one of them waits for an engine at a stretch",
     )
     given = parser.parse_args(arguments)
-    job = _read_job(given.job_file)
-    return Settings(
-        pod=_required(environment, names.ENV_POD_NAME),
-        pod_uid=_required(environment, names.ENV_POD_UID),
+    job = read_job(given.job_file)
+    return RolloutSettings(
+        pod=required(environment, names.ENV_POD_NAME),
+        pod_uid=required(environment, names.ENV_POD_UID),
         job=job,
         state=given.state,
         tls=given.tls,
@@ -100,21 +95,3 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         gateway_turns=given.gateway_turns,
         gateway_parked_s=given.gateway_parked_seconds,
     )
-
-
-def _required(environment: Mapping[str, str], name: str) -> str:
-    value = environment.get(name, "")
-    if not value:
-        raise SettingsError(f"environment variable {name} is not set: the operator's pod template sets it")
-    return value
-
-
-def _read_job(path: Path) -> JobFile:
-    try:
-        return JobFile.read(path.read_bytes())
-    except OSError as error:
-        raise SettingsError(f"job file {path} can't be read: {error}") from error
-    except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise SettingsError(f"job file {path}: {place}: {first['msg']}") from error

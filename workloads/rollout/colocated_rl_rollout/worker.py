@@ -35,11 +35,11 @@ from colocated_rl_rollout.engines.engine_client import (
 )
 from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost, Episodes
-from colocated_rl_rollout.evaluation import Evaluation
+from colocated_rl_rollout.evaluation import Evaluator
 from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.gateway.turns import Turns
-from colocated_rl_rollout.metrics import Metrics
-from colocated_rl_rollout.reference import Reference
+from colocated_rl_rollout.metrics import RolloutMetrics
+from colocated_rl_rollout.reference import ReferencePods
 from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.rewards.task_connection import TaskUnusable
@@ -89,12 +89,12 @@ class Worker(Sealer):
         chat: Chat,
         processes: TaskProcesses,
         episodes: Episodes,
-        evaluation: Evaluation | None,
+        evaluation: Evaluator | None,
         turns: Turns,
         sessions: Sessions,
-        metrics: Metrics,
+        metrics: RolloutMetrics,
         changed: Callable[[], None],
-        reference: Reference | None = None,
+        reference: ReferencePods | None = None,
         full_retry_s: float = FULL_RETRY_S,
     ) -> None:
         """reference: one with devices of its own, without whose scores no batch is sealed."""

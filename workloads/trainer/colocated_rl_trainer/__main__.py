@@ -10,9 +10,9 @@ from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
 def _make_loop(settings: RankSettings) -> Loop:
     config = TrainerConfig.read(settings.config)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings are no JSON lines, and pods have no host names
-    from colocated_rl_trainer.grpo.loop import ReferenceTrainer
+    from colocated_rl_trainer.grpo.loop import GRPOTrainer
 
-    return ReferenceTrainer(settings, config)
+    return GRPOTrainer(settings, config)
 
 
 if __name__ == "__main__":

@@ -40,5 +40,5 @@ class NotAllowed(CliError):
     """The API server knows who asks, and refuses."""
 
 
-class NotThere(CliError):
+class ObjectMissing(CliError):
     """The API server has no such object."""

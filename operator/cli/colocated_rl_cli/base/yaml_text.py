@@ -40,13 +40,13 @@ _TAG = "tag:yaml.org,2002:"
 class Unreadable(Exception):
     """Text that the API server could not decode. `place` says where."""
 
-    def __init__(self, message: str, place: Place) -> None:
+    def __init__(self, message: str, place: Position) -> None:
         super().__init__(message)
         self.place = place
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class Position:
     """Both from 1."""
 
     line: int
@@ -58,9 +58,9 @@ class Document:
     """One document of a file. `places`: of each value by its path, or of its key where it has one."""
 
     value: Any
-    places: dict[Path, Place] = field(default_factory=dict)
+    places: dict[Path, Position] = field(default_factory=dict)
 
-    def place(self, path: Path) -> Place:
+    def place(self, path: Path) -> Position:
         """Of a path, or of its nearest part that is there."""
         while path and path not in self.places:
             path = path[:-1]
@@ -68,7 +68,7 @@ class Document:
 
     def parts(self, key: str) -> Iterator[Document]:
         """Of a list that stands under a key: each as a document of its own."""
-        places: list[dict[Path, Place]] = [{} for _ in self.value[key]]
+        places: list[dict[Path, Position]] = [{} for _ in self.value[key]]
         for path, place in self.places.items():
             if path[:1] == (key,) and len(path) > 1:
                 places[int(path[1])][path[2:]] = place
@@ -101,7 +101,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(_PLAIN, re.compile(r".*", re.DOTALL), None)
 
 
-class _Dumper(yaml.SafeDumper):
+class _QuotingDumper(yaml.SafeDumper):
     """Quotes texts that would be none without quotes."""
 
 
@@ -110,22 +110,22 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar(f"{_TAG}str", text, style=style)
 
 
-_Dumper.add_representer(str, _text)
+_QuotingDumper.add_representer(str, _text)
 
 
 def written(value: Any, *, width: int = 80) -> str:
     """Plain data as YAML, in the order that it has."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=width)
+    return yaml.dump(value, Dumper=_QuotingDumper, sort_keys=False, width=width)
 
 
 def read(text: str) -> Iterator[Document]:
     """The documents of a file, empty ones left out. Raises Unreadable."""
     if len(text.encode()) > MAX_BYTES:
-        raise Unreadable(f"larger than {MAX_BYTES} bytes, which no API server takes at once: split it", Place(1, 1))
+        raise Unreadable(f"larger than {MAX_BYTES} bytes, which no API server takes at once: split it", Position(1, 1))
     try:
         for node in yaml.compose_all(text, _Loader):
             if node is not None:
-                document = _Reader().document(node)
+                document = _NodeReader().document(node)
                 if document.value is not None:
                     yield document
     except yaml.MarkedYAMLError as error:
@@ -134,16 +134,16 @@ def read(text: str) -> Iterator[Document]:
             words = "a tab where YAML wants spaces"
         raise Unreadable(words, _place(error.problem_mark or error.context_mark)) from error
     except yaml.reader.ReaderError as error:
-        raise Unreadable(f"{error.reason} at byte {error.position}", Place(1, 1)) from error
+        raise Unreadable(f"{error.reason} at byte {error.position}", Position(1, 1)) from error
     except RecursionError as error:
-        raise Unreadable("nested too deep", Place(1, 1)) from error
+        raise Unreadable("nested too deep", Position(1, 1)) from error
 
 
-class _Reader:
+class _NodeReader:
     """Turns the nodes of one document into values."""
 
     def __init__(self) -> None:
-        self._places: dict[Path, Place] = {}
+        self._places: dict[Path, Position] = {}
         self._nodes = 0
 
     def document(self, node: yaml.Node) -> Document:
@@ -224,5 +224,5 @@ def plain(text: str) -> object:
     return text
 
 
-def _place(mark: yaml.Mark | None) -> Place:
-    return Place(mark.line + 1, mark.column + 1) if mark else Place(1, 1)
+def _place(mark: yaml.Mark | None) -> Position:
+    return Position(mark.line + 1, mark.column + 1) if mark else Position(1, 1)

@@ -19,7 +19,7 @@ from colocated_rl_cli.base.errors import (
     CliError,
     NotAllowed,
     NotReached,
-    NotThere,
+    ObjectMissing,
 )
 from colocated_rl_cli.cluster.kubectl import Login, proxied
 from colocated_rl_cli.evidence.causes import event_time
@@ -180,9 +180,9 @@ def refusal(status: int, text: str, what: str) -> CliError:
         case 403:
             return NotAllowed(f"{what}: {said}; docs/cli.md lists the rights that each command needs")
         case 404 if "the server could not find the requested resource" in said or "page not found" in said:
-            return NotThere(f"{what}: the cluster has no {names.KIND}: is the chart installed?")
+            return ObjectMissing(f"{what}: the cluster has no {names.KIND}: is the chart installed?")
         case 404:
-            return NotThere(f"{what}: {said}; kubectl get crlj -A lists the jobs there are")
+            return ObjectMissing(f"{what}: {said}; kubectl get crlj -A lists the jobs there are")
         case 502 | 503 | 504:
             return NotReached(f"{what}: the API server is not reached: {said}")
         case _:

@@ -18,7 +18,7 @@ from colocated_rl_cli.base.errors import (
     CliError,
     NotAllowed,
     NotReached,
-    NotThere,
+    ObjectMissing,
 )
 from colocated_rl_cli.cluster.api import Api
 from colocated_rl_cli.evidence.evidence import is_over
@@ -83,7 +83,7 @@ class JobWatch:
             for previous in (True, False):
                 try:
                     text = await self._api.log(name, container, previous=previous)
-                except (NotThere, NotReached):
+                except (ObjectMissing, NotReached):
                     continue  # no earlier container, or one that never started
                 for line in text.splitlines():
                     self._read(name, line)
@@ -138,7 +138,7 @@ class JobWatch:
         try:
             async for line in self._api.follow_log(pod, container):
                 self._read(pod, line)
-        except (NotThere, NotReached):
+        except (ObjectMissing, NotReached):
             return  # the container is started again, or the pod has gone
 
     def _read(self, pod: str, text: str) -> None:

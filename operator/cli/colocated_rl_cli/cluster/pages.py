@@ -18,7 +18,7 @@ from yarl import URL
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import in_words
-from colocated_rl_cli.base.errors import CliError, NotReached, NotThere
+from colocated_rl_cli.base.errors import CliError, NotReached, ObjectMissing
 from colocated_rl_cli.cluster.api import Api, refusal
 
 DEADLINE_S = 15.0  # of a whole page
@@ -75,7 +75,7 @@ async def states(api: Api, pods: Iterable[str]) -> dict[str, Any]:
 @asynccontextmanager
 async def answered(
     api: Api, pod: str, path: str, *, query: Mapping[str, str] | None = None, port: int = names.PAGES_PORT
-) -> AsyncIterator[Answer]:
+) -> AsyncIterator[PageBody]:
     """A page whose body is read as it comes. Raises NotReached, NotAllowed, NotThere, also while it is read."""
     asked = URL(path).with_query(query) if query else URL(path)
     request = f"GET {asked.raw_path_qs} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
@@ -85,7 +85,7 @@ async def answered(
             address, protocols=("v4.channel.k8s.io",), max_msg_size=MAX_PAGE_BYTES, autoping=True
         ) as link:
             await link.send_bytes(bytes([_DATA]) + request)
-            answer = Answer(link, what, port)
+            answer = PageBody(link, what, port)
             await answer.begin()
             yield answer
     except aiohttp.WSServerHandshakeError as error:
@@ -94,7 +94,7 @@ async def answered(
         raise NotReached(f"{what}: port-forward failed: {in_words(error)}") from error
 
 
-class Answer:
+class PageBody:
     """A member's answer, read from the port-forward no further than it is asked for.
 
     headers: by their names in lower case.
@@ -125,7 +125,7 @@ class Answer:
             async for piece in self.body():
                 body += piece[: MAX_HEAD_LINE_BYTES - len(body)]
             said = body.decode(errors="replace").strip()[:500]
-            kind = NotThere if status == 404 else NotReached
+            kind = ObjectMissing if status == 404 else NotReached
             raise kind(
                 f"{self._what}: {said}" if status == 404 else f"{self._what}: the member answers {status}: {said}"
             )

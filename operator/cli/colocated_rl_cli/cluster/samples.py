@@ -14,7 +14,7 @@ from colocated_rl_cli.base.errors import (
     CliError,
     NotAllowed,
     NotReached,
-    NotThere,
+    ObjectMissing,
     UsageError,
 )
 from colocated_rl_cli.base.output import document, row_of, table
@@ -54,7 +54,7 @@ async def followed(
             pod = await rollout_pod(api, job)
             async with answered(api, pod, PAGE, query={"follow": "true", **query, **going_on}) as answer:
                 if not answer.headers.get("content-type", "").startswith(LINES):
-                    raise NotThere(f"pod {pod} is of an earlier release, whose samples can't be followed")
+                    raise ObjectMissing(f"pod {pod} is of an earlier release, whose samples can't be followed")
                 after = int(answer.headers[BEGINS_AFTER])
                 said, wait_s = "", AGAIN_S
                 async for line in answer.lines():
@@ -88,7 +88,7 @@ async def download(api: Api, job: str, query: Mapping[str, str], file: Path) -> 
     try:
         async with answered(api, pod, PAGE, query={"format": "parquet", **query}) as answer:
             if not answer.headers.get("content-type", "").startswith(PARQUET):
-                raise NotThere(f"pod {pod} is of an earlier release, which writes no Parquet files")
+                raise ObjectMissing(f"pod {pod} is of an earlier release, which writes no Parquet files")
             written = 0
             with unfinished.open("wb") as part:
                 async for piece in answer.body():
@@ -104,7 +104,7 @@ async def download(api: Api, job: str, query: Mapping[str, str], file: Path) -> 
 async def _is_over(api: Api, job: str) -> bool:
     try:
         return is_over(await api.job(job))
-    except NotThere:
+    except ObjectMissing:
         return True
     except NotReached:
         return False  # nobody knows
@@ -119,7 +119,7 @@ async def rollout_pod(api: Api, job: str) -> str:
             and pod["status"].get("phase") == "Running"
         ):
             return str(pod["metadata"]["name"])
-    raise NotThere(f"job {api.namespace}/{job} has no rollout pod that runs: kubectl crlj explain {job} says why")
+    raise ObjectMissing(f"job {api.namespace}/{job} has no rollout pod that runs: kubectl crlj explain {job} says why")
 
 
 def listed(rows: list[Row], form: str, *, text: bool) -> str:

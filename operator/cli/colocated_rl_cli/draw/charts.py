@@ -35,7 +35,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Row:
+class ChartRow:
     name: str
     bars: Sequence[Bar]
 
@@ -77,7 +77,7 @@ def line_chart(
 
 
 def row_chart(
-    rows: Sequence[Row], *, label: str, key: Sequence[tuple[str, str]], unit: str, parted: bool = False
+    rows: Sequence[ChartRow], *, label: str, key: Sequence[tuple[str, str]], unit: str, parted: bool = False
 ) -> str:
     """Bars along a common axis that begins at 0, one row for each name. `key`: colour and meaning.
 

@@ -25,7 +25,7 @@ Line = Mapping[str, Any]
 UP_TO_CLOSED = (Rung.UNKNOWN, *TIME_SLICED.rungs[: TIME_SLICED.place(Rung.CLOSED)])
 
 
-class Holder(StrEnum):
+class PodHolder(StrEnum):
     """Who has the GPU of a pod."""
 
     START = "start-up"
@@ -63,13 +63,13 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Span:
+class RungSpan:
     """Time of a pod between two rungs. `towards`: the rung that ended it; None for the last."""
 
     pod: str
     start: float
     end: float
-    holder: Holder
+    holder: PodHolder
     towards: Rung | None
     step: int
     epoch: int | None = None  # that asked for it
@@ -80,7 +80,7 @@ class Standing:
     """Where a pod stands by its newest line, who has its GPU, and since when."""
 
     rung: Rung
-    holder: Holder
+    holder: PodHolder
     since: float
 
 
@@ -98,7 +98,7 @@ class RungTime:
     """Seconds that pods needed to reach a rung from the one before, over all switches of a run."""
 
     rung: Rung
-    holder: Holder
+    holder: PodHolder
     mean_s: float
     median_s: float
     longest_s: float
@@ -106,12 +106,12 @@ class RungTime:
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunFigures:
     """One run."""
 
     batches: tuple[Sealed, ...]
     evaluations: tuple[Evaluated, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[RungSpan, ...]
     marks: tuple[Mark, ...]
     ladder: Ladder
     mismatch: float | None  # nats: mean over a step's tokens of |engine - trainer|, of the worst step; None: unmeasured
@@ -138,10 +138,10 @@ class Figures:
         return self.evaluations[-1] if self.evaluations else None
 
 
-def read_figures(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> Figures:
+def read_figures(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> RunFigures:
     """Figures of one job from the log lines of its members. ladder: that it climbs."""
     ordered = sorted((line for line in lines if isinstance(line.get("ts"), int | float)), key=lambda line: line["ts"])
-    return Figures(
+    return RunFigures(
         batches=batches_of(ordered),
         evaluations=evaluations_of(ordered),
         spans=tuple(_spans(ordered, ladder)),
@@ -186,26 +186,26 @@ def standings(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> dict[str, 
             if rung is ladder.top:
                 served.add(pod)
             now[pod] = Standing(
-                rung, _holder(rung, None, ladder, line["role"]) if pod in served else Holder.START, line["ts"]
+                rung, _holder(rung, None, ladder, line["role"]) if pod in served else PodHolder.START, line["ts"]
             )
     return dict(sorted(now.items()))
 
 
-def holder_shares(figures: Figures) -> dict[Holder, float]:
+def holder_shares(figures: RunFigures) -> dict[PodHolder, float]:
     """Part of the pods' time after start-up that each holder had; empty when nothing is known."""
-    held: dict[Holder, float] = defaultdict(float)
+    held: dict[PodHolder, float] = defaultdict(float)
     for span in figures.spans:
-        if span.holder is not Holder.START:
+        if span.holder is not PodHolder.START:
             held[span.holder] += span.end - span.start
     total = sum(held.values())
     return {holder: seconds / total for holder, seconds in held.items()} if total else {}
 
 
-def rung_times(figures: Figures) -> list[RungTime]:
+def rung_times(figures: RunFigures) -> list[RungTime]:
     """How long each rung took, in ladder order, over all pods and all switches after start-up."""
-    by_rung: dict[Rung, list[Span]] = defaultdict(list)
+    by_rung: dict[Rung, list[RungSpan]] = defaultdict(list)
     for span in figures.spans:
-        if span.holder in (Holder.SWITCH, Holder.TRAINER) and span.towards is not None:
+        if span.holder in (PodHolder.SWITCH, PodHolder.TRAINER) and span.towards is not None:
             by_rung[span.towards].append(span)
     times = []
     for rung in figures.ladder.rungs:
@@ -215,20 +215,20 @@ def rung_times(figures: Figures) -> list[RungTime]:
     return times
 
 
-def switches_of(figures: Figures) -> dict[int, list[Span]]:
+def switches_of(figures: RunFigures) -> dict[int, list[RungSpan]]:
     """Spans in which the GPUs changed hands or the trainer had them, by the step that was climbed to."""
-    found: dict[int, list[Span]] = defaultdict(list)
+    found: dict[int, list[RungSpan]] = defaultdict(list)
     for span in figures.spans:
-        if span.holder in (Holder.SWITCH, Holder.TRAINER):
+        if span.holder in (PodHolder.SWITCH, PodHolder.TRAINER):
             found[span.step].append(span)
     return dict(sorted(found.items()))
 
 
-def switch_seconds(figures: Figures) -> list[float]:
+def switch_seconds(figures: RunFigures) -> list[float]:
     """Of each switch: from the first gate closed to all gates open, without the time the trainer had the GPUs."""
     seconds = []
     for spans in switches_of(figures).values():
-        training = [span for span in spans if span.holder is Holder.TRAINER]
+        training = [span for span in spans if span.holder is PodHolder.TRAINER]
         if all(span.towards is not Rung.SERVING for span in spans):
             continue  # under way when the records end
         if not training and not figures.ladder.serves_on:
@@ -239,14 +239,14 @@ def switch_seconds(figures: Figures) -> list[float]:
     return seconds
 
 
-def typical_switch(figures: Figures) -> list[Span]:
+def typical_switch(figures: RunFigures) -> list[RungSpan]:
     """Spans of the switch that lasted as long as most: the one of median length; empty if there was none."""
     whole = [spans for spans in switches_of(figures).values() if any(span.towards is Rung.SERVING for span in spans)]
     whole.sort(key=lambda spans: max(span.end for span in spans) - min(span.start for span in spans))
     return whole[len(whole) // 2] if whole else []
 
 
-def staleness_tokens(figures: Figures) -> dict[int, int]:
+def staleness_tokens(figures: RunFigures) -> dict[int, int]:
     """Trained tokens by staleness, of all batches."""
     tokens: dict[int, int] = defaultdict(int)
     for batch in figures.batches:
@@ -276,7 +276,7 @@ def _evaluated(line: Line) -> Evaluated:
     return Evaluated(line["step"], line.get("ts"), line["mean"], line["stderr"], line.get("best"), line["samples"])
 
 
-def _spans(lines: Sequence[Line], ladder: Ladder) -> list[Span]:
+def _spans(lines: Sequence[Line], ladder: Ladder) -> list[RungSpan]:
     rises: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
         if line.get("role") not in names.GPU_ROLES:  # the operator's lines are of the whole group
@@ -293,21 +293,21 @@ def _is_of_a_rung(line: Line) -> bool:
     return line.get("event") == "rung reached" and line.get("rung") in set(Rung)
 
 
-def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[Span]:
-    spans: list[Span] = []
+def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[RungSpan]:
+    spans: list[RungSpan] = []
     has_served = False
     for line, following in pairwise(rises):
         rung, towards = Rung(line["rung"]), Rung(following["rung"])
         has_served |= rung is ladder.top
         role = following["role"]
-        holder = _holder(rung, towards, ladder, role) if has_served else Holder.START
+        holder = _holder(rung, towards, ladder, role) if has_served else PodHolder.START
         start, end = line["ts"], following["ts"]
         first = _first_of_climb(ladder)
         if rung is ladder.top and ladder.reaches(towards, first) and towards is not first:  # passed on the way
             began = max(start, end - following["took_s"])
-            spans.append(Span(pod, start, began, holder, first, following["step"], following.get("epoch")))
+            spans.append(RungSpan(pod, start, began, holder, first, following["step"], following.get("epoch")))
             start, holder = began, _holder(first, towards, ladder, role)
-        spans.append(Span(pod, start, end, holder, towards, following["step"], following.get("epoch")))
+        spans.append(RungSpan(pod, start, end, holder, towards, following["step"], following.get("epoch")))
     return spans
 
 
@@ -316,22 +316,22 @@ def _first_of_climb(ladder: Ladder) -> Rung:
     return Rung.CLOSED if ladder.takes_turns else ladder.rungs[0]
 
 
-def _holder(rung: Rung, towards: Rung | None, ladder: Ladder, role: str) -> Holder:
+def _holder(rung: Rung, towards: Rung | None, ladder: Ladder, role: str) -> PodHolder:
     """Of the time from a rung to another; None: not there yet. role: of the pod."""
     if not (ladder.serves and ladder.trains):
-        return Holder.ROLLOUT if ladder.serves else Holder.TRAINER
+        return PodHolder.ROLLOUT if ladder.serves else PodHolder.TRAINER
     if role == names.ROLE_TRAINER:
-        return Holder.IDLE if rung is ladder.top else Holder.TRAINER
+        return PodHolder.IDLE if rung is ladder.top else PodHolder.TRAINER
     if ladder.serves_on:
-        beside = _RESIDENT.get(rung, Holder.ROLLOUT)
-        return Holder.ROLLOUT if beside is Holder.BOTH and role == names.ROLE_ENGINE else beside
+        beside = _RESIDENT.get(rung, PodHolder.ROLLOUT)
+        return PodHolder.ROLLOUT if beside is PodHolder.BOTH and role == names.ROLE_ENGINE else beside
     if towards in UP_TO_CLOSED or rung in (Rung.SEALED, Rung.SERVING, Rung.UNKNOWN):
-        return Holder.ROLLOUT
-    return Holder.TRAINER if rung in _TRAINING else Holder.SWITCH
+        return PodHolder.ROLLOUT
+    return PodHolder.TRAINER if rung in _TRAINING else PodHolder.SWITCH
 
 
 _TRAINING = (Rung.RELEASED, Rung.SCORED, Rung.TRAINED, Rung.EXPORTED)
 _RESIDENT = {
-    **dict.fromkeys((Rung.SEALED, Rung.SCORED, Rung.TRAINED), Holder.BOTH),
-    **dict.fromkeys((Rung.CLOSED, Rung.SETTLED, Rung.PAUSED, Rung.DRAINED, Rung.UPDATED), Holder.SWITCH),
+    **dict.fromkeys((Rung.SEALED, Rung.SCORED, Rung.TRAINED), PodHolder.BOTH),
+    **dict.fromkeys((Rung.CLOSED, Rung.SETTLED, Rung.PAUSED, Rung.DRAINED, Rung.UPDATED), PodHolder.SWITCH),
 }

@@ -14,15 +14,15 @@ from statistics import median
 
 from colocated_rl_cli.draw.charts import (
     Bar,
-    Row,
+    ChartRow,
     bar_table,
     row_chart,
     table,
 )
 from colocated_rl_cli.draw.figures import (
-    Figures,
-    Holder,
-    Span,
+    PodHolder,
+    RunFigures,
+    RungSpan,
     holder_shares,
     read_figures,
     rung_times,
@@ -35,12 +35,18 @@ from colocated_rl_cli.evidence.causes import causes_by_epoch
 from colocated_rl_cli.evidence.records import Records
 
 COLOURS = {
-    Holder.START: "start", Holder.ROLLOUT: "rollout", Holder.SWITCH: "switch", Holder.TRAINER: "trainer",
-    Holder.BOTH: "both", Holder.IDLE: "idle",
+    PodHolder.START: "start", PodHolder.ROLLOUT: "rollout", PodHolder.SWITCH: "switch", PodHolder.TRAINER: "trainer",
+    PodHolder.BOTH: "both", PodHolder.IDLE: "idle",
 }  # fmt: skip
 LETTERS = {
-    Holder.START: ".", Holder.ROLLOUT: "r", Holder.SWITCH: "s", Holder.TRAINER: "T", Holder.BOTH: "b", Holder.IDLE: "-",
-}  # fmt: skip
+    PodHolder.START: ".",
+    PodHolder.ROLLOUT: "r",
+    PodHolder.SWITCH: "s",
+    PodHolder.TRAINER: "T",
+    PodHolder.BOTH: "b",
+    PodHolder.IDLE: "-",
+}
+
 STYLE = Path(__file__).with_name("style.css")
 SPANS_AT_MOST = 20_000  # drawn; a browser has to read them all
 
@@ -54,7 +60,7 @@ def text(records: Records, *, width: int = 100, steps: int = 10) -> str:
     return "\n".join([*_bars(figures, width), "", *_newest(records, figures, steps), "", *_marks(figures)]).rstrip()
 
 
-def _bars(figures: Figures, width: int) -> Iterator[str]:
+def _bars(figures: RunFigures, width: int) -> Iterator[str]:
     name_width = max(len(pod) for pod in figures.pods)
     cells = max(10, width - name_width - 2)
     yield f"{_clock(figures.began)} to {_clock(figures.ended)} UTC, {_spoken(figures.ended - figures.began)}"
@@ -65,10 +71,10 @@ def _bars(figures: Figures, width: int) -> Iterator[str]:
     yield key + (f"; {shares}" if shares else "")
 
 
-def _bar(figures: Figures, spans: list[Span], cells: int) -> str:
+def _bar(figures: RunFigures, spans: list[RungSpan], cells: int) -> str:
     """In each cell the holder of most of its time."""
     length = (figures.ended - figures.began) / cells or 1.0
-    held: list[dict[Holder, float]] = [{} for _ in range(cells)]
+    held: list[dict[PodHolder, float]] = [{} for _ in range(cells)]
     for span in spans:
         first = min(cells - 1, int((span.start - figures.began) / length))
         last = min(cells - 1, int((span.end - figures.began) / length))
@@ -79,11 +85,11 @@ def _bar(figures: Figures, spans: list[Span], cells: int) -> str:
     return "".join(LETTERS[max(cell, key=cell.__getitem__)] if cell else " " for cell in held)
 
 
-def _newest(records: Records, figures: Figures, steps: int) -> Iterator[str]:
+def _newest(records: Records, figures: RunFigures, steps: int) -> Iterator[str]:
     yield f"{'step':>6}  {'ended':8}  {'why':20}  {'training':>10}  {'switch':>9}"
     causes = causes_by_epoch(records)
     for step, spans in list(switches_of(figures).items())[-steps:]:
-        training = [span for span in spans if span.holder is Holder.TRAINER]
+        training = [span for span in spans if span.holder is PodHolder.TRAINER]
         whole = max(span.end for span in spans) - min(span.start for span in spans)
         held = max(span.end for span in training) - min(span.start for span in training) if training else 0.0
         cause = next((causes[span.epoch] for span in spans if span.epoch in causes), "-")
@@ -91,7 +97,7 @@ def _newest(records: Records, figures: Figures, steps: int) -> Iterator[str]:
         yield f"{step:6}  {ended:8}  {cause:20}  {held:8.2f} s  {max(0.0, whole - held):7.2f} s"
 
 
-def _marks(figures: Figures) -> Iterator[str]:
+def _marks(figures: RunFigures) -> Iterator[str]:
     for mark in figures.marks[-20:]:
         yield f"{_clock(mark.ts)}  {mark.who}: {mark.text}"[:200]
 
@@ -123,7 +129,7 @@ def render(records: Records) -> str:
     )
 
 
-def _figures(figures: Figures) -> list[tuple[str, str]]:
+def _figures(figures: RunFigures) -> list[tuple[str, str]]:
     switches, shares = switch_seconds(figures), holder_shares(figures)
     return [
         ("from", f"{_clock(figures.began)} UTC, for {_spoken(figures.ended - figures.began)}"),
@@ -132,7 +138,7 @@ def _figures(figures: Figures) -> list[tuple[str, str]]:
     ]
 
 
-def holders(figures: Figures) -> str:
+def holders(figures: RunFigures) -> str:
     began, spans = figures.began, figures.spans[-SPANS_AT_MOST:]
     rows = _rows(
         figures, spans, began, lambda span: f"{span.holder.value}, step {span.step}: {span.end - span.start:.2f} s"
@@ -147,10 +153,12 @@ def holders(figures: Figures) -> str:
     )
 
 
-def _rows(figures: Figures, spans: Sequence[Span], began: float, told: Callable[[Span], str]) -> list[Row]:
+def _rows(
+    figures: RunFigures, spans: Sequence[RungSpan], began: float, told: Callable[[RungSpan], str]
+) -> list[ChartRow]:
     """A row for each pod, with its spans in seconds since `began`. told: what is said of a span."""
     return [
-        Row(
+        ChartRow(
             pod,
             [
                 Bar(span.start - began, span.end - began, COLOURS[span.holder], told(span))
@@ -162,7 +170,7 @@ def _rows(figures: Figures, spans: Sequence[Span], began: float, told: Callable[
     ]
 
 
-def switch(figures: Figures) -> str:
+def switch(figures: RunFigures) -> str:
     times = rung_times(figures)
     spans = typical_switch(figures)
     began = min((span.start for span in spans), default=0.0)
@@ -182,7 +190,7 @@ def switch(figures: Figures) -> str:
     )
 
 
-def staleness(figures: Figures) -> str:
+def staleness(figures: RunFigures) -> str:
     ages = staleness_tokens(figures)
     trained = sum(ages.values()) or 1
     rows = [
@@ -195,7 +203,7 @@ def staleness(figures: Figures) -> str:
     )
 
 
-def every_step(figures: Figures) -> str:
+def every_step(figures: RunFigures) -> str:
     rows = [
         (
             str(batch.step),
@@ -216,18 +224,18 @@ def details(name: str, body: str) -> str:
     return f"<details><summary>{escape(name)}</summary>{body}</details>"
 
 
-def _present(spans: Iterable[Span]) -> list[Holder]:
+def _present(spans: Iterable[RungSpan]) -> list[PodHolder]:
     held = {span.holder for span in spans}
-    return [holder for holder in Holder if holder in held]
+    return [holder for holder in PodHolder if holder in held]
 
 
-def _key(spans: Iterable[Span]) -> list[tuple[str, str]]:
+def _key(spans: Iterable[RungSpan]) -> list[tuple[str, str]]:
     """Colour and meaning of what is drawn."""
     return [(COLOURS[holder], holder.value) for holder in _present(spans)]
 
 
 # --------------------------------------------------------------------------------------------------------------- words
-def _shares(shares: Mapping[Holder, float]) -> str:
+def _shares(shares: Mapping[PodHolder, float]) -> str:
     return ", ".join(f"{holder.value} {100 * share:.0f} %" for holder, share in shares.items())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from colocated_rl_cli.draw.figures import Figures, Span, read_figures
+from colocated_rl_cli.draw.figures import RunFigures, RungSpan, read_figures
 from colocated_rl_cli.evidence.causes import causes_by_epoch, event_ts
 from colocated_rl_cli.evidence.records import Records
 
@@ -48,7 +48,7 @@ def _meta(kind: str, process: int, thread: int | None, name: str) -> Event:
     return {"ph": "M", "name": kind, **place, "args": {"name": name}}
 
 
-def _holders(figures: Figures, numbers: dict[str, int], causes: dict[int, str]) -> Iterator[Event]:
+def _holders(figures: RunFigures, numbers: dict[str, int], causes: dict[int, str]) -> Iterator[Event]:
     """Spans of one holder in a row are one slice."""
     for pod, number in numbers.items():
         spans = [span for span in figures.spans if span.pod == pod]
@@ -61,20 +61,20 @@ def _holders(figures: Figures, numbers: dict[str, int], causes: dict[int, str]) 
             yield _slice(first.holder.value, number, HOLDER, first, same[-1], {"step": first.step, **why})
 
 
-def _rungs(figures: Figures, numbers: dict[str, int]) -> Iterator[Event]:
+def _rungs(figures: RunFigures, numbers: dict[str, int]) -> Iterator[Event]:
     for span in figures.spans:
         if span.towards is not None:
             yield _slice(f"to {span.towards}", numbers[span.pod], RUNGS, span, span, {"step": span.step})
 
 
-def _slice(name: str, process: int, thread: int, first: Span, last: Span, arguments: dict[str, Any]) -> Event:
+def _slice(name: str, process: int, thread: int, first: RungSpan, last: RungSpan, arguments: dict[str, Any]) -> Event:
     return {
         "ph": "X", "name": name, "cat": "gpu", "pid": process, "tid": thread,
         "ts": _us(first.start), "dur": _us(last.end) - _us(first.start), "args": arguments,
     }  # fmt: skip
 
 
-def _learning(figures: Figures) -> Iterator[Event]:
+def _learning(figures: RunFigures) -> Iterator[Event]:
     for batch in figures.batches:
         yield {"ph": "C", "name": "reward", "pid": JOB, "ts": _us(batch.ts), "args": {"mean": batch.reward}}
         yield _instant(f"batch {batch.step} sealed", JOB, batch.ts, {"samples": batch.samples, "tokens": batch.tokens})
@@ -84,7 +84,7 @@ def _learning(figures: Figures) -> Iterator[Event]:
         yield {"ph": "C", "name": "held-out reward", "pid": JOB, "ts": _us(one.ts), "args": {"mean": one.mean}}
 
 
-def _marks(figures: Figures, numbers: dict[str, int]) -> Iterator[Event]:
+def _marks(figures: RunFigures, numbers: dict[str, int]) -> Iterator[Event]:
     for mark in figures.marks:
         yield _instant(mark.text, numbers.get(mark.who, JOB), mark.ts, {"who": mark.who})
 

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from colocated_rl_cli.draw.figures import (
     Evaluated,
-    Holder,
     Line,
+    PodHolder,
     Sealed,
     Standing,
     batches_of,
@@ -29,9 +29,13 @@ from colocated_rl_cli.draw.figures import (
 from colocated_rl_cli.evidence.records import ladder_of
 
 COLOURS = {
-    Holder.START: "bright_black", Holder.ROLLOUT: "blue", Holder.SWITCH: "magenta", Holder.TRAINER: "yellow",
-    Holder.BOTH: "cyan", Holder.IDLE: "white",
-}  # fmt: skip
+    PodHolder.START: "bright_black",
+    PodHolder.ROLLOUT: "blue",
+    PodHolder.SWITCH: "magenta",
+    PodHolder.TRAINER: "yellow",
+    PodHolder.BOTH: "cyan",
+    PodHolder.IDLE: "white",
+}
 BLOCKS = " ▁▂▃▄▅▆▇█"
 SPARKS = 40
 ROWS_AT_MOST = 32  # of pods

@@ -33,7 +33,7 @@ QUIET_S = 30.0  # over which rollout controllers count their tokens
 
 
 @dataclass(frozen=True)
-class Cause:
+class Finding:
     reason: str
     message: str  # of whoever knows: names what happened
     pod: str | None = None
@@ -50,7 +50,7 @@ class Explanation:
 
     job: str
     headline: str
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[Finding, ...] = ()
     waits_for: str | None = None
     rungs: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # newest events of that kind
@@ -130,38 +130,38 @@ def _holds(status: ColocatedRLJobStatus, kind: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------- the job
-def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Cause]:
+def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Finding]:
     if job["metadata"].get("deletionTimestamp"):
-        yield Cause("Deleted", f"since {job['metadata']['deletionTimestamp']}")
+        yield Finding("Deleted", f"since {job['metadata']['deletionTimestamp']}")
     elif job["spec"].get("managedBy", names.OPERATOR) != names.OPERATOR:
-        yield Cause("ManagedByAnother", str(job["spec"]["managedBy"]))
+        yield Finding("ManagedByAnother", str(job["spec"]["managedBy"]))
     elif (observed := _observed(status)) is None:
-        yield Cause("NotSeen", f"created {job['metadata'].get('creationTimestamp')}, and it has no status")
+        yield Finding("NotSeen", f"created {job['metadata'].get('creationTimestamp')}, and it has no status")
     elif observed < job["metadata"].get("generation", 0):
-        yield Cause("SpecNotSeen", f"generation {job['metadata']['generation']}, seen {observed}")
+        yield Finding("SpecNotSeen", f"generation {job['metadata']['generation']}, seen {observed}")
     true = [one for one in status.conditions if one.status is ConditionStatus.TRUE]
     stops = {one.reason: one.message for one in true if one.type in ("Stalled", "Failed")}  # as a rule for one reason
-    yield from (Cause(reason, message) for reason, message in stops.items())
-    yield from (Cause("Suspended", one.message) for one in true if one.type == "Suspended")
+    yield from (Finding(reason, message) for reason, message in stops.items())
+    yield from (Finding("Suspended", one.message) for one in true if one.type == "Suspended")
     for one in status.conditions:
         if one.type == "Reconciling" and one.reason in ("BackingOff", "PodsReadyDeadlineExceeded"):
-            yield Cause(one.reason, one.message)
+            yield Finding(one.reason, one.message)
     if status.phase is Phase.SUSPENDING:
-        yield Cause("Suspending", "")
+        yield Finding("Suspending", "")
 
 
 # ---------------------------------------------------------------------------------------------------------------- pods
-def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Cause]:
+def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Finding]:
     """What kubelet and the scheduler say; of each seat the newest pod."""
     if _observed(status) is None:
         return
     current = seats_of(seen.pods)
     for seat in _seats(seen.job["spec"]):
         if seat not in current:
-            yield Cause("NoPod", f"seat {seat}")
+            yield Finding("NoPod", f"seat {seat}")
     for pod in current.values():
         if trouble := _trouble(pod, seen.events):
-            yield Cause(*trouble, pod=pod["metadata"]["name"])
+            yield Finding(*trouble, pod=pod["metadata"]["name"])
 
 
 def _seats(spec: Object) -> tuple[str, ...]:
@@ -222,7 +222,7 @@ def _of_members(
     facts: Mapping[str, PodFacts | RolloutFacts],
     rungs: Mapping[str, Rung],
     known: set[str | None],
-) -> Iterator[Cause]:
+) -> Iterator[Finding]:
     """known: pods whose cause is told already."""
     problems: dict[str, Problem] = {
         pod.name: Problem(reason=pod.reason, message=pod.message) for pod in status.out_of_line if pod.reason
@@ -234,23 +234,23 @@ def _of_members(
             problems.pop(pod, None)  # the page is newer than the status
     for pod, problem in sorted(problems.items()):
         if pod not in known:
-            yield Cause(problem.reason, problem.message, pod, rungs[pod].value if pod in rungs else None)
+            yield Finding(problem.reason, problem.message, pod, rungs[pod].value if pod in rungs else None)
     if status.rung == Rung.UNKNOWN:
         for pod in sorted(set(rungs) - set(problems) - known - {None}):
             if rungs[pod] is Rung.UNKNOWN:
-                yield Cause("MemberSilent", f"epoch {status.epoch} is not known to it", pod, Rung.UNKNOWN.value)
+                yield Finding("MemberSilent", f"epoch {status.epoch} is not known to it", pod, Rung.UNKNOWN.value)
 
 
 def _of_rollout(
     seen: Evidence, status: ColocatedRLJobStatus, facts: Mapping[str, PodFacts | RolloutFacts]
-) -> Iterator[Cause]:
+) -> Iterator[Finding]:
     for pod, said in facts.items():
         if not isinstance(said, RolloutFacts) or said.problem is not None or status.rung != Rung.SERVING:
             continue
         if said.gates_open == 0:
-            yield Cause("NoGateOpen", "every gate is closed, as it sees them", pod)
+            yield Finding("NoGateOpen", "every gate is closed, as it sees them", pod)
         elif said.tokens_per_second == 0.0 and not (_is_busy(said, status) or _serves_anew(seen)):
-            yield Cause("NothingGenerated", f"{said.gates_open} gates are open", pod)
+            yield Finding("NothingGenerated", f"{said.gates_open} gates are open", pod)
 
 
 def _is_busy(said: RolloutFacts, status: ColocatedRLJobStatus) -> bool:

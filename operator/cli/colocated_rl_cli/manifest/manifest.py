@@ -20,7 +20,7 @@ from colocated_rl_api.job import ColocatedRLJob, Metadata
 from colocated_rl_cli.base.yaml_text import (
     Document,
     Path,
-    Place,
+    Position,
     Unreadable,
     read,
 )
@@ -60,13 +60,13 @@ _NAMESPACE = re.compile("[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 class Fault:
     """One thing that the API server would refuse."""
 
-    place: Place
+    place: Position
     field: str  # as the server writes it: spec.rollout.engineArgs[1]; "" of the whole document
     message: str
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ManifestVerdict:
     """Of one file. `jobs`: names of the manifests of jobs in it."""
 
     jobs: tuple[str, ...]
@@ -78,7 +78,7 @@ class Verdict:
         return bool(self.jobs) and not self.faults
 
 
-def judge(text: str) -> Verdict:
+def judge(text: str) -> ManifestVerdict:
     """Look at every document of a file."""
     jobs: list[str] = []
     faults: list[Fault] = []
@@ -95,8 +95,8 @@ def judge(text: str) -> Verdict:
     except Unreadable as error:
         faults.append(Fault(error.place, "", str(error)))
     if not (jobs or faults):
-        faults.append(Fault(Place(1, 1), "", f"no {names.KIND} in it"))
-    return Verdict(tuple(jobs), others, tuple(sorted(faults)))
+        faults.append(Fault(Position(1, 1), "", f"no {names.KIND} in it"))
+    return ManifestVerdict(tuple(jobs), others, tuple(sorted(faults)))
 
 
 def _objects(documents: Iterable[Document]) -> Iterator[Document]:

@@ -113,18 +113,18 @@ def engine_config(admin_key: str) -> str:
     return f'admin-api-key: "{admin_key}"\n'
 
 
-class _Answer(BaseModel):
+class _EngineAnswer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class ModelInfo(_Answer):
+class ModelInfo(_EngineAnswer):
     """What the HTTP process says of the weights (H54: after a failed update the scheduler may know better)."""
 
     weight_version: str
     model_path: str
 
 
-class _MemoryUsage(_Answer):
+class _MemoryUsage(_EngineAnswer):
     """Of one device, in GiB."""
 
     weight: float = 0.0
@@ -132,11 +132,11 @@ class _MemoryUsage(_Answer):
     token_capacity: int | None = None
 
 
-class _InternalState(_Answer):
+class _InternalState(_EngineAnswer):
     memory_usage: _MemoryUsage = _MemoryUsage()
 
 
-class ServerInfo(_Answer):
+class ServerInfo(_EngineAnswer):
     """The few fields of `/server_info` that are looked at; all others, keys among them, are dropped when parsing."""
 
     version: str
@@ -169,12 +169,12 @@ class ServerInfo(_Answer):
         return int(sum(size for tag, size in sizes.items() if tag in tags) * GIB) or None
 
 
-class UpdateAnswer(_Answer):
+class UpdateAnswer(_EngineAnswer):
     success: bool
     message: str = ""
 
 
-class ChecksumAnswer(_Answer):
+class ChecksumAnswer(_EngineAnswer):
     """Over all ranks. Names and layout are the engine's own: only engines of one shape can be compared."""
 
     success: bool
@@ -182,11 +182,11 @@ class ChecksumAnswer(_Answer):
     per_engine_checksum: str | None = None
 
 
-class _InputLogprobs(_Answer):
+class _InputLogprobs(_EngineAnswer):
     input_token_logprobs: tuple[tuple[float | None, int, Any], ...] = Field(default=())
 
 
-class _Generated(_Answer):
+class _Generated(_EngineAnswer):
     meta_info: _InputLogprobs
 
 

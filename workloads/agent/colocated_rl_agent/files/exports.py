@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from colocated_rl_agent.files.volume import (
     Beat,
-    Volume,
+    VolumeDirectory,
     VolumeSilent,
     in_threads,
 )
@@ -55,7 +55,7 @@ class Exports:
     something may have changed. verify_after: back-off, on the clock of `time.monotonic`.
     """
 
-    def __init__(self, volume: Volume, *, probe: bool) -> None:
+    def __init__(self, volume: VolumeDirectory, *, probe: bool) -> None:
         self._volume = volume
         self._probe = probe
         self._failures = 0  # in a row

@@ -90,7 +90,7 @@ _record: TypeAdapter[Record] = TypeAdapter(Record)
 
 
 @dataclass(frozen=True)
-class EngineMemory:
+class EngineRecord:
     """What is remembered of the newest engine. `pending`: a call whose outcome was not written down."""
 
     started: EngineStarted
@@ -103,20 +103,20 @@ class EngineMemory:
 
 
 @dataclass(frozen=True)
-class Memory:
+class JournalState:
     """The meaning of a journal."""
 
     epoch: int = 0
-    engine: EngineMemory | None = None
+    engine: EngineRecord | None = None
     trainers: tuple[TrainerStarted, ...] = ()  # newest of each rank
     pool_tokens: int | None = None
 
-    def after(self, record: Record) -> Memory:
+    def after(self, record: Record) -> JournalState:
         match record:
             case EpochAccepted(epoch=epoch):
                 return replace(self, epoch=max(self.epoch, epoch))
             case EngineStarted():
-                return replace(self, engine=EngineMemory(record, _fresh(record)))
+                return replace(self, engine=EngineRecord(record, _fresh(record)))
             case TrainerStarted(rank=rank):
                 others = tuple(started for started in self.trainers if started.rank != rank)
                 return replace(self, trainers=(*others, record))
@@ -162,7 +162,7 @@ def _fresh(started: EngineStarted) -> EngineView:
     return view.answered(started.version)
 
 
-def _history(engine: EngineMemory) -> list[Intent]:
+def _history(engine: EngineRecord) -> list[Intent]:
     """Calls that lead from a fresh engine to what is remembered of it."""
     start = _fresh(engine.started)
     if engine.view.tags == start.tags and engine.view.version == start.version:
@@ -259,8 +259,8 @@ def _line(record: Record) -> bytes:
     return record.model_dump_json(exclude_defaults=False).encode() + b"\n"
 
 
-def _read(path: Path) -> Memory:
-    memory = Memory()
+def _read(path: Path) -> JournalState:
+    memory = JournalState()
     try:
         *lines, torn = path.read_bytes().split(b"\n")
     except FileNotFoundError:

@@ -26,7 +26,7 @@ class VolumeSilent(Exception):
     """A call got no answer. Whether it took effect is unknown; trying again later is safe for reads and removals."""
 
 
-class Volume:
+class VolumeDirectory:
     """One directory of a volume, and the calls of it that are under way."""
 
     def __init__(self, place: Path, *, silent_s: float = SILENT_S, clock: Callable[[], float] = time.monotonic) -> None:

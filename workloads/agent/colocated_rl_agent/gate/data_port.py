@@ -47,7 +47,7 @@ NOTED = {b"authorization", b"content-encoding", b"content-length", b"expect", b"
 ONLY = {b"content-encoding": "identity", b"expect": "100-continue", b"transfer-encoding": "chunked"}
 
 
-class Connection(asyncio.Protocol):
+class CallerConnection(asyncio.Protocol):
     """One caller's. Requests are answered one after the other, in the order in which they came."""
 
     __slots__ = (
@@ -74,10 +74,10 @@ class Connection(asyncio.Protocol):
         self._parser = HttpRequestParser(self)
         self._deadline = Deadline(self.abort)
         self._deadline.set(self.caller_s)
-        self._port.has_come(self)
+        self._port.connection_opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._port.has_gone(self)
+        self._port.connection_closed(self)
         self._deadline.end()
         del self._parser  # it holds this connection
         self._calls.clear()
@@ -308,17 +308,17 @@ class DataPort:
         self.admits = admits
         self.caller_s, self.idle_s = caller_s, idle_s
         self.max_connections, self.max_strangers = max_connections, max_strangers
-        self.connections: set[Connection] = set()
-        self.strangers: set[Connection] = set()
+        self.connections: set[CallerConnection] = set()
+        self.strangers: set[CallerConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self._all_gone = asyncio.Event()
 
-    def has_come(self, connection: Connection) -> None:
+    def connection_opened(self, connection: CallerConnection) -> None:
         self.connections.add(connection)
         self.strangers.add(connection)
         self._all_gone.clear()
 
-    def has_gone(self, connection: Connection) -> None:
+    def connection_closed(self, connection: CallerConnection) -> None:
         self.connections.discard(connection)
         self.strangers.discard(connection)
         if not self.connections:
@@ -333,7 +333,7 @@ class DataPort:
         """The port. At its end, answers under way have SHUTDOWN_S."""
         self._all_gone.set()
         server = await asyncio.get_running_loop().create_server(
-            RoomFor(self.max_connections, self._held, lambda: Connection(self)),
+            RoomFor(self.max_connections, self._held, lambda: CallerConnection(self)),
             sock=listen(host, port),
             ssl=context,
             ssl_handshake_timeout=HANDSHAKE_S if context else None,

@@ -1,9 +1,10 @@
 """What an engine's generation routes take and say: SGLang's own `/generate`, and the OpenAI routes. Pure.
 
-A `Dialect` makes the engine's request out of a caller's: always streamed, with an id of the gate's own. A `Reply` takes
-in what the engine says, chunk by chunk. It keeps all that was generated, so that a caller who did not ask for a stream
-gets the whole, also when the stream broke off; and it says how the request ended. A reply that broke off, like one that
-a switch aborted, is an answer with finish reason "abort"; an engine's own error is `Refused` with its status (H8).
+A `Dialect` makes the engine's request out of a caller's: always streamed, with an id of the gate's own. An
+`EngineReply` takes in what the engine says, chunk by chunk. It keeps all that was generated, so that a caller who did
+not ask for a stream gets the whole, also when the stream broke off; and it says how the request ended. A reply that
+broke off, like one that a switch aborted, is an answer with finish reason "abort"; an engine's own error is
+`GateRefusal` with its status (H8).
 
 What can't be told from an interrupted one or continued faithfully is refused: several prompts or samples in a request.
 
@@ -48,7 +49,7 @@ _JOINED = {"text", "content", "reasoning_content", "arguments"}  # strings that 
 _process, _number = secrets.token_hex(8), itertools.count()
 
 
-class Refused(Exception):
+class GateRefusal(Exception):
     """A request that the gate or the engine answers with an HTTP error."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -56,7 +57,7 @@ class Refused(Exception):
         self.status = status
 
 
-class Reply(Protocol):
+class EngineReply(Protocol):
     """What the engine says to one request."""
 
     @property
@@ -104,7 +105,7 @@ class Dialect(Protocol):
     def request(self, body: bytes, vocabulary: int | None = None) -> Request:
         """vocabulary: token ids are below it; None: nobody knows. Raises Refused with 400."""
 
-    def reply(self, request: Request, version: WeightVersion) -> Reply: ...
+    def reply(self, request: Request, version: WeightVersion) -> EngineReply: ...
 
 
 # ---------------------------------------------------------------------------------------------------- /generate
@@ -118,18 +119,22 @@ class Native:
         _require_one_sample(asked)
         text, input_ids, sampling = asked.get("text"), asked.get("input_ids"), asked.get("sampling_params")
         if text is not None and not (text and isinstance(text, str)):
-            raise Refused(400, "text must be one string that is not empty: send each sample as a request of its own")
+            raise GateRefusal(
+                400, "text must be one string that is not empty: send each sample as a request of its own"
+            )
         if input_ids is not None:
             _require_known(vocabulary, "input_ids", input_ids)
         if asked.get("input_embeds") is not None:
-            raise Refused(400, "input_embeds may be of several samples, and have no ids to go on from: send input_ids")
+            raise GateRefusal(
+                400, "input_embeds may be of several samples, and have no ids to go on from: send input_ids"
+            )
         if sampling is not None and not isinstance(sampling, dict):
-            raise Refused(400, "sampling_params must be an object")
+            raise GateRefusal(400, "sampling_params must be an object")
         sampling, streams = sampling or {}, _streams(asked)
         if sampling.get("n", 1) != 1 or sampling.get("beam_width") not in (None, 1):
-            raise Refused(400, "n and beam_width must be 1: send each sample as a request of its own")
+            raise GateRefusal(400, "n and beam_width must be 1: send each sample as a request of its own")
         if asked.get("positional_embed_overrides") is not None:
-            raise Refused(400, "positional_embed_overrides are not taken")
+            raise GateRefusal(400, "positional_embed_overrides are not taken")
         _spare_engine(asked, "logprob_start_len", least=-1)
         _spare_engine(asked, "top_logprobs_num", most=vocabulary)
         _spare_engine(sampling, "top_k", most=MOST_TOP_K)
@@ -140,7 +145,7 @@ class Native:
         body = to_json({**asked, "rid": rid, "stream": True, "sampling_params": spaced})
         return Request(rid, body, streams)
 
-    def reply(self, request: Request, version: WeightVersion) -> Reply:
+    def reply(self, request: Request, version: WeightVersion) -> EngineReply:
         return NativeReply(request.rid, version)
 
 
@@ -157,7 +162,7 @@ class NativeReply:
         self._rid = rid
         self._version = version
         self._last = b""
-        self._refusal: Refused | None = None
+        self._refusal: GateRefusal | None = None
         self._ended = False
         self._tokens = 0
         self.outcome = "aborted"
@@ -169,7 +174,7 @@ class NativeReply:
             return self._tokens
         try:
             return len(self._state()["output_ids"])
-        except Refused:
+        except GateRefusal:
             return 0
 
     def take(self, event: bytes) -> bytes | None:
@@ -180,7 +185,7 @@ class NativeReply:
         try:
             said = _event(event)
             state = last_state(said, rid=self._rid, version=self._version)
-        except Refused as refusal:
+        except GateRefusal as refusal:
             self._refusal, self.outcome = refusal, "error"
             return event
         self._last = event if state == said else to_json(state)
@@ -216,7 +221,7 @@ def last_state(said: dict[str, Any], *, rid: str, version: WeightVersion) -> dic
         reason = meta.get("finish_reason") or ENGINE_LOST
         if reason["type"] == "abort" and reason.get("status_code") is not None:
             if reason.get("message") != ABORTED_WHILE_COMPILING:
-                raise Refused(_http_error(reason["status_code"]), str(reason.get("message")))
+                raise GateRefusal(_http_error(reason["status_code"]), str(reason.get("message")))
             reason = {"type": "abort", "message": ABORTED_WHILE_COMPILING}
         return {**said, "output_ids": ids, "meta_info": {**meta, "finish_reason": reason}}
 
@@ -237,9 +242,9 @@ class OpenAI:
         _require_one_sample(asked)
         options = asked.get("stream_options") or {}
         if any(asked.get(name) not in (None, 1) for name in ("n", "best_of")):
-            raise Refused(400, "n and best_of must be 1: send each sample as a request of its own")
+            raise GateRefusal(400, "n and best_of must be 1: send each sample as a request of its own")
         if not isinstance(options, dict):
-            raise Refused(400, "stream_options must be an object")
+            raise GateRefusal(400, "stream_options must be an object")
         _spare_engine(asked, "top_k", most=MOST_TOP_K)
         for name in ("logprobs", "top_logprobs"):
             _spare_engine(asked, name, most=vocabulary)
@@ -253,7 +258,7 @@ class OpenAI:
         wants_usage, wants_counts = (bool(options.get(count)) for count in counts)
         return Request(rid, to_json(asked), streams, wants_usage, wants_counts)
 
-    def reply(self, request: Request, version: WeightVersion) -> Reply:
+    def reply(self, request: Request, version: WeightVersion) -> EngineReply:
         return OpenAIReply(request, version, whole=self._whole)
 
 
@@ -265,7 +270,7 @@ class OpenAIReply:
         self._usage: dict[str, Any] = {}
         self._version = str(version)
         self._whole = whole
-        self._refusal: Refused | None = None
+        self._refusal: GateRefusal | None = None
         self.outcome = "aborted"
         self.tokens = 0
         self.size = 0
@@ -281,7 +286,7 @@ class OpenAIReply:
                 self.tokens = int(self._usage.get("completion_tokens", self.tokens))
                 for choice in choices:
                     self._keep(choice, len(event))
-        except Refused as refusal:
+        except GateRefusal as refusal:
             self._refusal, self.outcome = refusal, "error"
             return event
         if (reason := self._choice.get("finish_reason")) is not None:
@@ -305,7 +310,9 @@ class OpenAIReply:
     def forget(self) -> None:
         """All of it is the answer."""
         if self._choice.get("finish_reason") is None:
-            raise Refused(429, "there is no room to hold this answer until its end: ask for a stream, or send it later")
+            raise GateRefusal(
+                429, "there is no room to hold this answer until its end: ask for a stream, or send it later"
+            )
 
     def rest(self) -> bytes | None:
         if self._refusal is not None or self._choice.get("finish_reason") is not None:
@@ -320,7 +327,7 @@ class OpenAIReply:
         with _understood():
             told = (choice.get("logprobs") or {}).get("content")
             if told is not None and len(told) != self.tokens:  # H27
-                raise Refused(
+                raise GateRefusal(
                     502,
                     f"the engine gave log-probabilities of {len(told)} of {self.tokens} tokens: its streams of chats "
                     "have none of a character's first bytes; /generate has all",
@@ -390,9 +397,9 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         asked = from_json(body)
     except ValueError as error:
-        raise Refused(400, f"the body is not JSON: {error}") from error
+        raise GateRefusal(400, f"the body is not JSON: {error}") from error
     if not isinstance(asked, dict):
-        raise Refused(400, "the body must be an object")
+        raise GateRefusal(400, "the body must be an object")
     return asked
 
 
@@ -400,7 +407,7 @@ def _streams(asked: dict[str, Any]) -> bool:
     """What the caller wants; the engine, which is asked for a stream in any case, looks at it no more."""
     streams = asked.get("stream")
     if streams is not None and not isinstance(streams, bool):
-        raise Refused(400, "stream must be true or false")
+        raise GateRefusal(400, "stream must be true or false")
     return bool(streams)
 
 
@@ -409,9 +416,9 @@ def _event(event: bytes) -> dict[str, Any]:
     try:
         said = from_json(event)
     except ValueError as error:
-        raise Refused(502, f"the engine sent {len(event)} bytes that are not JSON") from error
+        raise GateRefusal(502, f"the engine sent {len(event)} bytes that are not JSON") from error
     if not isinstance(said, dict):
-        raise Refused(502, "the engine sent a chunk that is not an object")
+        raise GateRefusal(502, "the engine sent a chunk that is not an object")
     return said
 
 
@@ -421,7 +428,7 @@ def _raise_error(said: dict[str, Any]) -> None:
     if error is None:
         return
     code, message = (error.get("code"), error.get("message", error)) if isinstance(error, dict) else (None, error)
-    raise Refused(_http_error(code), str(message))
+    raise GateRefusal(_http_error(code), str(message))
 
 
 def _http_error(code: object) -> int:
@@ -434,7 +441,7 @@ def _understood() -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise Refused(502, f"the engine sent something else than expected: {error!r}") from error
+        raise GateRefusal(502, f"the engine sent something else than expected: {error!r}") from error
 
 
 def _is_ids(value: object) -> bool:
@@ -444,7 +451,7 @@ def _is_ids(value: object) -> bool:
 def _require_one_sample(asked: dict[str, Any]) -> None:
     for name in OF_EACH_SAMPLE:
         if isinstance(asked.get(name), list):
-            raise Refused(400, f"{name} is a list: send each sample as a request of its own")
+            raise GateRefusal(400, f"{name} is a list: send each sample as a request of its own")
 
 
 def _spare_engine(asked: dict[str, Any], name: str, *, least: float = -math.inf, most: float | None = math.inf) -> None:
@@ -456,12 +463,12 @@ def _spare_engine(asked: dict[str, Any], name: str, *, least: float = -math.inf,
     if value is None:
         return
     if not isinstance(value, int | float) or not least <= value <= (math.inf if most is None else most):
-        raise Refused(400, f"{name} is no number that the engine bears")
+        raise GateRefusal(400, f"{name} is no number that the engine bears")
 
 
 def _require_known(vocabulary: int | None, name: str, ids: Any) -> None:
     """Raises Refused for token ids that the model does not know: the engine dies of one, with all that it works on."""
     if not _is_ids(ids):
-        raise Refused(400, f"{name} must be one list of numbers: send each sample as a request of its own")
+        raise GateRefusal(400, f"{name} must be one list of numbers: send each sample as a request of its own")
     if ids and vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
-        raise Refused(400, f"{name} has an id that is not one of the {vocabulary} of the model")
+        raise GateRefusal(400, f"{name} has an id that is not one of the {vocabulary} of the model")

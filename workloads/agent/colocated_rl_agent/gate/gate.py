@@ -32,12 +32,12 @@ from colocated_rl_agent.gate.data_port import CALLER_S, MAX_CONNECTIONS, MAX_STR
 from colocated_rl_agent.gate.dialects import (
     DIALECTS,
     Dialect,
-    Refused,
-    Reply,
+    EngineReply,
+    GateRefusal,
     Request,
 )
+from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.running import Running
-from colocated_rl_agent.gate.turns import Turns
 from colocated_rl_agent.gate.upstream import Upstream
 from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
 from colocated_rl_api.logs import in_words, log
@@ -82,7 +82,7 @@ class Gate:
         self._upstream: Upstream | None = None
         self._held_bytes = 0
         self._reading = asyncio.Semaphore(MAX_READING)
-        self._large = Turns(MAX_LARGE, MAX_LARGE_BYTES)
+        self._large = Limiter(MAX_LARGE, MAX_LARGE_BYTES)
         self._running: set[Running] = set()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -169,7 +169,7 @@ class Gate:
             return
         try:
             asked = await self._asked(dialect, call)
-        except (Malformed, Refused) as refusal:
+        except (Malformed, GateRefusal) as refusal:
             call.refuse(refusal.status, str(refusal))
             return
         backend, upstream = self._backend, self._upstream
@@ -183,7 +183,7 @@ class Gate:
         try:
             await self._exchange(backend, upstream, dialect.path, running)
             running.finish()
-        except Refused as refusal:
+        except GateRefusal as refusal:
             call.refuse(refusal.status, str(refusal))
 
     async def _asked(self, dialect: Dialect, call: Call) -> Request:
@@ -199,7 +199,7 @@ class Gate:
                 return await call.read()
         except TimeoutError as error:
             call.keep_alive = False
-            raise Refused(408, f"the body did not come within {CALLER_S:.0f} s") from error
+            raise GateRefusal(408, f"the body did not come within {CALLER_S:.0f} s") from error
 
     async def _exchange(self, backend: Backend, upstream: Upstream, path: str, running: Running) -> None:
         """From letting a request in to its end at the engine. Raises Refused."""
@@ -208,7 +208,7 @@ class Gate:
         try:
             await self._forward(backend, upstream, path, running)
             outcome = running.reply.outcome
-        except Refused:
+        except GateRefusal:
             outcome = "error"
             raise
         finally:
@@ -230,7 +230,7 @@ class Gate:
             if self._backend is None:
                 self._changed()
 
-    def _hold(self, reply: Reply, before: int) -> None:
+    def _hold(self, reply: EngineReply, before: int) -> None:
         """What a reply has grown by. Raises Refused where there is no room for more of it."""
         self._held_bytes += reply.size - before
         if self._held_bytes > MAX_HELD_BYTES:
@@ -251,7 +251,7 @@ class Gate:
                 status = await connection.exchange(upstream.request(path, running.asked.body), running.take)
             ended = True
             if status != 200:
-                raise Refused(status, bytes(running.error).decode(errors="replace"))
+                raise GateRefusal(status, bytes(running.error).decode(errors="replace"))
         except OSError as error:
             log(LOG, "request lost", logging.DEBUG, rid=rid, reason=in_words(error), incarnation=backend.incarnation)
         finally:

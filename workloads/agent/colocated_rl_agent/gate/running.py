@@ -13,11 +13,11 @@ from colocated_rl_agent.gate.call import Call
 from colocated_rl_agent.gate.data_port import CALLER_S
 from colocated_rl_agent.gate.dialects import (
     DONE,
-    Refused,
-    Reply,
+    EngineReply,
+    GateRefusal,
     Request,
 )
-from colocated_rl_agent.gate.turns import Turns
+from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.upstream import UpstreamConnection
 
 LARGE_BYTES = 64 * 1024  # of a chunk that has not come whole
@@ -31,11 +31,13 @@ class Running:
 
     __slots__ = ("_connection", "_events", "_hold", "_is_large", "_turns", "asked", "call", "error", "reply")
 
-    def __init__(self, call: Call, asked: Request, reply: Reply, hold: Callable[[Reply, int], None]) -> None:
+    def __init__(
+        self, call: Call, asked: Request, reply: EngineReply, hold: Callable[[EngineReply, int], None]
+    ) -> None:
         self._hold = hold
-        self._events = Events()
+        self._events = ServerSentEvents()
         self._connection: UpstreamConnection | None = None
-        self._turns: Turns
+        self._turns: Limiter
         self._is_large = False
         self.call = call
         self.asked = asked
@@ -43,7 +45,7 @@ class Running:
         self.error = bytearray()
 
     @contextlib.contextmanager
-    def on(self, connection: UpstreamConnection, turns: Turns) -> Iterator[None]:
+    def on(self, connection: UpstreamConnection, turns: Limiter) -> Iterator[None]:
         """While it is exchanged on a connection."""
         self._connection, self._turns = connection, turns
         self.call.flows = self._flow
@@ -105,7 +107,7 @@ class Running:
         self.call.give(b"data: %b\n\n" % DONE, STREAM, ends=True)
 
 
-class Events:
+class ServerSentEvents:
     """Data of server-sent events, whole ones only: what a broken connection cut off is not an event."""
 
     __slots__ = ("_buffer", "_seen", "pending")
@@ -132,5 +134,5 @@ class Events:
         self.pending = len(buffer)
         self._seen = max(0, self.pending - 1)
         if self.pending > MAX_EVENT_BYTES:
-            raise Refused(502, f"the engine sent a chunk of more than {MAX_EVENT_BYTES} bytes")
+            raise GateRefusal(502, f"the engine sent a chunk of more than {MAX_EVENT_BYTES} bytes")
         return events

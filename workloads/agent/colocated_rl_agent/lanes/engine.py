@@ -22,10 +22,10 @@ import aiohttp
 from colocated_rl_agent.drivers.base import CallRefused, DriverError, OutcomeUnknown
 from colocated_rl_agent.drivers.sglang import ServerInfo, SGLang, engine_command, engine_config
 from colocated_rl_agent.files.exports import export_directory
-from colocated_rl_agent.files.journal import EngineMemory, Intent, Journal
+from colocated_rl_agent.files.journal import EngineRecord, Intent, Journal
 from colocated_rl_agent.gate.gate import Backend
 from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
-from colocated_rl_agent.metrics import Metrics
+from colocated_rl_agent.metrics import AgentMetrics
 from colocated_rl_agent.planner.views import ENGINE_NAME, WEIGHTS, EngineView
 from colocated_rl_agent.runner.devices import Devices, MemoryHeld, freed_bytes
 from colocated_rl_agent.runner.runner_link import (
@@ -37,7 +37,7 @@ from colocated_rl_agent.runner.runner_link import (
     RunnerLink,
     RunnerRefused,
 )
-from colocated_rl_agent.settings import Settings
+from colocated_rl_agent.settings import AgentSettings
 from colocated_rl_api.facts import TagState
 from colocated_rl_api.job import Verify
 from colocated_rl_api.logs import log
@@ -57,13 +57,13 @@ class Engine:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: AgentSettings,
         *,
         session: aiohttp.ClientSession,
         runner: RunnerLink,
         devices: Devices,
         journal: Journal,
-        metrics: Metrics,
+        metrics: AgentMetrics,
         changed: Callable[[], None],
         failed: Callable[[str, str], None],
     ) -> None:
@@ -195,7 +195,7 @@ class Engine:
         if (exited := self._exits.get(child.incarnation)) is not None:
             self.exited(exited)
 
-    async def _recognize(self, memory: EngineMemory, client: SGLang) -> EngineView:
+    async def _recognize(self, memory: EngineRecord, client: SGLang) -> EngineView:
         """The view of a running engine that an agent before this one started."""
         remembered = memory.view
         if not await _is_up(client):

@@ -19,7 +19,7 @@ from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
 from colocated_rl_agent.files.batches import scores_path, shard_path
 from colocated_rl_agent.files.exports import export_directory
 from colocated_rl_agent.files.journal import Journal
-from colocated_rl_agent.metrics import Metrics
+from colocated_rl_agent.metrics import AgentMetrics
 from colocated_rl_agent.planner.views import RankView, trainer_name
 from colocated_rl_agent.runner.devices import MemoryHeld
 from colocated_rl_agent.runner.runner_link import (
@@ -30,7 +30,7 @@ from colocated_rl_agent.runner.runner_link import (
     RunnerLink,
     RunnerRefused,
 )
-from colocated_rl_agent.settings import Settings
+from colocated_rl_agent.settings import AgentSettings
 from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Rendezvous
@@ -55,11 +55,11 @@ class Trainers:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: AgentSettings,
         *,
         runner: RunnerLink,
         journal: Journal,
-        metrics: Metrics,
+        metrics: AgentMetrics,
         changed: Callable[[], None],
         failed: Callable[[str, str], None],
         made_good: Callable[[str], None],

@@ -201,7 +201,7 @@ class Save(_Action):
 
 
 @dataclass(frozen=True)
-class Finish(_Action):
+class SaveModel(_Action):
     """Leave the export as the job's model."""
 
     lane = Lane.TRAINERS
@@ -248,7 +248,7 @@ TrainerAction = (
     | Export
     | Offload
     | Save
-    | Finish
+    | SaveModel
 )
 LaneAction = EngineAction | TrainerAction | VerifyExport | RemoveExports | EndPod
 Action = CloseGate | OpenGate | LaneAction

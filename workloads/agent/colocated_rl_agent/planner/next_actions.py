@@ -47,7 +47,6 @@ from colocated_rl_agent.planner.actions import (
     EndPod,
     Export,
     FetchShards,
-    Finish,
     Flush,
     KillEngine,
     Offload,
@@ -58,6 +57,7 @@ from colocated_rl_agent.planner.actions import (
     RemoveExports,
     Resume,
     Save,
+    SaveModel,
     Score,
     StartEngine,
     StartTrainers,
@@ -433,7 +433,7 @@ def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
         return Wait()
     if _lacks_checkpoint(pod, target.step):
         return _keep(pod, Save(target.step))
-    return _keep(pod, Finish(target.version)) if target.is_last and _lacks_model(pod, target.version) else Wait()
+    return _keep(pod, SaveModel(target.version)) if target.is_last and _lacks_model(pod, target.version) else Wait()
 
 
 def _end(pod: PodView, rules: Rules, *, code: int) -> Action | Wait:
@@ -465,7 +465,7 @@ def _interrupt(pod: PodView, rules: Rules) -> Action | Wait:
     return AbortAll(until)
 
 
-def _keep(pod: PodView, action: Save | Finish) -> Action | Wait:
+def _keep(pod: PodView, action: Save | SaveModel) -> Action | Wait:
     """Trainers that found no room for it keep what they have, and are asked again: until then rollout goes on, and past
     a rung's deadline the operator decides.
     """

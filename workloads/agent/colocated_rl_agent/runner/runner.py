@@ -81,7 +81,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class Refused(Exception):
+class CommandRefused(Exception):
     """A request that is not carried out. `error` is stable."""
 
     def __init__(self, error: str, message: str) -> None:
@@ -195,7 +195,7 @@ class Child:
         }
 
 
-class Agent:
+class AgentConnection:
     """The connection of the agent."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -237,7 +237,7 @@ class Runner:
         self.grace_s = grace_s
         self.children: dict[str, Child] = {}  # newest incarnation of each name
         self.groups: dict[int, Child] = {}  # not yet gone, by pid of the leader
-        self.agent: Agent | None = None
+        self.agent: AgentConnection | None = None
         self.terminate_at: float | None = None  # when children end without the agent's word
         self.exit_code: int | None = None
         self.exit_by: float | None = None
@@ -277,7 +277,7 @@ class Runner:
             connection.close()
             return
         self._drop_agent()
-        self.agent = Agent(connection)
+        self.agent = AgentConnection(connection)
         self.selector.register(connection, selectors.EVENT_READ, self._on_agent)
         self._tell(
             event="hello",
@@ -311,7 +311,7 @@ class Runner:
             parsed = json.loads(line)
             request = parsed if isinstance(parsed, dict) else {}
             self._tell(id=request.get("id"), ok=True, **self._carry_out(request))
-        except Refused as refusal:
+        except CommandRefused as refusal:
             self._tell(id=request.get("id"), ok=False, error=refusal.error, message=str(refusal))
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             self._tell(id=request.get("id"), ok=False, error="BadRequest", message=repr(error))
@@ -323,7 +323,7 @@ class Runner:
         if op == "stop":
             child, grace_s = self._child(request["name"]), float(request["grace_s"])
             if not 0 <= grace_s <= MAX_GRACE_S:
-                raise Refused("BadRequest", f"grace_s is {grace_s}: 0 to {MAX_GRACE_S:.0f} is a time")
+                raise CommandRefused("BadRequest", f"grace_s is {grace_s}: 0 to {MAX_GRACE_S:.0f} is a time")
             child.signal(signal.SIGTERM)
             child.kill_at = time.monotonic() + grace_s
             return {}
@@ -337,12 +337,12 @@ class Runner:
         if op == "exit":
             self._end(int(request["code"]))
             return {}
-        raise Refused("UnknownOperation", f"operation {op!r} is not known to a runner of protocol {PROTOCOL}")
+        raise CommandRefused("UnknownOperation", f"operation {op!r} is not known to a runner of protocol {PROTOCOL}")
 
     def _child(self, name: str) -> Child:
         child = self.children.get(name)
         if child is None:
-            raise Refused("NoSuchChild", f"{name} was never started by this runner")
+            raise CommandRefused("NoSuchChild", f"{name} was never started by this runner")
         return child
 
     def _tell(self, **message: Any) -> None:
@@ -365,9 +365,9 @@ class Runner:
         name, argv = str(request["name"]), [str(word) for word in request["argv"]]
         old = self.children.get(name)
         if old is not None and not old.gone:
-            raise Refused("AlreadyRunning", f"{name} runs as incarnation {old.incarnation}: stop it first")
+            raise CommandRefused("AlreadyRunning", f"{name} runs as incarnation {old.incarnation}: stop it first")
         if self.exit_code is not None or self.terminate_at is not None:
-            raise Refused("Terminating", f"{name} is not started: the container ends")
+            raise CommandRefused("Terminating", f"{name} is not started: the container ends")
         env = dict(os.environ)
         for variable, value in request.get("env", {}).items():
             if value is None:
@@ -387,7 +387,7 @@ class Runner:
                 preexec_fn=die_with_runner,
             )
         except OSError as error:
-            raise Refused("CannotStart", f"{argv[0]}: {error}") from error
+            raise CommandRefused("CannotStart", f"{argv[0]}: {error}") from error
         child = Child(name, incarnation, process, secrets)
         os.set_blocking(child.output.fileno(), False)
         self.selector.register(child.output, selectors.EVENT_READ, lambda: self._on_output(child))
@@ -575,7 +575,7 @@ def die_with_runner() -> None:
 def device_memory() -> list[dict[str, int]] | None:
     """Memory of each GPU of this container, in bytes, for all its users; None where no NVIDIA driver answers."""
 
-    class Memory(ctypes.Structure):
+    class NvmlMemory(ctypes.Structure):
         _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
     try:
@@ -590,7 +590,7 @@ def device_memory() -> list[dict[str, int]] | None:
             return None
         devices = []
         for index in range(count.value):
-            handle, memory = ctypes.c_void_p(), Memory()
+            handle, memory = ctypes.c_void_p(), NvmlMemory()
             if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
                 return None
             if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:

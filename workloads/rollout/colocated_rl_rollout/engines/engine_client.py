@@ -259,7 +259,7 @@ class EngineClient:
         back: an attempt that breaks afterwards is an interrupted one.
         """
         read = (
-            _Answer(self.name, self._max_answer_bytes, request)
+            _GateAnswer(self.name, self._max_answer_bytes, request)
             if grew is None
             else _Stream(self.name, self._max_answer_bytes, request, grew)
         )
@@ -300,7 +300,7 @@ class EngineClient:
             self._rests_until = loop.time() + pause_s
             loop.call_later(pause_s, self._changed)
 
-    async def _post(self, body: bytes, read: _Answer) -> Generated:
+    async def _post(self, body: bytes, read: _GateAnswer) -> Generated:
         headers = {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with self._client.request(
@@ -315,7 +315,7 @@ class EngineClient:
         return read.end()
 
 
-class _Answer:
+class _GateAnswer:
     """The body of an answer, piece by piece. so_far: tokens that were told to somebody, and are never taken back."""
 
     def __init__(self, name: str, max_bytes: int, request: GenerateRequest) -> None:
@@ -353,7 +353,7 @@ class _Answer:
             raise AnswerGarbled(f"answer of {self._name}: {error}") from error
 
 
-class _Stream(_Answer):
+class _Stream(_GateAnswer):
     """An answer in events, each of which has all tokens so far."""
 
     def __init__(self, name: str, max_bytes: int, request: GenerateRequest, grew: Callable[[Tokens], None]) -> None:

@@ -25,11 +25,11 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from colocated_rl_rollout.clients import CLIENT_S, ClientGone, given, reading, soon
+from colocated_rl_rollout.clients import CLIENT_S, ClientGone, reading, send_within_deadline, wait_until_set
 from colocated_rl_rollout.gateway.openai_answers import Extension
 from colocated_rl_rollout.gateway.openai_replies import (
+    CompletionReply,
     Pieces,
-    Reply,
     extension,
     listed,
     message_of,
@@ -57,7 +57,7 @@ from colocated_rl_rollout.gateway.sessions import (
     setting_of,
 )
 from colocated_rl_rollout.gateway.turns import RETRY_S, Turn, Turns
-from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.chat import Chat, as_rendered
 
 ReadT = TypeVar("ReadT")
@@ -85,7 +85,7 @@ class Gateway:
         chat: Chat,
         turns: Turns,
         sessions: Sessions,
-        metrics: Metrics,
+        metrics: RolloutMetrics,
         limit: int,
         longest: int,
         temperature: float,
@@ -131,7 +131,7 @@ class Gateway:
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
-                return await given(request, await self._answer(serve, request))
+                return await send_within_deadline(request, await self._answer(serve, request))
             except ClientGone as gone:
                 return gone.response
 
@@ -166,7 +166,7 @@ class Gateway:
             parent = session.match(conversation) if session else None
             prompt, parent = await self._in_thread(partial(self._prompt_of, conversation, parent))
             setting = setting_of(conversation)
-            place = Place(session, parent, conversation.messages, setting) if session else None
+            place = TurnPlace(session, parent, conversation.messages, setting) if session else None
             return await self._complete(request, body, form, prompt, place)
 
     def _prompt_of(
@@ -181,7 +181,7 @@ class Gateway:
         body, form = await self._read(request, partial(read_body, TextBody, model=self._model))
         with self._session(request) as session:
             prompt = await self._in_thread(partial(text_prompt_of, body, self._chat))
-            place = Place(session, session.match_ids(prompt), (), "") if session else None
+            place = TurnPlace(session, session.match_ids(prompt), (), "") if session else None
             return await self._complete(request, body, form, prompt, place)
 
     # ------------------------------------------------------------------------------------------------- sessions
@@ -213,9 +213,16 @@ class Gateway:
 
     async def _serve_reward(self, request: web.Request) -> web.Response:
         name = _session_name(request)
-        given = await self._read(request, read_reward)
-        await self._sessions.reward(name, given.reward, given.group)
-        return web.json_response({"id": name, "object": "session", "reward": given.reward, "group": given.group})
+        send_within_deadline = await self._read(request, read_reward)
+        await self._sessions.reward(name, send_within_deadline.reward, send_within_deadline.group)
+        return web.json_response(
+            {
+                "id": name,
+                "object": "session",
+                "reward": send_within_deadline.reward,
+                "group": send_within_deadline.group,
+            }
+        )
 
     # ------------------------------------------------------------------------------------------------- a request
     async def _read(self, request: web.Request, read: Callable[[bytes], ReadT]) -> ReadT:
@@ -234,7 +241,7 @@ class Gateway:
             return await asyncio.to_thread(work)
 
     async def _complete(
-        self, request: web.Request, body: Body, form: Form, prompt: tuple[int, ...], place: Place | None
+        self, request: web.Request, body: Body, form: Form, prompt: tuple[int, ...], place: TurnPlace | None
     ) -> web.StreamResponse:
         longest = self._longest if place is not None else None
         asking = asked(body, prompt, limit=self._limit, temperature=self.temperature, longest=longest)
@@ -246,7 +253,7 @@ class Gateway:
         if asking.experts and not self._says_experts:
             message = f"return_routed_experts: the job's engines don't say them without {SAYS_EXPERTS} in engineArgs"
             raise RequestRefused(400, message, param="return_routed_experts", code="unsupported_value")
-        reply = Reply(form, asking, self._model, int(time.time()), uuid.uuid4().hex)
+        reply = CompletionReply(form, asking, self._model, int(time.time()), uuid.uuid4().hex)
         engine = place.parent.engine if place and place.parent else None
         is_own = place is not None and place.session.turned is not None
         with self._turns.begin(asking, streams=form.streams, engine=engine, is_own=is_own) as turn:
@@ -257,12 +264,14 @@ class Gateway:
             whole = reply.whole(self._chat, turn.tokens, turn.finish, said_of(turn))
             return web.json_response(whole)
 
-    async def _stream(self, stream: Stream, reply: Reply, turn: Turn, place: Place | None) -> web.StreamResponse:
+    async def _stream(
+        self, stream: Stream, reply: CompletionReply, turn: Turn, place: TurnPlace | None
+    ) -> web.StreamResponse:
         pieces = Pieces(reply, self._chat)
         while not turn.ended:
             turn.grew.clear()
             await stream.tell(pieces.more(turn.so_far))
-            if not await soon(turn.grew, SILENCE_S):
+            if not await wait_until_set(turn.grew, SILENCE_S):
                 await stream.write(COMMENT)
         try:
             await turn.end()
@@ -277,7 +286,7 @@ class Gateway:
             await stream.write(DONE)
         return await stream.end()
 
-    async def _record(self, place: Place | None, reply: Reply, turn: Turn) -> None:
+    async def _record(self, place: TurnPlace | None, reply: CompletionReply, turn: Turn) -> None:
         """Make the turn of a session durable, before its client hears of its end. Raises RequestRefused."""
         if place is None:
             return
@@ -296,7 +305,7 @@ class Gateway:
 
 
 @dataclass(frozen=True)
-class Place:
+class TurnPlace:
     """Where in a session a turn belongs."""
 
     session: Session

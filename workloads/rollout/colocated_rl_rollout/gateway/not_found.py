@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from colocated_rl_rollout.gateway.openai_requests import RequestRefused
-from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.metrics import RolloutMetrics
 
 ROUTES = ("POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models")
 CONVERSATIONS = ("responses", "conversations", "assistants", "threads", "messages")
@@ -41,7 +41,7 @@ def no_such_route(method: str, path: str, *, allowed: Iterable[str], origin: str
     return RequestRefused(404, f"there is no {asked} here: {instead}", code="unknown_url")
 
 
-def telling_what_there_is(metrics: Metrics) -> Middleware:
+def telling_what_there_is(metrics: RolloutMetrics) -> Middleware:
     """For an application that has the gateway's routes."""
 
     @web.middleware

@@ -50,20 +50,20 @@ class CalledFunction(TypedDict):
     arguments: Annotated[str, Field(description="JSON")]
 
 
-class ToolCall(TypedDict):
+class ToolCallEntry(TypedDict):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class ToolCallPiece(ToolCall):
+class ToolCallPiece(ToolCallEntry):
     index: int
 
 
 class Message(TypedDict):
     role: Literal["assistant"]
     content: str | None
-    tool_calls: NotRequired[list[ToolCall]]
+    tool_calls: NotRequired[list[ToolCallEntry]]
 
 
 class MessagePiece(TypedDict):
@@ -162,7 +162,7 @@ class TextCompletionChunk(_Event):
     choices: list[TextPiece]
 
 
-class Model(TypedDict):
+class ModelCard(TypedDict):
     id: Annotated[str, Field(description="the job's name")]
     object: Literal["model"]
     created: int
@@ -171,7 +171,7 @@ class Model(TypedDict):
 
 class Models(TypedDict):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class HeldSession(TypedDict):
@@ -188,7 +188,7 @@ class HeldSessions(TypedDict):
     data: list[HeldSession]
 
 
-class Trajectory(TypedDict):
+class SessionTrajectory(TypedDict):
     """The path of the newest turn, as it would be trained. All but the prompt are of one length."""
 
     prompt_token_ids: list[int]
@@ -200,7 +200,7 @@ class Trajectory(TypedDict):
 
 class ShownSession(HeldSession):
     paths: int
-    trajectory: Trajectory
+    trajectory: SessionTrajectory
 
 
 class RewardedSession(TypedDict):

@@ -22,13 +22,13 @@ from colocated_rl_rollout.gateway.openai_answers import (
     FinishReason,
     HeldSession,
     Message,
+    SessionTrajectory,
     ShownSession,
-    ToolCall,
-    Trajectory,
+    ToolCallEntry,
     Usage,
     VersionSpan,
 )
-from colocated_rl_rollout.gateway.openai_requests import Asked, Form
+from colocated_rl_rollout.gateway.openai_requests import CompletionRequest, Form
 from colocated_rl_rollout.gateway.sessions import Session, tokens_of
 from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.rules.samples import NO_TOKENS, Finish, Tokens
@@ -39,11 +39,11 @@ EXTENSION = "colocated_rl"
 
 
 @dataclass(frozen=True)
-class Reply:
+class CompletionReply:
     """How one completion is told. id: that nobody else has. created: seconds since 1970."""
 
     form: Form
-    asked: Asked
+    asked: CompletionRequest
     model: str
     created: int
     id: str
@@ -72,7 +72,7 @@ class Reply:
         text = visible(chat.text(tokens.ids.tolist()), self.asked.stops)
         return read_calls(text) if self.form.tools and finish is Finish.STOP else (text, [])
 
-    def called(self, calls: Sequence[Call]) -> list[ToolCall]:
+    def called(self, calls: Sequence[Call]) -> list[ToolCallEntry]:
         return [
             {
                 "id": f"call_{self.id}_{place}",
@@ -107,7 +107,7 @@ class Reply:
 class Pieces:
     """A reply in events, as its tokens come: text that a later token could still change is held back."""
 
-    def __init__(self, reply: Reply, chat: Chat) -> None:
+    def __init__(self, reply: CompletionReply, chat: Chat) -> None:
         self._reply = reply
         self._chat = chat
         form, asked = reply.form, reply.asked
@@ -192,7 +192,7 @@ def shown(session: Session) -> ShownSession:
     mask = [0] * len(tokens)
     for span in tokens.spans:
         mask[span.start : span.end] = [1] * (span.end - span.start)
-    trajectory: Trajectory = {
+    trajectory: SessionTrajectory = {
         "prompt_token_ids": path[0].context.tolist() if path else [],
         "token_ids": tokens.ids.tolist(),
         "loss_mask": mask,
@@ -207,7 +207,7 @@ def shown(session: Session) -> ShownSession:
     }
 
 
-def message_of(text: str, calls: Sequence[ToolCall]) -> Message:
+def message_of(text: str, calls: Sequence[ToolCallEntry]) -> Message:
     if calls:
         return {"role": "assistant", "content": text or None, "tool_calls": list(calls)}
     return {"role": "assistant", "content": text}

@@ -120,7 +120,7 @@ class RequestRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class CompletionRequest:
     """A completion that a client wants. Never changed: each attempt is made from it."""
 
     prompt: NDArray[np.int32]
@@ -154,7 +154,7 @@ class Conversation:
 
 
 # Lists fail fast: each fault that is found is kept, and takes a thousand times what its item does in the body.
-class Part(BaseModel):
+class ContentPart(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
@@ -164,12 +164,12 @@ class OpenPart(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class StreamOptions(Part):
+class StreamOptions(ContentPart):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class TextPart(Part):
+class TextPart(ContentPart):
     type: Literal["text"]
     text: str
 
@@ -208,7 +208,7 @@ def _with_what_is_taken_and_not_read(schema: dict[str, Any]) -> None:
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Body(Part):
+class Body(ContentPart):
     model_config = ConfigDict(json_schema_extra=_with_what_is_taken_and_not_read)
 
     model: str
@@ -252,7 +252,7 @@ class TextBody(Body):
         return cast(str | list[int], self.prompt[0] if is_listed else self.prompt)
 
 
-class Reward(Part):
+class SessionReward(ContentPart):
     """What a session is worth, and the group that it is compared in: sessions of one task have one."""
 
     reward: RewardValue
@@ -304,10 +304,10 @@ def _read_object(text: bytes) -> dict[str, Any]:
     return said
 
 
-def read_reward(text: bytes) -> Reward:
+def read_reward(text: bytes) -> SessionReward:
     """Raises RequestRefused."""
     try:
-        return Reward.model_validate(_read_object(text))
+        return SessionReward.model_validate(_read_object(text))
     except pydantic.ValidationError as error:
         raise _refused(error) from error
 
@@ -370,7 +370,9 @@ def text_prompt_of(body: TextBody, chat: Chat) -> tuple[int, ...]:
         raise RequestRefused(400, f"the prompt can't be read: {error}", param="prompt") from error
 
 
-def asked(body: Body, prompt: tuple[int, ...], *, limit: int, temperature: float, longest: int | None = None) -> Asked:
+def asked(
+    body: Body, prompt: tuple[int, ...], *, limit: int, temperature: float, longest: int | None = None
+) -> CompletionRequest:
     """limit, temperature: the job's, which count where the client says nothing. longest: prompt and reply together,
     of a turn of a session. Raises RequestRefused.
     """
@@ -393,7 +395,7 @@ def asked(body: Body, prompt: tuple[int, ...], *, limit: int, temperature: float
                 f"maxResponseTokens, together {longest}, as every sample that is trained"
             )
             raise RequestRefused(400, message, code="context_length_exceeded")
-    return Asked(
+    return CompletionRequest(
         np.array(prompt, np.int32),
         limit if wanted is None else wanted,
         temperature if body.temperature is None else body.temperature,

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colocated_rl_rollout.gateway.openai_requests import Conversation, RequestRefused
-from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.chat import Chat, Unrenderable
 from colocated_rl_rollout.rules.resume import join_all
 from colocated_rl_rollout.rules.samples import (
@@ -150,7 +150,7 @@ class Sessions:
     def __init__(
         self,
         store: Store,
-        metrics: Metrics,
+        metrics: RolloutMetrics,
         *,
         group_size: int,
         max_staleness: int,

@@ -32,8 +32,8 @@ from colocated_rl_rollout.engines.engine_client import (
     RequestRejected,
 )
 from colocated_rl_rollout.engines.engines import Engines
-from colocated_rl_rollout.gateway.openai_requests import Asked, RequestRefused
-from colocated_rl_rollout.metrics import Metrics
+from colocated_rl_rollout.gateway.openai_requests import CompletionRequest, RequestRefused
+from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.rules.resume import (
     NO_EXPERTS,
@@ -67,7 +67,7 @@ class Turn:
     """
 
     number: int
-    asked: Asked
+    asked: CompletionRequest
     streams: bool = False
     engine: str | None = None  # that has its prefix
     is_own: bool = False  # of an episode that the job plays
@@ -108,7 +108,7 @@ class Turns:
     def __init__(
         self,
         chat: Chat,
-        metrics: Metrics,
+        metrics: RolloutMetrics,
         *,
         keeps: bool,
         changed: Callable[[], None],
@@ -131,7 +131,7 @@ class Turns:
     # ------------------------------------------------------------------------------------------------- for the gateway
     @contextmanager
     def begin(
-        self, asked: Asked, *, streams: bool = False, engine: str | None = None, is_own: bool = False
+        self, asked: CompletionRequest, *, streams: bool = False, engine: str | None = None, is_own: bool = False
     ) -> Iterator[Turn]:
         """A turn, for as long as its client is there. Raises RequestRefused."""
         turn = Turn(self._count + 1, asked, streams and self._keeps, engine, is_own)

@@ -25,7 +25,7 @@ QUIET_S = 40.0  # for the next piece
 WORDS_AT_MOST = 500
 
 
-class Exports:
+class SampleExports:
     """model: whose tokenizer knows the words."""
 
     def __init__(self, store: Store, model: Path) -> None:

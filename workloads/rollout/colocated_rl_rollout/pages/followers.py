@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from colocated_rl_rollout.clients import ClientGone, reading, soon
+from colocated_rl_rollout.clients import ClientGone, reading, wait_until_set
 from colocated_rl_rollout.rules.samples import SampleState
 from colocated_rl_rollout.store.store import Store
 
@@ -92,7 +92,7 @@ class Followers:
                     async with reading(request, response):
                         await response.write(line)
                 await asyncio.sleep(self._pace_s)
-            elif not await soon(news, self._silence_s):
+            elif not await wait_until_set(news, self._silence_s):
                 async with reading(request, response):
                     await response.write(b"\n")
         async with reading(request, response):

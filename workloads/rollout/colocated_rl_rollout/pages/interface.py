@@ -13,7 +13,7 @@ from colocated_rl_api.facts import RolloutFacts
 from colocated_rl_api.member_wire import Hello, RolloutTarget
 from colocated_rl_rollout.gateway import openai_answers as answers
 from colocated_rl_rollout.gateway.gateway import SESSION_HEADER, SESSION_NAME
-from colocated_rl_rollout.gateway.openai_requests import ChatBody, Reward, TextBody
+from colocated_rl_rollout.gateway.openai_requests import ChatBody, SessionReward, TextBody
 from colocated_rl_rollout.pages.exports import PARQUET
 from colocated_rl_rollout.pages.followers import BEGINS_AFTER, LINES
 from colocated_rl_rollout.pages.openapi import (
@@ -89,7 +89,7 @@ def _turns(root: str, session: dict[str, Any]) -> dict[Route, Operation]:
         ),
         Route("GET", f"{root}/models"): _asked_of_gateway("The job's model", answers.Models, parameters=above),
         Route("GET", f"{root}/models/{{model}}"): _asked_of_gateway(
-            "The job's model", answers.Model, parameters=(*above, MODEL)
+            "The job's model", answers.ModelCard, parameters=(*above, MODEL)
         ),
     }
 
@@ -138,7 +138,7 @@ OPERATIONS: dict[Route, Operation] = {
         "Give a session up", answers.DeletedSession, parameters=(IN_PATH,)
     ),
     Route("POST", "/v1/sessions/{session}/reward"): _asked_of_gateway(
-        "Say what a session is worth, which ends it", answers.RewardedSession, body=Reward, parameters=(IN_PATH,)
+        "Say what a session is worth, which ends it", answers.RewardedSession, body=SessionReward, parameters=(IN_PATH,)
     ),
 }
 

@@ -19,7 +19,7 @@ from colocated_rl_api.batch import DIGEST_HEADER
 from colocated_rl_api.facts import EvaluationResult, RolloutFacts
 from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_rollout.pages.exports import Exports
+from colocated_rl_rollout.pages.exports import SampleExports
 from colocated_rl_rollout.pages.followers import Followers
 from colocated_rl_rollout.rules.samples import Finish, SampleState
 from colocated_rl_rollout.store.batches import BatchRecord, shard_path
@@ -143,7 +143,7 @@ def pages(
     facts: Callable[[], RolloutFacts],
     text: Callable[[list[int]], str],
     followers: Followers,
-    exports: Exports,
+    exports: SampleExports,
     interface: Callable[[], Mapping[str, Any]],
 ) -> list[web.RouteDef]:
     """For people, on the pod's loopback. text: what tokens say. interface: the document of all routes."""

@@ -20,7 +20,7 @@ from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.rewards.task_connection import OTHER_DATA, TaskUnusable
 from colocated_rl_rollout.rules.chat import Chat, Unrenderable
 from colocated_rl_rollout.rules.samples import Prompt
-from colocated_rl_rollout.tasks.task_wire import Asked
+from colocated_rl_rollout.tasks.task_wire import PromptRow
 
 LOG = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class PromptSource:
             found.append(Prompt(position, asked.row, ids))
         return found
 
-    def _ids(self, asked: Asked) -> tuple[int, ...] | Unrenderable:
+    def _ids(self, asked: PromptRow) -> tuple[int, ...] | Unrenderable:
         try:
             return () if asked.question is None else self._chat.prompt_ids(asked.question)
         except Unrenderable as error:

@@ -24,7 +24,7 @@ from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.prompts import HttpReward
 from colocated_rl_rollout.rewards.rewards import REWARD_UNAVAILABLE, RewardFailed
-from colocated_rl_rollout.tasks.task_wire import Question, RewardValue
+from colocated_rl_rollout.tasks.task_wire import PromptContent, RewardValue
 
 LOG = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ MAX_REPLY_BYTES = 64 * 1024
 TOLD_CHARACTERS = 200
 
 
-class _Answer(pydantic.BaseModel):
+class _EndpointAnswer(pydantic.BaseModel):
     """What an endpoint answers; it may say more."""
 
     reward: RewardValue
@@ -69,7 +69,7 @@ class RewardEndpoint:
         self._places = asyncio.Semaphore(reward.max_concurrency)
         self.problem: Problem | None = None
 
-    async def score(self, prompt: Question, fields: Mapping[str, Any], response: str) -> float:
+    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> float:
         """Raises RewardFailed."""
         body = self._body(prompt=prompt, fields=fields, response=response)
         for attempt in range(1, self._reward.attempts + 1):
@@ -155,6 +155,6 @@ def _reward_in(answer: aiohttp.ClientResponse, body: bytes, *, url: str) -> floa
     if answer.status != 200:
         raise RewardFailed("RewardRefused", f"{url} answers {told}")
     try:
-        return _Answer.model_validate_json(body).reward
+        return _EndpointAnswer.model_validate_json(body).reward
     except pydantic.ValidationError as error:
         raise RewardFailed("RewardGarbled", f'{url} should answer {{"reward": NUMBER}}, not {told}') from error

@@ -35,11 +35,11 @@ from colocated_rl_rollout.rewards.task_connection import (
 from colocated_rl_rollout.tasks.task_wire import (
     QUESTIONS,
     SCORE,
-    Asked,
     Data,
-    Question,
-    Reply,
-    Row,
+    PromptContent,
+    PromptRow,
+    TaskReply,
+    UnscoredRow,
 )
 
 LOG = logging.getLogger(__name__)
@@ -57,12 +57,12 @@ class RewardFailed(Exception):
         self.reason = reason
 
 
-class Endpoint(Protocol):
+class RewardService(Protocol):
     """Says what responses are worth. problem: why it does not, now."""
 
     problem: Problem | None
 
-    async def score(self, prompt: Question, fields: Mapping[str, Any], response: str) -> float:
+    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> float:
         """Raises RewardFailed."""
 
 
@@ -87,7 +87,7 @@ class TaskProcesses:
         *,
         count: int,
         socket: Path,
-        endpoints: Mapping[int, Endpoint] | None = None,
+        endpoints: Mapping[int, RewardService] | None = None,
     ) -> None:
         self._prompts = prompts
         self._endpoints = endpoints or {}
@@ -114,9 +114,9 @@ class TaskProcesses:
         """What there is to ask. Raises TaskUnusable."""
         return await asyncio.shield(self._data)
 
-    async def questions(self, start: int, count: int) -> list[Asked]:
+    async def questions(self, start: int, count: int) -> list[PromptRow]:
         """Those of the positions [start, start + count). Raises RewardFailed, TaskUnusable."""
-        found: list[Asked] = await self._ask({"questions": [start, count]}, QUESTIONS, MAX_ROWS_BYTES)
+        found: list[PromptRow] = await self._ask({"questions": [start, count]}, QUESTIONS, MAX_ROWS_BYTES)
         if len(found) != count:
             raise RewardFailed("ReplyGarbled", f"{len(found)} questions came, {count} were asked for")
         return found
@@ -124,8 +124,8 @@ class TaskProcesses:
     async def score(self, index: int, response: str) -> float:
         """Reward of a response to the question of row `index`. Raises RewardFailed, TaskUnusable."""
         most_bytes = MAX_ROWS_BYTES if self._endpoints else MAX_LINE_BYTES
-        scored: float | Row = await self._ask({"score": [index, response]}, SCORE, most_bytes)
-        if not isinstance(scored, Row):
+        scored: float | UnscoredRow = await self._ask({"score": [index, response]}, SCORE, most_bytes)
+        if not isinstance(scored, UnscoredRow):
             return scored
         endpoint = self._endpoints.get(scored.source)
         if endpoint is None:
@@ -202,7 +202,7 @@ class TaskProcesses:
             _fail(self._requests.get_nowait(), error)
 
 
-def _resolve(request: _Request, reply: Reply) -> None:
+def _resolve(request: _Request, reply: TaskReply) -> None:
     if request.reply.done():  # whoever asked has gone
         return
     if reply.error is not None:

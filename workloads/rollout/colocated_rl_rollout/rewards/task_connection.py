@@ -16,7 +16,7 @@ import pydantic
 
 from colocated_rl_api import names
 from colocated_rl_api.prompts import Prompts
-from colocated_rl_rollout.tasks.task_wire import Data, Greeting, Reply
+from colocated_rl_rollout.tasks.task_wire import Data, Greeting, TaskReply
 
 START_DEADLINE_S = 900.0  # data may have to be fetched, and all of it is looked at
 RESTART_S = 1.0  # before a process that died is replaced; with jitter
@@ -87,7 +87,7 @@ class TaskConnection:
         except ConnectionError as error:
             raise ProcessLost("task process closed its input") from error
 
-    async def receive(self, *, deadline_s: float | None, most_bytes: int = MAX_LINE_BYTES) -> Reply:
+    async def receive(self, *, deadline_s: float | None, most_bytes: int = MAX_LINE_BYTES) -> TaskReply:
         """The next line. Raises ProcessLost, TimeoutError."""
         try:
             async with asyncio.timeout(deadline_s):
@@ -95,7 +95,7 @@ class TaskConnection:
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             raise ProcessLost("task process ended") from error
         try:
-            return Reply.model_validate_json(line)
+            return TaskReply.model_validate_json(line)
         except pydantic.ValidationError as error:
             raise ProcessLost("task process wrote what is no reply") from error
 

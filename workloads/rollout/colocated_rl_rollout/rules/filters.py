@@ -15,19 +15,19 @@ from colocated_rl_rollout.rules.samples import Finish, Group, Sample
 SAME_REWARD = 1e-6  # a spread below this is rounding
 
 
-class Verdict(NamedTuple):
+class FilterResult(NamedTuple):
     """whole: why nothing of the group is trained, if so. Otherwise `samples` are left out of it."""
 
     whole: Filter | None
     samples: list[Sample]
 
 
-def judge(group: Group, filters: Collection[Filter]) -> Verdict:
+def judge(group: Group, filters: Collection[Filter]) -> FilterResult:
     """What filters say of a complete group."""
     cut = [sample for sample in group.kept if sample.finish is Finish.LENGTH] if Filter.TRUNCATED in filters else []
     left = [sample.reward or 0.0 for sample in group.kept if sample not in cut]
     if cut and len(left) < 2:
-        return Verdict(Filter.TRUNCATED, [])
+        return FilterResult(Filter.TRUNCATED, [])
     if Filter.EQUAL_REWARDS in filters and max(left) - min(left) <= SAME_REWARD:
-        return Verdict(Filter.EQUAL_REWARDS, [])
-    return Verdict(None, cut)
+        return FilterResult(Filter.EQUAL_REWARDS, [])
+    return FilterResult(None, cut)

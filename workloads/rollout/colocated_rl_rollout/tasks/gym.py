@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from colocated_rl_api.prompts import ReasoningGym
-from colocated_rl_rollout.tasks.task_wire import Question
+from colocated_rl_rollout.tasks.task_wire import PromptContent
 
 
 class GymTask:
@@ -29,7 +29,7 @@ class GymTask:
             raise ValueError(f"it has {self.size} problems, not the {task.size} of its size")
         self.question(0)  # what a task lacks it says when it makes one
 
-    def question(self, position: int) -> tuple[int, Question]:
+    def question(self, position: int) -> tuple[int, PromptContent]:
         index = position % self.size
         return index, self._dataset[index]["question"]
 

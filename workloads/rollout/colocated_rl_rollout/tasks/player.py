@@ -16,12 +16,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
 
-from colocated_rl_rollout.tasks.task_wire import Play, Reply, Stop
+from colocated_rl_rollout.tasks.task_wire import Play, Stop, TaskReply
 from colocated_rl_rollout.tasks.tasks import SourceUnusable, Tasks, described
 
 
 async def play(
-    requests: TextIO, reply: Callable[[Reply], None], tasks: Tasks, *, model: str, told: Callable[[Exception], str]
+    requests: TextIO, reply: Callable[[TaskReply], None], tasks: Tasks, *, model: str, told: Callable[[Exception], str]
 ) -> None:
     """Until the input ends. Raises SourceUnusable when an environment can't be brought up."""
     async with contextlib.AsyncExitStack() as up:
@@ -30,19 +30,19 @@ async def play(
                 await up.enter_async_context(environment.serving())
             except Exception as error:  # of another's code
                 raise SourceUnusable(f"{environment.title} does not come up: {described(error)}") from error
-        reply(Reply(value=tasks.data))
-        playing: dict[int, asyncio.Task[Reply]] = {}
+        reply(TaskReply(value=tasks.data))
+        playing: dict[int, asyncio.Task[TaskReply]] = {}
 
-        async def episode(asked: Play) -> Reply:
+        async def episode(asked: Play) -> TaskReply:
             try:
                 reward = await tasks.play(asked.row, model=model, address=asked.address)
             except Exception as error:  # noqa: BLE001 - of another's code; one episode fails, the rest go on
-                return Reply(episode=asked.episode, error=told(error), reason="EpisodeFailed")
-            return Reply(episode=asked.episode, value=reward)
+                return TaskReply(episode=asked.episode, error=told(error), reason="EpisodeFailed")
+            return TaskReply(episode=asked.episode, value=reward)
 
-        def ended(number: int, task: asyncio.Task[Reply]) -> None:
+        def ended(number: int, task: asyncio.Task[TaskReply]) -> None:
             del playing[number]
-            stopped = Reply(episode=number, error="stopped", reason="EpisodeFailed")
+            stopped = TaskReply(episode=number, error="stopped", reason="EpisodeFailed")
             reply(stopped if task.cancelled() else task.result())
 
         async with asyncio.TaskGroup() as group:

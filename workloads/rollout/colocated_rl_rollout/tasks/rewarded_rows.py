@@ -24,7 +24,7 @@ from colocated_rl_rollout.tasks.rows import (
     data_files,
     member,
 )
-from colocated_rl_rollout.tasks.task_wire import REWARD_AT_MOST, Question
+from colocated_rl_rollout.tasks.task_wire import REWARD_AT_MOST, PromptContent
 
 Score = Callable[[str, Row], Any]
 
@@ -39,10 +39,10 @@ class RewardedRows:
         self._score = _score(source.reward, beside)
         self._passes = Passes(range(self.size), seed=source.seed)
 
-    def question(self, position: int) -> tuple[int, Question]:
+    def question(self, position: int) -> tuple[int, PromptContent]:
         data_pass, place = divmod(position, self.size)
         index = self._passes[data_pass][place]
-        question: Question = member(self._rows[index], self._field)
+        question: PromptContent = member(self._rows[index], self._field)
         return index, question
 
     def score(self, index: int, response: str) -> float | dict[str, Any]:

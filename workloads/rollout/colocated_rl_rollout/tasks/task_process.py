@@ -2,11 +2,11 @@
 
     python -m colocated_rl_rollout.tasks.task_process CLAIMS CACHE [LIMIT]
 
-JSON lines: a `Greeting` comes first and is answered with `Data`; then each request is answered in order,
-`{"questions": [start, count]}` and `{"score": [index, text]}`, with a `Reply`; or, where the greeting says so, episodes
-are played (`player`). CLAIMS is where claims of prompts are mounted, CACHE a directory for copies and downloads, LIMIT
-the file that has the container's memory limit. Ends with its input. Verifiers and environments are other people's code:
-they may take for ever, print, and take memory; they do it here.
+JSON lines: a `Greeting` comes first and is answered with `Data`; then each request is answered in order, `{"questions":
+[start, count]}` and `{"score": [index, text]}`, with a `TaskReply`; or, where the greeting says so, episodes are played
+(`player`). CLAIMS is where claims of prompts are mounted, CACHE a directory for copies and downloads, LIMIT the file
+that has the container's memory limit. Ends with its input. Verifiers and environments are other people's code: they may
+take for ever, print, and take memory; they do it here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from colocated_rl_rollout.tasks.player import play
-from colocated_rl_rollout.tasks.task_wire import Greeting, Reply
+from colocated_rl_rollout.tasks.task_wire import Greeting, TaskReply
 from colocated_rl_rollout.tasks.tasks import (
     SourceUnusable,
     Tasks,
@@ -40,7 +40,7 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
     """Answer until the input ends, or there is no memory any more."""
     own = os.getpid()
 
-    def reply(said: Reply) -> None:
+    def reply(said: TaskReply) -> None:
         if os.getpid() != own:
             os._exit(1)  # a fork of a verifier's that came back here: its parent answers
         replies.write(said.model_dump_json(exclude_defaults=True) + "\n")
@@ -54,9 +54,9 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
             asyncio.run(play(requests, reply, tasks, model=greeting.model, told=_told))
             return
     except SourceUnusable as error:
-        reply(Reply(error=str(error)))
+        reply(TaskReply(error=str(error)))
         return
-    reply(Reply(value=tasks.data))
+    reply(TaskReply(value=tasks.data))
     without_memory = 0
     for line in requests:
         try:
@@ -65,12 +65,12 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
             without_memory = without_memory + 1 if isinstance(error, MemoryError) else 0
             reason: Literal["RewardTimedOut", "VerifierFailed"]
             reason = "RewardTimedOut" if isinstance(error, TimeoutError) else "VerifierFailed"
-            reply(Reply(error=_told(error), reason=reason))
+            reply(TaskReply(error=_told(error), reason=reason))
             if without_memory == MEMORY_ERRORS:
                 return  # another process takes over
         else:
             without_memory = 0
-            reply(Reply(value=value))
+            reply(TaskReply(value=value))
 
 
 def _answer(tasks: Tasks, request: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from colocated_rl_api.prompts import Prompts
 
-Question = str | list[dict[str, Any]]
+PromptContent = str | list[dict[str, Any]]
 """What a user asks, or a conversation up to where the policy speaks."""
 
 
@@ -48,7 +48,7 @@ class Stop(_Line):
     episode: int
 
 
-class Reply(_Line):
+class TaskReply(_Line):
     """The answer to each line, in their order: a value, or an error and its reason.
 
     episode: that has ended; these come in any order, and each with the reward or an error.
@@ -68,22 +68,22 @@ class Data(_Line):
     ends: tuple[int, ...] = ()
 
 
-class Row(_Line):
+class UnscoredRow(_Line):
     """A row that an endpoint rewards and no process here: the answer to `score` instead of a number."""
 
     source: Annotated[int, Field(ge=0)]  # of the job's sources, from 0
-    prompt: Question
+    prompt: PromptContent
     fields: dict[str, Any]
 
 
-class Asked(NamedTuple):
+class PromptRow(NamedTuple):
     """A question, the index of its row, and whether it is kept from training. None: it is played, not asked."""
 
     row: Annotated[int, Field(ge=0, lt=2**63)]
-    question: Question | None
+    question: PromptContent | None
     held_out: bool
 
 
-QUESTIONS: TypeAdapter[list[Asked]] = TypeAdapter(list[Asked])
-SCORE: TypeAdapter[float | Row] = TypeAdapter(RewardValue | Row)
+QUESTIONS: TypeAdapter[list[PromptRow]] = TypeAdapter(list[PromptRow])
+SCORE: TypeAdapter[float | UnscoredRow] = TypeAdapter(RewardValue | UnscoredRow)
 REWARD: TypeAdapter[float] = TypeAdapter(RewardValue)

@@ -31,10 +31,10 @@ from colocated_rl_rollout.tasks.passes import Passes
 from colocated_rl_rollout.tasks.rewarded_rows import RewardedRows
 from colocated_rl_rollout.tasks.rows import RowsUnusable
 from colocated_rl_rollout.tasks.task_wire import (
-    Asked,
     Data,
-    Question,
-    Row,
+    PromptContent,
+    PromptRow,
+    UnscoredRow,
 )
 
 SHORT_OF_MEMORY = ("cannot allocate memory", "failed to map segment")
@@ -49,14 +49,14 @@ class Task(Protocol):
     size: int
     digest: str
 
-    def question(self, position: int) -> tuple[int, Question]:
+    def question(self, position: int) -> tuple[int, PromptContent]:
         """The index of the row at a position, and its question."""
 
     def score(self, index: int, response: str) -> float | dict[str, Any]:
         """The reward of a response to the question of a row; or the row, for an endpoint to reward."""
 
 
-class Part(NamedTuple):
+class MixPart(NamedTuple):
     task: Task
     weight: int = 1
     held_out_percent: int = 0
@@ -68,7 +68,7 @@ class Tasks:
     size: positions after which every source has been through its data. digest: of all of it. ends: of the rows of each.
     """
 
-    def __init__(self, parts: Sequence[Part], *, seed: int) -> None:
+    def __init__(self, parts: Sequence[MixPart], *, seed: int) -> None:
         self._parts = parts
         turns = [number for number, part in enumerate(parts) for _ in range(part.weight)]
         self._turns = Passes(turns, seed=seed)
@@ -77,7 +77,7 @@ class Tasks:
         self.digest = hashlib.sha256("\n".join(told).encode()).hexdigest()
         self.size = max(-(-part.task.size // part.weight) for part in parts) * len(turns)
 
-    def question(self, position: int) -> Asked:
+    def question(self, position: int) -> PromptRow:
         block, place = divmod(position, len(self._turns))
         turns = self._turns[block]
         number = turns[place]
@@ -85,12 +85,12 @@ class Tasks:
         index, question = part.task.question(block * part.weight + turns[:place].count(number))
         held_out = is_held_out(question, percent=part.held_out_percent)
         played = isinstance(part.task, EnvironmentTasks)
-        return Asked(self._start(number) + index, None if played else question, held_out)
+        return PromptRow(self._start(number) + index, None if played else question, held_out)
 
-    def score(self, index: int, response: str) -> float | Row:
+    def score(self, index: int, response: str) -> float | UnscoredRow:
         number = bisect_right(self.ends, index)
         scored = self._parts[number].task.score(index - self._start(number), response)
-        return Row(source=number, **scored) if isinstance(scored, dict) else scored
+        return UnscoredRow(source=number, **scored) if isinstance(scored, dict) else scored
 
     @property
     def data(self) -> Data:
@@ -125,7 +125,7 @@ def make_tasks(prompts: Prompts, *, claims: Path, cache: Path) -> Tasks:
         except (Exception, SystemExit) as error:  # of another's code too
             place = f"mix.sources[{number}]." if prompts.mix else ""
             raise SourceUnusable(f"{place}{source.title} can't be used: {described(error)}") from error
-        parts.append(Part(task, weight, source.held_out_percent))
+        parts.append(MixPart(task, weight, source.held_out_percent))
     return Tasks(parts, seed=prompts.seed)
 
 
@@ -154,7 +154,7 @@ def _make_task(source: Source, *, claims: Path, cache: Path) -> Task:
             return RewardedRows(source, claims=claims, cache=cache)
 
 
-def is_held_out(question: Question, *, percent: int) -> bool:
+def is_held_out(question: PromptContent, *, percent: int) -> bool:
     """Whether a question is kept from training: by its hash alone, so that every part of the system agrees."""
     text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
     return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % 100 < percent

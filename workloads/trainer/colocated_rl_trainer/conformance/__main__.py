@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from colocated_rl_trainer.conformance.checks import Broken, Check, checks_of
-from colocated_rl_trainer.conformance.ranks import NotThere, Refusal, TrainerGroup, TrainerKind, running
+from colocated_rl_trainer.conformance.ranks import RankLost, TrainerGroup, TrainerKind, UnexpectedStatus, running
 
 HELD, BROKEN, NOT_LOADED = 0, 1, 2
 FAILED = 500  # of a rank that then ends
@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
                 _say("BROKEN  `canScore` is false: in a job with a reference this trainer is refused")
                 return BROKEN
             trainer.onload()
-        except (NotThere, Refusal, OSError, ValueError) as error:
+        except (RankLost, UnexpectedStatus, OSError, ValueError) as error:
             _say(f"the trainer did not load: {error}")
             return NOT_LOADED
         held = 0
@@ -61,9 +61,14 @@ def _holds(trainer: TrainerGroup, check: Check) -> bool:
         check(trainer)
     except Broken as error:
         _say(f"BROKEN  {name}: {error}")
-    except (NotThere, Refusal, OSError, ValueError) as error:  # what can't be read is no answer of the protocol
+    except (
+        RankLost,
+        UnexpectedStatus,
+        OSError,
+        ValueError,
+    ) as error:  # what can't be read is no answer of the protocol
         _say(f"BROKEN  {name}: {type(error).__name__}: {error}")
-        if isinstance(error, ConnectionError) or (isinstance(error, Refusal) and error.code == FAILED):
+        if isinstance(error, ConnectionError) or (isinstance(error, UnexpectedStatus) and error.code == FAILED):
             raise _RankEnded from error
     else:
         _say(f"held    {name}")

@@ -22,8 +22,8 @@ from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import PROTOCOL, TrainerError, TrainerStatus
 from colocated_rl_api.weights import MANIFEST, Digest, Manifest, finished_model
-from colocated_rl_trainer.conformance.ranks import Refusal, TrainerGroup, TrainerKind, running
-from colocated_rl_trainer.conformance.shards import Sample, write_shards
+from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, UnexpectedStatus, running
+from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.protocol.manifest import digests_of, read_header, tensor_entries
 
 PROMPT_END_S = 5.0
@@ -312,7 +312,7 @@ def refuses_a_shard_that_is_torn(trainer: TrainerGroup) -> None:
     torn.write_bytes(files[0].read_bytes()[:100])
     try:
         trainer.train(step, [torn] * trainer.size)
-    except (Refusal, OSError):
+    except (UnexpectedStatus, OSError):
         for rank in trainer.ranks:
             with contextlib.suppress(FileNotFoundError, ConnectionError):  # it ends, or has ended
                 status = rank.status
@@ -377,7 +377,7 @@ def batch(trainer: TrainerGroup, step: int) -> list[Path]:
     for number in range(GROUPS * GROUP_SIZE):
         prompt, response = ([chance.randrange(vocabulary) for _ in range(length)] for length in (4, 2 + number % 5))
         reward, group = float(number % 3 == 0), number // GROUP_SIZE
-        samples.append(Sample(prompt, response, [-3.0] * len(response), reward, group, step - 1))
+        samples.append(Example(prompt, response, [-3.0] * len(response), reward, group, step - 1))
     return write_shards(trainer.folder, samples, step=step, split=trainer.size)
 
 
@@ -407,7 +407,7 @@ def _steps(statuses: Sequence[TrainerStatus]) -> list[int | None]:
 def _code(ask: Callable[[], TrainerStatus]) -> int:
     try:
         ask()
-    except Refusal as refusal:
+    except UnexpectedStatus as refusal:
         return refusal.code
     return 200
 
@@ -415,7 +415,7 @@ def _code(ask: Callable[[], TrainerStatus]) -> int:
 def _expect_conflict(trainer: TrainerGroup, what: str, ask: Callable[[], TrainerStatus]) -> None:
     try:
         ask()
-    except Refusal as refusal:
+    except UnexpectedStatus as refusal:
         expect(refusal.code == 409, f"{what} is answered {refusal.code}, not 409")
         return
     raise Broken(f"{what} is not refused")

@@ -28,7 +28,7 @@ ANSWER_S = 60.0
 Answer = TypeVar("Answer")
 
 
-class Refusal(Exception):
+class UnexpectedStatus(Exception):
     """An answer that is not 200."""
 
     def __init__(self, code: int, error: str, message: str) -> None:
@@ -38,7 +38,7 @@ class Refusal(Exception):
         self.message = message
 
 
-class NotThere(Exception):
+class RankLost(Exception):
     """A rank ended, or did not come to where it was waited for. The message has its output."""
 
 
@@ -56,7 +56,7 @@ class Launch(Protocol):
 Launcher = Callable[[dict[str, str], Path], Launch]
 
 
-class Session(subprocess.Popen[bytes]):
+class RankProcess(subprocess.Popen[bytes]):
     """A process that gets signals together with what it has started, as in a pod."""
 
     def send_signal(self, sig: int) -> None:
@@ -79,7 +79,7 @@ class TrainerProcess:
         )
         if code != 200:
             refusal = TrainerError.model_validate(content)
-            raise Refusal(code, refusal.error, refusal.message)
+            raise UnexpectedStatus(code, refusal.error, refusal.message)
         return TrainerStatus.model_validate(content)
 
     def ask_raw(self, method: str, path: str, body: str | None = None) -> tuple[int, Any]:
@@ -120,13 +120,13 @@ class TrainerProcess:
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise NotThere(f"trainer ended with {self.process.returncode}:\n{self.log.read_text()}")
+                raise RankLost(f"trainer ended with {self.process.returncode}:\n{self.log.read_text()}")
             with contextlib.suppress(FileNotFoundError, ConnectionError):
                 status = self.status
                 if holds(status):
                     return status
             time.sleep(0.02)
-        raise NotThere(f"trainer did not get there within {within_s} s:\n{self.log.read_text()}")
+        raise RankLost(f"trainer did not get there within {within_s} s:\n{self.log.read_text()}")
 
     def wait_loaded(self) -> TrainerStatus:
         return self.wait_until(lambda status: status.state is not TrainerState.STARTING)
@@ -210,7 +210,7 @@ class TrainerGroup:
 
     def _run_command(self, environment: dict[str, str], log: Path) -> Launch:
         with log.open("ab") as stream:
-            return Session(
+            return RankProcess(
                 self.kind.command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
             )
 

@@ -18,7 +18,7 @@ _TYPES = {"int32": ("i", "I32"), "int64": ("q", "I64"), "uint8": ("B", "U8"), "f
 
 
 @dataclass(frozen=True)
-class Sample:
+class Example:
     prompt: Sequence[int]
     response: Sequence[int]
     logp: Sequence[float]  # behaviour, of the response
@@ -34,7 +34,7 @@ class Sample:
 
 
 def write_shards(
-    folder: Path, samples: Sequence[Sample], *, step: int, split: Sequence[int] | int, temperature: float = 1.0
+    folder: Path, samples: Sequence[Example], *, step: int, split: Sequence[int] | int, temperature: float = 1.0
 ) -> list[Path]:
     """One file per rank. split: number of ranks, dealt out in turn, or the rank of each sample."""
     ranks = [number % split for number in range(len(samples))] if isinstance(split, int) else list(split)
@@ -62,7 +62,7 @@ def write_shards(
     return files
 
 
-def columns(samples: Sequence[Sample], rewards: Mapping[int, Sequence[float]]) -> dict[str, tuple[str, Values]]:
+def columns(samples: Sequence[Example], rewards: Mapping[int, Sequence[float]]) -> dict[str, tuple[str, Values]]:
     """Name to type and values; rewards: of each whole group."""
     lengths = [len(sample.prompt) + len(sample.response) for sample in samples]
     return {
@@ -87,7 +87,7 @@ def columns(samples: Sequence[Sample], rewards: Mapping[int, Sequence[float]]) -
     }
 
 
-def _by_token(samples: Sequence[Sample], responses: Sequence[Sequence[float]]) -> tuple[str, Values]:
+def _by_token(samples: Sequence[Example], responses: Sequence[Sequence[float]]) -> tuple[str, Values]:
     """0 for tokens of prompts."""
     of_each = zip(samples, responses, strict=True)
     return "float32", [logp for s, response in of_each for logp in (*[0.0] * len(s.prompt), *response)]

@@ -22,7 +22,7 @@ from torch import Tensor
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_trainer.grpo.loss import group_advantage
 from colocated_rl_trainer.protocol.rank import Refused
-from colocated_rl_trainer.state.group import Group
+from colocated_rl_trainer.state.group import Collectives
 
 _COLUMNS = {
     "tokens": torch.int32, "sample_end": torch.int64, "loss_mask": torch.uint8, "behaviour_logp": torch.float32,
@@ -165,7 +165,7 @@ class Shard:
 
 
 def read_together(
-    path: Path, group: Group, *, step: int, use: Use = AS_IT_IS, is_scored: bool = False
+    path: Path, group: Collectives, *, step: int, use: Use = AS_IT_IS, is_scored: bool = False
 ) -> tuple[Shard, list[dict[int, GroupShare]]]:
     """This rank's shard, and every rank's part of each group. Raises Refused on every rank or on none."""
     shard, fault = None, None

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from colocated_rl_trainer.protocol.settings import SettingsError
+from colocated_rl_trainer.protocol.settings import ConfigError
 
 BYTES = 4  # of a float32
 MACHINE = Path("/proc/meminfo")
@@ -49,14 +49,14 @@ class Budget:
         return cls(device, ranks_in_pod * copies * _pinned(part))
 
     def refuse_what_never_fits(self, *, device_has: int | None, host_has: int | None) -> None:
-        """Raises SettingsError."""
+        """Raises ConfigError."""
         if self.device is not None and device_has is not None and self.device > device_has:
-            raise SettingsError(
+            raise ConfigError(
                 f"the training state takes {gib(self.device)} of each device, which has {gib(device_has)}, and "
                 f"activations come on top: {LESS} or devices"
             )
         if host_has is not None and self.host > host_has:
-            raise SettingsError(
+            raise ConfigError(
                 f"the training state of a pod takes {gib(self.host)} of host memory, and there are {gib(host_has)}: "
                 f"{LESS}; or more memory (gpus.resources.limits.memory)"
             )

@@ -1,6 +1,6 @@
 """The reference trainer: GRPO on sealed batches, data parallel, AdamW.
 
-One step on one screen is `ReferenceTrainer.train`. Every rank computes the gradient of its own samples; the gradient is
+One step on one screen is `GRPOTrainer.train`. Every rank computes the gradient of its own samples; the gradient is
 summed over ranks, and every normalizer is of all ranks, so the split of a batch changes nothing but rounding. Ranks
 share the model and its state (`sharding`), or each has all of it: that changes nothing but rounding either. The step
 number decides everything else that could differ between two runs (learning rate, division into minibatches): a replay
@@ -31,13 +31,13 @@ from colocated_rl_trainer.grpo.budget import Budget, host_memory
 from colocated_rl_trainer.grpo.forward import logp_and_entropy
 from colocated_rl_trainer.grpo.loss import importance_ratio, kl_penalty, policy_loss
 from colocated_rl_trainer.grpo.scores import find_scores, write_scores
-from colocated_rl_trainer.grpo.tally import Tally, metrics
+from colocated_rl_trainer.grpo.tally import StepTally, metrics
 from colocated_rl_trainer.grpo.trackers import Tracker, check_trackers, make_trackers
 from colocated_rl_trainer.protocol.manifest import Exported, digest_of, digests_of
 from colocated_rl_trainer.protocol.rank import Refused, Watch
-from colocated_rl_trainer.protocol.settings import RankSettings, SettingsError, TrainerConfig
+from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings, TrainerConfig
 from colocated_rl_trainer.state.checkpoint import Checkpoints
-from colocated_rl_trainer.state.group import Group, join_group
+from colocated_rl_trainer.state.group import Collectives, join_group
 from colocated_rl_trainer.state.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.state.sharding import (
     divide,
@@ -80,7 +80,7 @@ class _Known:
     reference: Tensor | None  # None: there is none
 
 
-class ReferenceTrainer:
+class GRPOTrainer:
     """One rank. The methods are those of `rank.ScoringLoop`."""
 
     def __init__(self, settings: RankSettings, config: TrainerConfig) -> None:
@@ -103,7 +103,7 @@ class ReferenceTrainer:
         self._has_reference = spec.reference is not None
         self._keeps_reference = self._has_reference and not spec.seals_with_scores  # else batches have its scores
         if config.kl_coefficient and not self._has_reference:
-            raise SettingsError(
+            raise ConfigError(
                 "klCoefficient in spec.trainer.config needs a policy to compare with: add spec.reference to the job"
             )
         self._scored: tuple[int, Tensor] | None = None  # newest step that the reference has seen, and what it said
@@ -115,7 +115,7 @@ class ReferenceTrainer:
     def load(self) -> int:
         """Rank 0 says which checkpoint, and each reads its part of it."""
         self._check_budget()
-        self._group: Group = join_group(self._settings)
+        self._group: Collectives = join_group(self._settings)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         found = self._group.led(self._checkpoints.newest)
@@ -165,7 +165,7 @@ class ReferenceTrainer:
     def _train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
         config, state = self._config, self._state
         shard, work = self._read_batch(step, path)
-        tally = Tally.of(shard)
+        tally = StepTally.of(shard)
         known = self._look_up(step, shard, work, watch)
         learning_rate = config.learning_rate_at(step)
         for _data_pass in range(config.data_passes):
@@ -209,7 +209,7 @@ class ReferenceTrainer:
                         into[micro.tokens] = self._logp(shard, micro)[0].cpu()
                 watch.progress()
 
-    def _add_gradient(self, shard: Shard, micro: MicroBatch, divisor: int, known: _Known, tally: Tally) -> None:
+    def _add_gradient(self, shard: Shard, micro: MicroBatch, divisor: int, known: _Known, tally: StepTally) -> None:
         """That of one micro-batch, to those before it."""
         config, device = self._config, self._device
         logp, entropy = self._logp(shard, micro)
@@ -331,7 +331,7 @@ class ReferenceTrainer:
         return norm
 
     def _check_budget(self) -> None:
-        """Before anything takes memory. Raises SettingsError where the state never fits."""
+        """Before anything takes memory. Raises ConfigError where the state never fits."""
         on_cpu = self._device.type == "cpu"
         budget = Budget.of(
             count_parameters(self._settings.model),
@@ -378,13 +378,13 @@ class ReferenceTrainer:
         write_parts(self._state.saved() | {"updates": torch.tensor(self._state.updates)}, directory)
 
     def _read_checkpoint(self, directory: Path) -> None:
-        """Raises SettingsError where it is none of this model and optimizer."""
+        """Raises ConfigError where it is none of this model and optimizer."""
         updates = torch.zeros((), dtype=torch.int64)
         parts = self._state.saved() | {"updates": updates}
         there = self._group.led(lambda: names_in(directory))
         of_another = {name for name in there - parts.keys() if name.startswith(PARAMETERS)}  # moments may be left over
         if differing := sorted(of_another | (parts.keys() - there)):
-            raise SettingsError(
+            raise ConfigError(
                 f"checkpoint {directory.name} is of another model or optimizer, {len(differing)} tensors differ, first "
                 f"{differing[0]}: set spec.model and optimizer in spec.trainer.config as they were, or give the job "
                 "another volume for checkpoints"

@@ -16,7 +16,7 @@ from colocated_rl_trainer.grpo.loss import PolicyLoss
 
 
 @dataclass
-class Tally:
+class StepTally:
     """One rank's sums of one step."""
 
     samples: int
@@ -37,7 +37,7 @@ class Tally:
     gradient_norm: float = 0.0
 
     @classmethod
-    def of(cls, shard: Shard) -> Tally:
+    def of(cls, shard: Shard) -> StepTally:
         return cls(
             samples=shard.samples,
             teaching_samples=int(shard.teaching().sum()),
@@ -71,7 +71,7 @@ class Tally:
         self.mismatch_max = float(apart.max())
 
 
-def metrics(ranks: Sequence[Tally], *, has_reference: bool = False) -> dict[str, float]:
+def metrics(ranks: Sequence[StepTally], *, has_reference: bool = False) -> dict[str, float]:
     """Figures of the whole step, from every rank's tally. Means are over tokens, where nothing else is said."""
 
     def total(name: str) -> float:

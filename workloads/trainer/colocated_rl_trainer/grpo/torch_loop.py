@@ -20,7 +20,7 @@ from colocated_rl_trainer.protocol.manifest import Exported
 from colocated_rl_trainer.protocol.rank import Watch
 from colocated_rl_trainer.protocol.settings import RankSettings
 from colocated_rl_trainer.state.checkpoint import OPTIMIZER, Checkpoints
-from colocated_rl_trainer.state.group import Group, join_group
+from colocated_rl_trainer.state.group import Collectives, join_group
 from colocated_rl_trainer.state.weights import load_model, probe, write_model
 
 
@@ -29,7 +29,7 @@ class TorchLoop:
 
     model: PreTrainedModel
     optimizer: Optimizer
-    group: Group
+    group: Collectives
 
     def __init__(self, settings: RankSettings) -> None:
         self.settings = settings

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from colocated_rl_api.logs import log
 from colocated_rl_trainer.protocol.settings import (
+    ConfigError,
     RankSettings,
-    SettingsError,
     TrackerName,
     TrainerConfig,
 )
@@ -32,10 +32,10 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Sequence[TrackerName]) -> None:
-    """Raises SettingsError for one whose library is not there."""
+    """Raises ConfigError for one whose library is not there."""
     for name in names:
         if find_spec(_PACKAGES[name]) is None:
-            raise SettingsError(
+            raise ConfigError(
                 f"trackers in spec.trainer.config: {name} needs the Python package {_PACKAGES[name]}: install it into "
                 f"the image of spec.gpus.image, or leave {name} out"
             )
@@ -87,7 +87,7 @@ class WandB:
                 config=config.model_dump(by_alias=True),
             )
         except wandb.Error as error:
-            raise SettingsError(f"trackers in spec.trainer.config: WandB can't begin: {error}") from error
+            raise ConfigError(f"trackers in spec.trainer.config: WandB can't begin: {error}") from error
 
     def tell(self, step: int, figures: Mapping[str, float]) -> None:
         try:

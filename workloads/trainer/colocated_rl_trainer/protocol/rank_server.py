@@ -35,7 +35,7 @@ from colocated_rl_trainer.protocol.rank import (
     Request,
     trainer_error,
 )
-from colocated_rl_trainer.protocol.settings import RankSettings, SettingsError
+from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings
 
 MAX_BODY_BYTES = 64 * 1024
 IDLE_CONNECTION_S = 60.0  # an agent's connection that asks nothing is closed
@@ -66,7 +66,7 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
     try:
         settings = RankSettings.from_environment(environment)
         job = settings.read_job()
-    except SettingsError as error:
+    except ConfigError as error:
         _end_before_start(str(error))
     configure(job=job.name, job_uid=job.uid, rank=settings.rank, lineage=settings.lineage)
     if names.ENV_POD_NAME in environment:
@@ -85,7 +85,7 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
     log(_LOG, "trainer started", world_size=settings.world_size, device=settings.device)
     try:
         rank.run(lambda: make_loop(settings))
-    except SettingsError as error:
+    except ConfigError as error:
         _end_before_start(str(error))
     except Exception as error:  # noqa: BLE001 - the last one: whatever a loop raises is told here and ends the process
         told = {"step": rank.status.step, "reason": f"{type(error).__name__}: {error}"}
@@ -103,7 +103,7 @@ class RankServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     def __init__(self, path: Path, rank: Rank) -> None:
         self.rank = rank
         path.unlink(missing_ok=True)  # of an earlier process of this rank; the runner has reaped it
-        super().__init__(str(path), _Handler)
+        super().__init__(str(path), _RankHandler)
         path.chmod(0o660)
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -112,7 +112,7 @@ class RankServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             _LOG.error("request not answered", exc_info=True)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _RankHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = IDLE_CONNECTION_S
     server: RankServer

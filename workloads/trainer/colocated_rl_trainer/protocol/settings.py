@@ -24,7 +24,7 @@ from colocated_rl_api.rungs import Placement
 from colocated_rl_api.trainer_wire import TrainerEnvironment as Variable
 
 
-class SettingsError(ValueError):
+class ConfigError(ValueError):
     """The trainer can't start with what it was given. The message says what to change; starting again does not help."""
 
 
@@ -47,7 +47,7 @@ class RankSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """Raises SettingsError if a variable is missing or has no meaning."""
+        """Raises ConfigError if a variable is missing or has no meaning."""
         settings = cls(
             socket=Path(_text(environment, Variable.SOCKET)),
             config=Path(_text(environment, Variable.CONFIG)),
@@ -63,15 +63,15 @@ class RankSettings:
             device=_text(environment, Variable.DEVICE),
         )
         if settings.rank >= settings.world_size:
-            raise SettingsError(f"RANK={settings.rank} must be below WORLD_SIZE={settings.world_size}")
+            raise ConfigError(f"RANK={settings.rank} must be below WORLD_SIZE={settings.world_size}")
         return settings
 
     def read_job(self) -> JobFile:
-        """The job this rank works for. Raises SettingsError."""
+        """The job this rank works for. Raises ConfigError."""
         try:
             return JobFile.read(self.job.read_bytes())
         except (OSError, ValidationError) as error:
-            raise SettingsError(f"{Variable.JOB}={self.job} is not a readable job file: {error}") from error
+            raise ConfigError(f"{Variable.JOB}={self.job} is not a readable job file: {error}") from error
 
     @cached_property
     def writes_weights(self) -> bool:
@@ -190,25 +190,25 @@ class TrainerConfig(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises SettingsError, which names each wrong key."""
+        """Raises ConfigError, which names each wrong key."""
         try:
             written = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise SettingsError(f"trainer config {path} is not readable JSON: {error}") from error
+            raise ConfigError(f"trainer config {path} is not readable JSON: {error}") from error
         if not isinstance(written, dict):
-            raise SettingsError(f"trainer config {path} must be an object, is {type(written).__name__}")
+            raise ConfigError(f"trainer config {path} must be an object, is {type(written).__name__}")
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for key in written:
             if key not in known:
                 for part, what in NOT_YET.items():
                     if part in key.lower():
-                        raise SettingsError(
+                        raise ConfigError(
                             f"{key} in spec.trainer.config: {what} Not supported yet: leave it out, or bring a trainer "
                             "of your own (spec.trainer.command)"
                         )
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f", did you mean {near[0]}?" if near else ""
-                raise SettingsError(f"unknown key {key} in spec.trainer.config{hint} (known: {', '.join(known)})")
+                raise ConfigError(f"unknown key {key} in spec.trainer.config{hint} (known: {', '.join(known)})")
         try:
             return cls.model_validate(written)
         except ValidationError as error:
@@ -218,7 +218,7 @@ class TrainerConfig(BaseModel):
                 else item["msg"]
                 for item in error.errors()
             )
-            raise SettingsError(f"spec.trainer.config: {wrong}") from error
+            raise ConfigError(f"spec.trainer.config: {wrong}") from error
 
 
 def _contradiction(message: str) -> PydanticCustomError:
@@ -228,12 +228,12 @@ def _contradiction(message: str) -> PydanticCustomError:
 def _text(environment: Mapping[str, str], variable: Variable) -> str:
     value = environment.get(variable, "")
     if not value:
-        raise SettingsError(f"{variable} is not set: trainers are started by the agent of their pod")
+        raise ConfigError(f"{variable} is not set: trainers are started by the agent of their pod")
     return value
 
 
 def _count(environment: Mapping[str, str], variable: Variable) -> int:
     value = _text(environment, variable)
     if not (value.isascii() and value.isdigit()):
-        raise SettingsError(f"{variable}={value} must be a whole number, 0 or more")
+        raise ConfigError(f"{variable}={value} must be a whole number, 0 or more")
     return int(value)

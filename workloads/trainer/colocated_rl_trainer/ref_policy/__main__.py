@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import configure, log
-from colocated_rl_trainer.protocol.settings import SettingsError
-from colocated_rl_trainer.ref_policy.desk import Desk, NotScored
-from colocated_rl_trainer.ref_policy.figures import Figures
-from colocated_rl_trainer.ref_policy.ports import DataPort, MetricsPort
+from colocated_rl_trainer.protocol.settings import ConfigError
+from colocated_rl_trainer.ref_policy.figures import ScoreCounts
+from colocated_rl_trainer.ref_policy.ports import MetricsPort, ScorePort
+from colocated_rl_trainer.ref_policy.score_queue import ScoreQueue, ScoringFailed
 from colocated_rl_trainer.ref_policy.settings import ReferenceSettings
 
 if TYPE_CHECKING:
@@ -39,16 +39,16 @@ def main(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
         settings = ReferenceSettings.read(arguments)
         configure(job=settings.job.name, job_uid=settings.job.uid)
         return _serve(settings)
-    except SettingsError as error:
+    except ConfigError as error:
         log(_LOG, "reference can't start", logging.ERROR, reason=str(error))
         return 2
 
 
 def _serve(settings: ReferenceSettings) -> int:
-    figures, desk = Figures(), Desk(settings.config.micro_batch_tokens)
+    figures, desk = ScoreCounts(), ScoreQueue(settings.config.micro_batch_tokens)
     figures.count_waiting(lambda: desk.waiting)
     try:
-        data = DataPort(
+        data = ScorePort(
             settings.host,
             settings.data_port,
             tls=settings.tls,
@@ -60,14 +60,14 @@ def _serve(settings: ReferenceSettings) -> int:
             settings.host, settings.metrics_port, is_ready=lambda: data.vocabulary is not None, figures=figures
         )
     except (OSError, ValueError) as error:
-        raise SettingsError(f"ports can't be opened: {error}") from error
+        raise ConfigError(f"ports can't be opened: {error}") from error
     data.listen("data")
     metrics.listen("metrics")
     log(_LOG, "reference started", devices=settings.devices, ports={"data": data.number, "metrics": metrics.number})
     return _compute(settings, desk, data, figures)
 
 
-def _compute(settings: ReferenceSettings, desk: Desk, data: DataPort, figures: Figures) -> int:
+def _compute(settings: ReferenceSettings, desk: ScoreQueue, data: ScorePort, figures: ScoreCounts) -> int:
     from colocated_rl_trainer.ref_policy.scorer import Scorer
 
     began = time.monotonic()
@@ -84,21 +84,21 @@ def _compute(settings: ReferenceSettings, desk: Desk, data: DataPort, figures: F
     return 1
 
 
-def _work(scorer: Scorer, desk: Desk, figures: Figures, ended: queue.SimpleQueue[BaseException]) -> None:
+def _work(scorer: Scorer, desk: ScoreQueue, figures: ScoreCounts, ended: queue.SimpleQueue[BaseException]) -> None:
     """One device's, until it fails."""
     while True:
         questions = desk.take()
         try:
             with figures.passes_s.time():
                 answers = scorer.score(questions)
-        except NotScored as error:
+        except ScoringFailed as error:
             figures.failed.inc()
             log(_LOG, "pass failed", logging.WARNING, samples=len(questions), reason=str(error))
             for question in questions:
                 question.answer.set_exception(error)
         except BaseException as error:  # noqa: BLE001 - the last one: whatever it is, it ends the process
             for question in questions:
-                question.answer.set_exception(NotScored(f"{type(error).__name__}: {error}; this process ends"))
+                question.answer.set_exception(ScoringFailed(f"{type(error).__name__}: {error}; this process ends"))
             ended.put(error)
             return
         else:

@@ -16,7 +16,7 @@ from prometheus_client import (
 )
 
 
-class Figures:
+class ScoreCounts:
     """Counts since the process started."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:

@@ -23,8 +23,8 @@ from urllib.parse import parse_qs
 from colocated_rl_api import names
 from colocated_rl_api.listening import listen
 from colocated_rl_api.reference_wire import BYTES_OF_A_TOKEN, MAX_SAMPLE_BYTES, SCORE_PATH, ScoreError
-from colocated_rl_trainer.ref_policy.desk import Desk, NotScored, Question
-from colocated_rl_trainer.ref_policy.figures import Figures
+from colocated_rl_trainer.ref_policy.figures import ScoreCounts
+from colocated_rl_trainer.ref_policy.score_queue import QueuedSample, ScoreQueue, ScoringFailed
 
 MOMENT_S = 10.0  # for the handshake, and for somebody to show the token
 IDLE_S = 900.0  # of a connection, then
@@ -45,7 +45,7 @@ class _Port(socketserver.ThreadingMixIn, socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, handler: type[_Handler]) -> None:
+    def __init__(self, host: str, port: int, handler: type[_PortHandler]) -> None:
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((host, port), handler, bind_and_activate=False)
         self.socket.close()
@@ -83,7 +83,7 @@ class _Port(socketserver.ThreadingMixIn, socketserver.TCPServer):
             super().handle_error(request, client_address)
 
 
-class DataPort(_Port):
+class ScorePort(_Port):
     """POST /v1/score. tls: the files of `names.TLS_DIR`. vocabulary: of the model, once it is loaded.
 
     deadline_s: for an answer, from the whole question on. moment_s: for a stranger to show the token.
@@ -96,9 +96,9 @@ class DataPort(_Port):
         port: int,
         *,
         tls: Path,
-        desk: Desk,
+        desk: ScoreQueue,
         deadline_s: float,
-        figures: Figures,
+        figures: ScoreCounts,
         moment_s: float = MOMENT_S,
     ) -> None:
         path = tls / names.DATA_TOKEN_FILE
@@ -127,12 +127,12 @@ class DataPort(_Port):
 class MetricsPort(_Port):
     """is_ready: whether the model is there."""
 
-    def __init__(self, host: str, port: int, *, is_ready: Callable[[], bool], figures: Figures) -> None:
+    def __init__(self, host: str, port: int, *, is_ready: Callable[[], bool], figures: ScoreCounts) -> None:
         self.is_ready, self.figures = is_ready, figures
         super().__init__(host, port, _MetricsHandler)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _PortHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = MOMENT_S
     disable_nagle_algorithm = True
@@ -160,8 +160,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Nothing: requests are not logged, failed passes are where they happen."""
 
 
-class _ScoreHandler(_Handler):
-    server: DataPort
+class _ScoreHandler(_PortHandler):
+    server: ScorePort
 
     def setup(self) -> None:
         """Deadlines of a socket are of each word: who says one now and then has a moment in all, too."""
@@ -205,7 +205,7 @@ class _ScoreHandler(_Handler):
         try:
             with port.figures.answering(len(question)):
                 return port.desk.ask(question, deadline_s=port.deadline_s)
-        except NotScored as error:
+        except ScoringFailed as error:
             raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "NotScored", str(error)) from error
         except TimeoutError as error:
             late = f"no answer within {port.deadline_s:.0f} s: {port.desk.waiting} samples wait"
@@ -221,7 +221,7 @@ class _ScoreHandler(_Handler):
             raise ConnectionResetError("the caller has gone")
         return body
 
-    def _question(self, body: bytes) -> Question:
+    def _question(self, body: bytes) -> QueuedSample:
         path, _, asked = self.path.partition("?")
         if path != SCORE_PATH:
             raise _Refused(HTTPStatus.NOT_FOUND, "NotFound", f"no {path} here, only {SCORE_PATH}")
@@ -241,14 +241,14 @@ class _ScoreHandler(_Handler):
             raise _bad(f"temperature is {temperature}, must be above 0")
         if not 0 <= min(ids) <= max(ids) < self.server.vocabulary:
             raise _bad(f"a token is not one of the {self.server.vocabulary} of the model")
-        return Question(ids, start, temperature)
+        return QueuedSample(ids, start, temperature)
 
 
 def _bad(message: str) -> _Refused:
     return _Refused(HTTPStatus.BAD_REQUEST, "BadRequest", message)
 
 
-class _MetricsHandler(_Handler):
+class _MetricsHandler(_PortHandler):
     server: MetricsPort
 
     def do_GET(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from colocated_rl_trainer.grpo.batch import divide_into_passes
 from colocated_rl_trainer.grpo.forward import logp_and_entropy
 from colocated_rl_trainer.protocol.settings import TrainerConfig
-from colocated_rl_trainer.ref_policy.desk import NotScored, Question
+from colocated_rl_trainer.ref_policy.score_queue import QueuedSample, ScoringFailed
 from colocated_rl_trainer.state.weights import load_model
 
 
@@ -27,7 +27,7 @@ class _Asked:
     end: Tensor
 
     @classmethod
-    def of(cls, questions: Sequence[Question]) -> _Asked:
+    def of(cls, questions: Sequence[QueuedSample]) -> _Asked:
         ends = torch.tensor([*accumulate(len(question) for question in questions)])
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
         mask = torch.zeros(int(ends[-1]), dtype=torch.bool)
@@ -41,7 +41,7 @@ class Scorer:
     """config: says how passes are made, as it says it to trainers."""
 
     def __init__(self, directory: Path, device: str, config: TrainerConfig) -> None:
-        """Raises SettingsError, OSError."""
+        """Raises ConfigError, OSError."""
         self._config = config
         self._device = torch.device(device)
         self._dtype = torch.bfloat16 if config.computes_in(device) == "bfloat16" else torch.float32
@@ -50,7 +50,7 @@ class Scorer:
         self._model = load_model(directory, packing=config.packing).requires_grad_(False).to(self._device)
         self.vocabulary = int(self._model.config.get_text_config().vocab_size)
 
-    def score(self, questions: Sequence[Question]) -> list[bytes]:
+    def score(self, questions: Sequence[QueuedSample]) -> list[bytes]:
         """Of each, its answer. Raises NotScored: nothing is wrong with the model."""
         asked, config = _Asked.of(questions), self._config
         logp = torch.full_like(asked.tokens, torch.nan, dtype=torch.float32)
@@ -70,7 +70,7 @@ class Scorer:
                     )[0].cpu()
         except torch.OutOfMemoryError as error:
             longest = max(map(len, questions))
-            raise NotScored(
+            raise ScoringFailed(
                 f"no memory for a pass over {longest} tokens: lower microBatchTokens (it is "
                 f"{config.micro_batch_tokens}) in spec.trainer.config, or give spec.reference larger devices: {error}"
             ) from error

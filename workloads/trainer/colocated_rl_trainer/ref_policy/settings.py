@@ -13,7 +13,7 @@ from colocated_rl_api import names
 from colocated_rl_api.job import Trainer
 from colocated_rl_api.listening import EVERYWHERE
 from colocated_rl_api.member_wire import JobFile
-from colocated_rl_trainer.protocol.settings import SettingsError, TrainerConfig
+from colocated_rl_trainer.protocol.settings import ConfigError, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ReferenceSettings:
 
     @classmethod
     def read(cls, arguments: Sequence[str]) -> ReferenceSettings:
-        """Raises SettingsError."""
+        """Raises ConfigError."""
         parser = argparse.ArgumentParser(
             prog="python3 -m colocated_rl_trainer.ref_policy", description="The reference of a job, on its own devices."
         )
@@ -43,7 +43,7 @@ class ReferenceSettings:
         try:
             job = JobFile.read(given.job_file.read_bytes())
         except (OSError, ValidationError) as error:
-            raise SettingsError(f"{given.job_file} is not a readable job file: {error}") from error
+            raise ConfigError(f"{given.job_file} is not a readable job file: {error}") from error
         is_ours = job.spec.trainer.command == Trainer().command
         return cls(
             job=job,

@@ -37,7 +37,7 @@ class GroupLost(Exception):
     """A peer did not come, or went. Nobody's data is at fault; every rank of the lineage ends and is started again."""
 
 
-class Group:
+class Collectives:
     """Collectives of all ranks. Every rank makes the same calls in the same order."""
 
     def __init__(self, *, rank: int, size: int, store: dist.TCPStore | None) -> None:
@@ -138,7 +138,7 @@ class Group:
         return self._key(what)
 
 
-def join_group(settings: RankSettings) -> Group:
+def join_group(settings: RankSettings) -> Collectives:
     """Meet the other ranks of this lineage, with the deadlines of the job. Raises GroupLost."""
     switch = settings.read_job().spec.switch
     return form_group(
@@ -154,7 +154,7 @@ def join_group(settings: RankSettings) -> Group:
 
 def form_group(
     *, rank: int, size: int, address: str, port: int, device: torch.device, start_s: float, progress_s: float
-) -> Group:
+) -> Collectives:
     """Meet the other ranks at rank 0's address. Raises GroupLost after `start_s`.
 
     progress_s: deadline of each collective from then on.
@@ -177,7 +177,7 @@ def form_group(
                 f"rank {rank} of {size} found no group at {address}:{port} within {start_s:.0f} s "
                 f"(spec.switch.trainerStartSeconds): {_first_line(error)}"
             ) from error
-    return Group(rank=rank, size=size, store=store)
+    return Collectives(rank=rank, size=size, store=store)
 
 
 def interface_towards(address: str) -> str:

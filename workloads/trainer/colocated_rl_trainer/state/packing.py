@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from colocated_rl_trainer.protocol.settings import SettingsError
+from colocated_rl_trainer.protocol.settings import ConfigError
 
 PACKED_ATTENTION = "colocated_rl_packed"
 _PROBE = (5, 8, 3)  # lengths of samples
@@ -46,7 +46,7 @@ def attend(
 
 
 def check_packing(model: PreTrainedModel, name: str) -> None:
-    """Raises SettingsError if a sample's logits are others when it is packed. model: on the host."""
+    """Raises ConfigError if a sample's logits are others when it is packed. model: on the host."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     samples = [torch.arange(1, length + 1) * 7919 % vocabulary for length in _PROBE]
     places = torch.cat([torch.arange(length) for length in _PROBE])
@@ -60,7 +60,7 @@ def check_packing(model: PreTrainedModel, name: str) -> None:
         ).logits[0]
     windows = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
     if {"full_attention"} != set(windows) or float((alone - packed).abs().max()) > _AGREES:
-        raise SettingsError(f"packing: samples in one row would see each other in {name}: leave packing out")
+        raise ConfigError(f"packing: samples in one row would see each other in {name}: leave packing out")
 
 
 def ends_of(lengths: tuple[int, ...]) -> tuple[int, ...]:

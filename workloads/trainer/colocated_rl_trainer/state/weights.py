@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from colocated_rl_api.weights import MANIFEST, Digest, Probe
 from colocated_rl_trainer.protocol.manifest import Hashing
-from colocated_rl_trainer.protocol.settings import SettingsError
+from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.checkpoint import CONTENTS, OPTIMIZER
 from colocated_rl_trainer.state.packing import PACKED_ATTENTION, check_packing
 from colocated_rl_trainer.state.sharding import whole
@@ -44,7 +44,7 @@ _PROBE_STRIDE = 7919  # prime: ids all over the vocabulary
 def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
     """The causal language model in `directory`, in float32, without dropout. Nothing is ever downloaded.
 
-    packing: its attention can tell the samples of one row apart. Raises SettingsError if it can't be trained so.
+    packing: its attention can tell the samples of one row apart. Raises ConfigError if it can't be trained so.
     """
     transformers_logging.disable_progress_bar()
     _check_trainable(directory)
@@ -61,19 +61,19 @@ def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
         )
     if mismatched := sorted(told["mismatched_keys"]):
         name, has, wanted = mismatched[0]
-        raise SettingsError(
+        raise ConfigError(
             f"the weights in {directory} are not those of its config.json: {len(mismatched)} tensors have another "
             f"shape, first {name}, {list(has)} instead of {list(wanted)}: copy the model again"
         )
     if missing := sorted(told["missing_keys"]):  # transformers makes them up, at random
-        raise SettingsError(
+        raise ConfigError(
             f"the weights in {directory} are not whole: {len(missing)} tensors of {type(model).__name__} are missing, "
             f"first {missing[0]}: copy the model again"
         )
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     if differing := sorted(tied.keys() - model.all_tied_weights_keys.keys()):  # which transformers therefore left apart
         name = differing[0]
-        raise SettingsError(
+        raise ConfigError(
             f"{directory} can be read in two ways: its config.json says tie_word_embeddings, and its weights hold "
             f"another {name} than {tied[name]}; transformers would train that, engines leave it out: set "
             f"tie_word_embeddings to false if {name} is part of the model, or remove it from the weights"
@@ -85,7 +85,7 @@ def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
 
 
 def count_parameters(directory: Path) -> int:
-    """Of the model that `load_model` would load, without its weights. Raises SettingsError if it can't be trained."""
+    """Of the model that `load_model` would load, without its weights. Raises ConfigError if it can't be trained."""
     _check_trainable(directory)
     with _saying_what_is_wrong_with(directory), torch.device("meta"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -161,15 +161,15 @@ def probe(model: PreTrainedModel, dtype: torch.dtype) -> Probe:
 
 
 def _check_trainable(directory: Path) -> None:
-    """Raises SettingsError for what would load, and would not be trained as a person expects."""
+    """Raises ConfigError for what would load, and would not be trained as a person expects."""
     try:
         config = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{directory} holds no model in Hugging Face format: {error}") from error
+        raise ConfigError(f"{directory} holds no model in Hugging Face format: {error}") from error
     if "quantization_config" in config:
-        raise SettingsError(f"the weights in {directory} are quantized: give the original ones, these can't be trained")
+        raise ConfigError(f"the weights in {directory} are quantized: give the original ones, these can't be trained")
     if "vision_config" in config or "audio_config" in config:
-        raise SettingsError(
+        raise ConfigError(
             f"{directory} holds a model of more than text ({config.get('model_type')}): not supported yet"
         )
     for file in sorted(directory.glob("*.safetensors")):
@@ -177,7 +177,7 @@ def _check_trainable(directory: Path) -> None:
             with safe_open(file, framework="pt"):  # its header, and whether it is as long as that says
                 pass
         except (OSError, SafetensorError) as error:
-            raise SettingsError(
+            raise ConfigError(
                 f"{file} is cut off, or not what its name says (a pointer of Git LFS?): copy the model again; {error}"
             ) from error
 
@@ -189,7 +189,7 @@ def _saying_what_is_wrong_with(directory: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         words = str(error).partition("\n")[0]
-        raise SettingsError(
+        raise ConfigError(
             f"no language model can be loaded from {directory}: {words}: copy it again, or take one of an architecture "
             f"that transformers {transformers.__version__} has"
         ) from error

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 
-class Turns:
+class Limiter:
     """most: at a time. most_held: of them together; past it the first one goes on alone, or none would end."""
 
     def __init__(self, most: int, most_held: float = math.inf) -> None:

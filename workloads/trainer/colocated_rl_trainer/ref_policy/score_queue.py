@@ -12,12 +12,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 
-class NotScored(Exception):
+class ScoringFailed(Exception):
     """A pass over the question failed. The message says why; the model is what it was."""
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class QueuedSample:
     """ids: a sample, as it came, int32. start: the first place whose log-probability is wanted, above 0."""
 
     ids: memoryview
@@ -29,19 +29,19 @@ class Question:
         return len(self.ids)
 
 
-class Desk:
+class ScoreQueue:
     """most_tokens: of the questions that one device takes at once; a longer one stands alone."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
-        self._waiting: deque[Question] = deque()
+        self._waiting: deque[QueuedSample] = deque()
         self._came = threading.Condition()
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def ask(self, question: Question, *, deadline_s: float) -> bytes:
+    def ask(self, question: QueuedSample, *, deadline_s: float) -> bytes:
         """Log-probabilities from `start` on, float32. Raises NotScored, TimeoutError."""
         with self._came:
             self._waiting.append(question)
@@ -52,7 +52,7 @@ class Desk:
             question.answer.cancel()
             raise
 
-    def take(self) -> list[Question]:
+    def take(self) -> list[QueuedSample]:
         """At least one, in the order in which they came. Blocks until there is one."""
         with self._came:
             while True:
@@ -61,9 +61,9 @@ class Desk:
                     return taken
                 self._came.wait()
 
-    def _pick(self) -> list[Question]:
-        taken: list[Question] = []
-        left: deque[Question] = deque()
+    def _pick(self) -> list[QueuedSample]:
+        taken: list[QueuedSample] = []
+        left: deque[QueuedSample] = deque()
         tokens = 0
         for question in self._waiting:
             if question.answer.cancelled():

@@ -8,7 +8,7 @@ from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.rungs import Rung
 
 
-class Climb:
+class RungTimes:
     """reached: called with (rung, seconds since the rung before) for each rung that is gained."""
 
     def __init__(self, ladder: Ladder, reached: Callable[[Rung, float], None]) -> None:
