@@ -19,7 +19,7 @@ import uvloop
 from prometheus_client import REGISTRY
 
 from colocated_rl_api import logs, names
-from colocated_rl_operator import handlers
+from colocated_rl_operator import handlers  # noqa: F401 - registers them with kopf
 from colocated_rl_operator.clients.authority import Authority, find_authority
 from colocated_rl_operator.clients.cluster import ClusterAccess, find_cluster
 from colocated_rl_operator.clients.errors import ApiError, BadSetting, NotFound
@@ -27,8 +27,10 @@ from colocated_rl_operator.clients.events import Events
 from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.clients.lease import Lease, LeaseTerms
 from colocated_rl_operator.clients.members import Members
-from colocated_rl_operator.loop.act import Doors
-from colocated_rl_operator.loop.case import Pods, Wakeups
+from colocated_rl_operator.loop.doors import Doors
+from colocated_rl_operator.loop.drive import OperatorContext
+from colocated_rl_operator.loop.pods import Pods
+from colocated_rl_operator.loop.wakeups import Wakeups
 from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.probes import Probes
 from colocated_rl_operator.settings import OperatorSettings
@@ -99,7 +101,7 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
                 release=f"{settings.namespace}/{settings.lease_name}",
                 confirm=lease.confirm,
             )
-            office = handlers.OperatorContext(access, doors, wakeups)
+            context = OperatorContext(access, doors, wakeups)
             keep_watching()
             os.environ["POD_ID"] = settings.identity  # else kopf asks for the name of its user, and the UID has none
             try:
@@ -107,10 +109,10 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
                     standalone=True,  # the Lease elects; peering does not fence
                     clusterwide=not settings.watch_namespaces,
                     namespaces=settings.watch_namespaces,
-                    memo=kopf.Memo(office=office),
+                    memo=kopf.Memo(context=context),
                 )
             finally:
-                office.close()
+                context.close()
     logs.log(LOG, "ended as leader")
 
 

@@ -13,7 +13,7 @@ from contract.api_server import ApiServer, Document, Kubectl
 
 from builders import make_job
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
-from colocated_rl_operator.loop.act import IS_ENDING
+from colocated_rl_operator.loop.objects import IS_ENDING
 from colocated_rl_operator.manifests import belongings
 from colocated_rl_operator.manifests.resources import PodImages, pod
 from setup.layout import CHECKOUT

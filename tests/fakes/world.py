@@ -21,9 +21,10 @@ from colocated_rl_operator.clients.authority import Authority
 from colocated_rl_operator.clients.events import Events
 from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.clients.members import Members
-from colocated_rl_operator.handlers import OperatorContext, drive_job, note_job, note_pod
-from colocated_rl_operator.loop.act import Doors
-from colocated_rl_operator.loop.case import Pods, Wakeups
+from colocated_rl_operator.loop.doors import Doors
+from colocated_rl_operator.loop.drive import OperatorContext, drive_job, note_job, note_pod
+from colocated_rl_operator.loop.pods import Pods
+from colocated_rl_operator.loop.wakeups import Wakeups
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.metrics import OperatorMetrics
 from fakes.api_server import FakeApiServer
@@ -48,6 +49,9 @@ class Stopper:
     async def wait(self) -> None:
         await self.event.wait()
 
+    def was_deleted(self) -> bool:
+        return DaemonStoppingReason.RESOURCE_DELETED in self.reason
+
     def set(self, reason: DaemonStoppingReason) -> None:
         self.reason = reason
         self.event.set()
@@ -55,13 +59,13 @@ class Stopper:
 
 @dataclass
 class Operator:
-    office: OperatorContext
+    context: OperatorContext
     stopper: Stopper
     task: asyncio.Task[None]
 
     @property
     def metrics(self) -> OperatorMetrics:
-        return self.office.doors.metrics
+        return self.context.doors.metrics
 
 
 @dataclass
@@ -96,18 +100,20 @@ class World:
                 confirm=_confirmed,
                 **{"release": "operators/lease"} | options,
             )
-            office = OperatorContext(self.api.access, doors, wakeups)
+            context = OperatorContext(self.api.access, doors, wakeups)
             watching = len(self.api.watchers)
-            self.api.watch("pods", lambda event, body: note_pod({"type": event, "object": body}, office))
-            self.api.watch(names.PLURAL, lambda event, body: note_job({"type": event, "object": body}, office))
-            task = asyncio.create_task(drive_job(self.body, stopper, office), name="daemon")
+            self.api.watch("pods", lambda event, body: note_pod({"type": event, "object": body}, context))
+            self.api.watch(names.PLURAL, lambda event, body: note_job({"type": event, "object": body}, context))
+            task = asyncio.create_task(
+                drive_job(self.body, stopper, context, was_deleted=stopper.was_deleted), name="daemon"
+            )
             task.add_done_callback(lambda task: self.kubelet.moved.set())
             self.daemon = task
             try:
-                yield Operator(office, stopper, task)
+                yield Operator(context, stopper, task)
             finally:
                 task.cancel()
-                office.close()
+                context.close()
                 del self.api.watchers[watching:]
                 await asyncio.gather(task, return_exceptions=True)
 

@@ -212,7 +212,7 @@ async def test_a_job_without_room_gives_its_devices_back_and_completes_when_ther
     async with world.operator(clock=lambda: time.monotonic() + waited_s) as operator:
         await world.until(lambda: len(world.kubelet.members) == 2 and world.status.get("phase") == "Pending")
         waited_s += 3600
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Queued" and not world.api.all("pods"))
         for kind in ("Ready", "PodsReady"):
             assert ("False", "PodsReadyDeadlineExceeded") == condition(world, kind)
@@ -220,13 +220,13 @@ async def test_a_job_without_room_gives_its_devices_back_and_completes_when_ther
         [why] = events(world, "PodsReadyDeadlineExceeded")
         assert why in {item["message"] for item in world.status["conditions"] if item["type"] == "PodsReady"}
         assert "Nobody" == world.status["gpuHolder"]
-        assert operator.office.doors.queue.has_elder(YOUNGER)
+        assert operator.context.doors.queue.has_elder(YOUNGER)
         world.kubelet.blocked = set()
         waited_s += 2 * QUEUE_S
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert (0, "Requeue") == (world.status["restarts"], failures(world)["action"])
-    assert not operator.office.doors.queue.has_elder(YOUNGER)
+    assert not operator.context.doors.queue.has_elder(YOUNGER)
 
 
 @pytest.mark.parametrize("world", [SPEC | {"podsReadyDeadlineSeconds": 1}], indirect=True, ids=["Requeue"])
@@ -236,4 +236,4 @@ async def test_a_queued_job_that_is_deleted_is_before_nobody(world: World) -> No
         await world.until(lambda: world.status.get("phase") == "Queued" and not world.api.all("pods"))
         operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
         await world.until(operator.task.done)
-    assert not operator.office.doors.queue.has_elder(YOUNGER)
+    assert not operator.context.doors.queue.has_elder(YOUNGER)

@@ -23,8 +23,9 @@ from colocated_rl_api.ladder import RESIDENT
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.clients.errors import ApiUnreachable
-from colocated_rl_operator.handlers import drive_job, note_job
-from colocated_rl_operator.loop.act import DELETE_TRIES, FAILS_S, expire_again_s
+from colocated_rl_operator.loop.deletion import DELETE_TRIES, expire_again_s
+from colocated_rl_operator.loop.drive import drive_job, note_job
+from colocated_rl_operator.loop.objects import FAILS_S
 from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.planner.plan import STOP_DEADLINE_S
 from fakes.world import (
@@ -243,7 +244,7 @@ async def test_a_volume_that_somebody_deleted_is_not_begun_anew(world: World, vo
         for path, claim in lost.items():
             world.api.put(path, claim)
         world.kubelet.let_go("rollout")
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert ("False", "NotStalled") == condition(world, "Stalled")
     assert [1, 2, 3] == sorted({step for steps in world.group.trained_in.values() for step in steps})
@@ -488,7 +489,7 @@ async def test_a_state_of_the_past_takes_nothing_back_of_what_a_person_wrote(wor
         await world.until(lambda: world.status.get("phase") == "Rollout")
         before = event_of(world, "MODIFIED")
         change(world, suspend=True)
-        note_job(before, operator.office)
+        note_job(before, operator.context)
         await world.until(lambda: world.status.get("phase") == "Suspended")
 
 
@@ -512,7 +513,7 @@ async def test_pods_of_a_job_that_is_found_gone_have_their_grace(world: World) -
         for uid in list(world.kubelet.members):
             world.kubelet.end(uid)
         del world.api.objects[JOB_PATH]  # and no watch says so
-        note_job(changed, operator.office)
+        note_job(changed, operator.context)
         await ended(operator)
     assert {30} == {pod["metadata"]["deletionGracePeriodSeconds"] for pod in world.api.all("pods")}
 
@@ -529,9 +530,9 @@ async def test_a_job_of_the_past_is_not_begun_again(world: World) -> None:
         for is_there in (True, False):
             if not is_there:
                 world.api.remove(JOB_PATH)
-            note_job(before, operator.office)
+            note_job(before, operator.context)
             async with asyncio.timeout(DEADLINE_S):
-                await drive_job(before["object"], Stopper(), operator.office)
+                await drive_job(before["object"], Stopper(), operator.context, was_deleted=lambda: False)
     assert [] == world.api.all("pods")
 
 
@@ -567,7 +568,7 @@ async def test_a_suspended_job_has_no_pods_and_goes_on_where_it_was_under_the_ne
     assert {"Normal"} == set(events), "nothing went wrong"
     world.kubelet.let_go("gpu-1")
     async with world.operator() as operator:
-        await world.until(lambda: operator.office.wakeups.of(world.body["metadata"]["uid"]))
+        await world.until(lambda: operator.context.wakeups.of(world.body["metadata"]["uid"]))
         change(world, suspend=False)
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert epoch < world.status["epoch"]
@@ -621,7 +622,7 @@ async def test_a_job_past_its_deadline_fails_and_frees_its_pods_in_order(world: 
     async with world.operator(wall=clock.wall) as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
         clock.passed = timedelta(seconds=3600)
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Failed" and "completionTime" in world.status)
     assert ("True", "DeadlineExceeded") == condition(world, "Failed")
     assert ("True", "DeadlineExceeded") == condition(world, "Stalled")
@@ -671,7 +672,7 @@ async def test_a_pod_that_outlives_its_job_goes_and_the_others_keep_their_logs(w
         await world.until(lambda: has_freed_everything(world))
     world.api.set_status(path, {"phase": "Running", "podIP": "127.0.0.1"})
     async with world.operator(wall=clock.wall) as operator:
-        await world.until(lambda: operator.office.doors.pods.of(world.body["metadata"]["uid"]))
+        await world.until(lambda: operator.context.doors.pods.of(world.body["metadata"]["uid"]))
         assert path in world.api.objects
     clock.passed = timedelta(seconds=STOP_DEADLINE_S)
     async with world.operator(wall=clock.wall):
@@ -711,12 +712,12 @@ async def test_a_deletion_that_the_server_refuses_is_said_once_and_not_asked_for
         assert ("True", "Completed") == condition(world, "Complete")
         writes = len(status_writes(world))
         before = tries
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: tries > before)
         assert writes == len(status_writes(world))
         assert not [line for line in world.api.requests if line.startswith("PATCH") and "/events/" in line]
         world.api.forbidden = lambda method, path: False
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: JOB_PATH not in world.api.objects)
 
 
@@ -785,7 +786,7 @@ async def test_a_job_can_be_handed_over(world: World) -> None:
         await world.until(lambda: "AnotherOperator" in reasons_of_events(world))
         world.api.set_status(JOB_PATH, {key: value for key, value in world.status.items() if key != "operator"})
         world.kubelet.let_go("rollout")
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert "others/lease" == world.status["operator"]
 
@@ -799,7 +800,7 @@ async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_trie
         await world.until(lambda: condition(world, "Stalled")[0] == "True")
         assert ("True", "ObjectRefused") == condition(world, "Stalled")
         assert {"ObjectRefused": 1} == stalled(operator.metrics)
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
         assert {} == stalled(operator.metrics)
     assert ("False", "NotStalled") == condition(world, "Stalled")
@@ -814,7 +815,7 @@ async def test_a_job_that_queues_because_the_server_refused_its_pods_says_so(wor
         await world.until(lambda: "ObjectRefused" in str(world.status.get("conditions")))
         refused = told(world, "Stalled")
         passed_s = 3600.0
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Queued")
     assert refused in told(world, "Reconciling")
 
@@ -834,7 +835,7 @@ async def test_what_the_server_fails_at_again_and_again_stalls_the_job_as_what_i
 
     async def tried_again(operator: Operator) -> None:
         before = tries
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: tries > before)
 
     world.api.panics = is_policy
@@ -851,7 +852,7 @@ async def test_what_the_server_fails_at_again_and_again_stalls_the_job_as_what_i
         await tried_again(operator)
         await world.until(lambda: "ObjectRefused" in reasons_of_events(world))
         world.api.panics = lambda method, path: False
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert ("False", "NotStalled") == condition(world, "Stalled")
     assert 1 == [event["reason"] for event in world.api.all("events")].count("ObjectRefused")
@@ -866,7 +867,7 @@ async def test_an_expired_job_that_the_server_fails_to_delete_says_so(world: Wor
         await world.until(lambda: world.status.get("completionTime"))
         await world.until(lambda: f"DELETE {JOB_PATH}" in world.api.requests)
         passed_s = FAILS_S
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: condition(world, "Stalled") == ("True", "ObjectRefused"))
 
 
@@ -903,7 +904,7 @@ async def test_pods_that_the_server_would_refuse_stall_the_job_before_any_is_mad
         assert [] == world.api.all("secrets")
         world.api.refused_trial = lambda pod: "the admission webhook does not support dry run"
         change(world, suspend=False)
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert ("False", "NotStalled") == condition(world, "Stalled")
     trials = [line for line in world.api.requests if line.endswith("/pods?dryRun=All")]
@@ -948,7 +949,7 @@ async def test_a_pod_of_somebody_elses_that_has_the_name_is_named(world: World) 
         await world.until(lambda: condition(world, "Stalled") == ("True", "ObjectRefused"))
         assert f"{TAKEN} already exists, and is no pod of this job: delete it" in told(world, "Stalled")
         world.api.remove(TAKEN)
-        operator.office.wakeups.wake(world.body["metadata"]["uid"])
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert ("False", "NotStalled") == condition(world, "Stalled")
 

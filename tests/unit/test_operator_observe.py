@@ -19,14 +19,10 @@ from colocated_rl_operator.clients.authority import Authority
 from colocated_rl_operator.clients.events import About, Events
 from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.clients.members import Members
-from colocated_rl_operator.loop.case import (
-    RELIST_S,
-    JobState,
-    Pods,
-    Queue,
-    refresh_pods,
-)
+from colocated_rl_operator.loop.job_queue import Queue
+from colocated_rl_operator.loop.job_state import RELIST_S, JobState, refresh_pods
 from colocated_rl_operator.loop.observe import observe
+from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.loop.record import Record
 from colocated_rl_operator.planner.observation import Job, Member, Observation
 from colocated_rl_operator.planner.reasons import Cause

@@ -20,12 +20,9 @@ from colocated_rl_api.seats import role_of
 from colocated_rl_operator.clients.errors import JobInvalid
 from colocated_rl_operator.clients.kube import Body
 from colocated_rl_operator.clients.members import Address, MemberReport, Members
-from colocated_rl_operator.loop.case import (
-    JobState,
-    PodRecord,
-    Pods,
-    Queue,
-)
+from colocated_rl_operator.loop.job_queue import Queue
+from colocated_rl_operator.loop.job_state import JobState, PodRecord
+from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.planner.observation import (
     Climb,
@@ -47,23 +44,23 @@ _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely 
 
 
 def observe(
-    case: JobState, job: Job, *, pods: Pods, members: Members, queue: Queue, now: float, at: datetime
+    state: JobState, job: Job, *, pods: Pods, members: Members, queue: Queue, now: float, at: datetime
 ) -> Observation:
     """now, at: the same moment, monotonic and by the wall clock.
 
     Raises JobInvalid when the record is of an operator that knows more than this one.
     """
-    status, job_uid = case.status, case.about.uid
+    status, job_uid = state.status, state.about.uid
     is_over = status.completion_time is not None
-    looks = _looks(case, job, pods)
-    members.keep(job_uid, () if is_over else tuple(look.address for look in looks if look.address is not None))
+    records = _pod_records(state, job, pods)
+    members.keep(job_uid, () if is_over else tuple(each.address for each in records if each.address is not None))
     answers, climb = members.answers(job_uid), _climb(status)
     queue.note(job, is_queued=climb is not None and climb.cause is Cause.PODS_NOT_READY)
     seen = remember(
         Observation(
             now=now,
             job=job,
-            members=tuple(_member(case, look, answers.get(look.name), now) for look in looks),
+            members=tuple(_member(state, each, answers.get(each.name), now) for each in records),
             climb=climb,
             trained_step=(status.step or 0) if job.ladder.trains else 0,
             served=WeightVersion.parse(status.weight_version) if status.weight_version else None,
@@ -71,12 +68,12 @@ def observe(
             started_at=None if job.spec.suspend else _moment(status.start_time or at, now, at),
             finished_at=_moment(status.completion_time, now, at) if status.completion_time else None,
             has_elder=queue.has_elder(job),
-            hindrance=case.stall.message if case.stall else "",
-            memory=case.memory,
+            hindrance=state.stall.message if state.stall else "",
+            memory=state.memory,
         )
     )
-    _log_rungs(seen, case.memory)
-    case.memory = seen.memory
+    _log_rungs(seen, state.memory)
+    state.memory = seen.memory
     return seen
 
 
@@ -153,59 +150,59 @@ def _tally(failures: FailuresStatus | None) -> FailureTally:
     )
 
 
-def _looks(case: JobState, job: Job, pods: Pods) -> list[PodRecord]:
-    """At each pod of the job, again only where something changed."""
-    before, case.looks = case.looks, {}
-    for pod in pods.of(case.about.uid):
+def _pod_records(state: JobState, job: Job, pods: Pods) -> list[PodRecord]:
+    """Return a record of each pod of the job: the former one where nothing changed."""
+    before, state.pod_records = state.pod_records, {}
+    for pod in pods.of(state.about.uid):
         metadata = pod["metadata"]
-        look = before.get(metadata["uid"])
-        if look is not None and look.pod is pod:
-            case.looks[metadata["uid"]] = look
+        record = before.get(metadata["uid"])
+        if record is not None and record.pod is pod:
+            state.pod_records[metadata["uid"]] = record
         elif place := resources.seat_and_attempt(job, metadata["name"]):
-            case.looks[metadata["uid"]] = PodRecord(pod, metadata["name"], *place, _address(pod, place[0]))
-    return list(case.looks.values())
+            state.pod_records[metadata["uid"]] = PodRecord(pod, metadata["name"], *place, _address(pod, place[0]))
+    return list(state.pod_records.values())
 
 
-def _member(case: JobState, look: PodRecord, answer: MemberReport | None, now: float) -> Member:
-    if look.member is None or look.answer is not answer:
+def _member(state: JobState, record: PodRecord, answer: MemberReport | None, now: float) -> Member:
+    if record.member is None or record.answer is not answer:
         facts = answer.facts if answer else None
-        member = look.member
+        member = record.member
         if member is None or (member.facts is None) != (facts is None):
-            member = _look_at(case, look, now, is_heard=facts is not None)
+            member = _read_pod(state, record, now, is_heard=facts is not None)
         silent_since, highest_epoch = (answer.silent_since, answer.highest_epoch) if answer else (None, 0)
-        look.member = member.saying(facts, highest_epoch=highest_epoch, silent_since=silent_since)
-        look.answer = answer
-    return look.member
+        record.member = member.saying(facts, highest_epoch=highest_epoch, silent_since=silent_since)
+        record.answer = answer
+    return record.member
 
 
-def _look_at(case: JobState, look: PodRecord, now: float, *, is_heard: bool) -> Member:
-    """All of a member but what it says itself.
+def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool) -> Member:
+    """Return a member without what it reports itself.
 
     Moments are those at which this process saw the pod and its end begin: clocks of others count for nothing.
     """
-    metadata, status = look.pod["metadata"], look.pod.get("status", {})
+    metadata, status = record.pod["metadata"], record.pod.get("status", {})
     uid = metadata["uid"]
     restarts = sum(container.get("restartCount", 0) for container in _containers(status))
-    if is_heard or (role_of(look.seat) == names.ROLE_REFERENCE and _is_ready(status)):
-        case.restarts[uid] = restarts
+    if is_heard or (role_of(record.seat) == names.ROLE_REFERENCE and _is_ready(status)):
+        state.restarts[uid] = restarts
     ends_at = None
     if metadata.get("deletionTimestamp"):
-        ends_at = case.ending_since.setdefault(uid, now) + metadata.get("deletionGracePeriodSeconds", 0)
+        ends_at = state.ending_since.setdefault(uid, now) + metadata.get("deletionGracePeriodSeconds", 0)
     return Member(
-        seat=look.seat,
-        attempt=look.attempt,
-        name=look.name,
+        seat=record.seat,
+        attempt=record.attempt,
+        name=record.name,
         uid=uid,
         phase=PodPhase(status.get("phase", "Pending")),
-        created_at=case.first_seen.setdefault(uid, now),
+        created_at=state.first_seen.setdefault(uid, now),
         address=status.get("podIP"),
         ends_at=ends_at,
         is_ready=_is_ready(status),
-        is_gated=bool(look.pod["spec"].get("schedulingGates")),
-        node=look.pod["spec"].get("nodeName"),
+        is_gated=bool(record.pod["spec"].get("schedulingGates")),
+        node=record.pod["spec"].get("nodeName"),
         fate=_fate(status, is_deleted=ends_at is not None),
         memory_kills=_memory_kills(status),
-        trouble=_trouble(status, is_restarting=restarts > case.restarts.get(uid, 0)),
+        trouble=_trouble(status, is_restarting=restarts > state.restarts.get(uid, 0)),
     )
 
 

@@ -1,0 +1,126 @@
+"""How a job ends at the API server: members are told to stop, then pods are deleted, by force if need be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from colocated_rl_api.logs import log
+from colocated_rl_api.seats import ROLLOUT_SEAT
+from colocated_rl_operator.clients.errors import ApiError, ApiUnreachable, NotAdmitted
+from colocated_rl_operator.clients.events import About
+from colocated_rl_operator.loop.doors import DELETE_GRACE_S, Doors
+from colocated_rl_operator.loop.job_state import JobState
+from colocated_rl_operator.loop.objects import STALL_RETRY_S, is_lasting, refusal_of
+from colocated_rl_operator.loop.pods import job_of
+from colocated_rl_operator.loop.reporting import count, report_status, set_stall
+from colocated_rl_operator.planner.observation import Observation
+from colocated_rl_operator.planner.plan import Plan
+from colocated_rl_operator.planner.status import leaving
+
+LOG = logging.getLogger(__name__)
+
+MAX_EXPIRE_RETRY_S = 3600.0
+DELETE_TRIES, DELETE_RETRY_S = 4, 1.0
+BURY_TRIES = 60  # nobody waits for it, and nobody comes after it
+STOP_S = 5.0  # members of a deleted job have this long to end by themselves
+
+
+async def shut_down_job(state: JobState, decided: Plan, doors: Doors, woken: asyncio.Event) -> None:
+    """The job is being deleted: tell members to stop, briefly, then delete pods. Volumes and the rest follow owners."""
+    told = doors.members.send(state.about.uid, decided.targets)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STOP_S):
+            while told and not _all_stopped(state, doors):
+                woken.clear()
+                await woken.wait()
+    await delete_pods(state.about, doors)
+    log(LOG, "job dismissed")
+    await state.record.commit(leaving(before=state.status, at=doors.wall()))
+
+
+def _all_stopped(state: JobState, doors: Doors) -> bool:
+    answers = doors.members.answers(state.about.uid).values()
+    return all(answer.facts is None or answer.facts.stopped for answer in answers)
+
+
+async def expire(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+    """Its end is written before it goes, also when it goes at once. The rest is that of every deletion.
+
+    Returns after how many seconds to try again.
+    """
+    if state.stall is None:
+        await state.record.commit(state.status)
+    try:
+        await doors.kube.delete_job(state.about.namespace, state.about.name, uid=state.about.uid)
+    except (NotAdmitted, ApiUnreachable) as error:
+        if isinstance(error, ApiUnreachable) and not is_lasting(state, error, doors):
+            raise
+        set_stall(state, refusal_of(error), action="DeleteJob")
+        report_status(state, seen, decided, doors)
+        count(state, doors)
+        ttl_s, ended_at = seen.job.spec.ttl_seconds_after_finished or 0, seen.finished_at or seen.now
+        return expire_again_s(overdue_s=seen.now - ended_at - ttl_s)
+    log(LOG, "job expired", reason="ttlSecondsAfterFinished is over")
+    return None
+
+
+def expire_again_s(*, overdue_s: float) -> float:
+    """When to ask again for a deletion that the server did not admit: each time twice as late, up to an hour."""
+    return min(max(STALL_RETRY_S, overdue_s), MAX_EXPIRE_RETRY_S)
+
+
+async def delete_pods(about: About, doors: Doors) -> None:
+    """Every pod of the job, at once. Garbage collection would come to it too, half a minute later or more."""
+    await _retry(partial(_delete_each, about, doors))
+
+
+async def _retry(delete: Callable[[], Awaitable[None]], *, tries: int = DELETE_TRIES) -> None:
+    """Several times, if need be. Raises the last ApiError."""
+    for tries_left in reversed(range(tries)):
+        try:
+            await delete()
+            return
+        except ApiError as error:
+            if not tries_left:
+                raise
+            log(LOG, "not deleted, trying again", logging.WARNING, reason=str(error))
+        await asyncio.sleep(DELETE_RETRY_S)
+
+
+async def _delete_each(about: About, doors: Doors) -> None:
+    """Raises the first error, after every pod had its turn."""
+    found = await _pods_of(about, doors)
+    deletions = (doors.kube.delete_pod(about.namespace, name, uid=uid, grace_s=DELETE_GRACE_S) for name, uid in found)
+    for outcome in await asyncio.gather(*deletions, return_exceptions=True):
+        if outcome is not None:
+            raise outcome
+
+
+async def force_delete_pods(about: About, doors: Doors) -> None:
+    """Forget GPU pods of a deleted job that did not end. The store's pod is never forced: its volume may be in use.
+
+    And let go of the job, where kopf could not: it asks once, and goes by the next change of the job after that.
+    """
+    await asyncio.sleep(doors.bury_after_s)
+    try:
+        await _retry(partial(_forget_pods, about, doors), tries=BURY_TRIES)
+        await _retry(partial(doors.kube.drop_finalizer, about.namespace, about.name, uid=about.uid), tries=BURY_TRIES)
+    except ApiError as error:
+        log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(error))
+
+
+async def _forget_pods(about: About, doors: Doors) -> None:
+    for name, uid in await _pods_of(about, doors):
+        if not name.startswith(f"{about.name}-{ROLLOUT_SEAT}-"):
+            await doors.kube.delete_pod(about.namespace, name, uid=uid, grace_s=0)
+            log(LOG, "pod forgotten", logging.WARNING, pod=name, reason="its job is deleted and it did not end")
+
+
+async def _pods_of(about: About, doors: Doors) -> list[tuple[str, str]]:
+    """Names and UIDs; without pods that merely have the labels of one, such as a person's copy of it."""
+    found = [pod for pod in await doors.kube.list_pods(about.namespace, about.uid) if job_of(pod) == about.uid]
+    return [(pod["metadata"]["name"], pod["metadata"]["uid"]) for pod in found]

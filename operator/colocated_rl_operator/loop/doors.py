@@ -1,0 +1,42 @@
+"""Every neighbour of the operator, as one argument."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from colocated_rl_operator.clients.authority import Authority
+from colocated_rl_operator.clients.events import Events
+from colocated_rl_operator.clients.kube import Kube
+from colocated_rl_operator.clients.members import Members
+from colocated_rl_operator.loop.job_queue import Queue
+from colocated_rl_operator.loop.pods import Pods
+from colocated_rl_operator.manifests import resources
+from colocated_rl_operator.metrics import OperatorMetrics
+
+DELETE_GRACE_S = 30  # of pods whose job is deleted
+BURY_AFTER_S = DELETE_GRACE_S + 15.0  # then a pod of a deleted job has no node that answers
+REPAIR_S = 300.0  # between looks at what somebody may have deleted or changed: no watch tells
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Every neighbour of the operator, and what it needs to speak of them."""
+
+    kube: Kube
+    members: Members
+    events: Events
+    pods: Pods
+    authority: Authority
+    images: resources.PodImages
+    metrics: OperatorMetrics
+    namespace: str  # the operator's own
+    release: str  # this operator in the words of jobs: NAMESPACE/LEASE
+    confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
+    queue: Queue = field(default_factory=Queue)
+    bury_after_s: float = BURY_AFTER_S
+    repair_s: float = REPAIR_S
+    clock: Callable[[], float] = time.monotonic
+    wall: Callable[[], datetime] = lambda: datetime.now(UTC).replace(microsecond=0)

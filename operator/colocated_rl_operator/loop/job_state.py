@@ -1,0 +1,113 @@
+"""What this process holds of a job between passes, and how it is brought up to date.
+
+Status is written by the operator alone, so after the first read it is known without reading it again. Pods come from
+the watch and from our own calls. A watch never says what went while it was broken, so pods are listed again now and
+then once a member has been missing for RELIST_S. No sooner: the list of a thousand takes longer than a member that
+comes back, and others may be in the middle of a switch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_operator.clients.errors import JobGone, NotFound
+from colocated_rl_operator.clients.events import About
+from colocated_rl_operator.clients.kube import Body, Kube
+from colocated_rl_operator.clients.members import Address, MemberReport
+from colocated_rl_operator.loop.pods import Pods
+from colocated_rl_operator.loop.record import Record
+from colocated_rl_operator.planner.observation import Job, Member, Memory
+from colocated_rl_operator.planner.status import Stall
+
+RELIST_S = 30.0
+
+
+@dataclass
+class PodRecord:
+    """What follows from one pod and its member's report; read again when either is another one."""
+
+    pod: Body
+    name: str
+    seat: str
+    attempt: int
+    address: Address | None  # of its member, if that should answer
+    answer: MemberReport | None = None
+    member: Member | None = None
+
+
+@dataclass
+class JobState:
+    """One job, as this process knows it."""
+
+    record: Record
+    job: Job | None = None  # of the newest generation whose spec could be read
+    pod_records: dict[str, PodRecord] = field(default_factory=dict)  # by pod UID
+    reported_at: float = 0.0  # when its status was noted last
+    memory: Memory = field(default_factory=Memory)
+    is_waiting: bool = False  # for a member to come or to go
+    thought_s: float = 0.0  # how long the last observation and plan took
+    listed_at: float = 0.0  # when its pods were, or had no need to be
+    first_seen: dict[str, float] = field(default_factory=dict)  # of each pod UID
+    ending_since: dict[str, float] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)  # of its containers, when its member answered last
+    tried_of: int | None = None  # generation whose pods the server took when it was asked
+    objects_of: int | None = None  # generation whose objects were applied
+    applied_at: float = 0.0  # when they were
+    failure: str = ""  # of the API server, in its words, that ended the last pass
+    failing_since: float | None = None  # each pass has ended by that failure
+    stall: Stall | None = None
+
+    @property
+    def about(self) -> About:
+        return self.record.about
+
+    @property
+    def status(self) -> ColocatedRLJobStatus:
+        assert self.record.status is not None, "refresh_pods comes first"
+        return self.record.status
+
+    def failing_s(self, now: float) -> float:
+        return 0.0 if self.failing_since is None else now - self.failing_since
+
+    def forget(self) -> None:
+        """Read the job again as for the first time."""
+        self.record.forget()
+        self.memory, self.objects_of = Memory(), None
+
+
+async def refresh_pods(state: JobState, kube: Kube, pods: Pods, *, now: float) -> None:
+    """Read the whole job the first time, and list its pods again while a member stays away."""
+    if state.record.status is None:
+        await _read_job(state, kube, pods)
+    elif state.is_waiting and now >= state.listed_at + RELIST_S:
+        await list_again(state, kube, pods)
+    elif state.is_waiting:
+        return
+    state.listed_at = now
+
+
+async def _read_job(state: JobState, kube: Kube, pods: Pods) -> None:
+    about = state.about
+    try:
+        job = await kube.read_job(about.namespace, about.name)
+    except NotFound as error:
+        if not error.is_kind_known:
+            raise
+        raise JobGone(str(error)) from error
+    if job["metadata"]["uid"] != about.uid:
+        raise JobGone(f"job {about.namespace}/{about.name} is another one now: this one is gone")
+    pods.know(about.uid)
+    await list_again(state, kube, pods)
+    state.record.take(job)
+
+
+async def list_again(state: JobState, kube: Kube, pods: Pods) -> None:
+    """Take the pods as the server lists them now."""
+    about = state.about
+    known = {pod["metadata"]["uid"] for pod in pods.of(about.uid)}
+    listed = await kube.list_pods(about.namespace, about.uid)
+    for pod in listed:
+        pods.put(pod)
+    for uid in known - {pod["metadata"]["uid"] for pod in listed}:
+        pods.remove(about.uid, uid)

@@ -1,0 +1,199 @@
+"""The job's objects and pods at the API server: made, put back, deleted one by one.
+
+What the API server refuses stalls the job, and so do what it fails at again and again and a volume that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from enum import Enum, auto
+
+from colocated_rl_api.logs import log
+from colocated_rl_api.pod_template import PodTemplate
+from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
+from colocated_rl_operator.clients.errors import ApiError, ApiUnreachable, Conflict, NotAdmitted, VolumeLost, first
+from colocated_rl_operator.clients.kube import Body
+from colocated_rl_operator.loop.doors import Doors
+from colocated_rl_operator.loop.job_state import JobState, list_again
+from colocated_rl_operator.loop.record import News
+from colocated_rl_operator.loop.reporting import set_stall
+from colocated_rl_operator.manifests import belongings, resources
+from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
+from colocated_rl_operator.planner.observation import Job, Observation
+from colocated_rl_operator.planner.plan import Plan
+from colocated_rl_operator.planner.reasons import Reason
+from colocated_rl_operator.planner.status import Stall
+
+LOG = logging.getLogger(__name__)
+
+AT_ONCE = 16  # calls to the API server for one job
+STALL_RETRY_S = 30.0
+FAILS_S = 30.0  # what the API server fails at for so long is told as what it refuses
+NAME_RETRY_S = 1.0
+IS_ENDING = "object is being deleted"  # says the server of a name that will be free
+NO_DRY_RUN = "does not support dry run"  # says the server of a webhook that it may not ask: it judges the pod itself
+
+
+async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+    """Objects of the job, then its pods, which need them all; returns after how many seconds to try again.
+
+    What the API server refuses stalls the job, and so do what it fails at again and again and a volume that is gone.
+    """
+    changes: list[asyncio.Task[PodChange]] = []
+    try:
+        makes_pods = any(isinstance(action, CreatePod) for action in decided.pods)
+        if state.tried_of != seen.job.generation and not seen.members:
+            await _try_pods(seen.job, doors)
+            state.tried_of = seen.job.generation
+        is_stale = state.objects_of != seen.job.generation and not (seen.rests or decided.is_over)
+        is_late = _repair_in_s(state, seen, decided, doors) == 0
+        if makes_pods:
+            await _make_objects(seen.job, doors, has_begun=bool(state.status.lineage))
+        if is_stale or is_late or makes_pods:
+            await _apply_objects(seen.job, doors)
+            state.objects_of, state.applied_at = seen.job.generation, doors.clock()
+        limit = asyncio.Semaphore(AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            changes = [group.create_task(_change_pod(state, seen.job, each, limit, doors)) for each in decided.pods]
+        if any(isinstance(action, DeletePod) for action in decided.pods):
+            await list_again(state, doors.kube, doors.pods)
+    except* VolumeLost as errors:
+        set_stall(state, Stall(Reason.VOLUME_LOST, str(first(errors))), action="MakeNoPods")
+    except* NotAdmitted as errors:
+        set_stall(state, refusal_of(first(errors)), action="CreateObjects")
+    except* ApiUnreachable as errors:
+        if not is_lasting(state, first(errors), doors):
+            raise
+        set_stall(state, refusal_of(first(errors)), action="CreateObjects")
+    else:
+        state.stall = None
+    if state.stall is not None:
+        return STALL_RETRY_S
+    if any(change.result() is PodChange.NAME_TAKEN for change in changes):
+        return NAME_RETRY_S
+    return _repair_in_s(state, seen, decided, doors)
+
+
+def _repair_in_s(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+    """Until objects are applied again. None in a switch, which has no time for the API server, and at rest."""
+    if seen.rests or decided.is_over or set(decided.standings.values()) != {seen.job.ladder.top}:
+        return None
+    return max(0.0, state.applied_at + doors.repair_s - doors.clock())
+
+
+def is_lasting(state: JobState, error: ApiUnreachable, doors: Doors) -> bool:
+    """Somebody should know of it: a panic in the server, a webhook that is down. Not that the server itself is away."""
+    is_same = error.status is not None and state.failure == str(error)
+    return is_same and state.failing_s(doors.clock()) >= FAILS_S
+
+
+def refusal_of(error: ApiError) -> Stall:
+    return Stall(Reason.OBJECT_REFUSED, str(error))
+
+
+async def _try_pods(job: Job, doors: Doors) -> None:
+    """Ask the server what it thinks of pods as the job wants them, of one of each role: before any of them is made,
+    and while the job is still suspended. Not later: beside those that there are, a quota has no room. Raises Refused.
+    """
+    of_each_role = {role_of(seat): seat for seat in (*job.gpu_seats, *job.reference_seats)}.values()
+    gpu, rollout = job.spec.pod_templates.gpu, job.spec.pod_templates.rollout
+    for seat, template in (*((seat, gpu) for seat in of_each_role), (ROLLOUT_SEAT, rollout)):
+        if template == PodTemplate():
+            continue  # all of it is the operator's own
+        body = resources.pod(job, seat, 0, doors.images)
+        try:
+            await doors.kube.create_pod(job.namespace, body, dry_run=True)
+        except Conflict:
+            pass  # there is such a pod: it has its verdict
+        except NotAdmitted as error:
+            if NO_DRY_RUN not in str(error):
+                raise
+
+
+async def _make_objects(job: Job, doors: Doors, *, has_begun: bool) -> None:
+    """What is made once, and may have grown since. has_begun: then a refusal is no news, for where a quota is used up
+    the server refuses an object before it sees that there is one; what was lost since, pods will say. And then volumes
+    are looked for and never made: on empty ones pods would begin again what is recorded as done. Raises VolumeLost.
+    """
+    held = belongings.irreplaceable(job) if has_begun else {}
+    claims = {claim["metadata"]["name"]: claim for claim in belongings.claims(job)}
+    lost = [name for name in held if await _is_gone(job, claims.pop(name), doors)]
+    if lost:
+        raise VolumeLost(
+            "; ".join(f"claim {name} is gone, and with it {held[name]}" for name in lost)
+            + ". Somebody deleted it, not the operator, which makes no empty one in its place. Put it back by its name "
+            "with its data, from a released PersistentVolume or a snapshot, and the job goes on; or make another job, "
+            "which begins with its spec.model"
+        )
+
+    async def make(making: Awaitable[object]) -> None:
+        try:
+            await making
+        except Conflict:
+            pass  # its name contains the job's UID
+        except NotAdmitted:
+            if not has_begun:
+                raise
+
+    await make(doors.kube.create_secret(job.namespace, belongings.tls_secret(job, doors.authority.job_files(job.uid))))
+    for claim in claims.values():
+        await make(doors.kube.create_claim(job.namespace, claim))
+
+
+async def _is_gone(job: Job, claim: Body, doors: Doors) -> bool:
+    """False too where a quota is used up, and nobody can tell."""
+    try:
+        await doors.kube.create_claim(job.namespace, claim, dry_run=True)
+    except (Conflict, NotAdmitted):
+        return False
+    return True
+
+
+async def _apply_objects(job: Job, doors: Doors) -> None:
+    for body in belongings.applied(job, operator_namespace=doors.namespace):
+        await doors.kube.apply(job.namespace, body)
+
+
+class PodChange(Enum):
+    """What became of one action. A pod of somebody else's that has the name raises NotAdmitted."""
+
+    DONE = auto()
+    NAME_TAKEN = auto()  # by a pod that is ending, of a deleted job most likely
+
+
+async def _change_pod(
+    state: JobState, job: Job, action: PodAction, limit: asyncio.Semaphore, doors: Doors
+) -> PodChange:
+    async with limit:
+        match action:
+            case CreatePod():
+                return await _create_pod(state, job, action, doors)
+            case DeletePod():
+                await _delete_pod(state, job, action, doors)
+                return PodChange.DONE
+
+
+async def _create_pod(state: JobState, job: Job, action: CreatePod, doors: Doors) -> PodChange:
+    body = resources.pod(job, action.seat, action.attempt, doors.images, avoids=action.avoids)
+    name = body["metadata"]["name"]
+    try:
+        doors.pods.put(await doors.kube.create_pod(job.namespace, body))
+    except Conflict as error:
+        await list_again(state, doors.kube, doors.pods)  # ours perhaps, and the watch has not said so yet
+        if name in {pod["metadata"]["name"] for pod in doors.pods.of(job.uid)}:
+            return PodChange.DONE
+        if IS_ENDING in str(error):
+            return PodChange.NAME_TAKEN
+        raise NotAdmitted(f"{error}, and is no pod of this job: delete it", error.status) from error
+    log(LOG, "pod created", pod=name)
+    return PodChange.DONE
+
+
+async def _delete_pod(state: JobState, job: Job, action: DeletePod, doors: Doors) -> None:
+    await doors.kube.delete_pod(job.namespace, action.name, uid=action.uid, grace_s=action.grace_s)
+    level = logging.WARNING if action.is_fault else logging.INFO
+    log(LOG, "pod deleted", level, pod=action.name, reason=action.why)
+    if action.is_fault:
+        state.record.note(None, News("Warning", Reason.POD_DELETED, action.why, action="DeletePod"))

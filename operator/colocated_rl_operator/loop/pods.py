@@ -1,0 +1,48 @@
+"""The newest known state of each pod, from the watch and from our own calls, whichever is newer."""
+
+from __future__ import annotations
+
+from colocated_rl_api import names
+from colocated_rl_operator.clients.kube import Body
+
+
+class Pods:
+    """The newest known state of each pod of the jobs that are known, by job and pod UID."""
+
+    def __init__(self) -> None:
+        self._pods: dict[str, dict[str, Body | None]] = {}  # None: gone, and a late answer does not bring it back
+
+    def know(self, job_uid: str) -> None:
+        self._pods.setdefault(job_uid, {})
+
+    def forget(self, job_uid: str) -> None:
+        self._pods.pop(job_uid, None)
+
+    def put(self, pod: Body) -> None:
+        """An older state than the known one changes nothing: the watch may lag behind our own calls."""
+        pods, uid = self._pods.get(job_of(pod) or ""), pod["metadata"]["uid"]
+        if pods is None:
+            return
+        known = pods.get(uid, pod)
+        if known is not None and version_of(known) <= version_of(pod):
+            pods[uid] = pod
+
+    def remove(self, job_uid: str, uid: str) -> None:
+        if job_uid in self._pods:
+            self._pods[job_uid][uid] = None
+
+    def of(self, job_uid: str) -> list[Body]:
+        return [pod for pod in self._pods.get(job_uid, {}).values() if pod is not None]
+
+
+def job_of(pod: Body) -> str | None:
+    """UID of the job that controls the pod; None for a pod that merely looks like one of ours."""
+    metadata = pod["metadata"]
+    job_uid: str | None = metadata.get("labels", {}).get(names.JOB_UID_LABEL)
+    owners = (owner["uid"] for owner in metadata.get("ownerReferences", ()) if owner.get("controller"))
+    return job_uid if job_uid in owners else None
+
+
+def version_of(item: Body) -> int:
+    """Of an object; of two states of one the newer has the higher."""
+    return int(item["metadata"]["resourceVersion"])

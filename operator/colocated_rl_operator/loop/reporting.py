@@ -1,0 +1,90 @@
+"""The job's status and events, from what was seen and decided.
+
+An epoch is in the job's status, written against the version we know, before a target carries it. All else is noted and
+written beside the loop. An event tells only what was recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from colocated_rl_api.job_status import Phase
+from colocated_rl_api.logs import log
+from colocated_rl_operator.loop.doors import Doors
+from colocated_rl_operator.loop.job_state import JobState
+from colocated_rl_operator.loop.record import News
+from colocated_rl_operator.planner.observation import Observation, in_epoch
+from colocated_rl_operator.planner.plan import Plan
+from colocated_rl_operator.planner.reasons import Cause, Reason
+from colocated_rl_operator.planner.status import (
+    BRIEF_OUTAGE_S,
+    PROGRESS_S,
+    Stall,
+    all_done,
+    backs_off,
+    invalid,
+    is_brief_outage,
+    is_urgent,
+    report,
+)
+
+LOG = logging.getLogger(__name__)
+
+
+async def record_epoch(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> None:
+    climb = decided.climb
+    assert climb is not None
+    if seen.memory.raised and seen.climb and seen.highest_epoch > seen.climb.epoch:
+        await doors.confirm()  # somebody went beyond our epoch: are we still the one who leads?
+    await state.record.commit(report(seen, decided, before=state.status, at=doors.wall(), stall=state.stall))
+    now = state.reported_at = doors.clock()
+    state.memory = replace(in_epoch(climb.epoch, seen, state.memory, now=now), raised=True)
+    doors.metrics.raised.labels(climb.cause).inc()
+    log(LOG, "epoch raised", epoch=climb.epoch, step=climb.step, version=str(climb.version), reason=climb.cause)
+    if climb.cause is not Cause.TAKEOVER:
+        is_trouble = climb.cause.is_failure or climb.cause.is_recovery
+        state.record.note(
+            None, News("Warning" if is_trouble else "Normal", climb.cause, decided.message, action="RaiseEpoch")
+        )
+
+
+def report_status(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+    before = state.status
+    status = report(seen, decided, before=before, at=doors.wall(), stall=state.stall)
+    wait_s = [BRIEF_OUTAGE_S] if is_brief_outage(seen, before) else []  # then it is no blink any more, and worth a word
+    if status == before:
+        return min(wait_s, default=None)
+    due_in_s = state.reported_at + PROGRESS_S - doors.clock()
+    if not is_urgent(before, status) and due_in_s > 0:
+        return min([due_in_s, *wait_s])
+    is_new, news = status.phase is not before.phase, list[News]()
+    if is_new:
+        log(LOG, "phase", epoch=status.epoch, step=status.step, phase=status.phase)
+    if is_new and status.phase is Phase.COMPLETE:
+        news.append(News("Normal", Reason.COMPLETED, all_done(seen.job, status.model), action="Complete"))
+    if backs_off(status) and not backs_off(before) and decided.wait is not None:
+        news.append(News("Warning", Reason.BACKING_OFF, decided.wait.message, action="BackOff"))
+    state.record.note(status, *news)
+    state.reported_at = doors.clock()
+    return min(wait_s, default=None)
+
+
+def count(state: JobState, doors: Doors) -> None:
+    doors.metrics.count_job(state.about.uid, state.status.phase, None if state.stall is None else state.stall.reason)
+
+
+def refuse(state: JobState, body: Any, message: str, doors: Doors) -> None:
+    """Say what is wrong with the spec, once for each generation."""
+    doors.metrics.count_job(state.about.uid, state.status.phase, Reason.INVALID_SPEC)
+    status = invalid(message, generation=body["metadata"]["generation"], before=state.status, at=doors.wall())
+    if is_urgent(state.status, status):
+        state.record.note(status, News("Warning", Reason.INVALID_SPEC, message, action="Refuse"))
+
+
+def set_stall(state: JobState, stall: Stall, *, action: str) -> None:
+    """Said once, for as long as the words are the same."""
+    if state.stall != stall:
+        state.record.note(None, News("Warning", stall.reason, stall.message, action=action))
+    state.stall = stall

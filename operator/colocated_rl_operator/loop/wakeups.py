@@ -1,0 +1,36 @@
+"""Who wakes a job's loop, and whether there is hurry."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Wakeups:
+    """Two events for each job: something is new, and it can't wait. Cleared by the job's loop before it observes."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, tuple[asyncio.Event, asyncio.Event]] = {}
+
+    def of(self, job_uid: str) -> asyncio.Event:
+        return self._both(job_uid)[0]
+
+    def hurry(self, job_uid: str) -> asyncio.Event:
+        return self._both(job_uid)[1]
+
+    def wake(self, job_uid: str, *, hurry: bool = True) -> None:
+        """Nothing, for a job that has no loop."""
+        if job_uid in self._events:
+            woken, hurried = self._events[job_uid]
+            woken.set()
+            if hurry:
+                hurried.set()
+
+    def clear(self, job_uid: str) -> None:
+        for event in self._both(job_uid):
+            event.clear()
+
+    def forget(self, job_uid: str) -> None:
+        self._events.pop(job_uid, None)
+
+    def _both(self, job_uid: str) -> tuple[asyncio.Event, asyncio.Event]:
+        return self._events.setdefault(job_uid, (asyncio.Event(), asyncio.Event()))
