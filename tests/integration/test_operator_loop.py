@@ -404,7 +404,7 @@ async def test_a_job_whose_members_are_all_dead_is_dismissed_too(world: World) -
 async def test_gpu_pods_of_a_deleted_job_do_not_wait_for_a_node_that_is_gone(world: World) -> None:
     """Nobody looked after them any more, and their GPUs stayed taken until somebody removed the node."""
     stay_in_rollout(world)
-    async with world.operator(bury_after_s=0.1) as operator:
+    async with world.operator(force_after_s=0.1) as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
         for uid in list(world.kubelet.members):
             world.kubelet.end(uid)  # and no kubelet says that they ended
@@ -416,7 +416,7 @@ async def test_gpu_pods_of_a_deleted_job_do_not_wait_for_a_node_that_is_gone(wor
 async def test_of_a_deleted_job_no_pod_is_deleted_but_its_own_whatever_their_labels(world: World) -> None:
     """A person's copy of a pod went with the job; a pod without its role's label ended the burial of all others."""
     stay_in_rollout(world)
-    async with world.operator(bury_after_s=0.1) as operator:
+    async with world.operator(force_after_s=0.1) as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
         for pod in world.api.all("pods"):
             metadata = pod["metadata"]
@@ -542,7 +542,7 @@ async def test_a_finalizer_that_kopf_could_not_drop_is_dropped_after_a_while(wor
     left = iter(range(failures))
     world.api.panics = lambda method, path: (method, path) == ("PATCH", JOB_PATH) and next(left, None) is not None
     stay_in_rollout(world)
-    async with world.operator(bury_after_s=0.1) as operator:
+    async with world.operator(force_after_s=0.1) as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
         delete_job(world)
         await ended(operator)

@@ -1,4 +1,4 @@
-"""Whose job it is: of two operators that watch one namespace, the first to look at a job has it."""
+"""Which operator owns a job: of two that watch one namespace, the first to read it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from colocated_rl_operator.planner.reasons import Reason
 
 
 async def claim(state: JobState, doors: Doors) -> bool:
-    """Whether the job is this operator's: recorded before anything is made of it, and never taken from another.
+    """Return whether the job is this operator's. Ownership is recorded before anything is made, and never taken away.
 
     Two operators that watch one namespace would raise the epoch over each other for ever, and have no common authority.
     """

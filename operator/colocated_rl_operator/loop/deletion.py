@@ -25,20 +25,20 @@ LOG = logging.getLogger(__name__)
 
 MAX_EXPIRE_RETRY_S = 3600.0
 DELETE_TRIES, DELETE_RETRY_S = 4, 1.0
-BURY_TRIES = 60  # nobody waits for it, and nobody comes after it
+FORCE_TRIES = 60  # nobody waits for it, and nobody comes after it
 STOP_S = 5.0  # members of a deleted job have this long to end by themselves
 
 
 async def shut_down_job(state: JobState, decided: Plan, doors: Doors, woken: asyncio.Event) -> None:
-    """The job is being deleted: tell members to stop, briefly, then delete pods. Volumes and the rest follow owners."""
-    told = doors.members.send(state.about.uid, decided.targets)
+    """Tell members of a deleted job to stop, wait briefly, then delete its pods. Garbage collection takes the rest."""
+    sent = doors.members.send(state.about.uid, decided.targets)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STOP_S):
-            while told and not _all_stopped(state, doors):
+            while sent and not _all_stopped(state, doors):
                 woken.clear()
                 await woken.wait()
     await delete_pods(state.about, doors)
-    log(LOG, "job dismissed")
+    log(LOG, "job shut down")
     await state.record.commit(leaving(before=state.status, at=doors.wall()))
 
 
@@ -48,9 +48,9 @@ def _all_stopped(state: JobState, doors: Doors) -> bool:
 
 
 async def expire(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
-    """Its end is written before it goes, also when it goes at once. The rest is that of every deletion.
+    """Delete a job whose time to live is over. Its end is written first, also when it goes at once.
 
-    Returns after how many seconds to try again.
+    Return after how many seconds to try again, or None.
     """
     if state.stall is None:
         await state.record.commit(state.status)
@@ -69,17 +69,17 @@ async def expire(state: JobState, seen: Observation, decided: Plan, doors: Doors
 
 
 def expire_again_s(*, overdue_s: float) -> float:
-    """When to ask again for a deletion that the server did not admit: each time twice as late, up to an hour."""
+    """Return the wait before a refused deletion is tried again: it doubles, up to an hour."""
     return min(max(STALL_RETRY_S, overdue_s), MAX_EXPIRE_RETRY_S)
 
 
 async def delete_pods(about: About, doors: Doors) -> None:
-    """Every pod of the job, at once. Garbage collection would come to it too, half a minute later or more."""
+    """Delete every pod of the job at once. Garbage collection would do it too, half a minute later or more."""
     await _retry(partial(_delete_each, about, doors))
 
 
 async def _retry(delete: Callable[[], Awaitable[None]], *, tries: int = DELETE_TRIES) -> None:
-    """Several times, if need be. Raises the last ApiError."""
+    """Call `delete` until it succeeds, `tries` times at most. Raises the last ApiError."""
     for tries_left in reversed(range(tries)):
         try:
             await delete()
@@ -92,7 +92,7 @@ async def _retry(delete: Callable[[], Awaitable[None]], *, tries: int = DELETE_T
 
 
 async def _delete_each(about: About, doors: Doors) -> None:
-    """Raises the first error, after every pod had its turn."""
+    """Raise the first error after every pod had its turn."""
     found = await _pods_of(about, doors)
     deletions = (doors.kube.delete_pod(about.namespace, name, uid=uid, grace_s=DELETE_GRACE_S) for name, uid in found)
     for outcome in await asyncio.gather(*deletions, return_exceptions=True):
@@ -101,14 +101,14 @@ async def _delete_each(about: About, doors: Doors) -> None:
 
 
 async def force_delete_pods(about: About, doors: Doors) -> None:
-    """Forget GPU pods of a deleted job that did not end. The store's pod is never forced: its volume may be in use.
+    """Force GPU pods of a deleted job that did not end. The store's pod is never forced: its volume may be in use.
 
-    And let go of the job, where kopf could not: it asks once, and goes by the next change of the job after that.
+    Then drop the job's finalizer where kopf could not: it asks once, and again only at the next change of the job.
     """
-    await asyncio.sleep(doors.bury_after_s)
+    await asyncio.sleep(doors.force_after_s)
     try:
-        await _retry(partial(_forget_pods, about, doors), tries=BURY_TRIES)
-        await _retry(partial(doors.kube.drop_finalizer, about.namespace, about.name, uid=about.uid), tries=BURY_TRIES)
+        await _retry(partial(_forget_pods, about, doors), tries=FORCE_TRIES)
+        await _retry(partial(doors.kube.drop_finalizer, about.namespace, about.name, uid=about.uid), tries=FORCE_TRIES)
     except ApiError as error:
         log(LOG, "pods left to garbage collection", logging.WARNING, reason=str(error))
 
@@ -121,6 +121,6 @@ async def _forget_pods(about: About, doors: Doors) -> None:
 
 
 async def _pods_of(about: About, doors: Doors) -> list[tuple[str, str]]:
-    """Names and UIDs; without pods that merely have the labels of one, such as a person's copy of it."""
+    """Return names and UIDs of the job's pods, without those that merely carry its labels, such as a person's copy."""
     found = [pod for pod in await doors.kube.list_pods(about.namespace, about.uid) if job_of(pod) == about.uid]
     return [(pod["metadata"]["name"], pod["metadata"]["uid"]) for pod in found]

@@ -17,7 +17,7 @@ from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.metrics import OperatorMetrics
 
 DELETE_GRACE_S = 30  # of pods whose job is deleted
-BURY_AFTER_S = DELETE_GRACE_S + 15.0  # then a pod of a deleted job has no node that answers
+FORCE_AFTER_S = DELETE_GRACE_S + 15.0  # then a pod of a deleted job has no node that answers
 REPAIR_S = 300.0  # between looks at what somebody may have deleted or changed: no watch tells
 
 
@@ -36,7 +36,7 @@ class Doors:
     release: str  # this operator in the words of jobs: NAMESPACE/LEASE
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
     queue: Queue = field(default_factory=Queue)
-    bury_after_s: float = BURY_AFTER_S
+    force_after_s: float = FORCE_AFTER_S
     repair_s: float = REPAIR_S
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], datetime] = lambda: datetime.now(UTC).replace(microsecond=0)

@@ -1,6 +1,6 @@
 """One job from its first event to its end: watch events wake its loop, and the loop goes pass by pass.
 
-What kopf does with events and daemons is `handlers`' to say; nothing here knows it.
+`handlers` connects this to kopf, of which nothing here knows.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ class OperatorContext:
     has_logged_in: bool = False
 
     def reap(self, about: About) -> None:
-        """A job is gone, and some of its pods perhaps not."""
+        """Force-delete, in the background, pods that outlive a job that is gone."""
         reaper = asyncio.create_task(force_delete_pods(about, self.doors), name=f"reap/{about.name}")
         self.reapers.add(reaper)
         reaper.add_done_callback(self.reapers.discard)
 
     def close(self) -> None:
+        """Cancel all reapers."""
         for reaper in self.reapers:
             reaper.cancel()
 
 
 def note_pod(event: Any, context: OperatorContext) -> None:
+    """Put the pod into the cache, and wake its job's loop."""
     pod, pods = event["object"], context.doors.pods
     if (job_uid := job_of(pod)) is None:
         return
@@ -65,7 +67,7 @@ def note_pod(event: Any, context: OperatorContext) -> None:
 
 
 def note_job(event: Any, context: OperatorContext) -> None:
-    """Wake the loop for what a person changed; our own status writes come back here too."""
+    """Cache the job, and wake its loop if a person changed it; our own status writes come back here too."""
     job, uid = event["object"], event["object"]["metadata"]["uid"]
     known = context.jobs.get(uid)
     if event["type"] == "DELETED":
@@ -78,12 +80,15 @@ def note_job(event: Any, context: OperatorContext) -> None:
 
 
 def _matter(job: Body | None) -> object:
-    """What a wake-up depends on."""
+    """Return what a wake-up depends on."""
     return job and (job["metadata"]["generation"], job["metadata"].get("deletionTimestamp"))
 
 
 async def release_orphan(event: Any, context: OperatorContext) -> None:
-    """A job that was deleted while no operator ran gets no daemon; kopf drops its finalizer when this returns."""
+    """Delete the pods of a job that was deleted while no operator ran; it gets no daemon.
+
+    kopf drops its finalizer when this returns.
+    """
     metadata = event["object"]["metadata"]
     is_gone = event["type"] == "DELETED" or not metadata.get("deletionTimestamp")
     if is_gone or metadata["uid"] in context.driven:
@@ -96,7 +101,7 @@ async def release_orphan(event: Any, context: OperatorContext) -> None:
 
 
 class Stopped(Protocol):
-    """Set when the job's loop should end; asked for its truth, or awaited."""
+    """Becomes true when the job's loop should end."""
 
     def __bool__(self) -> bool: ...
     async def wait(self) -> Any: ...
@@ -105,7 +110,7 @@ class Stopped(Protocol):
 async def drive_job(body: Any, stopped: Stopped, context: OperatorContext, *, was_deleted: Callable[[], bool]) -> None:
     """Drive the job until it is deleted or this process ends, and never return before: kopf would not start it again.
 
-    was_deleted: asked after `stopped`: the job is going, and not this process.
+    was_deleted: asked once `stopped` is set; whether the job is deleted, and not merely this process ending.
     """
     about, doors = _about(body["metadata"]), context.doors
     woken = context.wakeups.of(about.uid)
@@ -126,7 +131,7 @@ async def drive_job(body: Any, stopped: Stopped, context: OperatorContext, *, wa
 
 
 async def _drive(state: JobState, stopped: Stopped, context: OperatorContext) -> None:
-    """Pass by pass, until asked to stop or the job is on its way out, whatever kopf has heard last."""
+    """Run pass after pass until asked to stop or until the job is being deleted, whatever kopf has heard last."""
     uid, doors = state.about.uid, context.doors
     woken, hurried = context.wakeups.of(uid), context.wakeups.hurry(uid)
     try:

@@ -1,6 +1,6 @@
 """The job's objects and pods at the API server: made, put back, deleted one by one.
 
-What the API server refuses stalls the job, and so do what it fails at again and again and a volume that is gone.
+The job stalls when the API server refuses an object or keeps failing at one, and when a volume is gone.
 """
 
 from __future__ import annotations
@@ -30,17 +30,14 @@ LOG = logging.getLogger(__name__)
 
 AT_ONCE = 16  # calls to the API server for one job
 STALL_RETRY_S = 30.0
-FAILS_S = 30.0  # what the API server fails at for so long is told as what it refuses
+FAILS_S = 30.0  # a failure of the API server that lasts so long is reported like a refusal
 NAME_RETRY_S = 1.0
-IS_ENDING = "object is being deleted"  # says the server of a name that will be free
-NO_DRY_RUN = "does not support dry run"  # says the server of a webhook that it may not ask: it judges the pod itself
+IS_ENDING = "object is being deleted"  # the server's words for a name that will be free
+NO_DRY_RUN = "does not support dry run"  # its words for a webhook that it may not ask: that one judges the pod itself
 
 
 async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
-    """Objects of the job, then its pods, which need them all; returns after how many seconds to try again.
-
-    What the API server refuses stalls the job, and so do what it fails at again and again and a volume that is gone.
-    """
+    """Make the job's objects, then its pods, which need them all. Return after how many seconds to try again."""
     changes: list[asyncio.Task[PodChange]] = []
     try:
         makes_pods = any(isinstance(action, CreatePod) for action in decided.pods)
@@ -77,14 +74,14 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
 
 
 def _repair_in_s(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
-    """Until objects are applied again. None in a switch, which has no time for the API server, and at rest."""
+    """Return the seconds until objects are applied again; None at rest and in a switch, which has no time for it."""
     if seen.rests or decided.is_over or set(decided.standings.values()) != {seen.job.ladder.top}:
         return None
     return max(0.0, state.applied_at + doors.repair_s - doors.clock())
 
 
 def is_lasting(state: JobState, error: ApiUnreachable, doors: Doors) -> bool:
-    """Somebody should know of it: a panic in the server, a webhook that is down. Not that the server itself is away."""
+    """Return whether a person should hear of it: a webhook is down, the server panics. Not that the server is away."""
     is_same = error.status is not None and state.failure == str(error)
     return is_same and state.failing_s(doors.clock()) >= FAILS_S
 
@@ -94,8 +91,9 @@ def refusal_of(error: ApiError) -> Stall:
 
 
 async def _try_pods(job: Job, doors: Doors) -> None:
-    """Ask the server what it thinks of pods as the job wants them, of one of each role: before any of them is made,
-    and while the job is still suspended. Not later: beside those that there are, a quota has no room. Raises Refused.
+    """Have the server judge one pod of each role in a dry run. Raises NotAdmitted.
+
+    This happens before any pod is made, also while the job is suspended. Later a quota would have no room for it.
     """
     of_each_role = {role_of(seat): seat for seat in (*job.gpu_seats, *job.reference_seats)}.values()
     gpu, rollout = job.spec.pod_templates.gpu, job.spec.pod_templates.rollout
@@ -113,9 +111,11 @@ async def _try_pods(job: Job, doors: Doors) -> None:
 
 
 async def _make_objects(job: Job, doors: Doors, *, has_begun: bool) -> None:
-    """What is made once, and may have grown since. has_begun: then a refusal is no news, for where a quota is used up
-    the server refuses an object before it sees that there is one; what was lost since, pods will say. And then volumes
-    are looked for and never made: on empty ones pods would begin again what is recorded as done. Raises VolumeLost.
+    """Make the Secret and the claims that the job does not have yet. Raises VolumeLost.
+
+    has_begun: the job has run before. Then a refusal is no news: where a quota is used up, the server refuses an object
+    before it sees that it exists, and pods report what is missing. Then volumes are looked up and never made: on empty
+    ones, pods would begin again what is recorded as done.
     """
     held = belongings.irreplaceable(job) if has_begun else {}
     claims = {claim["metadata"]["name"]: claim for claim in belongings.claims(job)}
@@ -143,7 +143,7 @@ async def _make_objects(job: Job, doors: Doors, *, has_begun: bool) -> None:
 
 
 async def _is_gone(job: Job, claim: Body, doors: Doors) -> bool:
-    """False too where a quota is used up, and nobody can tell."""
+    """Return whether the claim is gone; False also where a used-up quota hides it."""
     try:
         await doors.kube.create_claim(job.namespace, claim, dry_run=True)
     except (Conflict, NotAdmitted):
@@ -157,7 +157,7 @@ async def _apply_objects(job: Job, doors: Doors) -> None:
 
 
 class PodChange(Enum):
-    """What became of one action. A pod of somebody else's that has the name raises NotAdmitted."""
+    """The outcome of one action. A name that another's pod has raises NotAdmitted."""
 
     DONE = auto()
     NAME_TAKEN = auto()  # by a pod that is ending, of a deleted job most likely

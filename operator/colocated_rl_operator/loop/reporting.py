@@ -1,7 +1,7 @@
 """The job's status and events, from what was seen and decided.
 
 An epoch is in the job's status, written against the version we know, before a target carries it. All else is noted and
-written beside the loop. An event tells only what was recorded.
+written beside the loop. An event reports only what was recorded.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ LOG = logging.getLogger(__name__)
 
 
 async def record_epoch(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> None:
+    """Write the new epoch to the status; return when the API server has it. Raises StaleEpoch, ApiError."""
     climb = decided.climb
     assert climb is not None
     if seen.memory.raised and seen.climb and seen.highest_epoch > seen.climb.epoch:
@@ -51,9 +52,10 @@ async def record_epoch(state: JobState, seen: Observation, decided: Plan, doors:
 
 
 def report_status(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+    """Note the status if it changed. Return after how many seconds to report again although nothing changed."""
     before = state.status
     status = report(seen, decided, before=before, at=doors.wall(), stall=state.stall)
-    wait_s = [BRIEF_OUTAGE_S] if is_brief_outage(seen, before) else []  # then it is no blink any more, and worth a word
+    wait_s = [BRIEF_OUTAGE_S] if is_brief_outage(seen, before) else []  # by then it is no brief outage any more
     if status == before:
         return min(wait_s, default=None)
     due_in_s = state.reported_at + PROGRESS_S - doors.clock()
@@ -76,7 +78,7 @@ def count(state: JobState, doors: Doors) -> None:
 
 
 def refuse(state: JobState, body: Any, message: str, doors: Doors) -> None:
-    """Say what is wrong with the spec, once for each generation."""
+    """Report what is wrong with the spec, once for each generation."""
     doors.metrics.count_job(state.about.uid, state.status.phase, Reason.INVALID_SPEC)
     status = invalid(message, generation=body["metadata"]["generation"], before=state.status, at=doors.wall())
     if is_urgent(state.status, status):
@@ -84,7 +86,7 @@ def refuse(state: JobState, body: Any, message: str, doors: Doors) -> None:
 
 
 def set_stall(state: JobState, stall: Stall, *, action: str) -> None:
-    """Said once, for as long as the words are the same."""
+    """Stall the job. The event is sent once for each message."""
     if state.stall != stall:
         state.record.note(None, News("Warning", stall.reason, stall.message, action=action))
     state.stall = stall
