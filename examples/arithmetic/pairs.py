@@ -37,4 +37,4 @@ def verdict(found: Compared) -> str:
         return f"higher, by at least {found.low:.3f}"
     if found.high < 0:
         return f"lower, by {-found.high:.3f} to {-found.low:.3f}"
-    return f"not told from none; a loss above {max(-found.low, 0.0):.3f} is excluded"
+    return f"no difference detected; a loss above {max(-found.low, 0.0):.3f} is excluded"

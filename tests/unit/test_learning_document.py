@@ -49,7 +49,7 @@ def test_runs_are_compared_with_those_of_their_own_seed(run: Records) -> None:
     ends = {"newest-2": 0.80, "run-1": 0.84, "newest-1": 0.85, "run-2": 0.83, "run-3": 0.1}
     text = document({name: ending_at(run, mean) for name, mean in ends.items()}, JOB)
     step = read_figures(run.lines).evaluations[-1].step
-    assert f"| {step} | 2 | +0.010 | 0.020 | -0.244 to +0.264 | not told from none" in text
+    assert f"| {step} | 2 | +0.010 | 0.020 | -0.244 to +0.264 | no difference detected" in text
     rows = [line.split(" ")[1] for line in text.splitlines() if line.startswith(("| run-", "| newest-"))]
     assert ["run-1", "run-2", "run-3", "newest-1", "newest-2"] == rows
 
@@ -69,7 +69,7 @@ def test_a_difference_is_said_as_far_as_the_pairs_tell_it() -> None:
     few = compared([(0.822, 0.814), (0.848, 0.816), (0.838, 0.812)])
     assert few is not None
     assert (-0.022, 0.0072, -0.053, 0.009) == pytest.approx((few.mean, few.error, few.low, few.high), abs=5e-4)
-    assert "not told from none; a loss above 0.053 is excluded" == verdict(few)
+    assert "no difference detected; a loss above 0.053 is excluded" == verdict(few)
     pairs = [(0.8, 0.7), (0.9, 0.81), (0.85, 0.74)]
     lower, higher = compared(pairs), compared([(second, first) for first, second in pairs])
     assert lower is not None
