@@ -126,7 +126,7 @@ class RefusesInWebPages(ToyLoop):
 
     def __init__(self, settings: RankSettings) -> None:
         super().__init__(settings)
-        rank_server._RankHandler._write = _write_page  # type: ignore[method-assign, assignment]
+        rank_server._RankHandler.write_json = _write_page  # type: ignore[method-assign, assignment]
 
 
 def _write_page(handler: rank_server._RankHandler, code: HTTPStatus, body: Wire) -> None:

@@ -8,7 +8,6 @@ starts the server of this rank, makes `MyLoop(settings)` and calls its methods o
 
 from __future__ import annotations
 
-import http.server
 import logging
 import os
 import signal
@@ -24,8 +23,15 @@ from pydantic import ValidationError
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import configure, log
-from colocated_rl_api.trainer_wire import ExportRequest, FinishRequest, SaveRequest, ScoreRequest, TrainRequest
-from colocated_rl_api.wire import Wire
+from colocated_rl_api.trainer_wire import (
+    ExportRequest,
+    FinishRequest,
+    SaveRequest,
+    ScoreRequest,
+    TrainerError,
+    TrainRequest,
+)
+from colocated_rl_trainer.protocol.http_handler import ConnectionThreads, JSONHandler, Rejected
 from colocated_rl_trainer.protocol.rank import (
     Loop,
     NotDone,
@@ -33,7 +39,6 @@ from colocated_rl_trainer.protocol.rank import (
     OnloadRequest,
     Rank,
     Request,
-    trainer_error,
 )
 from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings
 
@@ -94,10 +99,9 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
     _end(1)
 
 
-class RankServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+class RankServer(ConnectionThreads, socketserver.UnixStreamServer):
     """HTTP/1.1 with JSON on a Unix socket that the group may use."""
 
-    daemon_threads = True
     request_queue_size = 16
 
     def __init__(self, path: Path, rank: Rank) -> None:
@@ -106,68 +110,37 @@ class RankServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         super().__init__(str(path), _RankHandler)
         path.chmod(0o660)
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A caller that went away gets no answer: it asks again, and joins what it began or finds it done."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            _LOG.error("request not answered", exc_info=True)
 
-
-class _RankHandler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _RankHandler(JSONHandler):
+    error_type = TrainerError
     timeout = IDLE_CONNECTION_S
     server: RankServer
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
         with self.server.rank.answering():
             if self.path == "/v1/state":
-                self._write(HTTPStatus.OK, self.server.rank.status)
+                self.write_json(HTTPStatus.OK, self.server.rank.status)
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
         with self.server.rank.answering():
             try:
-                self._write(HTTPStatus.OK, self.server.rank.ask(self._read()))
+                self.write_json(HTTPStatus.OK, self.server.rank.ask(self._read()))
             except NotDone as refusal:
-                self._write(refusal.code, refusal.body)
+                self.write_json(refusal.code, refusal.body)
+            except Rejected as rejected:
+                self.reject(rejected)
 
     def _read(self) -> Request:
-        size = self.headers.get("Content-Length", "")
-        if not (size.isascii() and size.isdigit() and len(size) < 10) or int(size) > MAX_BODY_BYTES:
-            self.close_connection = True  # what follows can't be told from a next request
-            raise NotDone(
-                HTTPStatus.BAD_REQUEST, trainer_error("BadRequest", f"Content-Length must be 0 to {MAX_BODY_BYTES}")
-            )
-        body = self.rfile.read(int(size))
+        body = self.read_body(limit_bytes=MAX_BODY_BYTES)
         kind = ROUTES.get(self.path)
         if kind is None:
-            raise NotDone(
-                HTTPStatus.NOT_FOUND, trainer_error("NotFound", f"no {self.path} here, only {', '.join(ROUTES)}")
-            )
+            raise Rejected(HTTPStatus.NOT_FOUND, "NotFound", f"no {self.path} here, only {', '.join(ROUTES)}")
         try:
             return kind.model_validate_json(body)
         except ValidationError as error:
-            raise NotDone(
-                HTTPStatus.BAD_REQUEST, trainer_error("BadRequest", f"body of {self.path}: {error}")
-            ) from error
-
-    def _write(self, code: HTTPStatus, body: Wire) -> None:
-        content = body.model_dump_json(by_alias=True).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class refuses by itself, in the protocol's own words."""
-        status = HTTPStatus(code)
-        self.close_connection = True
-        name = status.phrase.title().replace(" ", "")
-        self._write(status, trainer_error(name, message or f"{self.command} {self.path}: {status.description}"))
-
-    def log_message(self, *_: object) -> None:
-        """Nothing: transitions are logged where they happen, requests are not."""
+            raise Rejected(HTTPStatus.BAD_REQUEST, "BadRequest", f"body of {self.path}: {error}") from error
 
 
 def _end_before_start(reason: str) -> NoReturn:

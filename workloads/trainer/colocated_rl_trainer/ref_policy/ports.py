@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import http.server
 import math
 import socket
 import socketserver
 import ssl
-import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -23,6 +21,7 @@ from urllib.parse import parse_qs
 from colocated_rl_api import names
 from colocated_rl_api.listening import listen
 from colocated_rl_api.reference_wire import BYTES_OF_A_TOKEN, MAX_SAMPLE_BYTES, SCORE_PATH, ScoreError
+from colocated_rl_trainer.protocol.http_handler import ConnectionThreads, JSONHandler, Rejected
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 from colocated_rl_trainer.ref_policy.score_queue import QueuedSample, ScoreQueue, ScoringFailed
 
@@ -32,16 +31,9 @@ MAX_CONNECTIONS = 512  # of each port
 MIN_TOKEN_CHARS = 16
 
 
-class _Refused(Exception):
-    def __init__(self, code: HTTPStatus, error: str, message: str) -> None:
-        super().__init__(message)
-        self.code, self.body = code, ScoreError(error=error, message=message)
-
-
-class _Port(socketserver.ThreadingMixIn, socketserver.TCPServer):
+class _Port(ConnectionThreads, socketserver.TCPServer):
     """A thread for each connection, and so many at most."""
 
-    daemon_threads = True
     allow_reuse_address = True
     request_queue_size = 128
 
@@ -76,11 +68,6 @@ class _Port(socketserver.ThreadingMixIn, socketserver.TCPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
-
-    def handle_error(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        """A caller that went away, or is none of ours, gets no answer. Anything else is a bug, and the last word."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
 
 
 class ScorePort(_Port):
@@ -132,32 +119,16 @@ class MetricsPort(_Port):
         super().__init__(host, port, _MetricsHandler)
 
 
-class _PortHandler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _PortHandler(JSONHandler):
+    error_type = ScoreError
     timeout = MOMENT_S
     disable_nagle_algorithm = True
 
-    def write(self, code: HTTPStatus, body: bytes, kind: str) -> None:
-        self.send_response_only(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
+    def send_response(self, code: int, message: str | None = None) -> None:
+        """Name no program and no version to strangers, and announce when the connection closes."""
+        self.send_response_only(code, message)
         if self.close_connection:
             self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class refuses by itself, in the protocol's own words."""
-        status = HTTPStatus(code)
-        self.close_connection = True
-        text = message or f"{self.command} {self.path}: {status.description}"
-        self.refuse(_Refused(status, status.phrase.title().replace(" ", ""), text))
-
-    def refuse(self, refusal: _Refused) -> None:
-        self.write(refusal.code, refusal.body.model_dump_json(by_alias=True).encode(), "application/json")
-
-    def log_message(self, *_: object) -> None:
-        """Nothing: requests are not logged, failed passes are where they happen."""
 
 
 class _ScoreHandler(_PortHandler):
@@ -186,11 +157,11 @@ class _ScoreHandler(_PortHandler):
         with contextlib.suppress(OSError):  # it is gone
             socket.socket.shutdown(self.request, socket.SHUT_RDWR)  # under TLS, whose state is the other thread's
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
         try:
             answer = self._answer()
-        except _Refused as refusal:
-            self.refuse(refusal)
+        except Rejected as rejected:
+            self.reject(rejected)
         else:
             self.write(HTTPStatus.OK, answer, "application/octet-stream")
 
@@ -198,7 +169,7 @@ class _ScoreHandler(_PortHandler):
         port = self.server
         if not port.admits(self.headers.get("Authorization", "")):
             self.close_connection = True  # who has no token keeps no connection
-            raise _Refused(HTTPStatus.UNAUTHORIZED, "TokenNeeded", "Authorization: Bearer, and the job's data token")
+            raise Rejected(HTTPStatus.UNAUTHORIZED, "TokenNeeded", "Authorization: Bearer, and the job's data token")
         self._stranger.cancel()
         self.connection.settimeout(IDLE_S)
         question = self._question(self._body())
@@ -206,27 +177,23 @@ class _ScoreHandler(_PortHandler):
             with port.figures.answering(len(question)):
                 return port.desk.ask(question, deadline_s=port.deadline_s)
         except ScoringFailed as error:
-            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "NotScored", str(error)) from error
+            raise Rejected(HTTPStatus.SERVICE_UNAVAILABLE, "NotScored", str(error)) from error
         except TimeoutError as error:
             late = f"no answer within {port.deadline_s:.0f} s: {port.desk.waiting} samples wait"
-            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "Late", late) from error
+            raise Rejected(HTTPStatus.SERVICE_UNAVAILABLE, "Late", late) from error
 
     def _body(self) -> bytes:
-        size = self.headers.get("Content-Length", "")
-        if not (size.isascii() and size.isdigit() and len(size) < 10) or int(size) > MAX_SAMPLE_BYTES:
-            self.close_connection = True  # what follows can't be told from a next request
-            raise _Refused(HTTPStatus.BAD_REQUEST, "BadRequest", f"Content-Length must be 0 to {MAX_SAMPLE_BYTES}")
-        body = self.rfile.read(int(size))
-        if len(body) < int(size):
+        body = self.read_body(limit_bytes=MAX_SAMPLE_BYTES)
+        if len(body) < int(self.headers["Content-Length"]):
             raise ConnectionResetError("the caller has gone")
         return body
 
     def _question(self, body: bytes) -> QueuedSample:
         path, _, asked = self.path.partition("?")
         if path != SCORE_PATH:
-            raise _Refused(HTTPStatus.NOT_FOUND, "NotFound", f"no {path} here, only {SCORE_PATH}")
+            raise Rejected(HTTPStatus.NOT_FOUND, "NotFound", f"no {path} here, only {SCORE_PATH}")
         if self.server.vocabulary is None:
-            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "Starting", "the model is being loaded: ask again later")
+            raise Rejected(HTTPStatus.SERVICE_UNAVAILABLE, "Starting", "the model is being loaded: ask again later")
         query = {name: values[-1] for name, values in parse_qs(asked).items()}
         try:
             start, temperature = int(query["start"]), float(query["temperature"])
@@ -244,14 +211,14 @@ class _ScoreHandler(_PortHandler):
         return QueuedSample(ids, start, temperature)
 
 
-def _bad(message: str) -> _Refused:
-    return _Refused(HTTPStatus.BAD_REQUEST, "BadRequest", message)
+def _bad(message: str) -> Rejected:
+    return Rejected(HTTPStatus.BAD_REQUEST, "BadRequest", message)
 
 
 class _MetricsHandler(_PortHandler):
     server: MetricsPort
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
         match self.path.partition("?")[0]:
             case "/healthz":
                 self.write(HTTPStatus.OK, b"ok\n", "text/plain")
