@@ -159,6 +159,18 @@ def test_address_that_is_none_is_not_found(port: ScorePort, tmp_path: Path, capf
     metrics.server_close()
 
 
+def test_address_that_is_too_long_is_answered(port: ScorePort, capfd: pytest.CaptureFixture[str]) -> None:
+    """Anybody could fill the log with tracebacks, and had no answer: nothing but a length was known of the request."""
+    metrics = MetricsPort("127.0.0.1", 0, is_ready=lambda: True, figures=port.figures)
+    metrics.listen("metrics")
+    with socket.create_connection(("127.0.0.1", metrics.number), timeout=DEADLINE_S) as anybody:
+        anybody.sendall(b"GET /".ljust(2**16 + 1, b"a"))  # all that is read of a line
+        assert read_all(anybody).startswith(b"HTTP/1.1 414 ")
+    assert "" == capfd.readouterr().err
+    metrics.shutdown()
+    metrics.server_close()
+
+
 def test_a_connection_for_which_no_thread_starts_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """After as many as there are places the port was deaf for good, where a limit of processes was met for a moment."""
     monkeypatch.setattr(ports, "MAX_CONNECTIONS", 2)

@@ -43,6 +43,7 @@ class JSONHandler(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     error_type: type[TrainerError | ScoreError]
+    path = ""  # while no request line could be read
 
     def read_body(self, *, limit_bytes: int) -> bytes:
         """Return the body, shorter than announced if the caller disconnected. Raises Rejected for a bad length."""
