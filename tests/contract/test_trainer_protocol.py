@@ -15,7 +15,7 @@ import pytest
 from documents.blocks import blocks
 
 from colocated_rl_trainer.conformance.checks import CHECKS, SCORING, Check, refuses_a_shard_that_is_torn
-from colocated_rl_trainer.conformance.ranks import Launch, RankProcess, TrainerGroup, TrainerKind, running
+from colocated_rl_trainer.conformance.ranks import Launch, RankProcess, TrainerGroup, TrainerKind
 from fakes.tiny_model import write_tiny_model
 from setup.layout import CHECKOUT
 
@@ -37,7 +37,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     name = request.param
     config = REFERENCE_CONFIG if name == "reference" else {}
     kind = TrainerKind(name, COMMANDS[name], write_tiny_model(folder / "model"), config)
-    with running(kind, folder, size=RANKS) as group:
+    with TrainerGroup(kind, folder, size=RANKS) as group:
         group.wait_loaded()
         group.onload()
         yield group
@@ -49,7 +49,7 @@ def scoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
     folder = tmp_path_factory.mktemp("s")
     config = REFERENCE_CONFIG | {"klCoefficient": 0.1}
     kind = TrainerKind("scoring", COMMANDS["reference"], write_tiny_model(folder / "model"), config, has_reference=True)
-    with running(kind, folder, size=RANKS) as group:
+    with TrainerGroup(kind, folder, size=RANKS) as group:
         group.wait_loaded()
         group.onload()
         yield group
@@ -113,7 +113,10 @@ def processes_with(variable: str) -> list[str]:
         ("ReturnsNothing", "TypeError: train returned None, and not figures by name"),
         ("FailsItsThirdStep", "answers its state during a step: UnexpectedStatus: 500 Failed: ArithmeticError"),
         ("MakesNoProgress", "makes progress in a step: `progress` was"),
-        ("WritesOnlyInItsFirstPod", "exports what is whole named and readable: UnexpectedStatus: 500 Failed: NotAnExport"),
+        (
+            "WritesOnlyInItsFirstPod",
+            "exports what is whole named and readable: UnexpectedStatus: 500 Failed: NotAnExport",
+        ),
         ("DiffersByPod", "exports the same weights in every pod: weights of one version differ"),
         ("WritesInEveryPod", "ranks [1] wrote weights too, where all pods share one volume of them"),
         ("PromisesWhatItHasNotYet", "saves while offloaded: `replay_from` is"),
@@ -222,7 +225,7 @@ def test_trainer_may_end_over_a_torn_shard_whenever_that_is_seen(tmp_path: Path)
         return started[-1]
 
     kind = TrainerKind("ends", command, tmp_path, {})
-    with running(kind, tmp_path, size=RANKS, launch=launch) as group:
+    with TrainerGroup(kind, tmp_path, size=RANKS, launch=launch) as group:
         group.wait_loaded()
         group.onload()
         for process in started:

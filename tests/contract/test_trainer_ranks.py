@@ -18,7 +18,7 @@ import torch.distributed as dist
 from contract.trainer_in_process import OneRank
 from safetensors.torch import load_file
 
-from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, UnexpectedStatus, running
+from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, UnexpectedStatus
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.protocol.rank import Refused
 from colocated_rl_trainer.state.group import (
@@ -57,7 +57,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(kind: TrainerKind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with running(kind, tmp_path_factory.mktemp("two"), size=2) as two:
+    with TrainerGroup(kind, tmp_path_factory.mktemp("two"), size=2) as two:
         one = OneRank(tmp_path_factory.mktemp("one"), kind.model, **CONFIG)
         two.wait_loaded()
         two.onload()
@@ -168,7 +168,7 @@ def test_rank_that_nobody_joins_gives_up_at_its_deadline_and_names_it(monkeypatc
 
 def test_config_that_makes_no_sense_ends_the_trainer_with_one_clear_line(kind: TrainerKind, tmp_path: Path) -> None:
     wrong = TrainerKind(kind.name, kind.command, kind.model, {"learnRate": 1e-3})
-    with running(wrong, tmp_path, size=1) as group:
+    with TrainerGroup(wrong, tmp_path, size=1) as group:
         assert 2 == group.ranks[0].process.wait(DEADLINE_S)
 
         (line,) = group.ranks[0].events("trainer can't start")

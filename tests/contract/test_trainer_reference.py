@@ -11,7 +11,7 @@ from contract.trainer_in_process import OneRank, only_rank
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from colocated_rl_trainer.conformance.ranks import Launch, TrainerKind, running, scores_beside
+from colocated_rl_trainer.conformance.ranks import Launch, TrainerGroup, TrainerKind, scores_beside
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.batch import Shard
 from colocated_rl_trainer.grpo.loop import GRPOTrainer
@@ -153,7 +153,7 @@ def test_a_pass_of_the_reference_is_every_ranks_or_nobodys(model: Path, tmp_path
 
     made = []
     for lineage in (1, 2):
-        with running(kind, tmp_path, size=2, lineage=lineage, launch=launch) as group:
+        with TrainerGroup(kind, tmp_path, size=2, lineage=lineage, launch=launch) as group:
             group.wait_loaded()
             group.onload()
             assert [1, 1] == [status.scored for status in group.score(1, files)]

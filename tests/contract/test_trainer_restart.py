@@ -20,7 +20,6 @@ from colocated_rl_trainer.conformance.ranks import (
     TrainerGroup,
     TrainerKind,
     UnexpectedStatus,
-    running,
 )
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
@@ -59,7 +58,9 @@ class Run:
             def launch(environment: dict[str, str], log: Path, dies: tuple[int, str, int] | None = dies) -> Launch:
                 return fork(environment, log, die=dies)
 
-            with running(self.kind, self.folder, size=RANKS, lineage=self.lineage, keep=KEEP, launch=launch) as group:
+            with TrainerGroup(
+                self.kind, self.folder, size=RANKS, lineage=self.lineage, keep=KEEP, launch=launch
+            ) as group:
                 try:
                     return self._climb(group, harm=harm if self.lineage == 1 else None)
                 except (UnexpectedStatus, OSError, Lost):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from colocated_rl_trainer.conformance.ranks import Launch, TrainerKind, running
+from colocated_rl_trainer.conformance.ranks import Launch, TrainerGroup, TrainerKind
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 from fakes.watched_trainer import fork
@@ -67,7 +67,7 @@ class Steps:
             dealt = [min(number // 3, ranks - 1) for number in range(SAMPLES)]
         files = write_shards(folder, make_samples(), step=3, split=dealt)
         kind = TrainerKind("reference", [], self.model, config, has_reference="klCoefficient" in config)
-        with running(kind, folder, size=ranks, launch=launch) as group:
+        with TrainerGroup(kind, folder, size=ranks, launch=launch) as group:
             group.wait_loaded()
             group.onload()
             for step in (1, 2):  # of nothing, so that tokens of the third may be old

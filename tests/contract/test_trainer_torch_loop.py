@@ -13,7 +13,7 @@ from contract.trainer_in_process import only_rank
 from safetensors.torch import load_file
 from torch.optim import AdamW, Optimizer
 
-from colocated_rl_trainer.conformance.ranks import TrainerKind, running
+from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.protocol.rank import Rank
 from colocated_rl_trainer.state.weights import load_model
@@ -110,7 +110,7 @@ def test_the_split_among_ranks_changes_nothing_but_rounding(model: Path, tmp_pat
     alone.load()
     train(alone, tmp_path, 1)
 
-    with running(TrainerKind("own", [sys.executable, str(EXAMPLE)], model, {}), tmp_path, size=2) as group:
+    with TrainerGroup(TrainerKind("own", [sys.executable, str(EXAMPLE)], model, {}), tmp_path, size=2) as group:
         group.wait_loaded()
         group.onload()
         group.train(1, write_shards(tmp_path, make_samples(1), step=1, split=[0] * 11 + [1]))

@@ -17,7 +17,7 @@ from bench.gpu.hand_over import beside_a_copy_on_the_device
 from bench.gpu.moves import free_bytes, make_state
 from colocated_rl_agent.runner.runner import device_memory
 from colocated_rl_trainer.conformance.checks import CHECKS, Check
-from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, running
+from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind
 from colocated_rl_trainer.state.residency import MOMENTS, PARAMETERS
 from fakes.tiny_model import write_tiny_model
 
@@ -81,7 +81,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
     command = [sys.executable, "-m", "colocated_rl_trainer"]
     model = write_tiny_model(folder / "model")
     kind = TrainerKind("reference", command, model, {"learningRate": 1e-3, "minibatches": 2})
-    with running(kind, folder, size=1, device="cuda:0") as group:
+    with TrainerGroup(kind, folder, size=1, device="cuda:0") as group:
         group.wait_loaded()
         group.onload()
         yield group

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from colocated_rl_trainer.conformance.checks import Broken, Check, checks_of
-from colocated_rl_trainer.conformance.ranks import RankLost, TrainerGroup, TrainerKind, UnexpectedStatus, running
+from colocated_rl_trainer.conformance.ranks import RankLost, TrainerGroup, TrainerKind, UnexpectedStatus
 
 HELD, BROKEN, NOT_LOADED = 0, 1, 2
 FAILED = 500  # of a rank that then ends
@@ -28,7 +28,7 @@ def main(words: Sequence[str]) -> int:
     checks = checks_of(kind)
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch, contextlib.ExitStack() as stack:
         try:
-            trainer = stack.enter_context(running(kind, Path(scratch), size=options.ranks, device=options.device))
+            trainer = stack.enter_context(TrainerGroup(kind, Path(scratch), size=options.ranks, device=options.device))
             trainer.wait_loaded()
             if options.reference and not all(rank.status.can_score for rank in trainer.ranks):
                 _say("BROKEN  `canScore` is false: in a job with a reference this trainer is refused")

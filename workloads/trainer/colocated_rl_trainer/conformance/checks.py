@@ -22,7 +22,7 @@ from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import PROTOCOL, TrainerError, TrainerStatus
 from colocated_rl_api.weights import MANIFEST, Digest, Manifest, finished_model
-from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, UnexpectedStatus, running
+from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, UnexpectedStatus
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.protocol.manifest import digests_of, read_header, tensor_entries
 
@@ -286,7 +286,7 @@ def goes_on_from_its_checkpoint_when_it_is_killed(trainer: TrainerGroup) -> None
     lost = train_next(trainer)
     gone = trainer.export(lost)[0]
     trainer.end()
-    with running(
+    with TrainerGroup(
         trainer.kind, trainer.folder, size=trainer.size, lineage=trainer.lineage + 1, device=trainer.device
     ) as again:
         told = {(status.step, status.saved) for status in again.wait_loaded()}
@@ -326,7 +326,9 @@ def has_rank_0_write_alone_where_pods_share_the_weights(trainer: TrainerGroup) -
     leaves is seen.
     """
     kind = replace(trainer.kind, is_apart=True)
-    with running(kind, trainer.folder, size=trainer.size, lineage=trainer.lineage + 2, device=trainer.device) as apart:
+    with TrainerGroup(
+        kind, trainer.folder, size=trainer.size, lineage=trainer.lineage + 2, device=trainer.device
+    ) as apart:
         apart.wait_loaded()
         apart.onload()
         first, *others = apart.export(_step_of(apart))

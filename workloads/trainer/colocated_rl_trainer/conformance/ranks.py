@@ -11,12 +11,12 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.rungs import WeightVersion
@@ -161,7 +161,7 @@ class TrainerKind:
 
 
 class TrainerGroup:
-    """All ranks of one lineage, each in a pod of its own; `checkpoints` outlives it."""
+    """All ranks of one lineage, each in a pod of its own. They end with the `with` block; `checkpoints` outlives it."""
 
     def __init__(
         self,
@@ -188,6 +188,12 @@ class TrainerGroup:
         self._sockets = tempfile.TemporaryDirectory(prefix="ranks-")  # short: a socket's path holds 107 bytes
         port = free_port()
         self.ranks = [self._start(rank, port) for rank in range(size)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def _start(self, rank: int, port: int) -> TrainerProcess:
         (self.folder / f"pod-{rank}").mkdir(exist_ok=True)
@@ -255,24 +261,6 @@ class TrainerGroup:
         for rank in self.ranks:
             rank.end()
         self._sockets.cleanup()
-
-
-@contextlib.contextmanager
-def running(
-    kind: TrainerKind,
-    folder: Path,
-    *,
-    size: int,
-    lineage: int = 1,
-    keep: int = 2,
-    device: str = "cpu",
-    launch: Launcher | None = None,
-) -> Iterator[TrainerGroup]:
-    group = TrainerGroup(kind, folder, size=size, lineage=lineage, keep=keep, device=device, launch=launch)
-    try:
-        yield group
-    finally:
-        group.end()
 
 
 def scores_beside(shard: Path) -> Path:
