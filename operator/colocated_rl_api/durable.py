@@ -1,0 +1,15 @@
+"""What has to survive a power cut: contents of a file, or entries of a directory after a file was made or renamed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Return when the file or directory is on the disk; of a directory, its entries alone. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
