@@ -102,7 +102,7 @@ class Shard:
             )
         if is_scored and not header.has_reference:
             raise BadShard(f"shard {path} of step {step} was sealed without scores of the job's reference")
-        if fault := _fault(column, _columns(header)):
+        if fault := _fault_of_shapes(column, _columns(header)) or _fault_of_values(column):
             raise BadShard(f"shard {path} of step {step}: {fault}")
         end = column["sample_end"]
         start = torch.cat([end.new_zeros(1), end])[:-1]
@@ -191,7 +191,7 @@ def _columns(header: BatchHeader) -> Mapping[str, torch.dtype]:
     return _COLUMNS | ({_REFERENCE: torch.float32} if header.has_reference else {})
 
 
-def _fault(column: Mapping[str, Tensor], columns: Mapping[str, torch.dtype]) -> str | None:
+def _fault_of_shapes(column: Mapping[str, Tensor], columns: Mapping[str, torch.dtype]) -> str | None:
     for name, dtype in columns.items():
         tensor = column[name]
         if tensor.dtype != dtype or tensor.dim() != 1:
@@ -200,9 +200,13 @@ def _fault(column: Mapping[str, Tensor], columns: Mapping[str, torch.dtype]) -> 
     for name, tensor in column.items():
         if len(tensor) != (wanted := tokens if name in _BY_TOKEN else samples):
             return f"column {name} has {len(tensor)} entries, should have {wanted}"
+    return None
+
+
+def _fault_of_values(column: Mapping[str, Tensor]) -> str | None:
     end = column["sample_end"]
     start = torch.cat([end.new_zeros(1), end])[:-1]
-    if bool((end <= start).any()) or tokens != (int(end[-1]) if samples else 0):
+    if bool((end <= start).any()) or len(column["tokens"]) != (int(end[-1]) if len(end) else 0):
         return "sample_end must rise and end at the number of tokens"
     mask = column["loss_mask"].bool()
     if bool(mask[start].any()):
