@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import finished_model
 from colocated_rl_trainer.conformance.shards import Example, write_shards
-from colocated_rl_trainer.protocol.finished import leave
+from colocated_rl_trainer.protocol.finished import save_final_model
 from colocated_rl_trainer.protocol.manifest import Exported, tensor_entries, write_manifest
 from colocated_rl_trainer.protocol.rank import Refused
 from colocated_rl_trainer.state.group import GroupLost
@@ -211,7 +211,7 @@ def train_and_leave(trainer: Watched) -> dict[str, list[float]]:
     if trainer.rank == 0:
         export = folder.parent / "export-0"
         write_manifest(export, WeightVersion(1, 1), Exported())
-        leave(export, folder / finished_model(1), progress=trainer.progress)
+        save_final_model(export, folder / finished_model(1), progress=trainer.progress)
     trainer.onload()
     return {name: whole(tensor).flatten().tolist() for name, tensor in trainer.model.state_dict().items()}
 

@@ -27,7 +27,7 @@ from colocated_rl_rollout.rules.resume import join, read_answer
 from colocated_rl_rollout.rules.samples import Tokens
 from colocated_rl_trainer.conformance.shards import Example
 from colocated_rl_trainer.grpo.loss import token_logp
-from colocated_rl_trainer.protocol.finished import leave
+from colocated_rl_trainer.protocol.finished import save_final_model
 from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
 from engines import ADMIN_KEY, engine_process
 from fakes.engine_model import write_engine_export
@@ -120,7 +120,7 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
 
     left = tmp_path / finished_model(STEPS)
     write_manifest(weights / str(version), version, Exported(told))
-    leave(weights / str(version), left, progress=lambda: None)
+    save_final_model(weights / str(version), left, progress=lambda: None)
     await engine.update(left, version)
     found = await engine.input_logprobs(told.input_ids)
     assert require_agreement(told.logp, found, dtype="float32") < 1e-4, "what a job leaves is what it served"

@@ -13,7 +13,7 @@ from full_disk import no_file_above
 
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Algorithm, finished_model
-from colocated_rl_trainer.protocol.finished import leave
+from colocated_rl_trainer.protocol.finished import save_final_model
 from colocated_rl_trainer.protocol.manifest import (
     Exported,
     NotAnExport,
@@ -56,7 +56,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 def put(export: Path, model: Path) -> int:
     """How many times progress was told."""
     told: list[None] = []
-    leave(export, model, progress=lambda: told.append(None))
+    save_final_model(export, model, progress=lambda: told.append(None))
     return len(told)
 
 

@@ -1,1 +1,1 @@
-"""The helper that makes a torch loop a trainer, and the reference trainer."""
+"""The helper that makes a torch loop a trainer, and the default trainer."""

@@ -1,4 +1,4 @@
-"""`python3 -m colocated_rl_trainer`: one rank of the reference trainer."""
+"""`python3 -m colocated_rl_trainer`: run one rank of the default trainer."""
 
 import os
 

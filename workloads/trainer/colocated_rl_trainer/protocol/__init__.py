@@ -1,1 +1,1 @@
-"""What makes any training loop a trainer of a job. Needs no torch."""
+"""This room makes any training loop a trainer of a job. It needs no torch."""

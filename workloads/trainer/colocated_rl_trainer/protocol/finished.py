@@ -1,8 +1,9 @@
-"""The model that a job leaves: its last export, copied to `model-00000012` beside the checkpoints, whole or not at all.
+"""The final model of a job: its last export, copied to `model-00000012` beside the checkpoints, whole or not at all.
 
-The engines hold that export, and it was compared with its manifest and its probe before anybody asks for this: what a
-job leaves is what it served. Nothing is gathered from ranks again, no tensor is in memory, and any trainer's will do.
-What stands there already is left alone if it is the same, bit by bit: asked again after a restart, nothing is written.
+The engines hold that export, and it was compared with its manifest and its probe before anybody asks for the copy: the
+final model is the one that the job served. No rank gathers its weights again, no tensor is in memory, and an export of
+any trainer will do. A copy that is there already and equals the export, bit by bit, is left alone: a request that is
+repeated after a restart writes nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from colocated_rl_trainer.protocol.durable import flush, take_place
 from colocated_rl_trainer.protocol.manifest import NotAnExport, digests_of
 
 
-def leave(export: Path, directory: Path, *, progress: Callable[[], None]) -> None:
-    """Make `directory` a copy of `export`, durably. progress: told of each file.
+def save_final_model(export: Path, directory: Path, *, progress: Callable[[], None]) -> None:
+    """Make `directory` a durable copy of `export`. progress: called after each file.
 
-    Raises NotAnExport if the export or its copy is not what the manifest says, and OSError; then there is no more than
-    there was.
+    Raises NotAnExport if the export or its copy differs from the manifest, and OSError; both remove what was written.
     """
     try:
         manifest = _manifest(export)
@@ -32,7 +32,7 @@ def leave(export: Path, directory: Path, *, progress: Callable[[], None]) -> Non
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = directory.with_name(f".{directory.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)  # of a process that ended in here
+    shutil.rmtree(draft, ignore_errors=True)  # left by a process that ended here
     try:
         draft.mkdir()
         for file in sorted(export.rglob("*")):
@@ -60,7 +60,7 @@ def _holds(directory: Path, manifest: Manifest) -> bool:
 
 
 def _differing(directory: Path, manifest: Manifest) -> str | None:
-    """A file of tensors that is not as in the manifest."""
+    """Return the name of a tensor file that differs from the manifest, or None."""
     files = {file.name: file for file in directory.glob("*.safetensors")}
     found = digests_of([*files.values()], like=manifest.digests)
     names = sorted(found.keys() | manifest.digests)

@@ -1,6 +1,6 @@
 """The manifest that makes a directory of safetensors files an export: names, dtypes, shapes and digests, written last.
 
-Without torch, so that a trainer of any kind gets it for free. The other side is `colocated_rl_api.weights`.
+It needs no torch, so a trainer of any kind gets it for free. Readers use `colocated_rl_api.weights`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import xxhash
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, Probe, TensorEntry, algorithm_of
 
-MAX_THREADS = 8  # that hash
+MAX_THREADS = 8  # for hashing
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
 _HASHES: Mapping[Algorithm, Callable[[], Any]] = {Algorithm.XXH3_128: xxhash.xxh3_128, Algorithm.SHA256: hashlib.sha256}
 
@@ -31,14 +31,14 @@ class NotAnExport(ValueError):
 
 @dataclass(frozen=True)
 class Exported:
-    """What a loop says of what it has written."""
+    """What a loop reports about an export that it has written."""
 
     probe: Probe | None = None
-    digests: Mapping[str, Digest] = field(default_factory=dict)  # of files that it has hashed, by name
+    digests: Mapping[str, Digest] = field(default_factory=dict)  # by name, of the files that the loop has hashed
 
 
 def write_manifest(directory: Path, version: WeightVersion, exported: Exported) -> Manifest:
-    """Name everything in `directory`; from here on it is whole. Raises NotAnExport."""
+    """Describe every tensor file in `directory`, which makes the export whole. Raises NotAnExport."""
     tensors: dict[str, TensorEntry] = {}
     files = sorted(directory.glob("*.safetensors"))
     for file in files:
@@ -58,7 +58,7 @@ def write_manifest(directory: Path, version: WeightVersion, exported: Exported) 
 
 
 def tensor_entries(file: Path) -> dict[str, TensorEntry]:
-    """Names, dtypes and shapes, from the header alone. Raises NotAnExport."""
+    """Return dtype and shape of each tensor by name, read from the header alone. Raises NotAnExport."""
     with file.open("rb") as stream:
         header = read_header(stream)
     try:
@@ -72,7 +72,7 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
 
 
 def read_header(stream: BinaryIO) -> dict[str, Any]:
-    """Of a safetensors file, from its start to where the tensors begin. Raises NotAnExport."""
+    """Read the header of a safetensors file; the stream then stands where the tensors begin. Raises NotAnExport."""
     start = stream.read(8)
     size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
     if not 2 <= size <= MAX_HEADER_BYTES:
@@ -85,11 +85,11 @@ def read_header(stream: BinaryIO) -> dict[str, Any]:
 
 
 class Hashing:
-    """Hashes files beside whatever comes next, several at once."""
+    """Hashes files in the background, several at once."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS))
-        self._under_way: dict[str, Future[Digest]] = {}
+        self._pending: dict[str, Future[Digest]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -98,16 +98,16 @@ class Hashing:
         self._pool.shutdown(cancel_futures=True)
 
     def begin(self, file: Path, algorithm: Algorithm = Algorithm.XXH3_128) -> None:
-        """It is complete, and stays as it is."""
-        self._under_way[file.name] = self._pool.submit(digest_of, file, algorithm)
+        """Start to hash a file that is complete and will not change."""
+        self._pending[file.name] = self._pool.submit(digest_of, file, algorithm)
 
     def wait(self) -> dict[str, Digest]:
-        """Digest by file name."""
-        return {name: digest.result() for name, digest in self._under_way.items()}
+        """Wait for all digests and return them by file name."""
+        return {name: digest.result() for name, digest in self._pending.items()}
 
 
 def digests_of(files: Sequence[Path], *, like: Mapping[str, Digest] | None = None) -> dict[str, Digest]:
-    """Digest by file name. like: what they will be compared with, by file name."""
+    """Return digests by file name. like: digests to compare with, by file name, which choose each algorithm."""
     with Hashing() as hashing:
         for file in files:
             known = (like or {}).get(file.name)

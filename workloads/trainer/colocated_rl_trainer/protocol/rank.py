@@ -1,12 +1,12 @@
-"""One rank of a trainer: which request may come when, and that each has its effect once. Knows no sockets.
+"""One rank of a trainer: which requests are valid when, and that each has its effect once. Knows no sockets.
 
-It owns what is the same for all trainers: one operation at a time, on the main thread; the same request asked twice has
-one effect; the manifest of an export, and the copy of the last one, which the job leaves; the log line of each
-transition; and when the state is not known any more.
+It owns what is the same for all trainers: one operation at a time, on the main thread; a repeated request has one
+effect; the manifest of an export, and the copy of the last export that is the job's final model; the log line of each
+transition; and when the state is unknown.
 
-That is so after every failure but two (`Refused`; no space or no access while files are written): the answer is a
-failure and `Rank.run` raises, so that the process ends. Peers that wait for this rank in a collective then fail at once
-instead of waiting for their deadline, and the group is started again from the newest checkpoint.
+The state is unknown after every failure but two (`Refused`; no space or no access while files are written): the answer
+is a failure and `Rank.run` raises, so that the process ends. Peers that wait for this rank in a collective then fail at
+once instead of waiting for their deadline, and the group is started again from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from colocated_rl_api.trainer_wire import (
 )
 from colocated_rl_api.weights import MANIFEST, Probe
 from colocated_rl_api.wire import Wire
-from colocated_rl_trainer.protocol.finished import leave
+from colocated_rl_trainer.protocol.finished import save_final_model
 from colocated_rl_trainer.protocol.manifest import Exported, NotAnExport, write_manifest
 
 ROOM_FOR_EXPORTS = (
@@ -47,58 +47,58 @@ ROOM_FOR_EXPORTS = (
     "twice the size of the weights"
 )
 CLAIM_FULL = "expand the claim of the checkpoints, or remove from it what no job needs"
-LAST_ANSWERS_S = 2.0  # before the process ends, answers under way may still be written
+LAST_ANSWERS_S = 2.0  # for answers that are being written when the process ends
 
 _LOG = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """Raised by a loop that did nothing: its state is what it was, and no peer waits for it in a collective.
+    """The loop did nothing: its state is what it was, and no peer waits for it in a collective.
 
-    The caller may ask again. Anything else that a method raises ends the process.
+    The caller may ask again. Any other exception of a loop's method ends the process.
     """
 
 
 class Watch(Protocol):
-    """To which a loop says how its step goes on."""
+    """Receives the progress of a step from the loop."""
 
     def progress(self) -> None:
-        """Something was done, a micro-batch for instance: the deadline of the step counts from here."""
+        """Report that something was done, a micro-batch for instance: the step's deadline counts from here."""
 
     def mark_dirty(self) -> None:
-        """The first optimizer call comes next: from here on, the step can't be tried again in place."""
+        """Report that the first optimizer call comes next: the step can't be retried in place any more."""
 
 
 class Loop(Protocol):
-    """What a person writes. All methods are called on the main thread, never two at a time.
+    """The methods that a person writes. All are called on the main thread, never two at a time.
 
     With several ranks, `load`, `train`, `export` and `save` are called on every one of them and may be collective.
     `onload` and `offload` come when each pod is ready for them: no peer may be waited for.
     """
 
     def load(self) -> int:
-        """Join the group and read the newest checkpoint, or the model; return its step (0: the model as it came).
+        """Join the group, read the newest checkpoint or else the model, and return its step, 0 for the model.
 
-        Leaves the state off the device.
+        The state is off the device afterwards.
         """
 
     def onload(self) -> None:
         """Bring the state to the device."""
 
     def offload(self) -> None:
-        """Take the state off the device: what stays there is missing to the rollout engine. Not in a resident job."""
+        """Take the state off the device: the rollout engine lacks whatever stays. Not called in a resident job."""
 
     def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
         """Do step `step` on this rank's shard of its batch (`colocated_rl_api.batch`) and return its metrics.
 
-        Tell `watch` of the first optimizer call before it comes, and of progress.
+        Report the first optimizer call to `watch` before it comes, and progress.
         """
 
     def export(self, directory: Path) -> Exported | Probe | None:
         """Write the weights and what an engine needs beside them, in Hugging Face format.
 
-        `directory` exists and is empty. Only the rank with `settings.writes_weights` may write; the manifest is added,
-        with the probe that comes back, or all that is known of the export: what has no hash is hashed then.
+        `directory` exists and is empty. Only a rank with `settings.writes_weights` may write. The manifest is added
+        afterwards, with the returned probe and digests; files without a digest are hashed then.
         """
 
     def save(self, step: int, keep: int) -> None:
@@ -108,21 +108,21 @@ class Loop(Protocol):
         """
 
     def replay_from(self) -> int:
-        """The oldest step that `load` may return to from now on: the batches after it are kept.
+        """Return the oldest step that `load` may return from now on: the batches after it are kept.
 
-        Asked for after `load` and each `save`. Without any way back behind the newest checkpoint, that one's step.
+        Called after `load` and after each `save`. A loop that keeps one checkpoint alone returns its step.
         """
 
 
 @runtime_checkable
 class ScoringLoop(Loop, Protocol):
-    """A loop for jobs with a reference, which is its to keep: off the device, but while it scores."""
+    """A loop for jobs with a reference, which the loop keeps: off the device, except while it scores."""
 
     def score(self, step: int, shard: Path, scores: Path, watch: Watch) -> None:
-        """Let the reference compute what `train` of the same step will use. May be collective, as `train`.
+        """Compute the reference's log-probabilities, which `train` of the same step will use. May be collective.
 
-        scores: where to keep it, whole or not at all, and find it again: asked for after a restart, it is this batch's
-        if it was made from the same bytes.
+        scores: file to write them to, whole or not at all. After a restart the loop reads it again, and uses it if it
+        was made from the same bytes.
         """
 
 
@@ -138,7 +138,7 @@ Request = OnloadRequest | OffloadRequest | ScoreRequest | TrainRequest | ExportR
 
 
 def holds(status: TrainerStatus, request: Request) -> bool:
-    """Whether the effect that is asked for is there already."""
+    """Return True if the requested effect is there already."""
     match request:
         case OnloadRequest():
             return status.state is TrainerState.ONLOADED
@@ -158,7 +158,7 @@ def holds(status: TrainerStatus, request: Request) -> bool:
 
 
 def conflict(status: TrainerStatus, request: Request, *, must_score: bool = False) -> TrainerError | None:
-    """Why `request` can't be done from here, or None. For a request whose effect does not hold.
+    """Return why `request` is impossible in this state, or None. Its effect must not hold already.
 
     must_score: the job has a reference.
     """
@@ -190,7 +190,7 @@ def conflict(status: TrainerStatus, request: Request, *, must_score: bool = Fals
 
 
 class NotDone(Exception):
-    """The effect that was asked for does not hold. `code` is of HTTP, as in `colocated_rl_api.trainer_wire`."""
+    """The requested effect does not hold. `code` is the HTTP status, as in `colocated_rl_api.trainer_wire`."""
 
     def __init__(self, code: HTTPStatus, body: TrainerError) -> None:
         super().__init__(body.message)
@@ -208,7 +208,7 @@ class _Operation:
 class Rank:
     """The state of one rank, and the one operation that may be under way.
 
-    `ask` is for the server's threads, everything else for the main thread.
+    The server's threads call `ask`, `answering` and `status`, the main thread everything else.
     """
 
     def __init__(self, *, rank: int, lineage: int, writes_weights: bool, must_score: bool = False) -> None:
@@ -225,7 +225,7 @@ class Rank:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Around a request and its answer, so that the process does not end between them."""
+        """Keep the process from ending between a request and its answer."""
         with self._changed:
             self._asking += 1
         try:
@@ -236,15 +236,17 @@ class Rank:
                 self._changed.notify_all()
 
     def ask(self, request: Request) -> TrainerStatus:
-        """Bring an effect about, or join whoever did so before; returns when it holds. Raises NotDone.
+        """Bring an effect about, or join an equal request; return when the effect holds. Raises NotDone.
 
-        The caller's deadline is the deadline: an operation that is under way can't be called back.
+        The caller's deadline is the only one: an operation that has begun can't be cancelled.
         """
         with self._changed:
             operation = self._operation
             if operation is None or operation.request != request:
-                passing = isinstance(request, OnloadRequest | OffloadRequest)  # what is under way may be the contrary
-                if holds(self._status, request) and not (passing and operation):
+                is_move = isinstance(
+                    request, OnloadRequest | OffloadRequest
+                )  # the running operation may be the contrary
+                if holds(self._status, request) and not (is_move and operation):
                     return self._status
                 if error := self._obstacle(request):
                     raise NotDone(HTTPStatus.CONFLICT, error)
@@ -259,12 +261,12 @@ class Rank:
         if self._status.state is TrainerState.STARTING:
             return trainer_error("Starting", "no checkpoint is loaded yet: ask again later")
         if self._operation is not None:
-            under_way = type(self._operation.request).__name__.removesuffix("Request").lower()
-            return trainer_error("Busy", f"{under_way} is under way: ask again when it is done")
+            running = type(self._operation.request).__name__.removesuffix("Request").lower()
+            return trainer_error("Busy", f"{running} is under way: ask again when it is done")
         return conflict(self._status, request, must_score=self._must_score)
 
     def run(self, make_loop: Callable[[], Loop]) -> NoReturn:
-        """Load, then do what is asked, until something fails. Raises whatever made the state unknown."""
+        """Load, then execute requests until something fails. Raises whatever made the state unknown."""
         began = time.monotonic()
         loop = make_loop()
         step = _step("load", loop.load())
@@ -301,16 +303,16 @@ class Rank:
                 operation.done.set()
 
     def progress(self) -> None:
-        """As `Watch`."""
+        """See `Watch.progress`."""
         self._set(progress=self._status.progress + 1)
 
     def mark_dirty(self) -> None:
-        """As `Watch`."""
+        """See `Watch.mark_dirty`."""
         if not self._status.dirty:
             self._set(dirty=True)
 
     def wait_for_answers(self) -> None:
-        """Return when no answer is under way, at the latest after LAST_ANSWERS_S."""
+        """Return when no answer is being written, at the latest after LAST_ANSWERS_S."""
         with self._changed:
             self._changed.wait_for(lambda: self._asking == 0, timeout=LAST_ANSWERS_S)
 
@@ -334,9 +336,9 @@ class Rank:
                 log(_LOG, "batch scored", step=request.step, took_s=_since(began))
             case TrainRequest():
                 self._set(state=TrainerState.TRAINING)
-                told = _figures(loop.train(request.step, Path(request.shard), self))
-                self._set(state=TrainerState.ONLOADED, step=request.step, dirty=False, metrics=told)
-                log(_LOG, "step trained", step=request.step, took_s=_since(began), metrics=told)
+                metrics = _metrics(loop.train(request.step, Path(request.shard), self))
+                self._set(state=TrainerState.ONLOADED, step=request.step, dirty=False, metrics=metrics)
+                log(_LOG, "step trained", step=request.step, took_s=_since(began), metrics=metrics)
             case ExportRequest():
                 self._export(loop, request.version, Path(request.directory))
                 self._set(exported=request.version)
@@ -350,31 +352,37 @@ class Rank:
             case SaveRequest():
                 with _refusing("checkpoint", CLAIM_FULL):
                     loop.save(request.step, request.keep)
-                    self._set(saved=request.step)  # first: it is so on every rank, whatever comes next on this one
+                    self._set(saved=request.step)  # first: it holds on every rank, whatever fails next on this one
                     self._set(replay_from=_step("replay_from", loop.replay_from()))
                 log(_LOG, "checkpoint saved", step=request.step, took_s=_since(began))
             case FinishRequest():
                 with _refusing("model", CLAIM_FULL):
                     try:
-                        leave(Path(request.export), Path(request.directory), progress=self.progress)
+                        save_final_model(Path(request.export), Path(request.directory), progress=self.progress)
                     except NotAnExport as error:
                         raise Refused(f"model not left: {error}") from error
                 self._set(finished=request.version)
-                log(_LOG, "model left", step=request.version.step, version=str(request.version), took_s=_since(began))
+                log(
+                    _LOG,
+                    "final model saved",
+                    step=request.version.step,
+                    version=str(request.version),
+                    took_s=_since(began),
+                )
             case _:
                 assert_never(request)
 
     def _export(self, loop: Loop, version: WeightVersion, directory: Path) -> None:
         if self._writes_weights:  # or this rank ends: peers would wait in `loop.export` for one that refused before it
-            if directory.exists():  # torn: a whole one would have been the answer
+            if directory.exists():  # torn: a whole one would have answered the request
                 shutil.rmtree(directory)
             directory.mkdir(parents=True)
         with _refusing("export", ROOM_FOR_EXPORTS):
-            told = loop.export(directory)
+            written = loop.export(directory)
             if self._writes_weights:
                 for file in directory.rglob("*"):  # safetensors makes files for their owner alone
                     file.chmod(file.stat().st_mode | (0o770 if file.is_dir() else 0o660))
-                write_manifest(directory, version, told if isinstance(told, Exported) else Exported(told))
+                write_manifest(directory, version, written if isinstance(written, Exported) else Exported(written))
 
     def _set(self, **changes: object) -> None:
         with self._changed:
@@ -382,29 +390,29 @@ class Rank:
 
 
 def _step(method: str, returned: SupportsIndex) -> int:
-    """What `method` returned: an int, or what stands for one, as numpy's do. Raises TypeError."""
+    """Return as an int what `method` returned, an integer of numpy for instance. Raises TypeError."""
     try:
         return operator.index(returned)
     except TypeError as error:
         raise TypeError(f"{method} returned {returned!r:.100}, and not a step: an integer") from error
 
 
-def _figures(returned: object) -> dict[str, float]:
-    """What `train` returned, without what is no number. Raises TypeError."""
+def _metrics(returned: object) -> dict[str, float]:
+    """Return the finite numbers that `train` returned, by name. Raises TypeError."""
     if not isinstance(returned, Mapping):
         raise TypeError(f"train returned {returned!r:.100}, and not figures by name")
-    told = {}
+    metrics = {}
     for name, value in returned.items():
         try:
-            told[name] = float(value)
+            metrics[name] = float(value)
         except (TypeError, ValueError) as error:
             raise TypeError(f"train returned {name} = {value!r:.100}, which is no figure: {error}") from error
-    return {name: value for name, value in told.items() if math.isfinite(value)}
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 @contextlib.contextmanager
 def _refusing(what: str, when_full: str) -> Iterator[None]:
-    """No space or no access while files are written leaves the trainer's state as it was."""
+    """Turn OSError into Refused: a file that can't be written leaves the trainer's state as it was."""
     try:
         yield
     except OSError as error:

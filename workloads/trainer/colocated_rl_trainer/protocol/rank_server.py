@@ -1,9 +1,9 @@
-"""Makes a plain training loop a trainer: the trainer protocol (`colocated_rl_api.trainer_wire`) around six methods.
+"""The server that makes a plain training loop a trainer: the protocol of `colocated_rl_api.trainer_wire`.
 
     serve(MyLoop)
 
-starts the server of this rank, makes `MyLoop(settings)` and calls its methods on the main thread, one at a time, while
-`/v1/state` is answered by others. The methods are those of `rank.Loop`; what they may rely on is said there.
+starts the server of this rank, makes `MyLoop(settings)` and calls its methods on the main thread, one at a time. Other
+threads answer `/v1/state`. `rank.Loop` documents the methods and what they may rely on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from colocated_rl_trainer.protocol.rank import (
 from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings
 
 MAX_BODY_BYTES = 64 * 1024
-IDLE_CONNECTION_S = 60.0  # an agent's connection that asks nothing is closed
+IDLE_CONNECTION_S = 60.0  # a connection without a request is closed then
 
 ROUTES: Mapping[str, type[Request]] = {
     "/v1/onload": OnloadRequest,
@@ -59,10 +59,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, str] = os.environ) -> NoReturn:
-    """Be one trainer rank until the process is ended or its state is unknown. Never returns.
+    """Run one trainer rank until the process is ended or its state is unknown. Never returns.
 
-    The socket answers before `make_loop` is called: that is the place for slow imports. SIGTERM ends the process at
-    once, whatever it does: exports and checkpoints are whole or torn, never wrong, so there is nothing to tidy.
+    The socket answers before `make_loop` is called: slow imports belong there. SIGTERM ends the process at once,
+    whatever it does: exports and checkpoints are whole or torn, never wrong, so nothing needs cleaning up.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -92,21 +92,21 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
         rank.run(lambda: make_loop(settings))
     except ConfigError as error:
         _end_before_start(str(error))
-    except Exception as error:  # noqa: BLE001 - the last one: whatever a loop raises is told here and ends the process
-        told = {"step": rank.status.step, "reason": f"{type(error).__name__}: {error}"}
-        _LOG.error("trainer failed, its process ends", told, exc_info=True)
+    except Exception as error:  # noqa: BLE001 - the outermost: whatever a loop raises is logged here and ends the process
+        fields = {"step": rank.status.step, "reason": f"{type(error).__name__}: {error}"}
+        _LOG.error("trainer failed, its process ends", fields, exc_info=True)
     rank.wait_for_answers()
     _end(1)
 
 
 class RankServer(ConnectionThreads, socketserver.UnixStreamServer):
-    """HTTP/1.1 with JSON on a Unix socket that the group may use."""
+    """Serves HTTP/1.1 with JSON on a Unix socket that the group may use."""
 
     request_queue_size = 16
 
     def __init__(self, path: Path, rank: Rank) -> None:
         self.rank = rank
-        path.unlink(missing_ok=True)  # of an earlier process of this rank; the runner has reaped it
+        path.unlink(missing_ok=True)  # left by an earlier process of this rank, which the runner has reaped
         super().__init__(str(path), _RankHandler)
         path.chmod(0o660)
 
@@ -144,13 +144,13 @@ class _RankHandler(JSONHandler):
 
 
 def _end_before_start(reason: str) -> NoReturn:
-    """Starting again does not help: exit code 2."""
+    """End with exit code 2: starting again does not help."""
     log(_LOG, "trainer can't start", logging.ERROR, reason=reason)
     _end(2)
 
 
 def _end(code: int) -> NoReturn:
-    """Without the interpreter's own shutdown, in which a process group waits for peers that may be gone."""
+    """Skip the interpreter's own shutdown, in which a process group waits for peers that may be gone."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

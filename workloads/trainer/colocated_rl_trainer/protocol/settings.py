@@ -1,7 +1,7 @@
-"""What a trainer process is told at its start: its place in the job by environment, its options by one JSON file.
+"""The settings of a trainer process: its place in the job from the environment, its options from one JSON file.
 
-Everything is read once, before anything else happens; what is wrong is said in one line that names the variable or the
-key, the value and what to write instead. `RankSettings` is for every trainer, `TrainerConfig` for the reference one.
+Everything is read once, before anything else happens. An error is one line that names the variable or the key, the
+value and what to write instead. `RankSettings` is for every trainer, `TrainerConfig` for the default one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from colocated_rl_api.trainer_wire import TrainerEnvironment as Variable
 
 
 class ConfigError(ValueError):
-    """The trainer can't start with what it was given. The message says what to change; starting again does not help."""
+    """The trainer can't start with its settings. The message names what to change; starting again does not help."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RankSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """Raises ConfigError if a variable is missing or has no meaning."""
+        """Read all settings. Raises ConfigError if a variable is missing or invalid."""
         settings = cls(
             socket=Path(_text(environment, Variable.SOCKET)),
             config=Path(_text(environment, Variable.CONFIG)),
@@ -67,7 +67,7 @@ class RankSettings:
         return settings
 
     def read_job(self) -> JobFile:
-        """The job this rank works for. Raises ConfigError."""
+        """Read the job that this rank works for. Raises ConfigError."""
         try:
             return JobFile.read(self.job.read_bytes())
         except (OSError, ValidationError) as error:
@@ -75,7 +75,7 @@ class RankSettings:
 
     @cached_property
     def writes_weights(self) -> bool:
-        """Whether this rank writes exports: one of each pod, or of all where pods share a volume of them."""
+        """True if this rank writes exports: one rank of each pod does, or of all where pods share a volume of them."""
         if self.rank == 0 or self.local_rank != 0:
             return self.rank == 0
         return self.read_job().spec.placement is not Placement.DISAGGREGATED
@@ -99,7 +99,7 @@ NOT_YET: Mapping[str, str] = {  # by a part of the key
 
 
 class TrainerConfig(BaseModel):
-    """`spec.trainer.config` of the reference trainer."""
+    """`spec.trainer.config` of the default trainer."""
 
     model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, frozen=True, extra="forbid")
 
@@ -162,10 +162,14 @@ class TrainerConfig(BaseModel):
     )
 
     def computes_in(self, device: str) -> Literal["float32", "bfloat16"]:
-        """device: as torch names it. An engine makes float16 of exports in float32, which overflows in some models."""
+        """Return the dtype of the computation on `device`, as torch names it.
+
+        An engine converts float32 exports to float16, which overflows in some models.
+        """
         return self.dtype or ("float32" if device.startswith("cpu") else "bfloat16")
 
     def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of `step`, after warm-up and schedule."""
         if step <= self.warmup_steps:
             return self.learning_rate * step / self.warmup_steps
         if self.decay_steps is None:
@@ -190,7 +194,7 @@ class TrainerConfig(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ConfigError, which names each wrong key."""
+        """Read the JSON file. Raises ConfigError, which names each wrong key."""
         try:
             written = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
