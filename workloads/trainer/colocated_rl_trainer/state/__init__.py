@@ -1,1 +1,1 @@
-"""Weights and optimizer state: sharded, moved between device and host, written and read. Needs torch."""
+"""This room owns weights and optimizer state: it shards, moves, writes and reads them. It needs torch."""

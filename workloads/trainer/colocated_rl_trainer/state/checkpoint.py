@@ -1,12 +1,12 @@
 """Checkpoints as directories that are there whole or not at all: `step-00000012`, in a volume that the ranks share.
 
-A checkpoint is filled under another name, hashed, flushed to the disk and renamed; what stands under its own name is
-whole. It is verified against its hashes when it is read, and one that does not verify is passed over with a warning.
-The model as the job began with it counts as the checkpoint of step 0. Of these the newest `keep` are kept, and with
-them the sealed batches since the oldest, so that whichever is read, the steps after it can be done again. There is no
-way back beyond them: then `NoneLeft`, rather than a step whose batches are gone.
+A checkpoint is filled under another name, hashed, flushed to the disk and renamed, so one under its own name is whole.
+It is verified against its hashes when it is read; one that does not verify is skipped with a warning.
+The model that the job began with counts as the checkpoint of step 0. The newest `keep` checkpoints are kept, and with
+them the sealed batches since the oldest, so that the steps after any of them can be repeated. There is no way back
+beyond them: `NoneLeft` is raised, rather than a step returned whose batches are gone.
 A writer that was cut off, and whose job went on without it, finds checkpoints of a later lineage and writes none.
-What the files hold is the caller's matter. No clean-up touches a name that is not a checkpoint's.
+The caller decides what the files hold. Clean-up removes nothing whose name is not a checkpoint's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from colocated_rl_trainer.protocol.rank import Refused
 
 FORMAT = 2
 CONTENTS = "checkpoint.json"
-OPTIMIZER = (
-    "optimizer.state"  # its state, where a checkpoint has some; no *.safetensors, which loaders take for weights
-)
+OPTIMIZER = "optimizer.state"  # where a checkpoint has one; not *.safetensors, which loaders take for weights
 _NAME = re.compile(r"step-(\d{8})")
 _DRAFT = re.compile(r"\.step-\d{8}-(\d+)\.draft")
 
@@ -39,12 +37,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class Contents(BaseModel):
-    """The file that says what a checkpoint holds."""
+    """The file that lists what a checkpoint holds."""
 
     format: int
     step: int
-    lineage: int = 0  # of the trainers that wrote it
-    digests: dict[str, Digest]  # by file name, of every other file
+    lineage: int = 0  # of the trainers that wrote the checkpoint
+    digests: dict[str, Digest]  # of every other file, by file name
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Superseded(Refused):
 
 
 class NoneLeft(Exception):
-    """No checkpoint verifies, and the batches since the job's beginning are gone. Only a person can help."""
+    """No checkpoint verifies, and the batches since the start of the job are gone. Only a person can help."""
 
 
 class Checkpoints:
@@ -70,14 +68,14 @@ class Checkpoints:
         self._keep = keep
 
     def newest(self) -> Saved | None:
-        """The newest checkpoint that verifies; None: the model. Raises NoneLeft, and OSError if nothing can be read."""
+        """Return the newest checkpoint that verifies, None for the model. Raises NoneLeft; OSError if reading fails."""
         faults = []
         for saved in reversed(self._all()):
             fault = _fault(saved)
             if fault is None:
                 return saved
             faults.append(fault)
-            log(_LOG, "checkpoint passed over", logging.WARNING, step=saved.step, reason=fault)
+            log(_LOG, "checkpoint skipped", logging.WARNING, step=saved.step, reason=fault)
         if self.oldest() > 0:
             raise NoneLeft(
                 f"no checkpoint in {self._directory} can be read, and the batches up to step {self.oldest()} are gone: "
@@ -86,14 +84,14 @@ class Checkpoints:
         return None
 
     def oldest(self) -> int:
-        """Step of the oldest that is kept; 0: the model."""
+        """Return the step of the oldest checkpoint that is kept, 0 for the model."""
         return self._kept([saved.step for saved in self._all()])[0]
 
     def write(self, step: int, *, keep: int, fill: Callable[[Path], None]) -> Saved:
         """Let `fill` write files into an empty directory, make that the checkpoint of `step`, keep the newest `keep`.
 
-        Any of a later step goes as well: it did not verify, or this step would not be written now.
-        Raises OSError and Superseded; then no checkpoint has come or gone.
+        Checkpoints of later steps are removed too: they did not verify, or this step would not be written now.
+        Raises OSError and Superseded; no checkpoint has been added or removed then.
         """
         draft = self.begin(step)
         try:
@@ -104,7 +102,7 @@ class Checkpoints:
             raise
 
     def begin(self, step: int) -> Path:
-        """An empty directory for the checkpoint of `step`. Raises OSError and Superseded."""
+        """Make an empty directory for the checkpoint of `step`. Raises OSError and Superseded."""
         self._refuse_if_superseded()
         for left in self._directory.iterdir():
             if (draft_of := _DRAFT.fullmatch(left.name)) and int(draft_of[1]) <= self._lineage:
@@ -114,7 +112,7 @@ class Checkpoints:
         return draft
 
     def finish(self, draft: Path, step: int, *, keep: int, digests: Mapping[str, Digest] | None = None) -> Saved:
-        """Make what stands in the directory that `begin` gave the checkpoint of `step`. As `write` otherwise.
+        """Make the directory that `begin` returned the checkpoint of `step`. Otherwise as `write`.
 
         digests: of the files that are hashed already.
         """
@@ -134,12 +132,12 @@ class Checkpoints:
         return Saved(step, target)
 
     def abandon(self, draft: Path) -> None:
-        """It may have filled the volume, which others need too."""
+        """Remove an unfinished checkpoint, which may have filled a volume that others need too."""
         shutil.rmtree(draft, ignore_errors=True)
 
     def _refuse_if_superseded(self) -> None:
         for saved in self._all():
-            with contextlib.suppress(OSError, ValidationError):  # torn: nobody's any more
+            with contextlib.suppress(OSError, ValidationError):  # torn: it belongs to no lineage
                 lineage = _contents(saved).lineage
                 if lineage > self._lineage:
                     raise Superseded(
@@ -147,11 +145,11 @@ class Checkpoints:
                     )
 
     def _kept(self, steps: list[int]) -> list[int]:
-        """Oldest first."""
+        """Return the steps to keep, oldest first."""
         return sorted({0, *steps})[-self._keep :]
 
     def _all(self) -> list[Saved]:
-        """Oldest first, unverified."""
+        """Return all checkpoints, oldest first, unverified."""
         if not self._directory.is_dir():
             return []
         named = ((_NAME.fullmatch(path.name), path) for path in self._directory.iterdir())

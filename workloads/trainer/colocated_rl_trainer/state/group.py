@@ -1,6 +1,6 @@
 """The process group of a lineage's trainer ranks: the only door to torch.distributed.
 
-Forming it has a deadline, and so has everything that waits in it. A collective that fails means that a peer is gone or
+Forming the group has a deadline, and so has every wait in it. A collective that fails means that a peer is gone or
 late: the group can't be repaired, so `GroupLost` ends this process, its own peers notice at once, and the operator
 starts the next lineage. A group of one rank opens no socket.
 """
@@ -29,12 +29,12 @@ Item = TypeVar("Item")
 
 _DONE = "done"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: primary IPv4 address of an interface
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # a line each: in hexadecimal digits, four numbers, interface
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # one per line: hexadecimal digits, four numbers, interface
 _INTERFACE_NAME_BYTES = 16
 
 
 class GroupLost(Exception):
-    """A peer did not come, or went. Nobody's data is at fault; every rank of the lineage ends and is started again."""
+    """A peer did not join, or was lost. No data is at fault; every rank of the lineage ends and is started again."""
 
 
 class Collectives:
@@ -44,10 +44,10 @@ class Collectives:
         self.rank = rank
         self.size = size
         self._store = store
-        self._failures: Counter[str] = Counter()  # of what is done once
+        self._failures: Counter[str] = Counter()  # failed tries of `once`, by operation
 
     def gather(self, item: Item) -> list[Item]:
-        """Every rank's item, by rank; the same list everywhere."""
+        """Return every rank's item, by rank; the list is the same everywhere."""
         if self.size == 1:
             return [item]
         items: list[Item | None] = [None] * self.size
@@ -68,59 +68,59 @@ class Collectives:
                 dist.broadcast(tensor, src=0)
 
     def each(self, do: Callable[[], Item]) -> list[Item]:
-        """Every rank does it, and has the results of all, by rank; the same list everywhere.
+        """Call `do` on every rank and return the results of all, by rank; the list is the same everywhere.
 
-        Raises what `do` raises of OSError and Refused, there; Refused everywhere else, when all have done theirs.
+        OSError or Refused of `do` is raised again on its rank, and Refused on every other, after all calls have ended.
         """
         result: Item | None = None
         fault: OSError | Refused | None = None
         try:
             result = do()
-        except (OSError, Refused) as error:  # its peers must hear of it, or they wait for its result
+        except (OSError, Refused) as error:  # the peers must be told, or they wait for this rank's result
             fault = error
-        heard = self.gather((result, str(fault) if fault else None))
+        outcomes = self.gather((result, str(fault) if fault else None))
         if fault is not None:
             raise fault
-        if faults := [f"rank {rank}: {told}" for rank, (_, told) in enumerate(heard) if told is not None]:
+        if faults := [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(outcomes) if reason is not None]:
             raise Refused("; ".join(faults))
-        return [result for result, _ in heard]  # type: ignore[misc]  # none is missing: each has done it
+        return [result for result, _ in outcomes]  # type: ignore[misc]  # none is missing: no rank has failed
 
     def led(self, do: Callable[[], Item]) -> Item:
-        """Rank 0 does it, and every rank has its result. Raises as `each`."""
+        """Call `do` on rank 0 alone and return its result on every rank. Raises as `each`."""
         return self.each(do if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]  # rank 0's
 
     def together(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around what calls collectives by itself. Raises GroupLost."""
+        """Return a context for code that calls collectives by itself. It raises GroupLost."""
         return _waiting_for_peers(what)
 
     def once(self, what: str, do: Callable[[], object], *, within_s: float) -> None:
-        """Rank 0 does it and returns, every other rank returns when it has: they need not come at the same time.
+        """Call `do` on rank 0; every other rank returns when it is done. The ranks need not call at the same time.
 
-        what: unlike anything else that is done once; what failed may be tried again. Raises what `do` raises; elsewhere
-        Refused for its OSError and Refused, or after `within_s`, and GroupLost if rank 0 is gone.
+        what: unique among the calls of `once`; a failed one may be tried again. Rank 0 raises what `do` raises. Other
+        ranks raise Refused for its OSError or Refused, or after `within_s`, and GroupLost if rank 0 is gone.
         """
         if self.rank > 0:
-            self._hear(what, within_s)
+            self._wait_for_rank_0(what, within_s)
             return
         try:
             do()
         except (OSError, Refused) as error:
-            self._tell(what, str(error))
+            self._publish(what, str(error))
             self._next_try(what)
             raise
-        self._tell(what, _DONE)
+        self._publish(what, _DONE)
 
-    def _tell(self, what: str, outcome: str) -> None:
+    def _publish(self, what: str, outcome: str) -> None:
         if self._store is not None:
             self._store.set(self._key(what), outcome)
 
-    def _hear(self, what: str, within_s: float) -> None:
+    def _wait_for_rank_0(self, what: str, within_s: float) -> None:
         assert self._store is not None
         try:
             with _waiting_for_peers(f"wait for {what}"):
                 self._store.wait([self._key(what)], timedelta(seconds=within_s))
                 outcome = self._store.get(self._key(what)).decode()
-                while outcome != _DONE and self._store.check([self._next_try(what)]):  # rank 0 is further already
+                while outcome != _DONE and self._store.check([self._next_try(what)]):  # rank 0 has tried again already
                     outcome = self._store.get(self._key(what)).decode()
         except GroupLost as error:
             if isinstance(error.__cause__, dist.DistStoreError):
@@ -130,7 +130,7 @@ class Collectives:
             raise Refused(f"rank 0 has not {what}: {outcome}")
 
     def _key(self, what: str) -> str:
-        """Of the outcome of this try: the next one is waited for anew."""
+        """Return the key under which this try's outcome is stored. Each try has its own."""
         return f"{what}/{self._failures[what]}"
 
     def _next_try(self, what: str) -> str:
@@ -199,7 +199,7 @@ def interface_towards(address: str) -> str:
 
 
 def _addresses(probe: socket.socket) -> Iterator[tuple[str, str | None]]:
-    """Interfaces and addresses that they have, of the probe's family."""
+    """Yield each interface with an address that it has, of the probe's family."""
     if probe.family == socket.AF_INET6:
         for digits, *_, interface in map(str.split, _IPV6_ADDRESSES.read_text().splitlines()):
             yield interface, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
@@ -213,7 +213,7 @@ def _address_of(interface: str, probe: socket.socket) -> str | None:
     try:
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:  # has no address
+        if error.errno == errno.EADDRNOTAVAIL:  # the interface has no address
             return None
         raise
     return socket.inet_ntoa(answer[20:24])
@@ -224,7 +224,7 @@ def _waiting_for_peers(what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
-        raise  # of this rank: its peers are there
+        raise  # this rank has no memory: its peers are there
     except RuntimeError as error:  # all that torch.distributed raises derives from it
         raise GroupLost(f"a peer was lost in a {what}: {_first_line(error)}") from error
 

@@ -1,8 +1,8 @@
-"""Several samples one after another in one row, so that no position is padding.
+"""Packing: several samples stand one after another in one row, so that no position is padding.
 
-Each layer's attention is asked sample by sample, so that none sees another one and nothing is computed between them;
-the rest of a layer does not know. That holds for a model whose layers look at other positions by full attention alone.
-What else a model may have (windows, recurrence) is refused when it is loaded: `check_packing` compares.
+Each layer's attention is computed sample by sample, so that no sample sees another one and nothing is computed between
+them; the rest of a layer is unaware of it. That is right for a model whose layers look at other positions by full
+attention alone. Any other model (windows, recurrence) is rejected when it is loaded: `check_packing` compares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from colocated_rl_trainer.protocol.settings import ConfigError
 
 PACKED_ATTENTION = "colocated_rl_packed"
 _PROBE = (5, 8, 3)  # lengths of samples
-_AGREES = 1e-3  # in logits; a sample that sees another one is off by far more
+_TOLERANCE = 1e-3  # of logits; a sample that sees another one is off by far more
 
 
 def attend(
@@ -31,9 +31,9 @@ def attend(
     sample_ends: tuple[int, ...] | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sample. query, key, value: [rows, heads, positions, width].
+    """Compute causal attention within each sample. query, key, value: [rows, heads, positions, width].
 
-    sample_ends: of the samples in the one row; None: each row is one sample.
+    sample_ends: where the samples of the one row end; None if each row is one sample.
     """
     if sample_ends is None:
         return _causal(module, query, key, value, attention_mask, options)
@@ -46,7 +46,7 @@ def attend(
 
 
 def check_packing(model: PreTrainedModel, name: str) -> None:
-    """Raises ConfigError if a sample's logits are others when it is packed. model: on the host."""
+    """Raise ConfigError if packing changes a sample's logits. model: on the host."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     samples = [torch.arange(1, length + 1) * 7919 % vocabulary for length in _PROBE]
     places = torch.cat([torch.arange(length) for length in _PROBE])
@@ -59,7 +59,7 @@ def check_packing(model: PreTrainedModel, name: str) -> None:
             use_cache=False,
         ).logits[0]
     windows = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
-    if {"full_attention"} != set(windows) or float((alone - packed).abs().max()) > _AGREES:
+    if {"full_attention"} != set(windows) or float((alone - packed).abs().max()) > _TOLERANCE:
         raise ConfigError(f"packing: samples in one row would see each other in {name}: leave packing out")
 
 
@@ -70,8 +70,8 @@ def ends_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
 def _causal(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, None]:
-    told: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **options)
-    return told
+    attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **options)
+    return attended
 
 
 AttentionInterface.register(PACKED_ATTENTION, attend)

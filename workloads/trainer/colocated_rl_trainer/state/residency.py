@@ -2,14 +2,14 @@
 
 A model's parameters are views of one buffer and their gradients views of another, so one copy moves a kind of state
 between device and host, one collective sums a gradient, and one fused kernel updates everything. Where ranks share a
-model, parameters stand in the buffers that FSDP2 has made, one of each, and everything else in one, in the same order.
-Off the device, parameters and moments stand in pinned host memory and gradients nowhere: they are zero between steps.
-The device's memory is then given back from under the tensors: they stay what they are, and nobody may read them.
+model, each parameter is in the buffer that FSDP2 made for it, and every other kind in one buffer, in the same order.
+Off the device, parameters and moments are in pinned host memory and gradients nowhere: they are zero between steps.
+The device memory is then freed from under the tensors: the tensor objects remain, and nobody may read them.
 
-A frozen reference is a second set of parameters, on the host: when it has to compute, before a step, it takes the place
-of the policy's, which stands in the buffer of the gradients, zero then. So it costs no memory on the device.
+A frozen reference is a second set of parameters, on the host. When it has to compute, before a step, it takes the place
+of the policy's parameters, which wait in the buffer of the gradients, zero then. So it costs no memory on the device.
 
-On the CPU device and host are the same memory, and both moves change nothing.
+On the CPU, device and host are the same memory, and both moves change nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from colocated_rl_trainer.state.sharding import as_part, part_of
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 MOMENTS = ("first_moment", "second_moment")
-STATE = {  # kinds, as a job has them
+STATE = {  # the kinds of state of each of a job's names
     TrainerMemory.PARAMETERS: (PARAMETERS,),
     TrainerMemory.GRADIENTS: (GRADIENTS,),
     TrainerMemory.OPTIMIZER: MOMENTS,
@@ -40,7 +40,7 @@ Blocks = tuple[Tensor, ...]
 
 
 class Residency:
-    """The state of one model and its AdamW, on the host or on the device.
+    """The state of one model and its optimizer, on the host or on the device.
 
     Invariants between calls: every trained parameter of the model, or this rank's part of it, is a view of `parameters`
     and its gradient one of `gradients`.
@@ -55,9 +55,9 @@ class Residency:
         with_moments: bool = True,
         stays: Collection[str] = (),
     ) -> None:
-        """Take the model's parameters over, and leave them offloaded. moves: device and host are different memory.
+        """Take over the model's parameters and leave them offloaded. moves: device and host are different memory.
 
-        with_moments: for AdamW; without, an update is plain SGD. stays: kinds that are on the device at all times.
+        with_moments: for AdamW; an update is plain SGD without. stays: kinds that are on the device at all times.
         """
         self._device = device
         self._moves = device.type != "cpu" if moves is None else moves
@@ -82,10 +82,10 @@ class Residency:
         self.offload()
 
     def _take_over(self) -> tuple[Blocks, list[int]]:
-        """The buffers of the parameters, and how much of them each parameter has."""
+        """Return the buffers of the parameters, and how many elements each parameter has in them."""
         trained = self._trained.values()
         if any(isinstance(parameter, DTensor) for parameter in trained):
-            storages = [part_of(parameter).untyped_storage() for parameter in trained]  # padded to the size of others'
+            storages = [part_of(parameter).untyped_storage() for parameter in trained]  # padded to the largest rank's
             blocks = [torch.empty(0, device=self._device).set_(storage) for storage in storages]
             return tuple(blocks), [len(block) for block in blocks]
         self._widths = [parameter.numel() for parameter in trained]
@@ -96,7 +96,7 @@ class Residency:
         return (block,), self._widths
 
     def onload(self) -> None:
-        """Bring everything to the device and make the gradients there, zero."""
+        """Copy the state to the device and make gradients there, zero."""
         if self.is_onloaded:
             return
         for kind, blocks in self._leaving.items():
@@ -112,7 +112,7 @@ class Residency:
         self.is_onloaded = True
 
     def offload(self) -> None:
-        """Bring what does not stay to host memory and give the device's back to the driver."""
+        """Copy what does not stay to host memory and give the device memory back to the driver."""
         if not (self._moves and self.is_onloaded):
             return
         for kind, blocks in self._leaving.items():
@@ -130,7 +130,7 @@ class Residency:
         self.is_onloaded = False
 
     def update(self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> None:
-        """One call of AdamW, or of SGD, with the gradients as they stand; then they are zero.
+        """Call AdamW, or SGD, once with the current gradients, and set them to zero.
 
         Weight decay is decoupled from the gradient. Source: Loshchilov and Hutter 2019.
         """
@@ -152,14 +152,14 @@ class Residency:
         self.gradients.zero_()
 
     def keep_reference(self) -> None:
-        """Copy the parameters as they are now, on the host."""
+        """Copy the current parameters to the host, as the reference."""
         self._reference = self._host_buffer()
         for block, reference in self._beside(self._kept_now(PARAMETERS), self._reference):
             reference.copy_(block)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Inside, the model computes as the reference. For no gradient, and between steps: gradients are zero."""
+        """Let the model compute as the reference. Use it without gradients, between steps: gradients are zero then."""
         assert self._reference is not None
         for block, aside in self._beside(self.parameters, self.gradients):
             aside.copy_(block)
@@ -173,23 +173,23 @@ class Residency:
             self.gradients.zero_()
 
     def named(self, kind: str) -> dict[str, Tensor]:
-        """Parameters, gradients or a moment where they stand now, by parameter name; this rank's part of each."""
+        """Return this rank's parameters, gradients or a moment by parameter name, in the memory where they are now."""
         blocks = (self.gradients,) if kind == GRADIENTS else self._kept_now(kind)
         views = zip(self._trained.items(), self._views(blocks), strict=True)
         return {name: as_part(view, parameter) for (name, parameter), view in views}
 
     def saved(self) -> dict[str, Tensor]:
-        """Everything that a checkpoint holds, by kind and name, in place: to be written, or to be filled."""
+        """Return all that a checkpoint holds, by kind and name, in place: to be written, or to be filled."""
         return {f"{kind}.{name}": view for kind in self._kept for name, view in self.named(kind).items()}
 
     @property
     def size_bytes(self) -> int:
-        """On the device."""
+        """Bytes that the state takes on the device."""
         return sum(4 * len(block) for block in (*chain.from_iterable(self._kept.values()), self.gradients))
 
     @property
     def _kept(self) -> dict[str, Blocks]:
-        """What outlives a step, on the device."""
+        """The device buffers of what outlives a step, by kind."""
         return {PARAMETERS: self.parameters} | {kind: (buffer,) for kind, buffer in self.moments.items()}
 
     @property
@@ -200,7 +200,7 @@ class Residency:
         return self._kept[kind] if self.is_onloaded or kind in self.stays else (self._host[kind],)
 
     def _beside(self, blocks: Sequence[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each block with its part of a buffer of the same state."""
+        """Yield each block with its part of a buffer of the same size."""
         return zip(blocks, buffer.split([len(block) for block in blocks]), strict=True)
 
     def _views(self, blocks: Blocks) -> Iterator[Tensor]:

@@ -1,11 +1,11 @@
-"""A model divided among the ranks: torch's FSDP2, and how each rank's part becomes whole again.
+"""A model divided among the ranks by torch's FSDP2, and how each rank's part becomes whole again.
 
 Every rank holds a part of each tensor, of its gradient and of its moments. A layer is whole on every rank while it
-computes, forward and again backward, and nowhere longer; so all ranks make the same passes, one that has nothing to
-compute included. The gradient arrives divided and summed, not averaged: normalizers are of all ranks.
+computes, forward and again backward, and no longer; so all ranks make the same passes, also one that has nothing to
+compute. The gradient arrives divided and summed, not averaged: normalizers are of all ranks.
 
-A tensor that is not divided is its own part, so what calls these functions need not know which it has.
-Checkpoints are torch's distributed ones: each rank writes and reads its part, whatever the number of ranks was or is.
+A tensor that is not divided is its own part, so callers need not know which kind they have.
+Checkpoints are torch's distributed ones: each rank writes and reads its part, and the number of ranks may change.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 class CheckpointBroken(Exception):
-    """A checkpoint could be neither written nor read, for no fault of the volume. The message names the rank."""
+    """A checkpoint can't be written or read, and the volume is not at fault. The message names the rank."""
 
 
 def divide(model: PreTrainedModel, device: torch.device, *, ranks: int) -> None:
-    """Leave to this rank its part of the model's parameters, on `device`. Collective."""
+    """Keep this rank's part of the model's parameters alone, on `device`. Collective."""
     mesh = _mesh(device.type, ranks)
     layers: list[nn.Module] = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     for module in (*layers, model):
-        # also what is in no layer: kept whole after a forward pass without a backward one, it would miss an update
+        # also parameters in no layer: kept whole after a forward pass without a backward one, they would miss an update
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
@@ -47,13 +47,13 @@ def is_divided(model: nn.Module) -> bool:
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """This rank's part, in the same memory."""
+    """Return this rank's part, in the same memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_part(part: Tensor, of: Tensor) -> Tensor:
-    """`part` as this rank's of a tensor that is divided as `of` is. On the host too, where `of` is on a device."""
+    """Return `part` as this rank's part of a tensor divided like `of`; it may be on the host, and `of` on a device."""
     if not isinstance(of, DTensor):
         return part
     mesh = _mesh(part.device.type, of.device_mesh.size())
@@ -61,13 +61,13 @@ def as_part(part: Tensor, of: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank. Collective, if it is divided."""
+    """Return the whole tensor, on every rank. Collective if it is divided."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def write_parts(parts: Mapping[str, Tensor], directory: Path) -> None:
-    """Write this rank's parts into `directory`, which is there. Collective.
+    """Write this rank's parts into `directory`, which exists. Collective.
 
     Tensors that are not divided are the same on every rank, and each is written by one of them.
     Raises OSError or CheckpointBroken, on every rank or on none.
@@ -77,7 +77,7 @@ def write_parts(parts: Mapping[str, Tensor], directory: Path) -> None:
 
 
 def names_in(directory: Path) -> Set[str]:
-    """Of the tensors that were written there. Raises OSError."""
+    """Return the names of the tensors that were written to `directory`. Raises OSError."""
     return set(dcp.FileSystemReader(directory).read_metadata().state_dict_metadata)
 
 
@@ -94,7 +94,7 @@ def _mesh(device_type: str, ranks: int) -> DeviceMesh:
 
 @contextlib.contextmanager
 def _one_error() -> Iterator[None]:
-    """Of what torch gathers from all ranks, in an exception that is not one of ours to catch."""
+    """Raise one OSError or CheckpointBroken for the failures that torch gathers from all ranks."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a group of one rank

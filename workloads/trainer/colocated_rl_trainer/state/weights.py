@@ -1,9 +1,9 @@
 """Weights as files in Hugging Face format: read at the start, written for engines and into checkpoints.
 
-Everything that is not weights (config, tokenizer, chat template) is copied from the model's own directory, byte by
-byte, so that the engine reads what the person gave; only `dtype` is brought in line. Tied tensors are written once,
-under the name that loaders look for. The manifest is added by the rank server, last: one that stands in the model's
-directory, because that is an export or a checkpoint of another job, is not copied.
+All other files (config, tokenizer, chat template) are copied from the model's own directory, byte by byte, so that the
+engine reads what the person gave; only `dtype` is adjusted. Tied tensors are written once, under the name that loaders
+look for. The rank server adds the manifest last: a manifest in the model's directory, which is then an export or a
+checkpoint of another job, is not copied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from colocated_rl_trainer.state.checkpoint import CONTENTS, OPTIMIZER
 from colocated_rl_trainer.state.packing import PACKED_ATTENTION, check_packing
 from colocated_rl_trainer.state.sharding import whole
 
-FILE_BYTES = 128 * 1024**2  # of one safetensors file at most, unless a single tensor is larger: whole at a time
+FILE_BYTES = 128 * 1024**2  # most of one safetensors file, unless one tensor is larger: whole in memory at a time
 PROBE_TOKENS = 32
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
 _OURS = (MANIFEST, CONTENTS, OPTIMIZER)
@@ -42,30 +42,30 @@ _PROBE_STRIDE = 7919  # prime: ids all over the vocabulary
 
 
 def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
-    """The causal language model in `directory`, in float32, without dropout. Nothing is ever downloaded.
+    """Load the causal language model in `directory`, in float32, without dropout. Nothing is ever downloaded.
 
-    packing: its attention can tell the samples of one row apart. Raises ConfigError if it can't be trained so.
+    packing: attention keeps the samples of one row apart. Raises ConfigError if the model can't be trained so.
     """
     transformers_logging.disable_progress_bar()
     _check_trainable(directory)
     model: PreTrainedModel
-    with _saying_what_is_wrong_with(directory):
-        model, told = AutoModelForCausalLM.from_pretrained(
+    with _explaining_load_errors(directory):
+        model, loading = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
             local_files_only=True,
-            trust_remote_code=False,  # when absent, standard input is asked
+            trust_remote_code=False,  # without it, transformers asks on standard input
             attn_implementation=PACKED_ATTENTION if packing else None,
-            ignore_mismatched_sizes=True,  # or it refuses them without a name
+            ignore_mismatched_sizes=True,  # otherwise its error names no tensor
             output_loading_info=True,
         )
-    if mismatched := sorted(told["mismatched_keys"]):
+    if mismatched := sorted(loading["mismatched_keys"]):
         name, has, wanted = mismatched[0]
         raise ConfigError(
             f"the weights in {directory} are not those of its config.json: {len(mismatched)} tensors have another "
             f"shape, first {name}, {list(has)} instead of {list(wanted)}: copy the model again"
         )
-    if missing := sorted(told["missing_keys"]):  # transformers makes them up, at random
+    if missing := sorted(loading["missing_keys"]):  # transformers makes them up, at random
         raise ConfigError(
             f"the weights in {directory} are not whole: {len(missing)} tensors of {type(model).__name__} are missing, "
             f"first {missing[0]}: copy the model again"
@@ -85,38 +85,38 @@ def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
 
 
 def count_parameters(directory: Path) -> int:
-    """Of the model that `load_model` would load, without its weights. Raises ConfigError if it can't be trained."""
+    """Count the parameters that `load_model` would load, without weights. Raises ConfigError if it can't be trained."""
     _check_trainable(directory)
-    with _saying_what_is_wrong_with(directory), torch.device("meta"):
+    with _explaining_load_errors(directory), torch.device("meta"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep what goes into each layer and compute the rest again backward: less memory, a third more work."""
+    """Keep each layer's input alone and recompute the rest in the backward pass: less memory, a third more work."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True  # that layer alone: what is below it still drops nothing out
+            layer.training = True  # that module alone: those below it still drop nothing out
 
 
 def write_model(
     model: PreTrainedModel, directory: Path | None, *, origin: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
 ) -> dict[str, Digest]:
-    """Write the model's weights in `dtype`, and what of `origin` is not weights, into the empty `directory`.
+    """Write the model's weights in `dtype`, and the other files of `origin`, into the empty `directory`.
 
-    Returns the digests of its weights by file name: each file is hashed while the next one is written.
+    Returns the digests of the weights by file name: each file is hashed while the next one is written.
 
-    Collective where ranks share the model: one without a directory only gives its part. No more of the model is whole
-    at any time than what goes into one file, and one tensor. Raises OSError when there is no space.
+    Collective where ranks share the model: a rank without a directory only gives its part. No more of the model is
+    whole at any time than one file and one tensor. Raises OSError when there is no space.
     """
     parts = _whole_parts(model, dtype, file_bytes, are_wanted=directory is not None)
     try:
         return _write_files(parts, directory, origin=origin, dtype=dtype) if directory is not None else {}
     finally:
         for _ in parts:
-            pass  # whatever became of this rank's files, its peers wait for its part of theirs
+            pass  # even if this rank's files failed, its peers wait for its part of theirs
 
 
 def _write_files(parts: Iterator[_Part], directory: Path, *, origin: Path, dtype: torch.dtype) -> dict[str, Digest]:
@@ -140,7 +140,7 @@ def _write_files(parts: Iterator[_Part], directory: Path, *, origin: Path, dtype
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """One safetensors file. Raises OSError when there is no space."""
+    """Write one safetensors file. Raises OSError when there is no space."""
     with _as_os_error():
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -150,7 +150,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def probe(model: PreTrainedModel, dtype: torch.dtype) -> Probe:
-    """The model's log-probabilities of a fixed sequence, at temperature 1, computed as training computes them."""
+    """Compute log-probabilities of a fixed sequence at temperature 1, as training computes them."""
     embedding: Any = model.get_input_embeddings()
     ids = [(place + 1) * _PROBE_STRIDE % embedding.num_embeddings for place in range(PROBE_TOKENS)]
     row = torch.tensor([ids], device=embedding.weight.device)
@@ -161,7 +161,7 @@ def probe(model: PreTrainedModel, dtype: torch.dtype) -> Probe:
 
 
 def _check_trainable(directory: Path) -> None:
-    """Raises ConfigError for what would load, and would not be trained as a person expects."""
+    """Raise ConfigError for a model that would load, and would not be trained as a person expects."""
     try:
         config = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -174,7 +174,7 @@ def _check_trainable(directory: Path) -> None:
         )
     for file in sorted(directory.glob("*.safetensors")):
         try:
-            with safe_open(file, framework="pt"):  # its header, and whether it is as long as that says
+            with safe_open(file, framework="pt"):  # reads the header, and compares the file's length with it
                 pass
         except (OSError, SafetensorError) as error:
             raise ConfigError(
@@ -183,8 +183,8 @@ def _check_trainable(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _saying_what_is_wrong_with(directory: Path) -> Iterator[None]:
-    """transformers has errors of any kind for files that are not there and architectures that it does not know."""
+def _explaining_load_errors(directory: Path) -> Iterator[None]:
+    """Raise ConfigError for the many errors of transformers about missing files and unknown architectures."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -197,16 +197,16 @@ def _saying_what_is_wrong_with(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Part:
-    """What goes into one file, whole."""
+    """The whole tensors of one file."""
 
     file: str
     tensors: Mapping[str, Tensor]
 
 
 def _whole_parts(model: PreTrainedModel, dtype: torch.dtype, file_bytes: int, *, are_wanted: bool) -> Iterator[_Part]:
-    """The model as loaders of its architecture expect it: no tied duplicate, and the names of the original files.
+    """Yield the model as loaders of its architecture expect it: no tied duplicate, and names as in the original files.
 
-    are_wanted: or there are none, and this rank gives its peers what they want.
+    are_wanted: this rank needs the parts; if not, it yields none and only gives its peers what they need.
     """
     tied = model.all_tied_weights_keys
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
@@ -225,7 +225,7 @@ def _whole_parts(model: PreTrainedModel, dtype: torch.dtype, file_bytes: int, *,
 
 
 def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int) -> Sequence[Sequence[str]]:
-    """Tensor names by file, in the model's order."""
+    """Return the tensor names of each file, in the model's order."""
     parts: list[list[str]] = [[]]
     room = file_bytes
     for name, tensor in tensors.items():
@@ -249,7 +249,7 @@ def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def _as_os_error() -> Iterator[None]:
-    """safetensors reports the system's errors in words; the rank server tells a full volume from a broken trainer."""
+    """Raise OSError for errors of the system, which safetensors reports as text: a full volume is no broken trainer."""
     try:
         yield
     except SafetensorError as error:
