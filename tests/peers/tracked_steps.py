@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
         trackers = make_trackers(settings, config, step=begin)
         for step in range(begin + 1, end + 1):
             for tracker in trackers:
-                tracker.tell(step, {"loss": loss * step})
+                tracker.write(step, {"loss": loss * step})
     events = EventAccumulator(str(folder / "checkpoints" / TENSORBOARD_FOLDER))
     events.Reload()
     told = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}

@@ -1,1 +1,1 @@
-"""The trainer that jobs get by default: GRPO on one sealed batch at a time."""
+"""This room is the default trainer: GRPO on one sealed batch at a time."""

@@ -2,7 +2,7 @@
 
 Which group is in which minibatch follows from the batch alone, never from how samples were dealt out to ranks; so do
 the normalizers. Samples that teach nothing (advantage 0) count in the normalizer and are not computed.
-Tokens that are too old to be trained, where a trainer says so, are context: they count nowhere.
+Tokens above a trainer's limit of age, where it has one, are context: they count nowhere.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _COLUMNS = {
     "token_step": torch.int32, "reward": torch.float32, "group": torch.int64, "group_mean": torch.float32,
     "group_std": torch.float32, "group_count": torch.float32, "truncated": torch.uint8,
 }  # fmt: skip
-_REFERENCE = "reference_logp"  # where the header says that a reference has scored the batch
+_REFERENCE = "reference_logp"  # present if a reference has scored the batch, which the header tells
 _BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step", _REFERENCE)
 
 
 class BadShard(Refused):
-    """A shard can't be trained on. Nothing has changed: the step can be asked for again with the right file."""
+    """A shard can't be trained on. Nothing has changed: the step can be requested again with the right file."""
 
 
 class PeerRefused(Refused):
-    """Another rank can't train on its shard; this one has not begun either."""
+    """Another rank can't train on its shard, so this rank has not begun either."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a trainer makes of a batch."""
+    """How a trainer uses a batch."""
 
-    in_spreads: bool = True  # of the group, are advantages
-    max_token_age: int | None = None  # in steps, of the weights that made a token: older ones are not trained
+    in_spreads: bool = True  # advantages are in spreads of their group
+    max_token_age: int | None = None  # in steps, of the weights that made a token: older tokens are not trained
     equal_too: bool = False  # samples of groups without a spread are computed: a penalty may move them
 
 
@@ -55,19 +55,19 @@ AS_IT_IS = Use()
 
 @dataclass(frozen=True)
 class ShardSample:
-    """One sample, prompt and response: [length] each, on the device that was asked for."""
+    """One sample, prompt and response: [length] each, on the requested device."""
 
     tokens: Tensor  # int64
     is_trained: Tensor  # bool: written by the policy, and not too old
     behaviour_logp: Tensor  # float32, nats, as the engine sampled the token; 0 where `is_trained` is not
     reward: float
-    advantage: float  # of GRPO: in spreads of its group's rewards
-    reference_logp: Tensor | None  # float32, nats, as a reference on devices of its own said; 0 as above; None: no such
+    advantage: float  # GRPO's: in spreads of its group's rewards
+    reference_logp: Tensor | None  # float32, nats, from a reference with devices of its own, 0 as above; or None
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Columns as in `colocated_rl_api.batch`, on the CPU, with what follows from them."""
+    """Columns as in `colocated_rl_api.batch`, on the CPU, and values derived from them."""
 
     header: BatchHeader
     tokens: Tensor  # int64 [T]
@@ -88,7 +88,7 @@ class Shard:
     def read(
         cls, path: Path, *, step: int, shard: int, shards: int, use: Use = AS_IT_IS, is_scored: bool = False
     ) -> Shard:
-        """is_scored: a reference has seen it. Raises BadShard, which says what is wrong with the file."""
+        """Read and check a shard. is_scored: a reference has to have scored it. Raises BadShard with the fault."""
         try:
             with safe_open(path, framework="pt") as file:
                 header = BatchHeader.model_validate_json((file.metadata() or {}).get(HEADER_KEY, ""))
@@ -135,7 +135,7 @@ class Shard:
         return len(self.end)
 
     def each(self, device: torch.device | str) -> Iterator[ShardSample]:
-        """The samples one by one, on `device`: for a loop that does not pack them."""
+        """Yield the samples one by one, on `device`, for a loop that does not pack them."""
         for number, (start, end) in enumerate(zip(self.start.tolist(), self.end.tolist(), strict=True)):
             yield ShardSample(
                 tokens=self.tokens[start:end].to(device),
@@ -147,7 +147,7 @@ class Shard:
             )
 
     def groups(self) -> dict[int, GroupShare]:
-        """This rank's part of each group."""
+        """Return this rank's part of each group."""
         shares: dict[int, GroupShare] = {}
         teaching = self.teaching()
         for group, tokens, teaches in zip(
@@ -160,31 +160,31 @@ class Shard:
         return shares
 
     def teaching(self) -> Tensor:
-        """Which samples have a gradient: bool [n]."""
+        """Return which samples have a gradient: bool [n]."""
         return ((self.advantage != 0) | self.use.equal_too) & (self.loss_tokens > 0)
 
 
 def read_together(
     path: Path, group: Collectives, *, step: int, use: Use = AS_IT_IS, is_scored: bool = False
 ) -> tuple[Shard, list[dict[int, GroupShare]]]:
-    """This rank's shard, and every rank's part of each group. Raises Refused on every rank or on none."""
+    """Read this rank's shard and gather every rank's part of each group. Raises Refused on every rank or on none."""
     shard, fault = None, None
     try:
         shard = Shard.read(path, step=step, shard=group.rank, shards=group.size, use=use, is_scored=is_scored)
     except BadShard as error:
         fault = error
-    heard = group.gather(
+    outcomes = group.gather(
         (str(fault) if fault else None, shard.groups() if shard else {}, shard.written_tokens if shard else 0)
     )
     if fault is not None:
         raise fault
     assert shard is not None
-    if faults := [f"rank {peer}: {told}" for peer, (told, _, _) in enumerate(heard) if told]:
+    if faults := [f"rank {peer}: {reason}" for peer, (reason, _, _) in enumerate(outcomes) if reason]:
         raise PeerRefused(f"step {step} not begun: {'; '.join(faults)}")
-    loss_tokens = sum(written for _, _, written in heard)
+    loss_tokens = sum(written for _, _, written in outcomes)
     if loss_tokens != shard.header.loss_tokens:
         raise BadShard(f"the shards of step {step} hold {loss_tokens} loss tokens, not {shard.header.loss_tokens}")
-    return shard, [share for _, share, _ in heard]
+    return shard, [share for _, share, _ in outcomes]
 
 
 def _columns(header: BatchHeader) -> Mapping[str, torch.dtype]:
@@ -228,12 +228,12 @@ def _fault_of_values(column: Mapping[str, Tensor]) -> str | None:
 class GroupShare:
     loss_tokens: int
     teaches: bool
-    samples: int  # that have a token to be trained
+    samples: int  # with a token to be trained
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Groups of one optimizer call. `loss_tokens` and `samples` are of all ranks: what a mean divides by."""
+    """Groups of one optimizer call. `loss_tokens` and `samples` are of all ranks: means are divided by them."""
 
     groups: frozenset[int]
     loss_tokens: int
@@ -244,7 +244,8 @@ class Minibatch:
 def deal_minibatches(shares: Sequence[Mapping[int, GroupShare]], *, count: int, seed: int) -> list[Minibatch]:
     """Deal the groups of all ranks out into `count` minibatches, those that teach first, so that each has its share.
 
-    shares: of each rank. Pure and the same on every rank; the order of ranks and how groups are split don't matter.
+    shares: each rank's part of the groups. Pure and the same on every rank; neither the order of ranks nor the split
+    of groups matters.
     """
     tokens: Counter[int] = Counter()
     samples: Counter[int] = Counter()
@@ -271,7 +272,7 @@ def deal_minibatches(shares: Sequence[Mapping[int, GroupShare]], *, count: int, 
 
 # ------------------------------------------------------------------------------------------ micro-batches, of one rank
 class Samples(Protocol):
-    """Samples one after another: of a shard, or of whoever else has them computed as a shard's are."""
+    """Samples one after another, of a shard or of another caller that computes its samples alike."""
 
     @property
     def tokens(self) -> Tensor:
@@ -279,7 +280,7 @@ class Samples(Protocol):
 
     @property
     def loss_mask(self) -> Tensor:
-        """bool [T]: whose log-probabilities are wanted; never of the first of a sample."""
+        """bool [T]: tokens whose log-probabilities are computed; never the first of a sample."""
 
     @property
     def start(self) -> Tensor:
@@ -292,7 +293,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples for one forward pass: of similar length, padded at the end, which a causal model can't see; or packed."""
+    """Samples of one forward pass: of similar length, with padding that a causal model can't see; or packed."""
 
     input_ids: Tensor  # int64 [rows, width]
     positions: Tensor  # int64 [kept]: positions whose logits are needed by at least one row
@@ -303,16 +304,16 @@ class MicroBatch:
 
 
 def micro_batches(shard: Shard, minibatch: Minibatch, *, tokens: int, packing: bool = False) -> list[MicroBatch]:
-    """This rank's teaching samples of a minibatch, for forward passes of at most `tokens` tokens. May be empty."""
+    """Divide this rank's teaching samples of a minibatch into passes of at most `tokens` tokens. May be empty."""
     group = shard.group.tolist()
     chosen = [sample for sample in shard.teaching().nonzero().squeeze(1).tolist() if group[sample] in minibatch.groups]
     return divide_into_passes(shard, chosen, tokens=tokens, packing=packing)
 
 
 def divide_into_passes(samples: Samples, chosen: Sequence[int], *, tokens: int, packing: bool) -> list[MicroBatch]:
-    """The chosen samples, at most `tokens` tokens with padding in each forward pass.
+    """Divide the chosen samples into forward passes of at most `tokens` tokens, padding included.
 
-    Shortest first, so that little is padded. A sample longer than `tokens` stands alone.
+    The shortest come first, so that little is padded. A sample longer than `tokens` gets a pass of its own.
     """
     length = (samples.end - samples.start).tolist()
     rows: list[list[int]] = []

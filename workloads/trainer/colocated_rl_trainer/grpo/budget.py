@@ -1,7 +1,7 @@
-"""What the training state takes, known before anything of it is made: shown, and refused where it can't fit.
+"""The memory of the training state, computed before any of it is allocated: logged, and rejected where it can't fit.
 
-Counted is what is certain. Activations, logits, the programs and, in host memory, engine and exports come on top: what
-is accepted here may still be too much, and what is refused never fits. Pinned copies are compared with the machine's
+Only what is certain is counted. Activations, logits, the programs and, in host memory, engine and exports come on top:
+an accepted state may still be too large, and a rejected one never fits. Pinned copies are compared with the machine's
 memory and not with the container's limit, because not every driver counts them there; on the CPU the state is like any
 other memory. Each pinned copy takes the next power of two: torch's allocator rounds what it pins
 (ATen/core/CachingHostAllocator.h).
@@ -22,7 +22,7 @@ LESS = "a smaller model, optimizer: SGD, trainingState: Sharded, or more pods"
 
 @dataclass(frozen=True)
 class Budget:
-    """In bytes. What nobody knows of the machine is None."""
+    """What the training state takes, in bytes."""
 
     device: int | None  # of each rank, on its device, while it trains; None on the CPU
     host: int  # of all ranks of a pod while the engines have the devices, or at any time on the CPU
@@ -39,7 +39,10 @@ class Budget:
         keeps_reference: bool = False,
         parameters_leave: bool = True,
     ) -> Budget:
-        """parameters: of the whole model. shared_by: ranks that divide it. parameters_leave: when they offload."""
+        """Compute the budget.
+
+        parameters: of the whole model. shared_by: ranks that divide it. parameters_leave: they are offloaded.
+        """
         part = BYTES * -(-parameters // shared_by)
         moments = 2 * part if with_moments else 0
         device = part + part + moments  # parameters, gradients
@@ -49,7 +52,7 @@ class Budget:
         return cls(device, ranks_in_pod * copies * _pinned(part))
 
     def refuse_what_never_fits(self, *, device_has: int | None, host_has: int | None) -> None:
-        """Raises ConfigError."""
+        """Raise ConfigError if the state exceeds the memory of device or host. None: unknown, and not compared."""
         if self.device is not None and device_has is not None and self.device > device_has:
             raise ConfigError(
                 f"the training state takes {gib(self.device)} of each device, which has {gib(device_has)}, and "
@@ -71,7 +74,7 @@ def gib(size: int) -> str:
 
 
 def host_memory(*, of_container: bool, machine: Path = MACHINE, limit: Path = LIMIT) -> int | None:
-    """Of the machine; of_container: or the container's limit, where that is less. None: nobody says."""
+    """Return the memory of the machine, or with `of_container` the container's limit if that is less; None: unknown."""
     found = []
     try:
         [total] = [line for line in machine.read_text().splitlines() if line.startswith("MemTotal:")]
@@ -79,5 +82,5 @@ def host_memory(*, of_container: bool, machine: Path = MACHINE, limit: Path = LI
         if of_container and (text := limit.read_text().strip()).isdigit():
             found.append(int(text))
     except (OSError, ValueError):
-        pass  # then what was read so far
+        pass  # the values that were read so far count
     return min(found, default=None)

@@ -1,7 +1,7 @@
-"""One forward pass over samples: the log-probabilities of their tokens, whichever weights the model has.
+"""One forward pass over samples, which computes the log-probabilities of their tokens.
 
-The policy and the reference, on the trainer's devices or on its own, are computed here and nowhere else: what differs
-between them are weights.
+Policy and reference, on the trainer's devices or on devices of its own, are computed here and nowhere else: they differ
+in weights alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def logp_and_entropy(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Of each token that is wanted of a micro-batch, in the order of `micro.tokens`: [wanted] each, on the device.
+    """Compute log-probability and entropy of each selected token in the micro-batch, in nats.
+
+    Both are [selected] float32 on `device`, in the order of `micro.tokens`.
 
     dtype: of the computation; parameters are float32.
     """

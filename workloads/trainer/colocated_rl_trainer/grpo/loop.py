@@ -1,6 +1,6 @@
-"""The reference trainer: GRPO on sealed batches, data parallel, AdamW.
+"""The default trainer: GRPO on sealed batches, data parallel, AdamW.
 
-One step on one screen is `GRPOTrainer.train`. Every rank computes the gradient of its own samples; the gradient is
+`GRPOTrainer.train` is one step on one screen. Every rank computes the gradient of its own samples; the gradient is
 summed over ranks, and every normalizer is of all ranks, so the split of a batch changes nothing but rounding. Ranks
 share the model and its state (`sharding`), or each has all of it: that changes nothing but rounding either. The step
 number decides everything else that could differ between two runs (learning rate, division into minibatches): a replay
@@ -57,16 +57,16 @@ _LOG = logging.getLogger(__name__)
 
 
 class Diverged(Exception):
-    """The gradient is not finite. The weights still are, and are not used any more: the settings must change."""
+    """The gradient is not finite. The weights still are, but are not used any more: the settings must change."""
 
 
 class DeviceFull(Exception):
-    """A forward or backward pass found no memory. Nothing is wrong with the weights; the settings must change."""
+    """A forward or backward pass ran out of memory. The weights are intact; the settings must change."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """This rank's part of a minibatch: none is possible, its peers wait for it all the same."""
+    """This rank's part of a minibatch, which may be empty: its peers wait for the rank nevertheless."""
 
     divisor: int  # of the loss: tokens or samples of all ranks
     micro_batches: list[MicroBatch | None]  # None: a pass that peers make, for which this rank has nothing left
@@ -74,14 +74,14 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Known:
-    """Log-probabilities of the shard's tokens, [T]; NaN where nobody needs them."""
+    """Log-probabilities of the shard's tokens, [T]; NaN for tokens that the step does not need."""
 
     start: Tensor  # under the weights that the step begins with
-    reference: Tensor | None  # None: there is none
+    reference: Tensor | None  # under the reference, where there is one
 
 
 class GRPOTrainer:
-    """One rank. The methods are those of `rank.ScoringLoop`."""
+    """One rank of the trainer. The methods are those of `rank.ScoringLoop`."""
 
     def __init__(self, settings: RankSettings, config: TrainerConfig) -> None:
         self._settings = settings
@@ -101,19 +101,19 @@ class GRPOTrainer:
             equal_too=config.kl_coefficient > 0,
         )
         self._has_reference = spec.reference is not None
-        self._keeps_reference = self._has_reference and not spec.seals_with_scores  # else batches have its scores
+        self._keeps_reference = self._has_reference and not spec.seals_with_scores  # otherwise batches have its scores
         if config.kl_coefficient and not self._has_reference:
             raise ConfigError(
                 "klCoefficient in spec.trainer.config needs a policy to compare with: add spec.reference to the job"
             )
-        self._scored: tuple[int, Tensor] | None = None  # newest step that the reference has seen, and what it said
+        self._scored: tuple[int, Tensor] | None = None  # newest step that the reference has scored, and its scores
         check_trackers(config.trackers)
         self._trackers: Sequence[Tracker] = ()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
 
     def load(self) -> int:
-        """Rank 0 says which checkpoint, and each reads its part of it."""
+        """Read this rank's part of the checkpoint that rank 0 has chosen, or the model. Returns its step."""
         self._check_budget()
         self._group: Collectives = join_group(self._settings)
         if self._device.type == "cuda":
@@ -132,7 +132,7 @@ class GRPOTrainer:
         if found:
             self._read_checkpoint(found.directory)
             log(_LOG, "checkpoint read", step=found.step)
-        elif not self._is_shared:  # replicas can't begin apart
+        elif not self._is_shared:  # replicas must begin alike
             for tensor in self._state.named(PARAMETERS).values():
                 self._group.broadcast_in_place(tensor)
         step = found.step if found else 0
@@ -146,11 +146,11 @@ class GRPOTrainer:
         self._state.offload()
 
     def score(self, step: int, path: Path, scores: Path, watch: Watch) -> None:
-        with self._saying_what_takes_memory(step), self._passing("score"):
+        with self._explaining_full_device(step), self._passing("score"):
             shard, work = self._read_batch(step, path)
             digest = self._group.each(lambda: digest_of(path))[self._group.rank]
             logp = find_scores(scores, shard=digest, needed=_computed(shard, work))
-            if not all(self._group.gather(logp is not None)):  # a pass is every rank's, or nobody's
+            if not all(self._group.gather(logp is not None)):  # every rank makes a pass, or none does
                 logp = torch.full_like(shard.behaviour_logp, torch.nan)
                 with self._state.as_reference():
                     self._compute(shard, work, into=logp, watch=watch)
@@ -159,7 +159,7 @@ class GRPOTrainer:
             self._scored = step, logp
 
     def train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
-        with self._saying_what_takes_memory(step), self._passing("step"):
+        with self._explaining_full_device(step), self._passing("step"):
             return self._train(step, path, watch)
 
     def _train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
@@ -181,17 +181,17 @@ class GRPOTrainer:
                 state.update(learning_rate=learning_rate, betas=config.betas, weight_decay=config.weight_decay)
                 tally.add_update(gradient_norm)
         tally.add_mismatch(shard, known.start)
-        told = metrics(self._group.gather(tally), has_reference=self._has_reference)
-        told["learning_rate"] = learning_rate
+        figures = metrics(self._group.gather(tally), has_reference=self._has_reference)
+        figures["learning_rate"] = learning_rate
         for tracker in self._trackers:
-            tracker.tell(step, told)
-        return told
+            tracker.write(step, figures)
+        return figures
 
     def _look_up(self, step: int, shard: Shard, work: Sequence[_Work], watch: Watch) -> _Known:
-        """What the step must know of the batch before its first update changes the weights."""
+        """Return the log-probabilities that must be known before the first update changes the weights."""
         start = torch.full_like(shard.behaviour_logp, torch.nan)
         if not self._config.bypass:
-            self._compute(shard, work[1:], into=start, watch=watch)  # the first will find those weights
+            self._compute(shard, work[1:], into=start, watch=watch)  # the first minibatch still meets those weights
         if not self._keeps_reference:
             return _Known(start, shard.reference_logp if self._has_reference else None)
         assert self._scored is not None
@@ -210,7 +210,7 @@ class GRPOTrainer:
                 watch.progress()
 
     def _add_gradient(self, shard: Shard, micro: MicroBatch, divisor: int, known: _Known, tally: StepTally) -> None:
-        """That of one micro-batch, to those before it."""
+        """Add the gradient of one micro-batch to those before it."""
         config, device = self._config, self._device
         logp, entropy = self._logp(shard, micro)
         if tally.updates == 0:
@@ -243,14 +243,14 @@ class GRPOTrainer:
         if not (writes or self._is_shared):
             return None
         with self._passing("export"):
-            told = probe(self.model, self._dtype)  # first: it needs every rank, also one that has no room for files
+            made = probe(self.model, self._dtype)  # first: it needs every rank, also one that has no room for files
             digests = write_model(
                 self.model, directory if writes else None, origin=self._settings.model, dtype=self._dtype
             )
-            return Exported(told, digests)
+            return Exported(made, digests)
 
     def save(self, step: int, keep: int) -> None:
-        """Every rank writes its part of the state, and rank 0 what makes them one: then it is durable for everyone."""
+        """Write this rank's part of the state; rank 0 completes the checkpoint, durable for every rank on return."""
         draft = self._group.led(lambda: self._checkpoints.begin(step))
         try:
             with self._group.together("save"):
@@ -259,7 +259,7 @@ class GRPOTrainer:
             digests = self._group.each(lambda: digests_of(sorted(draft.glob(mine))))
             known = {name: digest for of_rank in digests for name, digest in of_rank.items()}
             self._group.led(lambda: self._checkpoints.finish(draft, step, keep=keep, digests=known))
-        except (OSError, Refused):  # every rank has left the draft
+        except (OSError, Refused):  # no rank writes into the draft any more
             if self._group.rank == 0:
                 self._checkpoints.abandon(draft)
             raise
@@ -268,7 +268,7 @@ class GRPOTrainer:
         return self._checkpoints.oldest()
 
     def _read_batch(self, step: int, path: Path) -> tuple[Shard, list[_Work]]:
-        """This rank's shard and what to do with it, agreed with the others. Raises Refused on every rank or on none."""
+        """Read this rank's shard and divide it, as agreed with the others. Raises Refused on every rank or on none."""
         config, is_scored = self._config, self._has_reference and not self._keeps_reference
         shard, shares = read_together(path, self._group, step=step, use=self._use, is_scored=is_scored)
         minibatches = deal_minibatches(shares, count=config.minibatches, seed=config.seed * 1_000_003 + step)
@@ -287,7 +287,7 @@ class GRPOTrainer:
         return shard, work
 
     def _weight(self, shard: Shard, micro: MicroBatch) -> Tensor:
-        """Of each trained token in the sum over tokens."""
+        """Return the weight of each trained token in the sum over tokens."""
         match self._config.average:
             case "Tokens":
                 return torch.ones(len(micro.sample))
@@ -297,14 +297,14 @@ class GRPOTrainer:
                 return torch.full((len(micro.sample),), 1 / self._limit)
 
     def _logp(self, shard: Shard, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of each trained token of a micro-batch, in the order of `micro.tokens`."""
+        """Compute log-probability and entropy of a micro-batch's trained tokens, in the order of `micro.tokens`."""
         temperature = shard.header.temperature
         return logp_and_entropy(
             self.model, shard, micro, temperature=temperature, device=self._device, dtype=self._dtype
         )
 
     def _keep_up(self, *, with_gradient: bool) -> None:
-        """A pass over one token that teaches nothing: peers need this rank's part of every layer."""
+        """Make a pass over one token that teaches nothing: peers need this rank's part of every layer."""
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         with (
             torch.set_grad_enabled(with_gradient),
@@ -315,9 +315,9 @@ class GRPOTrainer:
             logits.backward(torch.zeros_like(logits))
 
     def _sum_and_clip_gradients(self, step: int) -> float:
-        """Norm of the whole gradient before it was clipped. Raises Diverged."""
+        """Return the norm of the whole gradient before clipping. Raises Diverged."""
         gradients = self._state.gradients
-        if not self._is_shared:  # else each rank's part is summed in the passes
+        if not self._is_shared:  # otherwise the passes sum each rank's part
             self._group.sum_in_place(gradients)
         norm = torch.linalg.vector_norm(gradients)
         if self._is_shared:
@@ -331,7 +331,7 @@ class GRPOTrainer:
         return norm
 
     def _check_budget(self) -> None:
-        """Before anything takes memory. Raises ConfigError where the state never fits."""
+        """Raise ConfigError if the training state never fits, before anything takes memory."""
         on_cpu = self._device.type == "cpu"
         budget = Budget.of(
             count_parameters(self._settings.model),
@@ -356,13 +356,13 @@ class GRPOTrainer:
         budget.refuse_what_never_fits(device_has=device_has, host_has=host_has)
 
     @contextmanager
-    def _saying_what_takes_memory(self, step: int) -> Iterator[None]:
+    def _explaining_full_device(self, step: int) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise DeviceFull(f"no memory for step {step}: {self._what_takes_memory()}: {error}") from error
+            raise DeviceFull(f"no memory for step {step}: {self._memory_advice()}: {error}") from error
 
-    def _what_takes_memory(self) -> str:
+    def _memory_advice(self) -> str:
         config, vocabulary = self._config, int(self.model.config.get_text_config().vocab_size)
         state = self._state.size_bytes
         logits = 4 * config.micro_batch_tokens * vocabulary
@@ -378,12 +378,14 @@ class GRPOTrainer:
         write_parts(self._state.saved() | {"updates": torch.tensor(self._state.updates)}, directory)
 
     def _read_checkpoint(self, directory: Path) -> None:
-        """Raises ConfigError where it is none of this model and optimizer."""
+        """Read this rank's part. Raises ConfigError if the checkpoint is of another model or optimizer."""
         updates = torch.zeros((), dtype=torch.int64)
         parts = self._state.saved() | {"updates": updates}
-        there = self._group.led(lambda: names_in(directory))
-        of_another = {name for name in there - parts.keys() if name.startswith(PARAMETERS)}  # moments may be left over
-        if differing := sorted(of_another | (parts.keys() - there)):
+        stored = self._group.led(lambda: names_in(directory))
+        of_another = {
+            name for name in stored - parts.keys() if name.startswith(PARAMETERS)
+        }  # extra moments are ignored
+        if differing := sorted(of_another | (parts.keys() - stored)):
             raise ConfigError(
                 f"checkpoint {directory.name} is of another model or optimizer, {len(differing)} tensors differ, first "
                 f"{differing[0]}: set spec.model and optimizer in spec.trainer.config as they were, or give the job "
@@ -394,12 +396,12 @@ class GRPOTrainer:
         self._state.updates = int(updates)
 
     def _passing(self, what: str) -> AbstractContextManager[None]:
-        """Around passes through the model, each of which needs the peers where they share it."""
+        """Return a context for passes through the model, each of which needs the peers if they share it."""
         return self._group.together(what) if self._is_shared else nullcontext()
 
 
 def _computed(shard: Shard, work: Sequence[_Work]) -> Tensor:
-    """Which of the shard's tokens passes over `work` compute: bool [T]."""
+    """Return which of the shard's tokens the passes over `work` compute: bool [T]."""
     computed = torch.zeros_like(shard.loss_mask)
     for minibatch in work:
         for micro in minibatch.micro_batches:

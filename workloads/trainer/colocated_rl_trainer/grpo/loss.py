@@ -1,4 +1,4 @@
-"""The loss of GRPO on tokens that older weights may have made. Pure functions of tensors; nothing here keeps anything.
+"""The loss of GRPO on tokens that older weights may have made. All functions are pure functions of tensors.
 
 Three policies meet in it: the *policy* is what is being trained; the *proximal* policy is what the step began with,
 against which the ratio is clipped; the *behaviour* policy sampled the token, one or more steps ago, in another program.
@@ -26,7 +26,7 @@ class LengthMismatch(ValueError):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Sums over tokens; the caller divides by what all ranks have, so that no result depends on the split."""
+    """Sums over tokens; the caller divides by counts of all ranks, so that no result depends on the split."""
 
     total: Tensor  # scalar, carries the gradient
     clipped_tokens: Tensor  # scalar: tokens whose gradient the clip took away
@@ -35,10 +35,10 @@ class PolicyLoss:
 def group_advantage(
     reward: Tensor, group_mean: Tensor, group_std: Tensor, group_count: Tensor, *, in_spreads: bool = True
 ) -> Tensor:
-    """How much better a sample is than its group, in spreads of the group or as it is: [samples] each.
+    """Compute how much better a sample is than its group, in spreads of the group or as it is: [samples] each.
 
     group_std: of the group as a population. The spread is that of a sample, divided by count - 1, as everywhere else.
-    Exactly 0 where all rewards of the group are equal: such a sample teaches nothing and need not be computed.
+    Returns exactly 0 where all rewards of a group are equal: such a sample teaches nothing and need not be computed.
     Sources: GRPO (DeepSeekMath); without the spread Liu et al. 2025 (Dr. GRPO).
     """
     _same_length(reward, group_mean, group_std, group_count)
@@ -50,7 +50,7 @@ def group_advantage(
 
 
 def importance_ratio(proximal_logp: Tensor, behaviour_logp: Tensor, *, cap: float) -> Tensor:
-    """Truncated ratio of proximal to behaviour policy, per token.
+    """Compute the truncated ratio of proximal to behaviour policy, per token.
 
     proximal_logp, behaviour_logp: [tokens] float32, nats; the second as the engine reported it with the token.
     cap: upper bound, above 1. Returns [tokens], detached.
@@ -70,7 +70,7 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """Clipped surrogate of PPO with own bounds below and above, times the importance ratio; summed over tokens.
+    """Compute PPO's clipped surrogate, with a bound for each side, times the importance ratio; summed over tokens.
 
     All [tokens]; only `policy_logp` is differentiated. The ratio is clipped to [1 - clip_low, 1 + clip_high].
     weight: of each token in the sum; 1 when absent.
@@ -88,7 +88,7 @@ def policy_loss(
 
 
 def kl_penalty(policy_logp: Tensor, reference_logp: Tensor, weight: Tensor, *, estimator: KL) -> Tensor:
-    """Estimated divergence of policy from reference, summed over tokens with their weights: a scalar with a gradient.
+    """Estimate the KL of policy from reference, summed over tokens with their weights: a scalar with a gradient.
 
     All [tokens]; the reference is not differentiated. K1, the log-ratio, has no bias, but on tokens of the policy's own
     its gradient is noise around 0; K2, half its square, has the gradient of the divergence there; K3 has no bias and is
@@ -107,7 +107,7 @@ def kl_penalty(policy_logp: Tensor, reference_logp: Tensor, weight: Tensor, *, e
 
 
 def token_logp(logits: Tensor, tokens: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token and entropy of its distribution (detached), in nats: [tokens] float32 each.
+    """Compute each token's log-probability and the entropy of its distribution (detached), in nats: [tokens] float32.
 
     logits: [tokens, vocabulary], of the position before each token; divided by the temperature that sampled it.
     """

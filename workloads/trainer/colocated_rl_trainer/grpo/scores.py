@@ -1,7 +1,7 @@
-"""What a reference says of one rank's shard, in a file beside it: found again after a restart, it costs no second pass.
+"""The reference's scores of one rank's shard, in a file beside it, so that a restart costs no second pass.
 
-It follows from the shard's bytes and from a model that never changes, and so belongs to no lineage: whichever asks next
-may use it. A file that is damaged, or was made from another shard, is one that is not there.
+Scores follow from the shard's bytes and from a model that never changes. So they belong to no lineage, and the next one
+may use them. A file that is damaged, or was made from another shard, counts as absent.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _SHARD = "shard"
 
 
 def write_scores(file: Path, logp: Tensor, *, shard: Digest) -> None:
-    """logp: [T] float32, as long as the columns of the shard with this digest; NaN where nobody needs it.
+    """Write the scores of the shard with this digest. Raises OSError.
 
-    Raises OSError.
+    logp: [T] float32, nats, as long as the shard's columns; NaN for tokens that no step needs.
     """
     draft = file.with_name(f"{file.name}.draft")
     write_tensors(draft, {_LOGP: logp}, {_SHARD: shard})
@@ -30,12 +30,12 @@ def write_scores(file: Path, logp: Tensor, *, shard: Digest) -> None:
 
 
 def find_scores(file: Path, *, shard: Digest, needed: Tensor) -> Tensor | None:
-    """[T] float32, or None if they have to be computed. needed: bool [T]."""
+    """Return the scores, [T] float32, or None if they have to be computed. needed: bool [T]."""
     try:
         with safe_open(file, framework="pt") as content:
             if (content.metadata() or {}).get(_SHARD) != shard:
                 return None
-            logp: Tensor = content.get_tensor(_LOGP).clone()  # no view of the file
+            logp: Tensor = content.get_tensor(_LOGP).clone()  # not a view of the file
     except (OSError, SafetensorError):
         return None
     is_whole = logp.shape == needed.shape and not bool(torch.isnan(logp[needed]).any())

@@ -1,6 +1,6 @@
-"""What a step reports about itself: counted on each rank, added up over all of them.
+"""The metrics of a step: counted on each rank, added up over all of them.
 
-A figure that nobody measured is absent, never 0.
+A metric that was not measured is absent, never 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StepTally:
     tokens: int  # to be trained, in the batch
     reward: float
     computed_tokens: int = 0  # once for each pass over them
-    loss: float = 0.0  # this rank's part of each update's
+    loss: float = 0.0  # this rank's part of the loss of each update
     clipped: int = 0
     entropy: float = 0.0
     importance: float = 0.0
@@ -33,7 +33,7 @@ class StepTally:
     fresh_tokens: int = 0  # made by the weights that the step began with, and computed with them here
     mismatch: float = 0.0  # |trainer - engine| of their log-probabilities, nats
     mismatch_max: float = 0.0
-    updates: int = 0  # the same on every rank, as is the next
+    updates: int = 0  # the same on every rank, like gradient_norm
     gradient_norm: float = 0.0
 
     @classmethod
@@ -58,7 +58,7 @@ class StepTally:
         self.gradient_norm += gradient_norm
 
     def add_mismatch(self, shard: Shard, start_logp: Tensor) -> None:
-        """Compare with the engine. Tokens of older weights differ for another reason, and are left out.
+        """Compare log-probabilities with the engine's. Tokens of older weights differ anyway, and are left out.
 
         start_logp: [T], log-probabilities under the weights that the step began with; NaN where not computed.
         """
@@ -72,26 +72,26 @@ class StepTally:
 
 
 def metrics(ranks: Sequence[StepTally], *, has_reference: bool = False) -> dict[str, float]:
-    """Figures of the whole step, from every rank's tally. Means are over tokens, where nothing else is said."""
+    """Return the metrics of the whole step from every rank's tally. Means are over tokens unless noted otherwise."""
 
     def total(name: str) -> float:
         return float(sum(getattr(tally, name) for tally in ranks))
 
-    told = {name: total(name) for name in ("samples", "teaching_samples", "tokens")}
-    told["updates"] = float(ranks[0].updates)
+    figures = {name: total(name) for name in ("samples", "teaching_samples", "tokens")}
+    figures["updates"] = float(ranks[0].updates)
     if samples := total("samples"):
-        told["reward"] = total("reward") / samples
+        figures["reward"] = total("reward") / samples
     if updates := ranks[0].updates:
-        told["loss"] = total("loss") / updates
-        told["gradient_norm"] = ranks[0].gradient_norm / updates
+        figures["loss"] = total("loss") / updates
+        figures["gradient_norm"] = ranks[0].gradient_norm / updates
     if computed := total("computed_tokens"):
-        told["entropy"] = total("entropy") / computed
-        told["clip_fraction"] = total("clipped") / computed
-        told["importance_mean"] = total("importance") / computed
-        told["importance_truncated"] = total("truncated") / computed
+        figures["entropy"] = total("entropy") / computed
+        figures["clip_fraction"] = total("clipped") / computed
+        figures["importance_mean"] = total("importance") / computed
+        figures["importance_truncated"] = total("truncated") / computed
         if has_reference:
-            told["kl"] = total("kl") / computed
+            figures["kl"] = total("kl") / computed
     if fresh := total("fresh_tokens"):
-        told["mismatch_mean"] = total("mismatch") / fresh
-        told["mismatch_max"] = max(tally.mismatch_max for tally in ranks)
-    return told
+        figures["mismatch_mean"] = total("mismatch") / fresh
+        figures["mismatch_max"] = max(tally.mismatch_max for tally in ranks)
+    return figures

@@ -1,7 +1,8 @@
-"""A trainer around one model and one torch optimizer, of which a person writes the step.
+"""A trainer around one model and one torch optimizer. A person writes the step alone.
 
-Owns everything else that `rank.Loop` asks for: the group of ranks, whose gradients it adds up; checkpoints with the
-optimizer's state; the moves between device and host; exports with a probe. Every rank holds the whole model in float32.
+This module owns everything else that `rank.Loop` asks for: the group of ranks, whose gradients it sums; checkpoints
+with the optimizer's state; the moves between device and host; exports with a probe. Every rank holds the whole model in
+float32.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from colocated_rl_trainer.state.weights import load_model, probe, write_model
 
 
 class TorchLoop:
-    """Subclass it with `make_optimizer` and `learn`, and `serve` that. The other methods are those of `rank.Loop`."""
+    """Subclass it, write `make_optimizer` and `learn`, and `serve` that. The other methods are those of `rank.Loop`."""
 
     model: PreTrainedModel
     optimizer: Optimizer
@@ -42,13 +43,13 @@ class TorchLoop:
 
     # ---------------------------------------------------------------------------------------------- yours to write
     def make_optimizer(self) -> Optimizer:
-        """An optimizer of `self.model`, which is on the host."""
+        """Return an optimizer of `self.model`, which is on the host."""
         raise NotImplementedError(
             f"{type(self).__name__} has no method make_optimizer: let it return one of self.model"
         )
 
     def learn(self, batch: Shard) -> Mapping[str, float]:
-        """Train on this rank's part of a batch and return figures of it.
+        """Train on this rank's part of a batch and return its metrics.
 
         Add to the gradient in whatever portions, with each token's part divided by `batch.header.loss_tokens` (of all
         ranks), then call `update`; again for each minibatch. Every rank must call it as often as the others.
@@ -57,7 +58,7 @@ class TorchLoop:
 
     # ------------------------------------------------------------------------------------------------- yours to call
     def update(self) -> None:
-        """One optimizer call with the gradient of all ranks; then there is none."""
+        """Call the optimizer once with the gradient summed over ranks, and set the gradient to zero."""
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 if parameter.grad is None:  # this rank had nothing to add
@@ -69,7 +70,7 @@ class TorchLoop:
 
     # ------------------------------------------------------------------------------------------------- the protocol
     def load(self) -> int:
-        """The newest checkpoint as rank 0 sees it: replicas can't begin apart."""
+        """Load the newest checkpoint that rank 0 sees: replicas must begin alike."""
         self.group = join_group(self.settings)
         found = self.group.led(self._checkpoints.newest)
         self.model = load_model(found.directory if found else self.settings.model)
@@ -115,7 +116,7 @@ class TorchLoop:
 
     def _write_checkpoint(self, directory: Path) -> None:
         write_model(self.model, directory, origin=self.settings.model, dtype=torch.float32)
-        state = io.BytesIO()  # written as a whole: torch has no error of the system for a full volume
+        state = io.BytesIO()  # written at once: torch raises no OSError for a full volume
         torch.save(self.optimizer.state_dict(), state)
         (directory / OPTIMIZER).write_bytes(state.getbuffer())
 

@@ -1,8 +1,9 @@
-"""Where a step's figures go besides the log and the agent's `/metrics`: TensorBoard, Weights & Biases.
+"""Trackers of a step's metrics, besides the log and the agent's `/metrics`: TensorBoard, Weights & Biases.
 
-Rank 0 alone tells them. Their libraries are nobody's dependency: one that is configured and absent ends the trainer at
-its start. What fails later costs figures, never a step. A step that is done again after a restart is told again: it
-takes the place of the first one in TensorBoard, and is passed over by Weights & Biases, whose steps only rise.
+Rank 0 alone writes to them. The package does not depend on their libraries: a tracker that is configured without its
+library ends the trainer at its start. A later failure costs metrics, never a step. A step that is repeated after a
+restart is written again: it replaces the first one in TensorBoard, and Weights & Biases ignores it, as its steps only
+rise.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    def tell(self, step: int, figures: Mapping[str, float]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 def check_trackers(names: Sequence[TrackerName]) -> None:
-    """Raises ConfigError for one whose library is not there."""
+    """Raise ConfigError for a tracker whose library is not installed."""
     for name in names:
         if find_spec(_PACKAGES[name]) is None:
             raise ConfigError(
@@ -42,7 +43,7 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
 
 
 def make_trackers(settings: RankSettings, config: TrainerConfig, *, step: int) -> Sequence[Tracker]:
-    """Those that are configured, going on after `step`; none on a rank other than 0."""
+    """Make the configured trackers, which continue after `step`; none on a rank other than 0."""
     if settings.rank:
         return ()
     made: list[Tracker] = []
@@ -61,17 +62,17 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
-    def tell(self, step: int, figures: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
-            for name, value in figures.items():
+            for name, value in metrics.items():
                 self._writer.add_scalar(f"trainer/{name}", value, step)
             self._writer.flush()
         except OSError as error:
-            _passed_over("TensorBoard", step, error)
+            _log_failure("TensorBoard", step, error)
 
 
 class WandB:
-    """Where to, and with which key, say wandb's own variables: WANDB_API_KEY, WANDB_MODE, WANDB_BASE_URL."""
+    """Writes as wandb's own variables configure it: WANDB_API_KEY, WANDB_MODE, WANDB_BASE_URL."""
 
     def __init__(self, settings: RankSettings, config: TrainerConfig) -> None:
         import wandb
@@ -89,12 +90,12 @@ class WandB:
         except wandb.Error as error:
             raise ConfigError(f"trackers in spec.trainer.config: WandB can't begin: {error}") from error
 
-    def tell(self, step: int, figures: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
-            self._run.log({f"trainer/{name}": value for name, value in figures.items()}, step=step)
+            self._run.log({f"trainer/{name}": value for name, value in metrics.items()}, step=step)
         except (OSError, self._failure) as error:
-            _passed_over("WandB", step, error)
+            _log_failure("WandB", step, error)
 
 
-def _passed_over(name: str, step: int, error: Exception) -> None:
-    log(_LOG, "figures not told", logging.WARNING, step=step, reason=f"{name}: {error}")
+def _log_failure(name: str, step: int, error: Exception) -> None:
+    log(_LOG, "tracker write failed", logging.WARNING, step=step, reason=f"{name}: {error}")
