@@ -1,1 +1,1 @@
-"""What was seen of a job: its objects, its logs' records, and what they prove. Pure."""
+"""Hold what was observed of a job (its objects, its log records) and what follows from it. Pure."""

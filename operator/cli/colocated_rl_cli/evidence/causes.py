@@ -1,8 +1,8 @@
-"""Why each epoch was raised, as far as a job's records still say. Pure.
+"""Find why each epoch was raised, as far as a job's records still show it. Pure.
 
-The operator's own log has it for each, and the status for the newest; people who read a job's records may have no right
-to the operator's namespace. Members' lines say what an epoch climbed to, and that is enough for the kind: a later step,
-a new lineage of trainers, or neither, which is another operator. Why trainers started again is in the events.
+The operator's log has the cause of every epoch, and the status has that of the newest; but who reads a job's records
+may have no right to the operator's namespace. Members' log lines show what an epoch climbed to, which implies the kind:
+a later step, a new lineage of trainers, or neither, which means another operator. Events show why trainers restarted.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ RECOVERIES = {"TrainerDied", "PodReplaced", "RungDeadlineExceeded", "WeightsDiff
 class _Climb(NamedTuple):
     epoch: int
     version: WeightVersion
-    told_at: float  # by the first line of it
+    reported_at: float  # timestamp of its first log line, in seconds since the epoch
 
 
 def causes_by_epoch(records: Records) -> dict[int, str]:
-    """By epoch; without those of which nothing is known."""
+    """Map each epoch to its cause; epochs without a known cause are left out."""
     climbs = _climbs(records)
     found = {climbs[0].epoch: FIRST} if climbs and climbs[0].epoch == 1 else {}
     for before, climb in pairwise(climbs):
         if climb.version.lineage > before.version.lineage:
-            found[climb.epoch] = _recovery(records, after=before.told_at, until=climb.told_at)
+            found[climb.epoch] = _recovery(records, after=before.reported_at, until=climb.reported_at)
         else:
             found[climb.epoch] = NEXT if climb.version.step > before.version.step else TAKEOVER
     status = records.job.get("status", {})
@@ -50,26 +50,26 @@ def _climbs(records: Records) -> list[_Climb]:
             continue
         climb = _Climb(int(line["epoch"]), WeightVersion.parse(str(line["version"])), float(line["ts"]))
         known = found.get(climb.epoch)
-        if known is None or climb.told_at < known.told_at:
+        if known is None or climb.reported_at < known.reported_at:
             found[climb.epoch] = climb
     return [found[epoch] for epoch in sorted(found)]
 
 
 def _recovery(records: Records, *, after: float, until: float) -> str:
-    """The newest event of that kind between the two."""
-    told = [str(event["reason"]) for event in records.events if after <= (event_ts(event) or 0.0) <= until + 1.0]
-    return next((reason for reason in reversed(told) if reason in RECOVERIES), AGAIN)
+    """Return the reason of the newest recovery event between the two times."""
+    reasons = [str(event["reason"]) for event in records.events if after <= (event_ts(event) or 0.0) <= until + 1.0]
+    return next((reason for reason in reversed(reasons) if reason in RECOVERIES), AGAIN)
 
 
 def event_time(event: Mapping[str, Any]) -> str:
-    """RFC 3339, of its newest occurrence; empty where it has none."""
+    """Return the time of an event's newest occurrence in RFC 3339; empty if it has none."""
     newest = (event.get("series") or {}).get("lastObservedTime")
     times = (newest, event.get("lastTimestamp"), event.get("eventTime"), event.get("firstTimestamp"))
     return next((str(one) for one in times if one), "")
 
 
 def event_ts(event: Mapping[str, Any]) -> float | None:
-    """Seconds since the epoch."""
+    """Return the time of an event's newest occurrence in seconds since the epoch, or None."""
     try:
         return datetime.fromisoformat(event_time(event)).timestamp()
     except ValueError:

@@ -1,4 +1,4 @@
-"""What was seen of a job, and what follows at once: who fills each seat, what members say, where pods stand. Pure."""
+"""Hold what was observed of a job, and derive the pod of each seat, members' facts and pods' rungs from it. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was seen. states: page `/v1/state` by pod, or why it was not read. since: when a pod reached its rung."""
+    """Observations of one job.
+
+    states: page `/v1/state` by pod, or the error that prevented reading it. since: when each pod reached its rung, in
+    seconds since the epoch.
+    """
 
     job: Object
     pods: Sequence[Object]
@@ -34,7 +38,7 @@ class Evidence:
 
 
 def seats_of(pods: Sequence[Object]) -> dict[str, Object]:
-    """The pod of each seat: of several attempts the newest that has not ended. Without its role's label it has none."""
+    """Map each seat to its pod: the newest attempt that has not ended. A pod without a role label has no seat."""
     found: dict[str, Object] = {}
     for pod in sorted(pods, key=lambda pod: int(pod["metadata"]["labels"].get(names.ATTEMPT_LABEL, 0))):
         labels, phase = pod["metadata"]["labels"], pod.get("status", {}).get("phase")
@@ -48,17 +52,17 @@ def seats_of(pods: Sequence[Object]) -> dict[str, Object]:
 
 
 def is_over(job: Object) -> bool:
-    """It is complete, or has failed: nothing more happens."""
+    """Return whether the job is complete or has failed, so that nothing more happens."""
     return job.get("status", {}).get("phase") in (Phase.COMPLETE, Phase.FAILED)
 
 
 def has_pages(pod: Object) -> bool:
-    """It is a member: a reference on devices of its own is none."""
+    """Return whether the pod is a member, which has pages; a reference on devices of its own is not one."""
     return bool(pod["metadata"]["labels"].get(names.ROLE_LABEL) != names.ROLE_REFERENCE)
 
 
 def facts_of(seen: Evidence) -> dict[str, PodFacts | RolloutFacts]:
-    """Of the members whose page was read, and could be."""
+    """Return the facts of each member whose page was read and understood, by pod."""
     found: dict[str, PodFacts | RolloutFacts] = {}
     for pod, state in seen.states.items():
         if isinstance(state, CliError):
@@ -67,16 +71,17 @@ def facts_of(seen: Evidence) -> dict[str, PodFacts | RolloutFacts]:
         try:
             found[pod] = model.model_validate(state["facts"])
         except (pydantic.ValidationError, KeyError):
-            continue  # of another version: told in the notes
+            continue  # of another version: reported in the notes
     return found
 
 
 def rungs_of(
     status: ColocatedRLJobStatus, seen: Evidence, facts: Mapping[str, PodFacts | RolloutFacts]
 ) -> dict[str, Rung]:
-    """Towards the version that the newest epoch climbs to; from members' pages, and from status for those not read.
+    """Return the rung of each pod on the climb to the newest epoch's version.
 
-    A page may be newer than the status: it says itself where its member is to go.
+    Rungs come from members' pages, and from the status for pages that were not read. A page may be newer than the
+    status, so its own target counts.
     """
     found = {pod.name: Rung(pod.rung) for pod in status.out_of_line if pod.rung in set(Rung)}
     for pod in seats_of(seen.pods).values():
@@ -91,7 +96,7 @@ def rungs_of(
 
 
 def spec_of(job: Object) -> ColocatedRLJobSpec | None:
-    """None for one in words of another version."""
+    """Return the job's spec, or None if another version's fields make it unreadable."""
     try:
         return ColocatedRLJobSpec.model_validate(job["spec"])
     except pydantic.ValidationError:
@@ -99,7 +104,7 @@ def spec_of(job: Object) -> ColocatedRLJobSpec | None:
 
 
 def _target(state: Any) -> PodTarget | None:
-    """Of a GPU pod's page."""
+    """Return the target on a GPU pod's page, or None."""
     try:
         return PodTarget.model_validate(state["target"])
     except (pydantic.ValidationError, TypeError, KeyError):

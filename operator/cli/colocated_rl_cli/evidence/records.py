@@ -1,6 +1,6 @@
-"""What is kept of a job: itself as it was seen last, its members' log lines, its events.
+"""Keep the records of a job: its last observed object, its members' log lines, its events.
 
-Reports come from this alone.
+Reports are made from these records alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from colocated_rl_api.rungs import Placement
 
 
 def ladder_of(job: Mapping[str, Any]) -> Ladder:
-    """That a job climbs, as its status says or, before it does, its spec; time-sliced if neither can be read."""
+    """Return the job's ladder by its status or, before there is one, its spec; time-sliced if neither is readable."""
     placement = job.get("status", {}).get("placement")
     if placement in set(Placement):
         reference = job.get("spec", {}).get("reference")
@@ -32,7 +32,7 @@ def ladder_of(job: Mapping[str, Any]) -> Ladder:
 
 
 def read_line(text: str) -> dict[str, Any] | None:
-    """A line of a member's log; None for one of something else, or cut off by the end of a container."""
+    """Parse a line of a member's log; return None for other output, or a line cut off as its container ended."""
     if not text.startswith("{"):
         return None
     try:
@@ -44,7 +44,7 @@ def read_line(text: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Records:
-    """`took_s`: by name, what whoever kept them measured besides, on its own clock."""
+    """The records of one job. took_s: durations by name that the recorder measured on its own clock."""
 
     job: Mapping[str, Any]
     lines: Sequence[Mapping[str, Any]]
@@ -53,7 +53,7 @@ class Records:
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """Raises OSError, TypeError or ValueError where it holds none."""
+        """Read the records in a file. Raises OSError, TypeError or ValueError if it holds none."""
         found = cls(**json.loads(file.read_text()))
         if not all(isinstance(one, dict) for one in (found.job, *found.lines, *found.events)):
             raise TypeError("a job, lines and events are objects")

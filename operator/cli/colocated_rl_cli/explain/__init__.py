@@ -1,1 +1,1 @@
-"""Why a job does not move, and what to do about it. Pure."""
+"""Explain why a job does not move, and what to do about it. Pure."""

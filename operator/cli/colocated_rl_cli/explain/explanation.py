@@ -1,8 +1,8 @@
-"""Why is this job not moving? From what was seen, which pod stands where, what is the case, and what to do. Pure.
+"""Explain why a job does not move: from the evidence, the rung of each pod, the causes, and the remedies. Pure.
 
-Causes come from those who know best: conditions of the job, kubelet about pods, members about themselves. A cause that
-heals by itself is told, and is no problem. Where nothing is wrong, what the job waits for is said all the same: who
-moves the slowest pod from its rung, and which deadline of the spec bounds it.
+Each cause comes from who knows it best: the job's conditions, kubelet about pods, members about themselves. A cause
+that heals by itself is shown, and is not a problem. If nothing is wrong, the explanation names what the job waits for:
+who moves the slowest pod from its rung, and which deadline of the spec bounds that.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ QUIET_S = 30.0  # over which rollout controllers count their tokens
 
 @dataclass(frozen=True)
 class Finding:
+    """One cause, with the pod and the rung that it concerns."""
+
     reason: str
-    message: str  # of whoever knows: names what happened
+    message: str  # from the source of the cause: what happened
     pod: str | None = None
     rung: str | None = None
 
@@ -46,14 +48,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Explanation:
-    """`waits_for`: what the job does now, when nothing is wrong with it. `notes`: what could not be seen."""
+    """Everything that `explain` shows.
+
+    waits_for: what the job waits for if nothing is wrong. notes: what could not be observed.
+    """
 
     job: str
     headline: str
     causes: tuple[Finding, ...] = ()
     waits_for: str | None = None
     rungs: Mapping[str, str] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()  # newest events of that kind
+    warnings: tuple[str, ...] = ()  # newest warning events
     notes: tuple[str, ...] = ()
 
     @property
@@ -62,6 +67,7 @@ class Explanation:
 
 
 def explain(seen: Evidence) -> Explanation:
+    """Explain a job from what was observed of it."""
     job, metadata = seen.job, seen.job["metadata"]
     status, unknown = _status(job)
     facts = facts_of(seen)
@@ -83,13 +89,13 @@ def explain(seen: Evidence) -> Explanation:
 
 
 def _status(job: Object) -> tuple[ColocatedRLJobStatus, list[str]]:
-    """What can be read of it, and the fields that can't: a newer operator has more phases."""
-    told = dict(job.get("status") or {})
+    """Return the readable part of the status, and the fields that a newer operator wrote and this can't read."""
+    reported = dict(job.get("status") or {})
     try:
-        return ColocatedRLJobStatus.model_validate(told), []
+        return ColocatedRLJobStatus.model_validate(reported), []
     except pydantic.ValidationError as error:
         unknown = sorted({str(one["loc"][0]) for one in error.errors()})
-    known = {field: value for field, value in told.items() if field not in unknown}
+    known = {field: value for field, value in reported.items() if field not in unknown}
     return ColocatedRLJobStatus.model_validate(known), unknown
 
 
@@ -108,7 +114,7 @@ def _headline(job: Object, status: ColocatedRLJobStatus) -> str:
 
 
 def _failures(failures: FailuresStatus) -> Iterator[str]:
-    """What was done about the newest, and by which rule."""
+    """Describe the action on the newest failure, and the rule that chose it."""
     if failures.cause:
         rule = "the usual answer" if failures.rule is None else f"failurePolicy.rules[{failures.rule}]"
         yield f"last {failures.cause}: {failures.action} ({rule})"
@@ -117,7 +123,7 @@ def _failures(failures: FailuresStatus) -> Iterator[str]:
 
 
 def _observed(status: ColocatedRLJobStatus) -> int | None:
-    """Newest generation that an operator has looked at; the schema says -1 of a job that none has seen."""
+    """Return the newest generation that an operator has observed; None for -1, the schema's default."""
     return None if status.observed_generation == -1 else status.observed_generation
 
 
@@ -152,7 +158,7 @@ def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Finding]:
 
 # ---------------------------------------------------------------------------------------------------------------- pods
 def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Finding]:
-    """What kubelet and the scheduler say; of each seat the newest pod."""
+    """Yield what kubelet and the scheduler report about the newest pod of each seat."""
     if _observed(status) is None:
         return
     current = seats_of(seen.pods)
@@ -165,7 +171,7 @@ def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Finding]:
 
 
 def _seats(spec: Object) -> tuple[str, ...]:
-    """Also of a spec in words of another version."""
+    """Return the seats of a spec, even if another version's fields make it unreadable."""
     rollout, reference = spec.get("rollout", {}), spec.get("reference") or {}
     engines = rollout.get("replicas", 0) if rollout.get("colocateWith") == "" else None
     sizes = {"replicas": spec.get("replicas", 1), "engines": engines, "references": reference.get("replicas", 0)}
@@ -173,7 +179,7 @@ def _seats(spec: Object) -> tuple[str, ...]:
 
 
 def _trouble(pod: Object, events: Sequence[Object]) -> tuple[str, str] | None:
-    """Reason and message; None for a pod that runs."""
+    """Return reason and message of a pod's trouble; None for a pod that runs."""
     status, name = pod.get("status", {}), pod["metadata"]["name"]
     if pod["metadata"].get("deletionTimestamp"):
         return "PodTerminating", f"since {pod['metadata']['deletionTimestamp']}"
@@ -223,13 +229,13 @@ def _of_members(
     rungs: Mapping[str, Rung],
     known: set[str | None],
 ) -> Iterator[Finding]:
-    """known: pods whose cause is told already."""
+    """Yield members' problems. known: pods whose cause was found already."""
     problems: dict[str, Problem] = {
         pod.name: Problem(reason=pod.reason, message=pod.message) for pod in status.out_of_line if pod.reason
     }
-    for pod, said in facts.items():
-        if said.problem is not None:
-            problems[pod] = said.problem
+    for pod, reported in facts.items():
+        if reported.problem is not None:
+            problems[pod] = reported.problem
         else:
             problems.pop(pod, None)  # the page is newer than the status
     for pod, problem in sorted(problems.items()):
@@ -244,23 +250,23 @@ def _of_members(
 def _of_rollout(
     seen: Evidence, status: ColocatedRLJobStatus, facts: Mapping[str, PodFacts | RolloutFacts]
 ) -> Iterator[Finding]:
-    for pod, said in facts.items():
-        if not isinstance(said, RolloutFacts) or said.problem is not None or status.rung != Rung.SERVING:
+    for pod, reported in facts.items():
+        if not isinstance(reported, RolloutFacts) or reported.problem is not None or status.rung != Rung.SERVING:
             continue
-        if said.gates_open == 0:
+        if reported.gates_open == 0:
             yield Finding("NoGateOpen", "every gate is closed, as it sees them", pod)
-        elif said.tokens_per_second == 0.0 and not (_is_busy(said, status) or _serves_anew(seen)):
-            yield Finding("NothingGenerated", f"{said.gates_open} gates are open", pod)
+        elif reported.tokens_per_second == 0.0 and not (_is_busy(reported, status) or _opened_recently(seen)):
+            yield Finding("NothingGenerated", f"{reported.gates_open} gates are open", pod)
 
 
-def _is_busy(said: RolloutFacts, status: ColocatedRLJobStatus) -> bool:
-    """Responses are under way, whose tokens count once they have ended, or something else has to end first."""
-    is_ahead = said.sealed is not None and said.sealed.step > (status.step or 0)
-    return bool(said.samples.get("running") or said.unscored or said.stopped or is_ahead)
+def _is_busy(reported: RolloutFacts, status: ColocatedRLJobStatus) -> bool:
+    """Return whether rollout works or waits without a fault: tokens count only once their response has ended."""
+    is_ahead = reported.sealed is not None and reported.sealed.step > (status.step or 0)
+    return bool(reported.samples.get("running") or reported.unscored or reported.stopped or is_ahead)
 
 
-def _serves_anew(seen: Evidence) -> bool:
-    """A gate may have opened so lately that nothing can be said of what it brought."""
+def _opened_recently(seen: Evidence) -> bool:
+    """Return whether a gate opened so recently that its tokens may not be counted yet."""
     return seen.now.timestamp() < max(seen.since.values(), default=0.0) + QUIET_S
 
 

@@ -1,7 +1,7 @@
-"""Every reason that operator and members give, with what it means and what a person does about it. One table.
+"""List every reason that operator and members give, with its meaning and what a person does about it.
 
-`explain` prints from it, docs/cli.md shows it, and a test compares it with the reasons in the sources. A row says what
-is the case, never what happened to one job: the member's own message says that.
+`explain` prints from this table, docs/cli.md shows it, and a test compares it with the reasons in the sources. A row
+describes the reason in general; the member's own message describes what happened to one job.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 
 class Remedy(NamedTuple):
+    """The meaning of a reason, and what to do about it."""
+
     means: str
     do: str
     heals: bool = False  # by itself, usually; a person looks when it stays
 
 
 def of(reason: str) -> Remedy:
-    """Of a reason of a newer version too, of which nothing is known here."""
+    """Return the remedy for a reason, also for one that only a newer version knows."""
     return REMEDIES.get(reason, UNKNOWN)
 
 

@@ -1,4 +1,4 @@
-"""What a job waits for when nothing is wrong with it: who moves its slowest pod, or fills its batch. Pure."""
+"""Describe what a job waits for when nothing is wrong: who moves its slowest pod, or fills its batch. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from colocated_rl_cli.evidence.records import ladder_of
 
 
 class Mover(NamedTuple):
-    """Who takes a pod from its rung to the next one, and which deadline of spec.switch bounds that."""
+    """What takes a pod from its rung to the next one, and which deadline of spec.switch bounds that."""
 
-    words: str
+    text: str
     deadline: str | None
 
 
@@ -60,6 +60,7 @@ def waits_for(
     facts: Mapping[str, PodFacts | RolloutFacts],
     rungs: Mapping[str, Rung],
 ) -> str:
+    """Say what a healthy job waits for, and for how long at most."""
     known = {pod: rung for pod, rung in rungs.items() if rung is not Rung.UNKNOWN}
     at = (
         ladder_of(seen.job).slowest(known.values())
@@ -69,12 +70,12 @@ def waits_for(
         else Rung.UNKNOWN
     )
     if at is ladder_of(seen.job).top:
-        rollout = next((said for said in facts.values() if isinstance(said, RolloutFacts)), None)
+        rollout = next((known for known in facts.values() if isinstance(known, RolloutFacts)), None)
         return _batch(seen, status, rollout)
     who = sorted(pod for pod, rung in known.items() if rung is at) or ["every pod"]
     since = max((seen.since[pod] for pod in who if pod in seen.since), default=None)
     lasted = f", for {max(0.0, seen.now.timestamp() - since):.0f} s now" if since is not None else ""
-    return f"{_listed(who)} at {at}{lasted}: {_mover(seen, at).words}{_bound(seen, at)}"
+    return f"{_listed(who)} at {at}{lasted}: {_mover(seen, at).text}{_bound(seen, at)}"
 
 
 def _mover(seen: Evidence, at: Rung) -> Mover:
@@ -111,7 +112,7 @@ def _bound(seen: Evidence, at: Rung) -> str:
 
 
 def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts | None) -> str:
-    """All gates are open, or there are none: what the next step needs."""
+    """Say what the next step needs while all gates are open, or there are none."""
     spec, step = spec_of(seen.job), status.step or 0
     if spec is None:
         return f"the batch of step {step + 1}"
@@ -132,7 +133,7 @@ def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts |
     done = samples.get("completed", 0)
     under_way = sum(samples.get(state, 0) for state in ("running", "interrupted", "scoring"))
     rate = rollout.tokens_per_second if rollout else status.rollout.tokens_per_second if status.rollout else None
-    pace = f", {rate:.0f} tokens/s" if rate else ""  # of long responses none may have ended lately
+    pace = f", {rate:.0f} tokens/s" if rate else ""  # 0 only means that no response ended recently
     unscored = rollout.unscored if rollout else status.reference.unscored if status.reference else None
     scored = f", {unscored} of them wait for the reference" if unscored else ""
     return f"rollout fills batch {step + 1}: {done} of {wanted} samples finished{scored}, {under_way} under way{pace}"
