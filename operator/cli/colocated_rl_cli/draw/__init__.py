@@ -1,1 +1,1 @@
-"""Pictures and tables of what was seen: who held each GPU, what a switch took. Pure."""
+"""Draw charts and tables from records: who held each GPU, how long a switch took. Pure."""

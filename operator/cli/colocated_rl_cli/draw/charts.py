@@ -1,7 +1,7 @@
-"""Charts as HTML with inline SVG: no script, nothing from elsewhere, readable on a phone and without seeing.
+"""Draw charts as HTML with inline SVG: no script, no external resource, readable on a phone and by a screen reader.
 
-Shapes are drawn in a box of 100 by 100 that is stretched to the space there is; text is HTML beside it, so that it
-keeps its size on every screen. Colours are custom properties of the page's style, for light and dark.
+Shapes are drawn in a box of 100 by 100 that stretches to the available space; text is HTML beside it, so it keeps its
+size on every screen. Colours are custom properties of the page's style, for light and dark.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """Part of a row, from and to in the unit of the axis."""
+    """Part of a row; start and end are in the unit of the axis."""
 
     start: Number
     end: Number
@@ -36,6 +36,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class ChartRow:
+    """A named row of bars."""
+
     name: str
     bars: Sequence[Bar]
 
@@ -43,7 +45,7 @@ class ChartRow:
 def line_chart(
     series: Sequence[Series], *, label: str, across: str, unit: str, lines: Sequence[tuple[float, str]] = ()
 ) -> str:
-    """Curves from 0 to 1 over steps. `label` says in words what is to be seen; `lines` are levels with a name."""
+    """Draw curves from 0 to 1 over steps. label: describes the chart in words. lines: levels with a name."""
     right = max((x for one in series for x, _ in one.points), default=1) or 1
     shapes = [f'<path class="grid" d="M0 {100 - 100 * y:.2f}H100"/>' for y in (0, 0.25, 0.5, 0.75, 1)]
     shapes += [
@@ -79,9 +81,9 @@ def line_chart(
 def row_chart(
     rows: Sequence[ChartRow], *, label: str, key: Sequence[tuple[str, str]], unit: str, parted: bool = False
 ) -> str:
-    """Bars along a common axis that begins at 0, one row for each name. `key`: colour and meaning.
+    """Draw bars along a common axis that begins at 0, one row for each name.
 
-    parted: a gap between bars, also of one colour.
+    key: colour and meaning. parted: leave a gap between bars, also between those of one colour.
     """
     right = max((bar.end for row in rows for bar in row.bars), default=1) or 1
     parts, kind = [], "flat parted" if parted else "flat"
@@ -102,7 +104,7 @@ def row_chart(
 
 
 def bar_table(rows: Sequence[tuple[str, Number, str, str]], *, heading: tuple[str, str]) -> str:
-    """A table whose second column is a bar with its text. A row: name, length of the bar, text, colour."""
+    """Draw a table whose second column is a bar with its text. rows: name, length of the bar, text, colour."""
     most = max((value for _, value, _, _ in rows), default=0) or 1
     body = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td class="bar"><i style="width:{100 * value / most:.1f}%;'
@@ -114,7 +116,7 @@ def bar_table(rows: Sequence[tuple[str, Number, str, str]], *, heading: tuple[st
 
 
 def table(rows: Sequence[Sequence[str]], *, heading: Sequence[str]) -> str:
-    """Text in cells; the first of each row is its name."""
+    """Draw a table of text; the first cell of each row is its name."""
     head = "".join(f'<th scope="col">{escape(one)}</th>' for one in heading)
     body = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
@@ -139,7 +141,7 @@ def _tick(side: str, place: float, text: str) -> str:
 
 
 def _ticks(right: Number, *, least: float = 0.0) -> list[float]:
-    """At most seven round numbers from 0 to `right`, at least `least` apart."""
+    """Return at most seven round numbers from 0 to `right`, at least `least` apart."""
     for unit in (10.0**power * factor for power in range(-4, 9) for factor in (1, 2, 5)):
         if right / unit <= 6 and unit >= least:
             return [unit * count for count in range(int(right / unit + 1e-9) + 1)]

@@ -1,9 +1,9 @@
-"""What the log lines of a run say, as figures. Pure: records in, values out; nothing is measured here.
+"""Compute the figures of a run from its log lines. Pure: records in, values out; nothing is measured here.
 
-Lines are the JSON objects of `colocated_rl_api.logs`, in any order, also with lines of which nothing is known here.
-The holder of a pod's GPU is read from the rungs that its agent reached: rollout until the gate closes, then the switch,
-the trainer from Released until Offloaded, and the switch again until the gate opens on the new weights. In a resident
-job rollout goes on beside training, and the switch is from the closed gate to the open one.
+Lines are the JSON objects of `colocated_rl_api.logs`, in any order; unknown lines are skipped. The holder of a pod's
+GPU follows from the rungs that its agent reached: rollout until the gate closes, then the switch, the trainer from
+Released until Offloaded, and the switch again until the gate opens on the new weights. In a resident job rollout goes
+on beside training, and the switch lasts from the closed gate to the open one.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ UP_TO_CLOSED = (Rung.UNKNOWN, *TIME_SLICED.rungs[: TIME_SLICED.place(Rung.CLOSED
 
 
 class PodHolder(StrEnum):
-    """Who has the GPU of a pod."""
+    """Names who has the GPU of a pod."""
 
     START = "start-up"
     ROLLOUT = "rollout"
     SWITCH = "switch"
     TRAINER = "training"
     BOTH = "rollout and training"
-    IDLE = "idle"  # of trainers alone, between steps
+    IDLE = "idle"  # trainers on GPUs of their own, between steps
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A batch. `staleness`: its tokens by how many steps older than the newest their weights are when they train."""
+    """A sealed batch.
+
+    staleness: count of its tokens by the age of their weights, in steps behind the newest when they are trained.
+    """
 
     step: int
     ts: float
@@ -46,25 +49,25 @@ class Sealed:
     samples: int
     tokens: int
     took_s: float
-    resumed_samples: int | None  # None: of a recording, which does not say
+    resumed_samples: int | None  # None in a recording, which does not hold it
     staleness: Mapping[int, int]
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """ts: None of one whose log has gone with its pod."""
+    """An evaluation. ts: None if its log went with its pod."""
 
     step: int
     ts: float | None
     mean: float
     stderr: float
-    best: float | None  # mean of the best answer to each question; None with one answer each
+    best: float | None  # mean reward of the best answer to each question; None with one answer each
     samples: int
 
 
 @dataclass(frozen=True)
 class RungSpan:
-    """Time of a pod between two rungs. `towards`: the rung that ended it; None for the last."""
+    """A pod's time between two rungs. towards: the rung that ended it; None for the last span."""
 
     pod: str
     start: float
@@ -72,12 +75,12 @@ class RungSpan:
     holder: PodHolder
     towards: Rung | None
     step: int
-    epoch: int | None = None  # that asked for it
+    epoch: int | None = None  # in which the rung that ended it was asked for
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a pod stands by its newest line, who has its GPU, and since when."""
+    """A pod's rung by its newest line, who has its GPU, and since when, in seconds since the epoch."""
 
     rung: Rung
     holder: PodHolder
@@ -86,7 +89,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened once and is worth showing: a loss, a restart."""
+    """A single event worth showing: a loss, a restart."""
 
     ts: float
     who: str
@@ -95,7 +98,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class RungTime:
-    """Seconds that pods needed to reach a rung from the one before, over all switches of a run."""
+    """The seconds that pods needed to reach a rung from the one before, over all switches of a run."""
 
     rung: Rung
     holder: PodHolder
@@ -107,7 +110,7 @@ class RungTime:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """One run."""
+    """The figures of one run."""
 
     batches: tuple[Sealed, ...]
     evaluations: tuple[Evaluated, ...]
@@ -130,7 +133,7 @@ class RunFigures:
 
     @property
     def first(self) -> Evaluated | None:
-        """Before the first step."""
+        """The evaluation before the first step."""
         return next((one for one in self.evaluations if one.step == 0), None)
 
     @property
@@ -139,7 +142,7 @@ class RunFigures:
 
 
 def read_figures(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> RunFigures:
-    """Figures of one job from the log lines of its members. ladder: that it climbs."""
+    """Compute the figures of one job from its members' log lines. ladder: the one that the job climbs."""
     ordered = sorted((line for line in lines if isinstance(line.get("ts"), int | float)), key=lambda line: line["ts"])
     return RunFigures(
         batches=batches_of(ordered),
@@ -165,19 +168,19 @@ def read_figures(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> RunFigu
 
 
 def batches_of(lines: Sequence[Line]) -> tuple[Sealed, ...]:
-    """In the order of the lines; one that was sealed again after a restart counts once."""
+    """Return the batches in the order of their lines; a batch sealed again after a restart counts once."""
     return tuple({one.step: one for one in map(_sealed, _named(lines, "batch sealed"))}.values())
 
 
 def evaluations_of(lines: Sequence[Line]) -> tuple[Evaluated, ...]:
-    """By step. A rollout controller begins with those of the ones before it."""
+    """Return the evaluations by step. A rollout controller begins with those of its predecessors."""
     known = [one for line in _named(lines, "rollout controller ready") for one in line.get("evaluations", ())]
     found = {one["step"]: _evaluated(one) for one in [*known, *_named(lines, "evaluation ended")]}
     return tuple(found[step] for step in sorted(found))
 
 
 def standings(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> dict[str, Standing]:
-    """Of each pod, by name."""
+    """Return where each pod stands, sorted by its name."""
     now: dict[str, Standing] = {}
     served: set[str] = set()
     for line in lines:
@@ -192,7 +195,7 @@ def standings(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> dict[str, 
 
 
 def holder_shares(figures: RunFigures) -> dict[PodHolder, float]:
-    """Part of the pods' time after start-up that each holder had; empty when nothing is known."""
+    """Return each holder's share of the pods' time after start-up; empty if nothing is known."""
     held: dict[PodHolder, float] = defaultdict(float)
     for span in figures.spans:
         if span.holder is not PodHolder.START:
@@ -202,7 +205,7 @@ def holder_shares(figures: RunFigures) -> dict[PodHolder, float]:
 
 
 def rung_times(figures: RunFigures) -> list[RungTime]:
-    """How long each rung took, in ladder order, over all pods and all switches after start-up."""
+    """Return how long each rung took, in ladder order, over all pods and all switches after start-up."""
     by_rung: dict[Rung, list[RungSpan]] = defaultdict(list)
     for span in figures.spans:
         if span.holder in (PodHolder.SWITCH, PodHolder.TRAINER) and span.towards is not None:
@@ -216,7 +219,7 @@ def rung_times(figures: RunFigures) -> list[RungTime]:
 
 
 def switches_of(figures: RunFigures) -> dict[int, list[RungSpan]]:
-    """Spans in which the GPUs changed hands or the trainer had them, by the step that was climbed to."""
+    """Group by target step the spans in which the GPUs changed hands or the trainer had them."""
     found: dict[int, list[RungSpan]] = defaultdict(list)
     for span in figures.spans:
         if span.holder in (PodHolder.SWITCH, PodHolder.TRAINER):
@@ -225,14 +228,14 @@ def switches_of(figures: RunFigures) -> dict[int, list[RungSpan]]:
 
 
 def switch_seconds(figures: RunFigures) -> list[float]:
-    """Of each switch: from the first gate closed to all gates open, without the time the trainer had the GPUs."""
+    """Return each switch's seconds: from the first gate closed to all gates open, without the trainer's time."""
     seconds = []
     for spans in switches_of(figures).values():
         training = [span for span in spans if span.holder is PodHolder.TRAINER]
         if all(span.towards is not Rung.SERVING for span in spans):
             continue  # under way when the records end
         if not training and not figures.ladder.serves_on:
-            continue  # no step: an engine came back
+            continue  # no step: an engine restarted
         whole = max(span.end for span in spans) - min(span.start for span in spans)
         held = max(span.end for span in training) - min(span.start for span in training) if training else 0.0
         seconds.append(max(0.0, whole - held))
@@ -240,14 +243,14 @@ def switch_seconds(figures: RunFigures) -> list[float]:
 
 
 def typical_switch(figures: RunFigures) -> list[RungSpan]:
-    """Spans of the switch that lasted as long as most: the one of median length; empty if there was none."""
+    """Return the spans of the switch of median length; empty if there was none."""
     whole = [spans for spans in switches_of(figures).values() if any(span.towards is Rung.SERVING for span in spans)]
     whole.sort(key=lambda spans: max(span.end for span in spans) - min(span.start for span in spans))
     return whole[len(whole) // 2] if whole else []
 
 
 def staleness_tokens(figures: RunFigures) -> dict[int, int]:
-    """Trained tokens by staleness, of all batches."""
+    """Count the trained tokens of all batches by staleness."""
     tokens: dict[int, int] = defaultdict(int)
     for batch in figures.batches:
         for age, count in batch.staleness.items():
@@ -279,7 +282,7 @@ def _evaluated(line: Line) -> Evaluated:
 def _spans(lines: Sequence[Line], ladder: Ladder) -> list[RungSpan]:
     rises: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
-        if line.get("role") not in names.GPU_ROLES:  # the operator's lines are of the whole group
+        if line.get("role") not in names.GPU_ROLES:  # the operator's lines are about the whole group
             continue
         if line.get("event") == "agent up" and line["pod"] not in rises:
             rises[line["pod"]].append({**line, "rung": Rung.UNKNOWN})
@@ -289,7 +292,7 @@ def _spans(lines: Sequence[Line], ladder: Ladder) -> list[RungSpan]:
 
 
 def _is_of_a_rung(line: Line) -> bool:
-    """That this release knows: one of a newer agent's own is passed over."""
+    """Return whether the line reports a rung that this release knows; a newer agent's own rungs are skipped."""
     return line.get("event") == "rung reached" and line.get("rung") in set(Rung)
 
 
@@ -312,12 +315,12 @@ def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[RungSpan]
 
 
 def _first_of_climb(ladder: Ladder) -> Rung:
-    """With which a climb begins for the GPU: the gate closes, or the trainer begins beside rollout."""
+    """Return the rung with which a climb begins for the GPU: the gate closes, or the trainer begins beside rollout."""
     return Rung.CLOSED if ladder.takes_turns else ladder.rungs[0]
 
 
 def _holder(rung: Rung, towards: Rung | None, ladder: Ladder, role: str) -> PodHolder:
-    """Of the time from a rung to another; None: not there yet. role: of the pod."""
+    """Return who holds the GPU between two rungs. towards: None if not reached yet. role: the pod's."""
     if not (ladder.serves and ladder.trains):
         return PodHolder.ROLLOUT if ladder.serves else PodHolder.TRAINER
     if role == names.ROLE_TRAINER:

@@ -1,6 +1,6 @@
-"""Who held each GPU, when and why, as text and as a stand-alone page. Pure: records in, text out, always the same.
+"""Draw who held each GPU, when and why, as text and as a stand-alone page. Pure: the same records give the same text.
 
-A figure that was not measured is a dash, never a guess. The sections are also the demo's.
+A figure that was not measured is a dash, never a guess. The demo's report uses the same sections.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ LETTERS = {
 }
 
 STYLE = Path(__file__).with_name("style.css")
-SPANS_AT_MOST = 20_000  # drawn; a browser has to read them all
+SPANS_AT_MOST = 20_000  # drawn spans; a browser has to load them all
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
 def text(records: Records, *, width: int = 100, steps: int = 10) -> str:
-    """For a terminal: a bar for each pod, the newest steps, what went wrong."""
+    """Return the timeline for a terminal: a bar for each pod, the newest steps, the errors."""
     figures = read_figures(records.lines, records.ladder)
     if not figures.spans:
         return "nothing is known: no pod of the job has a log line about its GPU"
@@ -72,7 +72,7 @@ def _bars(figures: RunFigures, width: int) -> Iterator[str]:
 
 
 def _bar(figures: RunFigures, spans: list[RungSpan], cells: int) -> str:
-    """In each cell the holder of most of its time."""
+    """Draw a bar whose cells show the holder of most of their time."""
     length = (figures.ended - figures.began) / cells or 1.0
     held: list[dict[PodHolder, float]] = [{} for _ in range(cells)]
     for span in spans:
@@ -104,7 +104,7 @@ def _marks(figures: RunFigures) -> Iterator[str]:
 
 # ---------------------------------------------------------------------------------------------------------------- page
 def page(title: str, sections: Iterable[str]) -> str:
-    """A whole HTML page that needs nothing from elsewhere."""
+    """Return a whole HTML page without external resources."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -114,7 +114,7 @@ def page(title: str, sections: Iterable[str]) -> str:
 
 
 def render(records: Records) -> str:
-    """The timeline of a job as a page."""
+    """Return a job's timeline as an HTML page."""
     figures, job = read_figures(records.lines, records.ladder), records.job
     status = job.get("status", {})
     intro = (
@@ -139,6 +139,7 @@ def _figures(figures: RunFigures) -> list[tuple[str, str]]:
 
 
 def holders(figures: RunFigures) -> str:
+    """Return the section on who held each device."""
     began, spans = figures.began, figures.spans[-SPANS_AT_MOST:]
     rows = _rows(
         figures, spans, began, lambda span: f"{span.holder.value}, step {span.step}: {span.end - span.start:.2f} s"
@@ -154,14 +155,14 @@ def holders(figures: RunFigures) -> str:
 
 
 def _rows(
-    figures: RunFigures, spans: Sequence[RungSpan], began: float, told: Callable[[RungSpan], str]
+    figures: RunFigures, spans: Sequence[RungSpan], began: float, title_of: Callable[[RungSpan], str]
 ) -> list[ChartRow]:
-    """A row for each pod, with its spans in seconds since `began`. told: what is said of a span."""
+    """Return a row for each pod, with its spans in seconds since `began`. title_of: the title of a span."""
     return [
         ChartRow(
             pod,
             [
-                Bar(span.start - began, span.end - began, COLOURS[span.holder], told(span))
+                Bar(span.start - began, span.end - began, COLOURS[span.holder], title_of(span))
                 for span in spans
                 if span.pod == pod
             ],
@@ -171,6 +172,7 @@ def _rows(
 
 
 def switch(figures: RunFigures) -> str:
+    """Return the section on the rungs of a switch."""
     times = rung_times(figures)
     spans = typical_switch(figures)
     began = min((span.start for span in spans), default=0.0)
@@ -191,6 +193,7 @@ def switch(figures: RunFigures) -> str:
 
 
 def staleness(figures: RunFigures) -> str:
+    """Return the section on the staleness of trained tokens."""
     ages = staleness_tokens(figures)
     trained = sum(ages.values()) or 1
     rows = [
@@ -204,6 +207,7 @@ def staleness(figures: RunFigures) -> str:
 
 
 def every_step(figures: RunFigures) -> str:
+    """Return the section with a row for each step."""
     rows = [
         (
             str(batch.step),
@@ -221,6 +225,7 @@ def every_step(figures: RunFigures) -> str:
 
 
 def details(name: str, body: str) -> str:
+    """Return a section that is folded until a reader opens it."""
     return f"<details><summary>{escape(name)}</summary>{body}</details>"
 
 
@@ -230,7 +235,7 @@ def _present(spans: Iterable[RungSpan]) -> list[PodHolder]:
 
 
 def _key(spans: Iterable[RungSpan]) -> list[tuple[str, str]]:
-    """Colour and meaning of what is drawn."""
+    """Return colour and meaning of each holder in the chart."""
     return [(COLOURS[holder], holder.value) for holder in _present(spans)]
 
 

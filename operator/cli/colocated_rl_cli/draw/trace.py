@@ -1,7 +1,7 @@
-"""A job as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: JSON in the Trace Event Format. Pure.
+"""Write a job as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: JSON in the Trace Event Format. Pure.
 
-Each pod is a process with two threads: who has its GPU, with the reason of the epoch, and its rungs. Beside them the
-rollout controller with its batches, evaluations and the reward as a counter. Problems and events are instants.
+Each pod is a process with two threads: who has its GPU, with the epoch's cause, and its rungs. The job is a process
+with its batches as instants and its rewards as counters. Problems and Kubernetes events are instants.
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -15,12 +15,12 @@ from colocated_rl_cli.evidence.causes import causes_by_epoch, event_ts
 from colocated_rl_cli.evidence.records import Records
 
 HOLDER, RUNGS = 1, 2  # threads of a pod
-JOB = 1  # process of what belongs to no pod
+JOB = 1  # the process for what belongs to no pod
 Event = dict[str, Any]
 
 
 def trace(records: Records) -> dict[str, Any]:
-    """`traceEvents` with microseconds since the epoch."""
+    """Return the trace; its times are microseconds since the epoch."""
     figures = read_figures(records.lines, records.ladder)
     numbers = {pod: number for number, pod in enumerate(figures.pods, start=JOB + 1)}
     events = [
@@ -29,7 +29,7 @@ def trace(records: Records) -> dict[str, Any]:
         *_rungs(figures, numbers),
         *_learning(figures),
         *_marks(figures, numbers),
-        *_told(records),
+        *_kubernetes_events(records),
     ]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
@@ -49,7 +49,7 @@ def _meta(kind: str, process: int, thread: int | None, name: str) -> Event:
 
 
 def _holders(figures: RunFigures, numbers: dict[str, int], causes: dict[int, str]) -> Iterator[Event]:
-    """Spans of one holder in a row are one slice."""
+    """Yield one slice for each run of spans with the same holder."""
     for pod, number in numbers.items():
         spans = [span for span in figures.spans if span.pod == pod]
         while spans:
@@ -89,8 +89,8 @@ def _marks(figures: RunFigures, numbers: dict[str, int]) -> Iterator[Event]:
         yield _instant(mark.text, numbers.get(mark.who, JOB), mark.ts, {"who": mark.who})
 
 
-def _told(records: Records) -> Iterator[Event]:
-    """Events of the Kubernetes kind."""
+def _kubernetes_events(records: Records) -> Iterator[Event]:
+    """Yield the job's Kubernetes events as instants."""
     for event in records.events:
         at = event_ts(event)
         if at is not None:

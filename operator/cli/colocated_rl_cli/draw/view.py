@@ -1,6 +1,6 @@
-"""What a person sees of a job while it runs: a frame for a terminal, a line for each event elsewhere.
+"""Draw a job while it runs: a frame for a terminal, a line for each event elsewhere.
 
-Pure: the job, the lines of its members and the time in, something to print out. What is not known is a dash.
+Pure: job, log lines and time in, something to print out. An unknown value is a dash.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ COLOURS = {
 BLOCKS = " ▁▂▃▄▅▆▇█"
 SPARKS = 40
 ROWS_AT_MOST = 32  # of pods
-STEPS_FOR_PACE = 20  # how long the rest takes is told from the newest of them
+STEPS_FOR_PACE = 20  # the time left is estimated from at most so many of the newest steps
 
 
 def frame(job: Mapping[str, Any], lines: Sequence[Line], *, now: float, trouble: str | None = None) -> RenderableType:
-    """The job at this moment. now: seconds since the epoch. trouble: why what is shown may be old."""
+    """Draw the job at this moment. now: seconds since the epoch. trouble: why the frame may be out of date."""
     spec, status = job.get("spec", {}), job.get("status", {})
     steps, step = int(spec.get("steps", 1)), int(status.get("step") or 0)
     head = Table.grid(padding=(0, 2))
@@ -72,7 +72,7 @@ def frame(job: Mapping[str, Any], lines: Sequence[Line], *, now: float, trouble:
 
 
 def plain_line(line: Line) -> str | None:
-    """One line for an event that is worth one; None for all others."""
+    """Return one line for an event worth showing; None for all others."""
     match line.get("event"):
         case "batch sealed":
             return (
@@ -98,7 +98,7 @@ def plain_line(line: Line) -> str | None:
 
 
 def _pods(status: Mapping[str, Any], standings: Mapping[str, Standing], now: float) -> Table:
-    """A row for each pod that said something; those that are out of line come first."""
+    """Return a table with a row for each known pod; pods out of line come first."""
     table = Table(box=None, pad_edge=False, header_style="bright_black")
     for name in ("pod", "rung", "GPU", "since", ""):
         table.add_column(name)
@@ -140,7 +140,7 @@ def _learning(
 
 
 def _left_s(batches: Sequence[Sealed], steps: int) -> float | None:
-    """None while fewer than three steps have shown the pace."""
+    """Return the seconds left at the median pace; None before three steps are known."""
     newest = batches[-STEPS_FOR_PACE:]
     if len(newest) < 3:
         return None
@@ -153,7 +153,7 @@ def _number(value: Any, form: str, unit: str = "") -> str:
 
 
 def _spark(shares: Sequence[float]) -> str:
-    """From the lowest to the highest of them; rewards need not lie between 0 and 1."""
+    """Draw a sparkline, scaled over 0 to 1 or over the values' range if that is wider."""
     shown = shares[-SPARKS:]
     low, high = min([0.0, *shown]), max([1.0, *shown])
     return "".join(BLOCKS[round(8 * (share - low) / (high - low))] for share in shown)

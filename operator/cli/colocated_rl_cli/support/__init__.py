@@ -1,1 +1,1 @@
-"""The bundle for a bug report, and what is scrubbed out of it."""
+"""Make the support archive for a bug report, and scrub secrets out of it."""

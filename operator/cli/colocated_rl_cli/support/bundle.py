@@ -1,7 +1,7 @@
-"""A support archive: all that can be said of a job, in one file, without secrets and without samples.
+"""Make a support archive: everything known of a job in one file, without secrets and without samples.
 
-Objects are read with the caller's rights and Secrets never; everything passes `scrubbing`. What could not be read is in
-the archive too, with the reason: a bundle of a broken cluster is the one that matters.
+Objects are read with the caller's rights, Secrets never; everything passes `scrubbing`. The archive also lists what
+could not be read, with the reason, because a bundle is most needed when the cluster is broken.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ is replaced by [removed]. Look at it before you send it.
 
 
 class Bundle:
-    """An archive that is being made; files lie below one folder."""
+    """An archive in the making; all files lie below one folder."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -47,19 +47,21 @@ class Bundle:
         self._not_read: list[str] = []
 
     def readme(self, content: str) -> None:
-        """Of our own words."""
+        """Add README.txt, our own text, which needs no scrubbing."""
         self._files["README.txt"] = content
 
     def text(self, name: str, content: str) -> None:
+        """Add a text file, scrubbed."""
         self._files[name] = scrub_text(content)
 
     def document(self, name: str, content: Any) -> None:
+        """Add plain data as JSON or YAML, by the ending of the name, scrubbed."""
         scrubbed = scrub(content)
         is_json = name.endswith(".json")
         self._files[name] = json.dumps(scrubbed, indent=1) if is_json else written(scrubbed)
 
     async def read(self, name: str, ask: Callable[[], Awaitable[Any]]) -> None:
-        """Put in what `ask` answers, or note why it did not."""
+        """Add the answer to `ask`, or note why there is none."""
         try:
             content = await ask()
         except CliError as error:
@@ -71,7 +73,7 @@ class Bundle:
             self.document(name, content)
 
     async def listed(self, name: str, ask: Callable[[], Awaitable[list[Object]]]) -> list[Object]:
-        """What `ask` answers; nothing, and a note, where it does not."""
+        """Return the answer to `ask`; if there is none, note why and return an empty list."""
         try:
             return await ask()
         except CliError as error:
@@ -83,7 +85,7 @@ class Bundle:
         return sorted(self._files)
 
     def write(self, path: str) -> None:
-        """A new file, for its owner alone to read. Raises OSError."""
+        """Write a new file that only its owner may read. Raises OSError."""
         if self._not_read:
             self._files["not-read.txt"] = scrub_text("\n".join(self._not_read) + "\n")
         content = io.BytesIO()
@@ -98,7 +100,7 @@ class Bundle:
 
 
 async def collect(api: Api, job: Object, explanation: str, *, operator: str | None = None) -> Bundle:
-    """Everything about a job. operator: namespace of the operator, whose pods are wanted too."""
+    """Collect everything about a job. operator: the operator's namespace, to add its pods; None leaves them out."""
     name = job["metadata"]["name"]
     made = Bundle(f"{name}-bundle")
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -119,7 +121,7 @@ async def collect(api: Api, job: Object, explanation: str, *, operator: str | No
 
 
 async def _pod(api: Api, made: Bundle, pod: Object, *, folder: str) -> None:
-    """The object and its logs."""
+    """Add a pod's object and its logs."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     made.document(f"{folder}/{name}.yaml", pod)
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
@@ -131,7 +133,7 @@ async def _pod(api: Api, made: Bundle, pod: Object, *, folder: str) -> None:
 
 
 async def _pages(api: Api, made: Bundle, pod: Object) -> None:
-    """What a member says of itself."""
+    """Add a member's own pages."""
     name = pod["metadata"]["name"]
     if pod.get("status", {}).get("phase") != "Running":
         return
@@ -149,7 +151,7 @@ async def _claims(api: Api, job: str) -> Any:
 
 
 async def _events(api: Api, job: Object) -> Any:
-    """Of the job and of its pods."""
+    """Return the events about the job and its pods."""
     events = await api.events_about(job["metadata"]["uid"])
     for pod in await api.pods_of(job["metadata"]["name"]):
         events += await api.events_about(pod["metadata"]["uid"])

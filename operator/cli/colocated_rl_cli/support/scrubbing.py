@@ -1,7 +1,7 @@
-"""Takes secrets out of what leaves the cluster in a support archive. Rather too much than too little.
+"""Remove secrets from what leaves the cluster in a support archive, rather too much than too little.
 
-Removed: what stands under a name like token, key or password; values of environment variables that are not known to be
-harmless; what looks like a credential wherever it stands; the copies that `kubectl apply` keeps in annotations.
+It removes values under a name like token, key or password; values of environment variables that are not known to be
+harmless; anything that looks like a credential; and the copies that `kubectl apply` keeps in annotations.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _CREDENTIALS = (
     re.compile(r"(?i)(?<=://)[^/\s:@\"']*:[^/\s@\"']+(?=@)"),  # user:password in an address
 )
 _NAMES = r"pass(?:word|wd|phrase)|token|secret|credential|api[-_ ]?key|(?:access|private)[-_]?key|authorization"
-# No pattern begins with a repetition: over a long word it would take the square of its length. Backslashes stand in a
-# text that holds another one.
+# No pattern begins with a repetition, which would take quadratic time over a long word. Backslashes occur where one
+# text is quoted inside another.
 _NAMED = re.compile(
     rf"(?i)((?:{_NAMES})\\*[\"']?\s*[=:]\s*(?:bearer\s+|basic\s+)?)"
     r"(\\*\"[^\"\n]*\"|\\*'[^'\n]*'|[^\s,;}\"'&]+)"
@@ -43,6 +43,7 @@ _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 
 
 def scrub_text(text: str) -> str:
+    """Return a text with everything that looks like a secret replaced."""
     for pattern in _CREDENTIALS:
         text = pattern.sub(REMOVED, text)
     text = _BEARER.sub(rf"\1 {REMOVED}", text)
@@ -50,14 +51,14 @@ def scrub_text(text: str) -> str:
 
 
 def _keep_figures(match: re.Match[str]) -> str:
-    """`tokens: 12` is a count."""
+    """Keep numbers, truth values and nulls: `tokens: 12` is a count."""
     name, value = match[1], match[2]
     is_figure = re.fullmatch(r"[\d.]+|null|true|false|None", value) is not None
     return match[0] if is_figure else f"{name}{REMOVED}"
 
 
 def scrub(value: Any) -> Any:
-    """A document without secrets; the same where there are none."""
+    """Return plain data with its secrets replaced."""
     if isinstance(value, Mapping):
         if set(value) >= {"name", "value"} and isinstance(value["value"], str):  # an environment variable
             kept = _HARMLESS_ENV.match(str(value["name"])) and not _is_secret(str(value["name"]))
@@ -81,7 +82,7 @@ def _is_secret(name: str) -> bool:
 
 
 def _words(values: list[Any]) -> list[Any]:
-    """Items of a list; of a command line, also the word after a flag such as --api-key."""
+    """Scrub the items of a list; in a command line, also the word after a flag such as --api-key."""
     kept, follows = [], False
     for value in values:
         is_flag = isinstance(value, str) and value.startswith("-") and _is_secret(value)
