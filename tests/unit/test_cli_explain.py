@@ -15,7 +15,7 @@ from builders import RESIDENT_ROLLOUT, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.rungs import Rung
 from colocated_rl_cli.base.errors import NotAllowed
-from colocated_rl_cli.commands import told
+from colocated_rl_cli.commands import explanation_text
 from colocated_rl_cli.evidence.evidence import Evidence
 from colocated_rl_cli.explain.explanation import Explanation, explain
 from colocated_rl_cli.explain.remedies import REMEDIES
@@ -194,7 +194,7 @@ def test_a_suspended_job_is_explained_with_how_to_resume_it() -> None:
     conditions = [condition("Suspended", "True", "Suspended", "its pods are gone")]
     found = explained(job(status=running(phase="Suspended", conditions=conditions), suspend=True), pods=[], states={})
     assert [("Suspended", None)] == reasons(found)
-    assert "kubectl crlj resume" in told(found)
+    assert "kubectl crlj resume" in explanation_text(found)
     suspending = explained(job(status=running(phase="Suspending"), suspend=True))
     assert ([("Suspending", None)], False) == (reasons(suspending), suspending.is_problem)
 
@@ -232,7 +232,7 @@ def test_a_spec_that_the_operator_has_not_read_yet() -> None:
 def test_a_stalled_job_is_a_problem_with_the_operators_words(reason: str) -> None:
     found = explained(job(status=running(conditions=[condition("Stalled", "True", reason, "the words")])))
     assert (reason, "the words", True) == (found.causes[0].reason, found.causes[0].message, found.is_problem)
-    assert found.causes[0].remedy.do in told(found)
+    assert found.causes[0].remedy.do in explanation_text(found)
 
 
 def test_a_failed_job_that_can_not_be_deleted_has_failed_all_the_same() -> None:
@@ -321,7 +321,7 @@ def test_a_members_own_problem_comes_with_its_rung_and_remedy() -> None:
     states = pages(**{"sums-gpu-1-0": gpu_page(problem=problem)})
     found = explained(job(status=running()), states=states)
     assert [("TrainerDied", "sums-gpu-1-0")] == reasons(found)
-    text = told(found)
+    text = explanation_text(found)
     for part in ("TrainerDied, sums-gpu-1-0 at Serving", "last words: out of memory", REMEDIES["TrainerDied"].do):
         assert part in text
 

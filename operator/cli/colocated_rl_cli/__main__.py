@@ -11,7 +11,7 @@ from pathlib import Path
 
 from colocated_rl_cli import completion
 from colocated_rl_cli.base.errors import CliError, Exit
-from colocated_rl_cli.base.output import complain, say
+from colocated_rl_cli.base.output import print_error, print_out
 from colocated_rl_cli.parser import build
 
 ASKED_TO_COMPLETE = "__complete"
@@ -32,7 +32,7 @@ def run(words: Sequence[str], environment: Mapping[str, str], *, prog: str = "co
     except BrokenPipeError:  # whoever reads has had enough
         code = Exit.FINE
     except OSError as error:
-        complain(f"{prog}: {error}")
+        print_error(f"{prog}: {error}")
         code = Exit.USAGE
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
@@ -42,7 +42,7 @@ def _answer(words: Sequence[str], environment: Mapping[str, str], prog: str) -> 
     parser = build(prog)
     if words and words[0] == ASKED_TO_COMPLETE:
         for candidate in completion.complete(parser, words[1:], environment):
-            say(candidate)
+            print_out(candidate)
         return Exit.FINE
     args = parser.parse_args(words)
     args.environment = environment
@@ -50,7 +50,7 @@ def _answer(words: Sequence[str], environment: Mapping[str, str], prog: str) -> 
         outcome = args.run(args)
         return asyncio.run(_ended(outcome)) if asyncio.iscoroutine(outcome) else outcome
     except CliError as error:
-        complain(f"{prog} {args.command}: {error}")
+        print_error(f"{prog} {args.command}: {error}")
         return error.code
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
@@ -72,8 +72,8 @@ def complete() -> int:
     """kubectl_complete-crlj: a candidate a line, then what to do when there is none (4: no files, 0: files)."""
     found = completion.complete(build("kubectl crlj"), sys.argv[1:], os.environ)
     for candidate in found:
-        say(candidate)
-    say(":4" if found else ":0")
+        print_out(candidate)
+    print_out(":4" if found else ":0")
     return Exit.FINE
 
 

@@ -17,9 +17,9 @@ from typing import Any
 from colocated_rl_api import names
 from colocated_rl_cli.base.errors import CliError, Exit, UsageError
 from colocated_rl_cli.base.output import (
-    complain,
     document,
-    say,
+    print_error,
+    print_out,
     table,
 )
 from colocated_rl_cli.base.yaml_text import MAX_BYTES
@@ -55,17 +55,17 @@ def validate(args: Namespace) -> Exit:
         for name, verdict in verdicts.items():
             _say_verdict(name, verdict)
     else:
-        say(document([{"file": name, **_verdict(verdict)} for name, verdict in verdicts.items()], args.output))
+        print_out(document([{"file": name, **_verdict(verdict)} for name, verdict in verdicts.items()], args.output))
     return Exit.FINE if all(verdict.is_accepted for verdict in verdicts.values()) else Exit.PROBLEM
 
 
 def _say_verdict(name: str, verdict: ManifestVerdict) -> None:
     for fault in verdict.faults:
         field = f"{fault.field}: " if fault.field else ""
-        say(f"{name}:{fault.place.line}:{fault.place.column}: {field}{fault.message}")
+        print_out(f"{name}:{fault.place.line}:{fault.place.column}: {field}{fault.message}")
     if verdict.is_accepted:
         passed = f" ({verdict.others} objects of other kinds not looked at)" if verdict.others else ""
-        say(f"{name}: fine: {', '.join(verdict.jobs)}{passed}")
+        print_out(f"{name}: fine: {', '.join(verdict.jobs)}{passed}")
 
 
 def _verdict(verdict: ManifestVerdict) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _text_of(name: str) -> str:
 
 
 def init(args: Namespace) -> Exit:
-    return _hand_over(starter.manifest(questions.answered(args)), args)
+    return _hand_over(starter.manifest(questions.wishes_from(args)), args)
 
 
 def _hand_over(text: str, args: Namespace) -> Exit:
@@ -100,7 +100,7 @@ def _hand_over(text: str, args: Namespace) -> Exit:
         raise UsageError(f"{path} is there already: name another file, or --force to replace it") from error
     except OSError as error:
         raise UsageError(f"{path} can't be written: {error}") from error
-    complain(f"{path}: written; next: kubectl apply -f {path}")
+    print_error(f"{path}: written; next: kubectl apply -f {path}")
     return Exit.FINE
 
 
@@ -122,9 +122,9 @@ async def explain_job(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         explanation = await explained(api, args.job)
     if args.output == "text":
-        say(told(explanation))
+        print_out(explanation_text(explanation))
     else:
-        say(document(_explanation(explanation), args.output))
+        print_out(document(_explanation(explanation), args.output))
     return Exit.PROBLEM if explanation.is_problem else Exit.FINE
 
 
@@ -171,7 +171,7 @@ async def _since(api: Api, pods: list[dict[str, Any]]) -> dict[str, float]:
     return {pod: stands.since for pod, stands in standings(lines).items()}  # the same on every ladder
 
 
-def told(explanation: Explanation) -> str:
+def explanation_text(explanation: Explanation) -> str:
     """For people."""
     lines = [f"{explanation.job}: {explanation.headline}"]
     if explanation.rungs:
@@ -213,16 +213,16 @@ async def show_samples(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         if args.parquet:
             size = await samples.download(api, args.job, query, Path(args.parquet))
-            complain(f"{args.parquet}: written, {size / 2**20:.1f} MiB")
+            print_error(f"{args.parquet}: written, {size / 2**20:.1f} MiB")
             return Exit.FINE
         if not args.follow:
-            say(samples.listed(await samples.newest(api, args.job, query), args.output, text=args.text))
+            print_out(samples.listed(await samples.newest(api, args.job, query), args.output, text=args.text))
             return Exit.FINE
         if above := samples.head(args.output, text=args.text):
-            say(above)
-        async with aclosing(samples.followed(api, args.job, query, complain=complain)) as rows:
+            print_out(above)
+        async with aclosing(samples.followed(api, args.job, query, report=print_error)) as rows:
             async for row in rows:
-                say(samples.told(row, args.output, text=args.text))
+                print_out(samples.listed_one(row, args.output, text=args.text))
                 sys.stdout.flush()  # whoever reads a pipe sees it too
     return Exit.FINE
 
@@ -237,9 +237,9 @@ async def evaluations(args: Namespace) -> Exit:
         found[newest["step"]] = {"ts": None, **found.get(newest["step"], {}), **newest}
     rows = [found[step] for step in sorted(found)]
     if args.output == "text":
-        say(table(rows, ["step", "mean", "stderr", "best", "samples"]))
+        print_out(table(rows, ["step", "mean", "stderr", "best", "samples"]))
     else:
-        say(document(rows, args.output))
+        print_out(document(rows, args.output))
     return Exit.FINE
 
 
@@ -257,13 +257,13 @@ async def _steer(args: Namespace, *, suspend: bool, said: str) -> Exit:
         job = await api.job(args.job)
         name = f"{api.namespace}/{args.job}"
         if is_over(job):
-            complain(f"{name}: it is over ({job['status']['phase']}): make a new job")
+            print_error(f"{name}: it is over ({job['status']['phase']}): make a new job")
             return Exit.PROBLEM
         if bool(job["spec"].get("suspend")) is suspend:
-            say(f"{name}: {'suspended' if suspend else 'not suspended'} already")
+            print_out(f"{name}: {'suspended' if suspend else 'not suspended'} already")
             return Exit.FINE
         await api.change_job(args.job, {"spec": {"suspend": suspend}})
-    say(f"{name}: {'suspended' if suspend else 'resumed'}: {said}")
+    print_out(f"{name}: {'suspended' if suspend else 'resumed'}: {said}")
     return Exit.FINE
 
 
@@ -289,7 +289,7 @@ async def show_timeline(args: Namespace) -> Exit:
     if args.save:
         _write(args.save, records.as_json())
     if not (args.html or args.trace or args.save):
-        say(timeline.text(records, width=Terminal().width))
+        print_out(timeline.text(records, width=Terminal().width))
     return Exit.FINE
 
 
@@ -305,17 +305,17 @@ def _write(path: str, text: str) -> None:
         Path(path).write_text(text)
     except OSError as error:
         raise UsageError(f"{path} can't be written: {error}") from error
-    complain(f"{path}: written")
+    print_error(f"{path}: written")
 
 
 async def make_bundle(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
-        made = await bundle.collect(api, job, told(await explained(api, args.job)), operator=args.operator)
+        made = await bundle.collect(api, job, explanation_text(await explained(api, args.job)), operator=args.operator)
     path = args.file or f"{args.job}-bundle.tar.gz"
     try:
         made.write(path)
     except OSError as error:
         raise UsageError(f"{path} can't be written: {error}") from error
-    complain(f"{path}: {len(made.names)} files; look at it before you send it: tar -tzf {path}")
+    print_error(f"{path}: {len(made.names)} files; look at it before you send it: tar -tzf {path}")
     return Exit.FINE

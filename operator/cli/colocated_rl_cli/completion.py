@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from colocated_rl_cli.base.errors import CliError, Exit
-from colocated_rl_cli.base.output import say
+from colocated_rl_cli.base.output import print_out
 from colocated_rl_cli.cluster.api import Api
 from colocated_rl_cli.cluster.kubectl import Login
 
@@ -40,7 +40,7 @@ complete -c colocated-rl -a '(colocated-rl __complete (commandline -opc)[2..] (c
 
 
 async def print_script(args: argparse.Namespace) -> Exit:
-    say(_SCRIPTS[args.shell])
+    print_out(_SCRIPTS[args.shell])
     return Exit.FINE
 
 

@@ -1,1 +1,1 @@
-"""Errors, output and YAML with positions, for all commands."""
+"""Define errors, output formats and YAML with positions for all commands."""

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON and YAML for programs."""
+"""Commands print tables for people, JSON and YAML for programs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from colocated_rl_cli.base.yaml_text import written
 FORMATS = ("text", "json", "yaml")
 
 
-def say(text: str) -> None:
+def print_out(text: str) -> None:
+    """Write a line to standard output."""
     sys.stdout.write(f"{text}\n")
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
+    """Write a line to standard error."""
     sys.stderr.write(f"{text}\n")
 
 
 def document(value: Any, form: str) -> str:
-    """form: json or yaml."""
+    """Return plain data as JSON or YAML. form: json or yaml."""
     plain = json.loads(json.dumps(value, default=str))
     return json.dumps(plain, indent=2) if form == "json" else written(plain).rstrip()
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Columns as wide as they have to be, headed by their names as kubectl does; nothing is a dash."""
+    """Align columns under their names in upper case, as kubectl does; print a missing value as a dash."""
     cells = [[column.upper() for column in columns]]
     cells += [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
@@ -35,7 +37,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 
 def row_of(row: Mapping[str, Any], columns: Mapping[str, int]) -> str:
-    """Of a table whose rows come one after another. columns: with the widths of what they hold, usually."""
+    """Return one row of a table that is printed as its rows arrive. columns: name to usual width of the values."""
     widths = [max(len(name), width) for name, width in columns.items()]
     return _spaced([_cell(row.get(name)) for name in columns], widths)
 

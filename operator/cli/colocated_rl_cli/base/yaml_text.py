@@ -1,9 +1,9 @@
-"""YAML as the API server reads it, with the line of everything; and written so that it reads what was meant.
+"""Read YAML as the API server does, with the position of each value, and write YAML that the server reads as meant.
 
-The server decodes with Go's YAML 1.1 and then JSON. What that takes for a number or a truth value is not what PyYAML
-does (`1e-4` is a number, `1:30` is none, `0o17` is 15), so plain scalars are resolved here. A tab between words is a
-space, as there; one that indents is not. Refused, as by the server with strict validation: a key that comes twice, text
-that is no YAML, a number that JSON has not.
+The server decodes with Go's YAML 1.1 and then JSON. It resolves plain scalars differently from PyYAML (`1e-4` is a
+number, `1:30` is not, `0o17` is 15), so they are resolved here. As in the server, a tab between words is a space, and a
+tab that indents is an error. Like the server's strict validation, this refuses a key that comes twice, text that is not
+YAML, and a number that JSON cannot express.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class Unreadable(Exception):
-    """Text that the API server could not decode. `place` says where."""
+    """The API server could not decode the text at `place`."""
 
     def __init__(self, message: str, place: Position) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """Both from 1."""
+    """A position in a file; line and column count from 1."""
 
     line: int
     column: int
@@ -55,19 +55,19 @@ class Position:
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a file. `places`: of each value by its path, or of its key where it has one."""
+    """One document of a file. places: path of each value to its position, or to its key's where it has a key."""
 
     value: Any
     places: dict[Path, Position] = field(default_factory=dict)
 
     def place(self, path: Path) -> Position:
-        """Of a path, or of its nearest part that is there."""
+        """Return the position of a path, or of its longest prefix that exists."""
         while path and path not in self.places:
             path = path[:-1]
         return self.places[path]
 
     def parts(self, key: str) -> Iterator[Document]:
-        """Of a list that stands under a key: each as a document of its own."""
+        """Yield each item of the list under a key as a document of its own."""
         places: list[dict[Path, Position]] = [{} for _ in self.value[key]]
         for path, place in self.places.items():
             if path[:1] == (key,) and len(path) > 1:
@@ -76,7 +76,7 @@ class Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """Marks plain scalars instead of resolving them."""
+    """Load plain scalars with a mark instead of resolving them."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - the base declares it of instances
 
@@ -102,7 +102,7 @@ _Loader.add_implicit_resolver(_PLAIN, re.compile(r".*", re.DOTALL), None)
 
 
 class _QuotingDumper(yaml.SafeDumper):
-    """Quotes texts that would be none without quotes."""
+    """Quote strings that would be read as another type without quotes."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -114,12 +114,12 @@ _QuotingDumper.add_representer(str, _text)
 
 
 def written(value: Any, *, width: int = 80) -> str:
-    """Plain data as YAML, in the order that it has."""
+    """Return plain data as YAML, its keys in their order."""
     return yaml.dump(value, Dumper=_QuotingDumper, sort_keys=False, width=width)
 
 
 def read(text: str) -> Iterator[Document]:
-    """The documents of a file, empty ones left out. Raises Unreadable."""
+    """Yield the documents of a file, without empty ones. Raises Unreadable."""
     if len(text.encode()) > MAX_BYTES:
         raise Unreadable(f"larger than {MAX_BYTES} bytes, which no API server takes at once: split it", Position(1, 1))
     try:
@@ -140,7 +140,7 @@ def read(text: str) -> Iterator[Document]:
 
 
 class _NodeReader:
-    """Turns the nodes of one document into values."""
+    """Turn the nodes of one document into values."""
 
     def __init__(self) -> None:
         self._places: dict[Path, Position] = {}
@@ -177,7 +177,7 @@ class _NodeReader:
         return merged | own
 
     def _merged(self, node: yaml.Node, path: Path) -> dict[str, Any]:
-        """What `<<` brings; of several mappings, an earlier one wins."""
+        """Return the merged mappings of a `<<` key; of several mappings, an earlier one wins."""
         parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
         found: dict[str, Any] = {}
         for part in parts:
@@ -206,7 +206,7 @@ def _scalar(node: yaml.ScalarNode) -> object:
 
 
 def plain(text: str) -> object:
-    """The value of a plain scalar. What looks like a date stays a text."""
+    """Return the value of a plain scalar; what looks like a date stays a string."""
     if text in _NULL:
         return None
     if text in _TRUE or text in _FALSE:

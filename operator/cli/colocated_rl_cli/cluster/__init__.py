@@ -1,1 +1,1 @@
-"""The only code that asks the API server, kubectl and the members' pages."""
+"""Call the API server, kubectl and the members' pages; no other code here does."""

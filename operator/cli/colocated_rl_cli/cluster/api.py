@@ -1,7 +1,7 @@
-"""The API server, as whoever is logged in: objects, changes of them, logs. The only module that knows its paths.
+"""Read and change objects, and read logs, at the API server as the user who is logged in to kubectl.
 
-Every call has a deadline, but for the streams `follow_log` and `watch`, which last until they end. Errors say which
-right is missing, or what does not answer.
+No other module knows the server's paths. Every call has a deadline, except the streams `follow_log` and `watch`, which
+last until they end. An error names the missing right, or who does not answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Object = dict[str, Any]
 
 
 class Api:
-    """One namespace of one cluster."""
+    """A client for one namespace of one cluster."""
 
     def __init__(self, session: aiohttp.ClientSession, namespace: str) -> None:
         self.session = session
@@ -41,7 +41,7 @@ class Api:
     @classmethod
     @asynccontextmanager
     async def reach(cls, login: Login, namespace: str | None) -> AsyncIterator[Api]:
-        """Raises NotReached."""
+        """Connect through `kubectl proxy` while the block runs. Raises NotReached."""
         chosen = namespace or await login.namespace()
         async with proxied(login) as socket:
             connector = aiohttp.UnixConnector(str(socket), limit=0)
@@ -61,7 +61,7 @@ class Api:
 
     # --------------------------------------------------------------------------------------------------------- objects
     async def job(self, name: str) -> Object:
-        """Raises NotThere."""
+        """Return the job. Raises ObjectMissing."""
         found: Object = await self.get(f"{self.jobs}/{name}", what=f"job {self.namespace}/{name}")
         return found
 
@@ -70,25 +70,25 @@ class Api:
         return [str(job["metadata"]["name"]) for job in found["items"]]
 
     async def change_job(self, name: str, patch: Mapping[str, Any]) -> Object:
-        """A merge patch."""
+        """Apply a JSON merge patch to the job, and return the changed job."""
         what = f"job {self.namespace}/{name}"
         changed: Object = await self._json("PATCH", f"{self.jobs}/{name}", what=what, body=patch)
         return changed
 
     async def pods_of(self, job: str) -> list[Object]:
-        """By name, former attempts too."""
+        """Return the job's pods, earlier attempts included, sorted by name."""
         selector = {"labelSelector": f"{names.JOB_NAME_LABEL}={job}"}
         found = await self.get(self.pods, what=f"pods of job {self.namespace}/{job}", query=selector)
         return sorted(found["items"], key=lambda pod: str(pod["metadata"]["name"]))
 
     async def operators(self) -> list[Object]:
-        """Pods of the operator in this namespace."""
+        """Return the operator's pods in this namespace."""
         selector = {"labelSelector": f"app.kubernetes.io/name={names.MANAGED_BY}"}
         found = await self.get(self.pods, what=f"operator in namespace {self.namespace}", query=selector)
         return list(found["items"])
 
     async def events_about(self, uid: str) -> list[Object]:
-        """Oldest first. The API server forgets them after an hour, usually."""
+        """Return the events about an object, oldest first. The API server usually drops them after an hour."""
         found = await self.get(
             f"/api/v1/namespaces/{self.namespace}/events",
             what=f"events of namespace {self.namespace}",
@@ -97,12 +97,15 @@ class Api:
         return sorted(found["items"], key=event_time)
 
     async def log(self, pod: str, container: str, *, previous: bool = False, newest: int | None = None) -> str:
-        """What is kept of it, or its newest lines. Raises NotThere where the container has not run."""
+        """Return a container's log as far as it is kept, or its newest lines.
+
+        Raises ObjectMissing if the container has not run.
+        """
         query = {"container": container, "previous": str(previous).lower(), "limitBytes": str(MAX_LOG_BYTES)}
         if newest is not None:
             query["tailLines"] = str(newest)
         path, what = f"{self.pods}/{pod}/log", f"log of container {container} of pod {pod}"
-        async with self._asked("GET", path, what=what, query=query) as answer:
+        async with self._request("GET", path, what=what, query=query) as answer:
             return (await answer.read()).decode(errors="replace")
 
     async def get(self, path: str, *, what: str, query: Mapping[str, str] | None = None) -> Any:
@@ -110,8 +113,8 @@ class Api:
 
     # --------------------------------------------------------------------------------------------------------- streams
     async def watch(self, path: str, query: Mapping[str, str], *, what: str) -> AsyncIterator[tuple[str, Object]]:
-        """What is there as ADDED, then each change, until the server ends it. Raises CliError."""
-        async with self._asked("GET", path, what=what, query={**query, "watch": "1"}, deadline_s=None) as answer:
+        """Yield each existing object as ADDED, then each change, until the server ends the watch. Raises CliError."""
+        async with self._request("GET", path, what=what, query={**query, "watch": "1"}, deadline_s=None) as answer:
             async for line in _lines(answer, what):
                 try:
                     event = json.loads(line)
@@ -122,9 +125,9 @@ class Api:
                 yield event["type"], event["object"]
 
     async def follow_log(self, pod: str, container: str) -> AsyncIterator[str]:
-        """From its beginning until the container ends. Raises CliError."""
+        """Yield the lines of a log from its beginning until the container ends. Raises CliError."""
         query, what = {"container": container, "follow": "true"}, f"log of container {container} of pod {pod}"
-        async with self._asked("GET", f"{self.pods}/{pod}/log", what=what, query=query, deadline_s=None) as answer:
+        async with self._request("GET", f"{self.pods}/{pod}/log", what=what, query=query, deadline_s=None) as answer:
             async for line in _lines(answer, what):
                 yield line
 
@@ -132,11 +135,11 @@ class Api:
     async def _json(
         self, method: str, path: str, *, what: str, query: Mapping[str, str] | None = None, body: object = None
     ) -> Any:
-        async with self._asked(method, path, what=what, query=query, body=body) as answer:
+        async with self._request(method, path, what=what, query=query, body=body) as answer:
             return await answer.json()
 
     @asynccontextmanager
-    async def _asked(
+    async def _request(
         self,
         method: str,
         path: str,
@@ -166,27 +169,29 @@ class Api:
 
 
 def refusal(status: int, text: str, what: str) -> CliError:
-    """What an answer other than success means."""
+    """Return the error for an answer that is no success, with the server's message and what to do next."""
     try:
-        said, is_servers = str(json.loads(text).get("message") or text), True
-    except (json.JSONDecodeError, AttributeError):  # kubectl's own words
-        said, is_servers = text.strip(), False
-    said = said[:2000]
+        message, is_servers = str(json.loads(text).get("message") or text), True
+    except (json.JSONDecodeError, AttributeError):  # kubectl's own text
+        message, is_servers = text.strip(), False
+    message = message[:2000]
     match status:
         case _ if status >= 500 and not is_servers:
-            return NotReached(f"{what}: kubectl reaches no API server: {said}; see that `kubectl get crlj` works")
+            return NotReached(f"{what}: kubectl reaches no API server: {message}; see that `kubectl get crlj` works")
         case 401:
-            return NotAllowed(f"{what}: the API server does not know who asks ({said}): log in again, as for kubectl")
+            return NotAllowed(
+                f"{what}: the API server does not know who asks ({message}): log in again, as for kubectl"
+            )
         case 403:
-            return NotAllowed(f"{what}: {said}; docs/cli.md lists the rights that each command needs")
-        case 404 if "the server could not find the requested resource" in said or "page not found" in said:
+            return NotAllowed(f"{what}: {message}; docs/cli.md lists the rights that each command needs")
+        case 404 if "the server could not find the requested resource" in message or "page not found" in message:
             return ObjectMissing(f"{what}: the cluster has no {names.KIND}: is the chart installed?")
         case 404:
-            return ObjectMissing(f"{what}: {said}; kubectl get crlj -A lists the jobs there are")
+            return ObjectMissing(f"{what}: {message}; kubectl get crlj -A lists the jobs there are")
         case 502 | 503 | 504:
-            return NotReached(f"{what}: the API server is not reached: {said}")
+            return NotReached(f"{what}: the API server is not reached: {message}")
         case _:
-            return NotReached(f"{what}: the API server answers {status}: {said}")
+            return NotReached(f"{what}: the API server answers {status}: {message}")
 
 
 async def _lines(answer: aiohttp.ClientResponse, what: str) -> AsyncIterator[str]:

@@ -1,8 +1,8 @@
-"""Follows a job through what it says itself: its status and the log lines of its pods, as they come.
+"""Follow a job by its status and the log lines of its pods, as they arrive.
 
-At the end `collect` reads all logs once more from their beginning, so that no line is missed that came before a
-follower or after it. What can't be had for a while (a pod that starts, an API server that restarts) is asked for again;
-`trouble` says so meanwhile.
+At the end `collect` reads all logs again from their beginning, so that lines from before and after each follower are
+not missed. What is unavailable for a while (a pod that starts, an API server that restarts) is requested again, and
+`trouble` holds the reason meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from colocated_rl_cli.cluster.api import Api
 from colocated_rl_cli.evidence.evidence import is_over
 from colocated_rl_cli.evidence.records import Records, read_line
 
-AGAIN_S = 0.5
+RETRY_S = 0.5
 MAX_LINES = 200_000  # kept; older ones go
 PODS_AT_MOST = 64  # whose logs are followed
 CONTAINERS = dict.fromkeys(names.GPU_ROLES, names.AGENT_CONTAINER) | {
@@ -34,7 +34,10 @@ CONTAINERS = dict.fromkeys(names.GPU_ROLES, names.AGENT_CONTAINER) | {
 
 
 class JobWatch:
-    """One job. on_line: called with each new line. refuse_lost: raises when there is no use in asking again."""
+    """Follows one job.
+
+    on_line: called with each new line. refuse_lost: called before each retry; raises if retrying is useless.
+    """
 
     def __init__(self, api: Api, name: str, *, refuse_lost: Callable[[], None] = lambda: None) -> None:
         self.job: Mapping[str, Any] = {}
@@ -46,9 +49,9 @@ class JobWatch:
         self._refuse_lost = refuse_lost
         self._ended = asyncio.Event()
         self._failure: Exception | None = None
-        self._seen: set[int] = set()  # hashes of pod and line, as they came: all of them, which may be many
+        self._seen: set[int] = set()  # hashes of pod and raw line: all of them, which may be many
         self._followed: dict[str, asyncio.Task[None]] = {}
-        self._over: set[str] = set()  # pods whose logs get no further line
+        self._ended_pods: set[str] = set()  # their logs get no further line
 
     @property
     def phase(self) -> str:
@@ -61,8 +64,8 @@ class JobWatch:
         """
         async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._again(self._watch_job), name="watch/job"),
-                group.create_task(self._again(lambda: self._watch_pods(group)), name="watch/pods"),
+                group.create_task(self._repeat(self._watch_job), name="watch/job"),
+                group.create_task(self._repeat(lambda: self._watch_pods(group)), name="watch/pods"),
             ]
             await self._ended.wait()
             for task in (*tasks, *self._followed.values()):
@@ -71,11 +74,11 @@ class JobWatch:
             raise self._failure
 
     def end(self) -> None:
-        """Nobody wants to know more: `until_ended` returns."""
+        """Stop following: `until_ended` returns."""
         self._ended.set()
 
     async def collect(self) -> Records:
-        """Every log that is still there from its beginning, and the events."""
+        """Return the job, every log that is still kept, from its beginning, and the job's events."""
         for pod in await self._api.pods_of(self._name):
             name, container = pod["metadata"]["name"], container_of(pod)
             if container is None:
@@ -91,10 +94,10 @@ class JobWatch:
         events = await self._api.events_about(uid) if uid else []
         return Records(job=self.job, lines=sorted(self.lines, key=lambda line: float(line["ts"])), events=events)
 
-    async def _again(self, task: Callable[[], Any], *, until: Callable[[], bool] = lambda: False) -> None:
-        """Do it until there is no use in it. The API server ends a watch every few minutes.
+    async def _repeat(self, task: Callable[[], Any], *, until: Callable[[], bool] = lambda: False) -> None:
+        """Repeat a task until that is useless, because the API server ends a watch every few minutes.
 
-        until: it is done for the last time where this holds before.
+        until: asked before each run; a run before which it returns True is the last.
         """
         is_last = False
         while not is_last:
@@ -107,12 +110,12 @@ class JobWatch:
                 self.trouble = error
             try:
                 self._refuse_lost()
-            except Exception as error:  # noqa: BLE001 - of whoever asked for it, and raised to him
+            except Exception as error:  # noqa: BLE001 - the caller's own exception, which until_ended raises to it
                 self._failure = error
             if self._failure is not None:
                 self._ended.set()
                 return
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
 
     async def _watch_job(self) -> None:
         query, what = {"fieldSelector": f"metadata.name={self._name}"}, f"job {self._api.namespace}/{self._name}"
@@ -126,13 +129,13 @@ class JobWatch:
         async for kind, pod in self._api.watch(self._api.pods, query, what=what):
             name, container = pod["metadata"]["name"], container_of(pod)
             is_over = kind == "DELETED" or pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
-            (self._over.add if is_over else self._over.discard)(name)
+            (self._ended_pods.add if is_over else self._ended_pods.discard)(name)
             known = self._followed.get(name)
             is_new = known is None or (known.done() and not is_over)  # another pod may get the name of one that is gone
             following = sum(not task.done() for task in self._followed.values())
             if is_new and following < PODS_AT_MOST and container and has_started(pod, container):
-                follow, is_read = partial(self._follow, name, container), partial(self._over.__contains__, name)
-                self._followed[name] = group.create_task(self._again(follow, until=is_read), name=f"watch/{name}")
+                follow, is_read = partial(self._follow, name, container), partial(self._ended_pods.__contains__, name)
+                self._followed[name] = group.create_task(self._repeat(follow, until=is_read), name=f"watch/{name}")
 
     async def _follow(self, pod: str, container: str) -> None:
         try:
@@ -150,11 +153,12 @@ class JobWatch:
 
 
 def container_of(pod: Mapping[str, Any]) -> str | None:
-    """Where its member runs. None: it does not say what it is, or says it in a newer version's word."""
+    """Return the container in which the pod's member runs; None without a role label, or with an unknown role."""
     return CONTAINERS.get(pod["metadata"]["labels"].get(names.ROLE_LABEL, ""))
 
 
 def has_started(pod: Mapping[str, Any], container: str) -> bool:
+    """Return whether the container has started, so that it has a log."""
     status = pod.get("status", {})
     statuses = [*status.get("containerStatuses", []), *status.get("initContainerStatuses", [])]
     return any(one["name"] == container and "waiting" not in one.get("state", {}) for one in statuses)

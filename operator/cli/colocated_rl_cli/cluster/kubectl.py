@@ -1,8 +1,8 @@
-"""The login: kubectl's own.
+"""Log in through kubectl.
 
-`kubectl proxy` on a Unix socket in a private directory speaks to the API server as whoever calls this program. So each
-context, certificate, exec plugin, proxy and OIDC token that works for kubectl works here, and nothing of a credential
-passes through this process. The socket and kubectl end with it, by a kill -9 too.
+`kubectl proxy` on a Unix socket in a private directory talks to the API server as the user of this program. So each
+context, certificate, exec plugin, proxy and OIDC token that works for kubectl works here, and no credential passes
+through this process. The socket and kubectl end with this process, also after a kill -9.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from colocated_rl_cli.base.errors import NotReached
 START_DEADLINE_S = 20.0
 ANSWER_DEADLINE_S = 20.0
 END_DEADLINE_S = 5.0
-MAX_WORDS = 2000
+MAX_OUTPUT_CHARACTERS = 2000
 
-# Runs a program for as long as standard input is open: the other end is ours, and closes with us however we end.
+# Runs a program for as long as standard input is open. This process holds the other end, which closes however it ends.
 _TIED = '"$@" </dev/null & trap "kill $!" EXIT; exec >&- 2>&-; read -r _'
 
 
 @dataclass(frozen=True)
 class Login:
-    """Which cluster, as whom: words for kubectl. What is None is as in the kubeconfig."""
+    """Which cluster to use, and as whom, in kubectl's own flags; None means as in the kubeconfig."""
 
     kubeconfig: str | None = None
     context: str | None = None
@@ -41,12 +41,12 @@ class Login:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], *, kubeconfig: str | None, context: str | None) -> Login:
-        """KUBECTL names another kubectl, perhaps with words after it."""
+        """Build a login from the environment, in which KUBECTL may name another kubectl, with arguments."""
         program = tuple(shlex.split(environment.get("KUBECTL", ""))) or ("kubectl",)
         return cls(kubeconfig, context, program, environment)
 
     def command(self, *words: str) -> list[str]:
-        """Raises NotReached."""
+        """Return a kubectl command line with the login's flags. Raises NotReached without kubectl on PATH."""
         program = shutil.which(self.program[0], path=self.environment.get("PATH"))
         if program is None:
             raise NotReached(
@@ -60,39 +60,39 @@ class Login:
         return [f"{flag}={value}" for flag, value in flags.items() if value is not None]
 
     async def namespace(self) -> str:
-        """Of the context; `default` where it names none. Raises NotReached."""
+        """Return the context's namespace, or `default` if it names none. Raises NotReached."""
         words = ("config", "view", "--minify", "--output=jsonpath={..namespace}")
         process = await asyncio.create_subprocess_exec(
             *self.command(*words), stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=self.environment
         )
         try:
             async with asyncio.timeout(ANSWER_DEADLINE_S):
-                said, complaint = await process.communicate()
+                output, error_output = await process.communicate()
         except TimeoutError as error:
             process.kill()
             raise NotReached(f"kubectl config view gave no answer in {ANSWER_DEADLINE_S:.0f} s") from error
         if process.returncode != 0:
             if self.context is not None:
                 raise NotReached(
-                    f"kubectl has no such context: {_words(complaint)}; kubectl config get-contexts lists them"
+                    f"kubectl has no such context: {_decoded(error_output)}; kubectl config get-contexts lists them"
                 )
             raise NotReached(
-                f"kubectl knows no cluster to ask ({_words(complaint)}): name its file in KUBECONFIG or with "
+                f"kubectl knows no cluster to ask ({_decoded(error_output)}): name its file in KUBECONFIG or with "
                 "--kubeconfig, or choose one: kubectl config use-context NAME"
             )
-        return said.decode().strip() or "default"
+        return output.decode().strip() or "default"
 
 
 @asynccontextmanager
 async def proxied(login: Login) -> AsyncIterator[Path]:
-    """A socket at which the API server answers plain HTTP, while the block runs. Raises NotReached."""
+    """Yield a socket at which the API server answers plain HTTP while the block runs. Raises NotReached."""
     directory = Path(tempfile.mkdtemp(prefix="crlj-"))  # mode 0700, and short: a socket's path holds 107 bytes
     try:
         socket = directory / "api"
         command = login.command("proxy", f"--unix-socket={socket}")
-        complaints = directory / "complaints"
-        async with _tied(command, login.environment, complaints) as process:
-            await _until_it_serves(process, complaints)
+        stderr_file = directory / "stderr"
+        async with _tied(command, login.environment, stderr_file) as process:
+            await _until_it_serves(process, stderr_file)
             yield socket
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -100,10 +100,10 @@ async def proxied(login: Login) -> AsyncIterator[Path]:
 
 @asynccontextmanager
 async def _tied(
-    command: Sequence[str], environment: Mapping[str, str], complaints: Path
+    command: Sequence[str], environment: Mapping[str, str], stderr_file: Path
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """complaints: file for what it says to standard error; a pipe that nobody reads would stop it one day."""
-    with complaints.open("wb") as file:
+    """Run a program that ends with this process. stderr_file: takes its standard error, since a full pipe blocks it."""
+    with stderr_file.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
             *("/bin/sh", "-c", _TIED, "sh", *command),
             stdin=PIPE,
@@ -126,7 +126,7 @@ async def _tied(
             await process.wait()
 
 
-async def _until_it_serves(process: asyncio.subprocess.Process, complaints: Path) -> None:
+async def _until_it_serves(process: asyncio.subprocess.Process, stderr_file: Path) -> None:
     assert process.stdout is not None
     try:
         async with asyncio.timeout(START_DEADLINE_S):
@@ -134,12 +134,12 @@ async def _until_it_serves(process: asyncio.subprocess.Process, complaints: Path
                 return
     except TimeoutError as error:
         raise NotReached(f"kubectl proxy did not start within {START_DEADLINE_S:.0f} s") from error
-    raise NotReached(f"kubectl proxy did not start: {_said(complaints) or 'it said nothing'}")
+    raise NotReached(f"kubectl proxy did not start: {_content(stderr_file) or 'it said nothing'}")
 
 
-def _said(file: Path) -> str:
-    return _words(file.read_bytes())
+def _content(file: Path) -> str:
+    return _decoded(file.read_bytes())
 
 
-def _words(text: bytes) -> str:
-    return text.decode(errors="replace").strip()[-MAX_WORDS:]
+def _decoded(output: bytes) -> str:
+    return output.decode(errors="replace").strip()[-MAX_OUTPUT_CHARACTERS:]

@@ -1,8 +1,8 @@
-"""Members' pages, which listen on their pods' loopback: reached through the API server's port-forward.
+"""Read members' pages, which listen on their pods' loopback, through the API server's port-forward.
 
 So the right to `pods/portforward` is the login, and no port is opened on this machine for others to use. A page is one
-HTTP request over a WebSocket (`v4.channel.k8s.io`): frames carry a channel number, 0 for data and 1 for errors; the
-first frame of each names the port. An answer is read as it comes, so a page may be long, or last.
+HTTP request over a WebSocket (`v4.channel.k8s.io`): each frame carries a channel number, 0 for data and 1 for errors,
+and the first frame of each channel names the port. An answer is streamed, so a page may be long or endless.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from colocated_rl_api.logs import in_words
 from colocated_rl_cli.base.errors import CliError, NotReached, ObjectMissing
 from colocated_rl_cli.cluster.api import Api, refusal
 
-DEADLINE_S = 15.0  # of a whole page
-QUIET_S = 45.0  # of an answer that is read as it comes; members say something every 15 s
+DEADLINE_S = 15.0  # for a whole page
+QUIET_S = 45.0  # longest silence in a streamed answer; members send something every 15 s
 MAX_PAGE_BYTES = 64 * 1024 * 1024
 MAX_HEAD_LINE_BYTES = 64 * 1024
 AT_ONCE = 16
@@ -30,7 +30,7 @@ _DATA, _ERROR = 0, 1
 
 
 async def page(api: Api, pod: str, path: str, query: Mapping[str, str] | None = None) -> Any:
-    """A page as JSON. Raises NotReached, NotAllowed, NotThere (the member has no such page)."""
+    """Return a page's JSON. Raises NotReached, NotAllowed, ObjectMissing (the member has no such page)."""
     text = await text_page(api, pod, path, query=query)
     try:
         return json.loads(text)
@@ -41,10 +41,10 @@ async def page(api: Api, pod: str, path: str, query: Mapping[str, str] | None = 
 async def text_page(
     api: Api, pod: str, path: str, *, query: Mapping[str, str] | None = None, port: int = names.PAGES_PORT
 ) -> str:
-    """As `page`, whatever it holds."""
+    """Return a page's text. Raises the same errors as `page`."""
     what, body = f"page {path} of pod {pod}", bytearray()
     try:
-        async with asyncio.timeout(DEADLINE_S), answered(api, pod, path, query=query, port=port) as answer:
+        async with asyncio.timeout(DEADLINE_S), opened(api, pod, path, query=query, port=port) as answer:
             async for piece in answer.body():
                 body += piece
                 if len(body) > MAX_PAGE_BYTES:
@@ -55,7 +55,7 @@ async def text_page(
 
 
 async def states(api: Api, pods: Iterable[str]) -> dict[str, Any]:
-    """`/v1/state` of each pod: hello, target and facts; where it was not read, the CliError that says why."""
+    """Return page `/v1/state` (hello, target, facts) of each pod, or the CliError that prevented reading it."""
     limit = asyncio.Semaphore(AT_ONCE)
     found: dict[str, Any] = {}
 
@@ -73,10 +73,10 @@ async def states(api: Api, pods: Iterable[str]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def answered(
+async def opened(
     api: Api, pod: str, path: str, *, query: Mapping[str, str] | None = None, port: int = names.PAGES_PORT
 ) -> AsyncIterator[PageBody]:
-    """A page whose body is read as it comes. Raises NotReached, NotAllowed, NotThere, also while it is read."""
+    """Open a page to stream its body. Raises NotReached, NotAllowed, ObjectMissing, also while it is read."""
     asked = URL(path).with_query(query) if query else URL(path)
     request = f"GET {asked.raw_path_qs} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
     address, what = f"{api.pods}/{pod}/portforward?ports={port}", f"page {path} of pod {pod}"
@@ -86,7 +86,7 @@ async def answered(
         ) as link:
             await link.send_bytes(bytes([_DATA]) + request)
             answer = PageBody(link, what, port)
-            await answer.begin()
+            await answer.read_head()
             yield answer
     except aiohttp.WSServerHandshakeError as error:
         raise await _why_refused(api, address, error, what) from error
@@ -95,22 +95,22 @@ async def answered(
 
 
 class PageBody:
-    """A member's answer, read from the port-forward no further than it is asked for.
+    """A member's answer, read from the port-forward only as far as the caller consumes it.
 
-    headers: by their names in lower case.
+    headers: keyed by names in lower case.
     """
 
     def __init__(self, link: aiohttp.ClientWebSocketResponse, what: str, port: int) -> None:
         self._link = link
         self._what = what
         self._port = port
-        self._read = bytearray()
-        self._named: set[int] = set()
+        self._received = bytearray()
+        self._channels_seen: set[int] = set()
         self.headers: dict[str, str] = {}
 
-    async def begin(self) -> None:
-        """Read its head; one that is no success is raised."""
-        if not await self._more():  # a kubelet that says nothing of a refused connection
+    async def read_head(self) -> None:
+        """Read status and headers. Raises NotReached or ObjectMissing for a status other than 200."""
+        if not await self._more():  # this kubelet does not report a refused connection
             message = f"port {self._port} of the pod gave no answer: does the member run, and listen there?"
             raise NotReached(f"{self._what}: {message}")
         try:
@@ -124,14 +124,14 @@ class PageBody:
             body = bytearray()
             async for piece in self.body():
                 body += piece[: MAX_HEAD_LINE_BYTES - len(body)]
-            said = body.decode(errors="replace").strip()[:500]
+            message = body.decode(errors="replace").strip()[:500]
             kind = ObjectMissing if status == 404 else NotReached
             raise kind(
-                f"{self._what}: {said}" if status == 404 else f"{self._what}: the member answers {status}: {said}"
+                f"{self._what}: {message}" if status == 404 else f"{self._what}: the member answers {status}: {message}"
             )
 
     async def body(self) -> AsyncIterator[bytes]:
-        """In pieces. Raises NotReached when it is cut off."""
+        """Yield the body in pieces. Raises NotReached if it is cut off."""
         try:
             if self.headers.get("transfer-encoding", "").lower() == "chunked":
                 while size := int((await self._line()).partition(";")[0], 16):
@@ -141,64 +141,64 @@ class PageBody:
             elif "content-length" in self.headers:
                 async for piece in self._bytes(int(self.headers["content-length"])):
                     yield piece
-            else:  # the connection's end tells
-                while self._read or await self._more():
-                    yield self._taken(len(self._read))
+            else:  # the body ends with the connection
+                while self._received or await self._more():
+                    yield self._take(len(self._received))
         except ValueError as error:
             raise NotReached(f"{self._what}: the member's answer is broken: {error}") from error
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Of the body, without their ends."""
-        begun = b""
+        """Yield the body's lines without their newlines."""
+        partial = b""
         async for piece in self.body():
-            *whole, begun = (begun + piece).split(b"\n")
+            *whole, partial = (partial + piece).split(b"\n")
             for line in whole:
                 yield line
-            if len(begun) > MAX_PAGE_BYTES:
+            if len(partial) > MAX_PAGE_BYTES:
                 raise NotReached(f"{self._what}: a line of more than {MAX_PAGE_BYTES} bytes")
 
     async def _bytes(self, count: int) -> AsyncIterator[bytes]:
         while count:
-            if not self._read and not await self._more():
+            if not self._received and not await self._more():
                 raise self._cut_off()
-            piece = self._taken(min(count, len(self._read)))
+            piece = self._take(min(count, len(self._received)))
             count -= len(piece)
             yield piece
 
     async def _line(self) -> str:
-        while (end := self._read.find(b"\n")) < 0:
-            if len(self._read) > MAX_HEAD_LINE_BYTES:
+        while (end := self._received.find(b"\n")) < 0:
+            if len(self._received) > MAX_HEAD_LINE_BYTES:
                 raise ValueError(f"a line of more than {MAX_HEAD_LINE_BYTES} bytes")
             if not await self._more():
                 raise self._cut_off()
-        return self._taken(end + 1).decode(errors="replace").rstrip("\r\n")
+        return self._take(end + 1).decode(errors="replace").rstrip("\r\n")
 
-    def _taken(self, count: int) -> bytes:
-        taken = bytes(self._read[:count])
-        del self._read[:count]
+    def _take(self, count: int) -> bytes:
+        taken = bytes(self._received[:count])
+        del self._received[:count]
         return taken
 
     async def _more(self) -> bool:
-        """Whether more has come; False at the end of the connection."""
+        """Wait for more bytes of the answer; return False at the end of the connection."""
         try:
             async with asyncio.timeout(QUIET_S):
                 async for message in self._link:
-                    if message.type is aiohttp.WSMsgType.BINARY and message.data and self._took(message.data):
+                    if message.type is aiohttp.WSMsgType.BINARY and message.data and self._accept(message.data):
                         return True
         except TimeoutError as error:
             raise NotReached(f"{self._what}: nothing came through port-forward for {QUIET_S:.0f} s") from error
         return False
 
-    def _took(self, frame: bytes) -> bool:
-        """Whether there were bytes of the answer in it."""
+    def _accept(self, frame: bytes) -> bool:
+        """Take in a frame; return whether it held bytes of the answer."""
         channel, content = frame[0], frame[1:]
-        if channel not in self._named:  # the first of each channel says the port
-            self._named.add(channel)
+        if channel not in self._channels_seen:  # the first frame of each channel begins with the port
+            self._channels_seen.add(channel)
             content = content[2:]
         if channel == _ERROR and content:
             raise NotReached(f"{self._what}: {content.decode(errors='replace').strip()}: does the member run?")
         if channel == _DATA:
-            self._read += content
+            self._received += content
         return channel == _DATA and bool(content)
 
     def _cut_off(self) -> NotReached:
@@ -206,7 +206,10 @@ class PageBody:
 
 
 async def _why_refused(api: Api, address: str, error: aiohttp.WSServerHandshakeError, what: str) -> CliError:
-    """The words of a refusal are in the answer to an ordinary request: a WebSocket's handshake hides them."""
+    """Return the error with the server's reason, which only the answer to an ordinary request holds.
+
+    A WebSocket's handshake hides it.
+    """
     try:
         await api.get(address, what=what)
     except CliError as why:

@@ -1,4 +1,4 @@
-"""Samples of a job, as its rollout controller tells them: the newest, or each as it ends."""
+"""Read a job's samples from its rollout controller: the newest, or each as it ends."""
 
 from __future__ import annotations
 
@@ -19,49 +19,50 @@ from colocated_rl_cli.base.errors import (
 )
 from colocated_rl_cli.base.output import document, row_of, table
 from colocated_rl_cli.cluster.api import Api
-from colocated_rl_cli.cluster.pages import answered, page
+from colocated_rl_cli.cluster.pages import opened, page
 from colocated_rl_cli.evidence.evidence import is_over
 
 PAGE = "/v1/samples"
 LINES = "application/x-ndjson"
 PARQUET = "application/vnd.apache.parquet"
 BEGINS_AFTER = "x-begins-after"
-AGAIN_S, AGAIN_AT_MOST_S = 0.5, 8.0
+RETRY_S, RETRY_AT_MOST_S = 0.5, 8.0
 COLUMNS = {"id": 8, "group_id": 8, "state": 11, "reward": 9, "finish": 6, "attempts": 8, "step": 5, "reason": 6}
 
 Row = Mapping[str, Any]
 
 
 async def newest(api: Api, job: str, query: Mapping[str, str]) -> list[Row]:
+    """Return the newest samples that match the query. Raises CliError."""
     found: list[Row] = (await page(api, await rollout_pod(api, job), PAGE, query))["samples"]
     return found
 
 
 async def followed(
-    api: Api, job: str, query: Mapping[str, str], *, complain: Callable[[str], None]
+    api: Api, job: str, query: Mapping[str, str], *, report: Callable[[str], None]
 ) -> AsyncGenerator[Row, None]:
-    """Each sample as it ends, once, until the job is over or gone.
+    """Yield each sample once, as it ends, until the job is over or gone.
 
-    What breaks (a port-forward, the pod, the API server) is told and asked for again, from the last sample on. Raises
-    CliError where it can't begin.
+    A broken connection (port-forward, pod, API server) is reported and made again, from the last sample on. Raises
+    CliError if it can't begin.
     """
     after: int | None = None
-    said, wait_s = "", AGAIN_S
+    reported, wait_s = "", RETRY_S
     while True:
         trouble = ""
         try:
             going_on = {} if after is None else {"after": str(after)}
             pod = await rollout_pod(api, job)
-            async with answered(api, pod, PAGE, query={"follow": "true", **query, **going_on}) as answer:
+            async with opened(api, pod, PAGE, query={"follow": "true", **query, **going_on}) as answer:
                 if not answer.headers.get("content-type", "").startswith(LINES):
                     raise ObjectMissing(f"pod {pod} is of an earlier release, whose samples can't be followed")
                 after = int(answer.headers[BEGINS_AFTER])
-                said, wait_s = "", AGAIN_S
+                reported, wait_s = "", RETRY_S
                 async for line in answer.lines():
                     if line:
                         row: Row = json.loads(line)
                         if "state" not in query and row["ended"] > after + 1:
-                            complain(
+                            report(
                                 f"{row['ended'] - after - 1} that ended before are in a checkpoint, and only counted"
                             )
                         after = row["ended"]
@@ -73,20 +74,23 @@ async def followed(
                 raise
             trouble = str(error)
         ends = await _is_over(api, job)
-        if trouble not in ("", said):
-            said = trouble
-            complain(said if ends else f"{said}; it is asked again")
+        if trouble not in ("", reported):
+            reported = trouble
+            report(trouble if ends else f"{trouble}; it is asked again")
         if ends:
             return
         await asyncio.sleep(wait_s)
-        wait_s = min(2 * wait_s, AGAIN_AT_MOST_S)
+        wait_s = min(2 * wait_s, RETRY_AT_MOST_S)
 
 
 async def download(api: Api, job: str, query: Mapping[str, str], file: Path) -> int:
-    """All of them, as a Parquet file; its bytes. Raises CliError, UsageError where it can't be written."""
+    """Write all samples to a Parquet file; return its size in bytes.
+
+    Raises CliError, and UsageError if the file can't be written.
+    """
     pod, unfinished = await rollout_pod(api, job), file.with_name(f"{file.name}.part")
     try:
-        async with answered(api, pod, PAGE, query={"format": "parquet", **query}) as answer:
+        async with opened(api, pod, PAGE, query={"format": "parquet", **query}) as answer:
             if not answer.headers.get("content-type", "").startswith(PARQUET):
                 raise ObjectMissing(f"pod {pod} is of an earlier release, which writes no Parquet files")
             written = 0
@@ -107,12 +111,12 @@ async def _is_over(api: Api, job: str) -> bool:
     except ObjectMissing:
         return True
     except NotReached:
-        return False  # nobody knows
+        return False  # unknown: go on following
 
 
 async def rollout_pod(api: Api, job: str) -> str:
-    """Raises NotThere."""
-    await api.job(job)  # says so if there is none
+    """Return the name of the running rollout pod. Raises ObjectMissing."""
+    await api.job(job)  # raises if there is none
     for pod in await api.pods_of(job):
         if (
             pod["metadata"]["labels"].get(names.ROLE_LABEL) == names.ROLE_ROLLOUT
@@ -123,14 +127,14 @@ async def rollout_pod(api: Api, job: str) -> str:
 
 
 def listed(rows: list[Row], form: str, *, text: bool) -> str:
-    """form: text, json or yaml. text: with prompts and responses."""
+    """Return samples as text, JSON or YAML. text: with prompts and responses."""
     if form != "text":
         return document(rows, form)
     return "\n\n".join(_in_words(row) for row in rows) if text else table(rows, [*COLUMNS])
 
 
-def told(row: Row, form: str, *, text: bool) -> str:
-    """One of many that come one after another: of JSON a line each, of YAML an item of a list."""
+def listed_one(row: Row, form: str, *, text: bool) -> str:
+    """Return one sample of a stream: a line of JSON, or an item of a YAML list."""
     match form:
         case "json":
             return json.dumps(row)
@@ -141,7 +145,7 @@ def told(row: Row, form: str, *, text: bool) -> str:
 
 
 def head(form: str, *, text: bool) -> str | None:
-    """What stands above them."""
+    """Return the heading above streamed rows, if their form has one."""
     return row_of({name: name.upper() for name in COLUMNS}, COLUMNS) if form == "text" and not text else None
 
 

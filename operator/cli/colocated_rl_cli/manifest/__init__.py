@@ -1,1 +1,1 @@
-"""Writes manifests and judges them without a cluster."""
+"""Write manifests, and validate them without a cluster."""

@@ -1,8 +1,8 @@
-"""Judges a manifest without a cluster: the API server's verdict, with the line of each fault.
+"""Validate a manifest without a cluster, to the API server's verdict, with the line of each fault.
 
-The rules are the models' (`colocated_rl_api.job`), from which the CRD is generated too. What is added here are places
-in the file, and the parts of an object that belong to Kubernetes and not to the job: metadata. Lists are looked into,
-such as `kubectl get -o yaml` prints them; objects of other kinds are passed over.
+The rules are those of the models (`colocated_rl_api.job`), from which the CRD is generated too. This module adds the
+positions in the file, and Kubernetes' own rules for metadata. It looks into lists, as `kubectl get -o yaml` prints
+them, and skips objects of other kinds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from colocated_rl_cli.manifest.fields import (
     part_of,
 )
 
-TEXTS = {"generateName", "selfLink"}  # beside those that the model has
+TEXTS = {"generateName", "selfLink"}  # besides those in the model
 MAPS_OF_TEXTS = {"labels", "annotations"}
 GENERATED = "x" * 5  # what the server adds to generateName
 MAX_ANNOTATIONS_BYTES = 256 * 1024
@@ -41,12 +41,12 @@ OTHER_METADATA = {
 }  # fmt: skip
 KNOWN_METADATA = TEXTS | MAPS_OF_TEXTS | OTHER_METADATA | {*names_of(Metadata)}
 
-SHOULD_BE = {  # by the models' types of error, whose own words are of Python
+SHOULD_BE = {  # by pydantic's error types, whose own messages name Python types
     "model_type": "an object", "dict_type": "an object", "list_type": "a list", "string_type": "a text",
     "int_type": "a whole number", "float_type": "a number", "bool_type": "true or false",
 }  # fmt: skip
 UNQUOTED_TYPES = {"int_type", "float_type", "bool_type"}
-UNQUOTED = re.compile("true|false|-?[0-9]+([.][0-9]+)?")  # what a text is, but for its quotes
+UNQUOTED = re.compile("true|false|-?[0-9]+([.][0-9]+)?")  # strings that are another type without quotes
 MANY_FIELDS = 8
 
 _WORD = "[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -61,13 +61,13 @@ class Fault:
     """One thing that the API server would refuse."""
 
     place: Position
-    field: str  # as the server writes it: spec.rollout.engineArgs[1]; "" of the whole document
+    field: str  # as the server writes it: spec.rollout.engineArgs[1]; "" for the whole document
     message: str
 
 
 @dataclass(frozen=True)
 class ManifestVerdict:
-    """Of one file. `jobs`: names of the manifests of jobs in it."""
+    """The verdict on one file. jobs: names of the jobs in it."""
 
     jobs: tuple[str, ...]
     others: int  # objects of other kinds
@@ -79,7 +79,7 @@ class ManifestVerdict:
 
 
 def judge(text: str) -> ManifestVerdict:
-    """Look at every document of a file."""
+    """Validate every document of a file."""
     jobs: list[str] = []
     faults: list[Fault] = []
     others = 0
@@ -100,7 +100,7 @@ def judge(text: str) -> ManifestVerdict:
 
 
 def _objects(documents: Iterable[Document]) -> Iterator[Document]:
-    """Those of a list one by one."""
+    """Yield each object, those of a list one by one."""
     for document in documents:
         value = document.value
         if _is_object(value) and str(value["kind"]).endswith("List") and isinstance(value.get("items"), list):
@@ -110,7 +110,7 @@ def _objects(documents: Iterable[Document]) -> Iterator[Document]:
 
 
 def faults_of(document: Document) -> list[Fault]:
-    """All that is wrong with the manifest of a job."""
+    """Return everything that is wrong with a job's manifest."""
     value: Mapping[str, Any] = {key: part for key, part in document.value.items() if key != "status"}
     metadata = value.get("metadata")
     found = list(_metadata_faults(document, metadata))
@@ -124,7 +124,7 @@ def faults_of(document: Document) -> list[Fault]:
 
 
 def _is_job(value: object) -> bool:
-    """Also one with a typo in one of the two."""
+    """Return whether an object is meant as a job: its kind or its API group is ours, so one may have a typo."""
     if not isinstance(value, Mapping):
         return False
     group = str(value.get("apiVersion", "")).split("/")[0]
@@ -143,13 +143,13 @@ def _name(value: Mapping[str, Any]) -> str:
 # --------------------------------------------------------------------------------------------------------------- words
 def _fault(document: Document, error: Any) -> Fault:
     path, message = tuple(error["loc"]), str(error["msg"]).removeprefix("Value error, ")
-    if path and path[-1] == "[key]":  # of a map: the key is the map's fault
+    if path and path[-1] == "[key]":  # a bad key is reported as a fault of its map
         return Fault(document.place(path[:-1]), spelled(path[:-2]), f"key {str(path[-2])[:80]!r}: {message}")
     if error["type"] == "value_error" and isinstance(error["input"], Mapping):
-        subject = message.split()[0]  # a rule over several fields begins with the one that it is about
+        subject = message.split()[0]  # the message of a rule over several fields begins with the field at fault
         path = (*path, subject) if (*path, subject) in document.places else path
     if error["type"] == "extra_forbidden":
-        message = f"unknown field{_meant(path)}"
+        message = f"unknown field{_suggestion(path)}"
     elif error["type"] == "missing":
         message = "required, and not there"
     else:
@@ -162,8 +162,8 @@ def _fault(document: Document, error: Any) -> Fault:
     return Fault(document.place(path), spelled(path), message.removeprefix(f"{spelled(path)} "))
 
 
-def _meant(path: Path) -> str:
-    """The known field that an unknown one looks like."""
+def _suggestion(path: Path) -> str:
+    """Suggest the known field that an unknown one resembles."""
     model = _model_at(path[:-1])
     if model is None:
         return ""
@@ -177,7 +177,7 @@ def _shown(value: object) -> str:
 
 
 def _fields_of(path: Path) -> str:
-    """Of the object that is wanted, where they are few."""
+    """List the fields of the expected object if they are few."""
     model = _model_at(path)
     known = names_of(model) if model else []
     return f" with fields {', '.join(known)}" if 0 < len(known) <= MANY_FIELDS else ""
@@ -191,14 +191,14 @@ def _model_at(path: Path) -> Model | None:
 
 
 def spelled(path: Path) -> str:
-    """`spec.rollout.engineArgs[1]`"""
+    """Return a path as the API server writes it: `spec.rollout.engineArgs[1]`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
 
 
 # ------------------------------------------------------------------------------------------------------------ metadata
 def _metadata_faults(document: Document, metadata: object) -> Iterator[Fault]:
-    """What the API server says of ObjectMeta before it looks at the job."""
+    """Yield the faults that the API server finds in ObjectMeta before it looks at the job."""
     if not isinstance(metadata, Mapping):
         return
     for key, value in metadata.items():

@@ -1,7 +1,7 @@
-"""Manifests of jobs with one side of another job alone: one that records its batches, one that trains them.
+"""Write manifests of jobs that run one side of another job: rollout that records batches, or training on a recording.
 
-The other job is only read. What is written is a job of its own, with a store and checkpoints of its own, which differs
-from the first in what one side alone can't have.
+The other job is only read. The new job has its own store and checkpoints, and drops the fields that one side alone
+can't have.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from colocated_rl_cli.base.errors import UsageError
 from colocated_rl_cli.base.yaml_text import written
 from colocated_rl_cli.manifest.manifest import judge
 
-OF_A_RUN = ("suspend", "recorded", "managedBy")  # of the first job alone
+OF_A_RUN = ("suspend", "recorded", "managedBy")  # fields that belong to the first job alone
 
 
 def rollout_only(job: Mapping[str, Any], *, name: str | None, steps: int | None) -> str:
-    """Of a job that records batches with the model as the first begins with it. Raises UsageError."""
+    """Return the manifest of a job that records batches with the first job's initial model. Raises UsageError."""
     return _manifest(job, Mode.ROLLOUT_ONLY, name or _named(job, "rollout"), {"steps": steps or job["spec"]["steps"]})
 
 
 def train_only(job: Mapping[str, Any], *, name: str | None, steps: int | None, recorded: str | None) -> str:
-    """Of a job that trains batches as the first one does. recorded: CLAIM[:PATH]; the first job's own when absent.
+    """Return the manifest of a job that trains recorded batches as the first job does.
 
-    Raises UsageError.
+    recorded: CLAIM[:PATH] of the recording; None for the first job's own. Raises UsageError.
     """
     if recorded is None:
         recording, known = {"claimName": _store_of(job)}, job.get("status", {}).get("step")
@@ -38,7 +38,7 @@ def train_only(job: Mapping[str, Any], *, name: str | None, steps: int | None, r
 
 
 def _store_of(job: Mapping[str, Any]) -> str:
-    """The claim in which it keeps its batches, all of them."""
+    """Return the claim in which the job keeps all of its batches. Raises UsageError if it does not keep them."""
     metadata, spec = job["metadata"], job["spec"]
     if spec.get("mode") != Mode.ROLLOUT_ONLY and not spec.get("storage", {}).get("keepBatches"):
         raise UsageError(
@@ -65,6 +65,6 @@ def _manifest(job: Mapping[str, Any], mode: Mode, name: str, changes: Mapping[st
     }
     text = written(document, width=110)
     if faults := judge(text).faults:
-        told = "; ".join(f"{fault.field}: {fault.message}" for fault in faults)
-        raise UsageError(f"no job can be made of {job['metadata']['name']}: {told}")
+        reasons = "; ".join(f"{fault.field}: {fault.message}" for fault in faults)
+        raise UsageError(f"no job can be made of {job['metadata']['name']}: {reasons}")
     return text

@@ -1,4 +1,4 @@
-"""What `init` has to know and was not told: asked on a terminal, refused anywhere else."""
+"""Ask for what `init` needs and its arguments lack: on a terminal only; without one, that is an error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from colocated_rl_cli.base.errors import UsageError
 from colocated_rl_cli.manifest.starter import Wishes
 
 
-def answered(args: Namespace) -> Wishes:
-    """The wishes of a person, from the command's words and from what is answered. Raises UsageError."""
+def wishes_from(args: Namespace) -> Wishes:
+    """Return a person's wishes from the command's arguments and from the answers. Raises UsageError."""
     ask = _Asker(sys.stdin, sys.stderr) if sys.stdin.isatty() and sys.stderr.isatty() else None
     name = args.name or _needed(ask, "NAME", "name of the job", None)
     model = args.model or _needed(ask, "--model", "claim that holds the model, perhaps with :PATH", None)

@@ -1,7 +1,7 @@
-"""Writes the manifest of a new job: what was asked for, the values that everybody chooses, and what each means.
+"""Write the manifest of a new job: the requested values, those that most jobs set, and what each means.
 
-The words beside a field are the models' own descriptions, so they say what `kubectl explain` and the reference say.
-What comes out is judged before it is handed over.
+The comment above a field is the model's own description, so it reads as in `kubectl explain` and the reference. The
+manifest is validated before it is returned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from colocated_rl_cli.manifest.fields import Model, field_of, part_of
 from colocated_rl_cli.manifest.manifest import judge
 
 WIDTH = 110
-ENGINE_ON_CPU = (  # it looks for a GPU otherwise, and for its cache takes what memory the machine has
+ENGINE_ON_CPU = (  # without these it looks for a GPU, and its cache takes all of the machine's memory
     "--device=cpu",
     "--attention-backend=torch_native",
     "--disable-overlap-schedule",
@@ -35,8 +35,9 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a person says of a new job. Volumes and files are CLAIM or CLAIM:PATH, what makes prompts
-    CLAIM:MODULE:FUNCTION.
+    """What a person wants of a new job.
+
+    Volumes and files are CLAIM or CLAIM:PATH; a function that makes prompts is CLAIM:MODULE:FUNCTION.
     """
 
     name: str
@@ -53,13 +54,13 @@ class Wishes:
 
 
 def manifest(wishes: Wishes) -> str:
-    """Raises UsageError where the wishes make no job that an API server would take."""
+    """Return the manifest as commented YAML. Raises UsageError if an API server would refuse it."""
     document = _document(wishes)
     text = f"# {HEAD}\n" + "".join(f"{line}\n" for line in _lines(document, ColocatedRLJob, 0))
     faults = judge(text).faults
     if faults:
-        told = "; ".join(f"{fault.field}: {fault.message}" for fault in faults)
-        raise UsageError(f"no job can be made of that: {told}")
+        reasons = "; ".join(f"{fault.field}: {fault.message}" for fault in faults)
+        raise UsageError(f"no job can be made of that: {reasons}")
     return text
 
 
@@ -107,7 +108,10 @@ def _prompts(wishes: Wishes) -> dict[str, Any]:
 
 
 def _rows(prompts: str) -> tuple[str, dict[str, Any]]:
-    """A kind of source, and what is said of it. Raises UsageError for a file that no rollout controller reads."""
+    """Return the kind of a source of prompts and its fields.
+
+    Raises UsageError for a file that no rollout controller reads.
+    """
     claim, _, what = prompts.partition(":")
     if ":" in what:
         return "function", {"name": what, "claimName": claim}
@@ -124,7 +128,7 @@ def _at_claim(text: str) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------------------- text
 def _lines(values: Mapping[str, Any], model: Model | None, depth: int) -> Iterator[str]:
-    """Nested mappings as YAML, each field of the spec below what it means."""
+    """Yield nested mappings as lines of YAML, each field of the spec below its description."""
     indent = "  " * depth
     for key, value in values.items():
         field = field_of(model, key)
