@@ -30,6 +30,7 @@ from colocated_rl_api import names
 from colocated_rl_cli import __main__ as program
 from colocated_rl_cli import completion
 from colocated_rl_cli.base.errors import Exit
+from colocated_rl_cli.commands import RUN
 from colocated_rl_cli.completion import complete
 from colocated_rl_cli.parser import COMMANDS, build
 from fakes.cluster_api import UNREACHED, ClusterApi, page
@@ -584,8 +585,20 @@ def test_each_shell_has_a_script(run: Run, shell: str) -> None:
     assert "colocated-rl __complete" in run("completion", shell).stdout
 
 
+def test_help_and_completion_load_no_library() -> None:
+    """Each took a second: aiohttp, rich and the models were loaded to print words."""
+    libraries = {"aiohttp", "asyncio", "pydantic", "rich", "yaml"}
+    for words in (["--help"], ["explain", "--help"], ["__complete", "explain", "sums", "-"]):
+        run = (
+            f"import sys; from colocated_rl_cli.__main__ import run\ntry: run({words}, {{}})\nexcept SystemExit: pass\n"
+        )
+        report = f"sys.stderr.write(' '.join(sys.modules.keys() & {libraries}))"
+        done = subprocess.run([sys.executable, "-c", run + report], capture_output=True, text=True, check=True)
+        assert ("", True) == (done.stderr, bool(done.stdout))
+
+
 def test_every_command_explains_itself() -> None:
-    assert len({command.name for command in COMMANDS}) == len(COMMANDS)
+    assert [*RUN] == [command.name for command in COMMANDS]
     assert all(command.summary[0].islower() and not command.summary.endswith(".") for command in COMMANDS)
 
 

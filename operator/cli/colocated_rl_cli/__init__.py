@@ -1,5 +1,5 @@
-"""The command line of people who run jobs: `kubectl crlj`, and the same program as `colocated-rl`.
+"""The command line for people who run jobs: `kubectl crlj`, and the same program as `colocated-rl`.
 
-It owns nothing of a job: it reads what the API server, the members' pages and their logs say, and changes only what
-anybody with kubectl could. Who may do what is decided by the cluster's RBAC; there is no other login.
+It owns nothing of a job: it reads objects from the API server, members' pages and logs, and changes only what anybody
+with kubectl could. The cluster's RBAC decides who may do what; there is no other login.
 """

@@ -1,13 +1,14 @@
-"""What each command does. A function each: words in, exit code out; what went wrong is raised as a CliError."""
+"""Run the commands, a function each: arguments in, exit code out. A failure is raised as a CliError."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from colocated_rl_api import names
+from colocated_rl_cli import completion
 from colocated_rl_cli.base.errors import CliError, Exit, UsageError
 from colocated_rl_cli.base.output import (
     document,
@@ -40,26 +42,50 @@ from colocated_rl_cli.manifest import one_side, questions, starter
 from colocated_rl_cli.manifest.manifest import ManifestVerdict, judge
 from colocated_rl_cli.support import bundle
 
-MANY_PODS = 64  # whose pages `explain` reads
-MANY_EVENTS = 10  # pods that don't run, of which it reads events
+MANY_PODS = 64  # at most so many members' pages are read by `explain`
+MANY_EVENTS = 10  # and the events of so many pending pods
+
+
+def run(args: Namespace) -> Exit:
+    """Run the command that the arguments name. Raises CliError, and KeyboardInterrupt on Ctrl-C."""
+    outcome = RUN[args.command](args)
+    return outcome if isinstance(outcome, Exit) else asyncio.run(_until_signal(outcome))
+
+
+async def _until_signal(outcome: Awaitable[Exit]) -> Exit:
+    """End a command on SIGTERM, or when its terminal goes away, as on Ctrl-C: restore the screen and stop kubectl."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    try:
+        return await outcome
+    except asyncio.CancelledError:
+        return Exit.INTERRUPTED
 
 
 def login(args: Namespace) -> Login:
+    """Return the login to the cluster that the arguments and the environment name."""
     return Login.of(args.environment, kubeconfig=args.kubeconfig, context=args.context)
 
 
 # ---------------------------------------------------------------------------------------------- without a cluster
+def print_script(args: Namespace) -> Exit:
+    print_out(completion.SCRIPTS[args.shell])
+    return Exit.FINE
+
+
 def validate(args: Namespace) -> Exit:
     verdicts = {name: judge(_text_of(name)) for name in args.file}
     if args.output == "text":
         for name, verdict in verdicts.items():
-            _say_verdict(name, verdict)
+            _print_verdict(name, verdict)
     else:
         print_out(document([{"file": name, **_verdict(verdict)} for name, verdict in verdicts.items()], args.output))
     return Exit.FINE if all(verdict.is_accepted for verdict in verdicts.values()) else Exit.PROBLEM
 
 
-def _say_verdict(name: str, verdict: ManifestVerdict) -> None:
+def _print_verdict(name: str, verdict: ManifestVerdict) -> None:
     for fault in verdict.faults:
         field = f"{fault.field}: " if fault.field else ""
         print_out(f"{name}:{fault.place.line}:{fault.place.column}: {field}{fault.message}")
@@ -74,7 +100,7 @@ def _verdict(verdict: ManifestVerdict) -> dict[str, Any]:
 
 
 def _text_of(name: str) -> str:
-    """Of a file; no more than tells that it is too large."""
+    """Return the text of a file, or of standard input; read at most one byte more than a manifest may have."""
     try:
         with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -88,7 +114,7 @@ def init(args: Namespace) -> Exit:
 
 
 def _hand_over(text: str, args: Namespace) -> Exit:
-    """A manifest: to a file, or to whoever reads standard output."""
+    """Write a manifest to the file that the arguments name, or to standard output."""
     if args.file is None:
         sys.stdout.write(text)
         return Exit.FINE
@@ -129,7 +155,7 @@ async def explain_job(args: Namespace) -> Exit:
 
 
 def _explanation(found: Explanation) -> dict[str, Any]:
-    """For programs."""
+    """Return an explanation as plain data, for programs."""
     return {
         "job": found.job,
         "headline": found.headline,
@@ -143,7 +169,7 @@ def _explanation(found: Explanation) -> dict[str, Any]:
 
 
 async def explained(api: Api, name: str) -> Explanation:
-    """Look at everything that may know why."""
+    """Explain a job from its objects, events, members' pages and newest log lines. Raises CliError."""
     job, pods = await api.job(name), await api.pods_of(name)
     running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running" and has_pages(pod)][:MANY_PODS]
     events = await api.events_about(job["metadata"]["uid"])
@@ -151,18 +177,18 @@ async def explained(api: Api, name: str) -> Explanation:
         events += await api.events_about(pod["metadata"]["uid"])
     seen = await states(api, [pod["metadata"]["name"] for pod in running])
     since = await _since(api, running)
-    job = await api.job(name)  # after the pages: what they say is not newer than this by more than a moment
+    job = await api.job(name)  # after the pages, so that they are hardly newer than the status
     return explain(Evidence(job, pods, events, seen, datetime.now(UTC), since))
 
 
 async def _since(api: Api, pods: list[dict[str, Any]]) -> dict[str, float]:
-    """When each pod reached the rung that it stands on, by its newest lines."""
+    """Return when each pod reached its present rung, by its newest log lines, in seconds since the epoch."""
 
     async def read(pod: dict[str, Any]) -> str:
         try:
             return await api.log(pod["metadata"]["name"], names.AGENT_CONTAINER, newest=200)
         except CliError:
-            return ""  # then it is not told
+            return ""  # then the time is left out
 
     texts = await asyncio.gather(
         *(read(pod) for pod in pods if pod["metadata"]["labels"].get(names.ROLE_LABEL) in names.GPU_ROLES)
@@ -172,7 +198,7 @@ async def _since(api: Api, pods: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def explanation_text(explanation: Explanation) -> str:
-    """For people."""
+    """Return an explanation as text, for people."""
     lines = [f"{explanation.job}: {explanation.headline}"]
     if explanation.rungs:
         lines += ["", *(f"  {pod}: {rung}" for pod, rung in explanation.rungs.items())]
@@ -199,7 +225,7 @@ async def top(args: Namespace) -> Exit:
         console = Terminal()
         async with shown(watch, console, screen=True):
             await watch.until_ended()
-    if console.is_terminal:  # what the screen showed last is gone with it
+    if console.is_terminal:  # the last frame disappeared with the full screen
         console.print(frame(watch.job, watch.lines, now=time.time()))
     return Exit.FINE
 
@@ -223,7 +249,7 @@ async def show_samples(args: Namespace) -> Exit:
         async with aclosing(samples.followed(api, args.job, query, report=print_error)) as rows:
             async for row in rows:
                 print_out(samples.listed_one(row, args.output, text=args.text))
-                sys.stdout.flush()  # whoever reads a pipe sees it too
+                sys.stdout.flush()  # the reader of a pipe gets each sample at once
     return Exit.FINE
 
 
@@ -233,7 +259,7 @@ async def evaluations(args: Namespace) -> Exit:
         records = await _kept(api, args.job, job)
     found = {one.step: asdict(one) for one in read_figures(records.lines).evaluations}
     newest = job.get("status", {}).get("evaluation")
-    if newest:  # also when no log that may be read has it
+    if newest:  # the status has it even if no readable log does
         found[newest["step"]] = {"ts": None, **found.get(newest["step"], {}), **newest}
     rows = [found[step] for step in sorted(found)]
     if args.output == "text":
@@ -245,14 +271,14 @@ async def evaluations(args: Namespace) -> Exit:
 
 # ------------------------------------------------------------------------------------------------------------- steering
 async def suspend(args: Namespace) -> Exit:
-    return await _steer(args, suspend=True, said="its pods end and its devices are free; its volumes are kept")
+    return await _steer(args, suspend=True, effect="its pods end and its devices are free; its volumes are kept")
 
 
 async def resume(args: Namespace) -> Exit:
-    return await _steer(args, suspend=False, said="its pods are made again, and it goes on where it stood")
+    return await _steer(args, suspend=False, effect="its pods are made again, and it goes on where it stood")
 
 
-async def _steer(args: Namespace, *, suspend: bool, said: str) -> Exit:
+async def _steer(args: Namespace, *, suspend: bool, effect: str) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
         name = f"{api.namespace}/{args.job}"
@@ -263,7 +289,7 @@ async def _steer(args: Namespace, *, suspend: bool, said: str) -> Exit:
             print_out(f"{name}: {'suspended' if suspend else 'not suspended'} already")
             return Exit.FINE
         await api.change_job(args.job, {"spec": {"suspend": suspend}})
-    print_out(f"{name}: {'suspended' if suspend else 'resumed'}: {said}")
+    print_out(f"{name}: {'suspended' if suspend else 'resumed'}: {effect}")
     return Exit.FINE
 
 
@@ -319,3 +345,20 @@ async def make_bundle(args: Namespace) -> Exit:
         raise UsageError(f"{path} can't be written: {error}") from error
     print_error(f"{path}: {len(made.names)} files; look at it before you send it: tar -tzf {path}")
     return Exit.FINE
+
+
+RUN: dict[str, Callable[[Namespace], Exit | Awaitable[Exit]]] = {  # by the commands' names in `parser`
+    "init": init,
+    "validate": validate,
+    "explain": explain_job,
+    "top": top,
+    "samples": show_samples,
+    "eval": evaluations,
+    "suspend": suspend,
+    "resume": resume,
+    "rollout-only": rollout_only,
+    "train-only": train_only,
+    "timeline": show_timeline,
+    "bundle": make_bundle,
+    "completion": print_script,
+}

@@ -1,25 +1,20 @@
-"""Completes words in bash, zsh and fish, and for `kubectl crlj` in whatever kubectl completes in.
+"""Complete words in bash, zsh and fish, and those of `kubectl crlj` in every shell that kubectl completes in.
 
-All ask the program itself (`__complete WORD...`, the last one being typed), so nothing here repeats its commands.
-Names of jobs come from the cluster; where it does not answer soon, there are none.
+The scripts ask the program itself (`__complete WORD...`, the last word being typed), so none of them repeats its
+commands. Names of jobs come from the cluster; if it does not answer soon, there are none.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from colocated_rl_cli.base.errors import CliError, Exit
-from colocated_rl_cli.base.output import print_out
-from colocated_rl_cli.cluster.api import Api
-from colocated_rl_cli.cluster.kubectl import Login
+from colocated_rl_cli.base.errors import CliError
 
-SHELLS = ("bash", "zsh", "fish")
 NAMES_DEADLINE_S = 3.0
 
-_SCRIPTS = {
+SCRIPTS = {
     "bash": """\
 _colocated_rl() {
   local IFS=$'\\n'
@@ -39,13 +34,8 @@ complete -c colocated-rl -a '(colocated-rl __complete (commandline -opc)[2..] (c
 }
 
 
-async def print_script(args: argparse.Namespace) -> Exit:
-    print_out(_SCRIPTS[args.shell])
-    return Exit.FINE
-
-
 def complete(parser: argparse.ArgumentParser, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """What the last of these words may become."""
+    """Return what the last of these words may become, sorted."""
     *before, typed = words or [""]
     candidates = _candidates(parser, before, typed, environment)
     return sorted(one for one in candidates if one.startswith(typed))
@@ -69,7 +59,7 @@ def _candidates(
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The commands' own parsers, by name."""
+    """Return the commands' own parsers by name."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no other way to ask
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             return dict(action.choices)
@@ -82,7 +72,7 @@ def _flags(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _open_option(parser: argparse.ArgumentParser, before: Sequence[str]) -> argparse.Action | None:
-    """The option whose value is being typed."""
+    """Return the option whose value is being typed, or None."""
     for action in parser._actions:  # noqa: SLF001
         if before[-1] in action.option_strings and action.nargs != 0:
             return action
@@ -101,7 +91,12 @@ def _positionals(parser: argparse.ArgumentParser, before: Sequence[str], environ
 
 
 def _jobs(parser: argparse.ArgumentParser, before: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Of the namespace and the cluster that the words so far name."""
+    """Return the names of the jobs in the namespace and cluster that the words so far name."""
+    import asyncio
+
+    from colocated_rl_cli.cluster.api import Api
+    from colocated_rl_cli.cluster.kubectl import Login
+
     known = argparse.Namespace(namespace=None, context=None, kubeconfig=None)
     try:
         parser.parse_known_args([*before[1:], "x"], known)

@@ -1,7 +1,7 @@
-"""Writes docs/cli.md from the words of the program: `python -m colocated_rl_cli.document [--check]`.
+"""Write docs/cli.md from the program's own definitions: `python -m colocated_rl_cli.document [--check]`.
 
-Commands, options, exit codes and remedies stand where they are used; the page repeats them for people who look there.
-What only the page says is here.
+Commands, options, exit codes and remedies are defined where they are used, and the page repeats them. This module holds
+the text that only the page has.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ only when they stay.
 
 
 def page() -> str:
+    """Return the text of docs/cli.md."""
     lines = [HEAD, "| command | in the job's namespace | has it |", "|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in RIGHTS]
     lines += [RIGHTS_NOTE, "## Commands", ""]
@@ -116,14 +117,15 @@ def _command(command: Command, parser: argparse.ArgumentParser) -> Iterator[str]
             words += f" {action.metavar or '|'.join(map(str, action.choices or ()))}"
         elif action.choices:
             words = "|".join(map(str, action.choices))
-        told = str(action.help or "") % {"default": action.default}
-        yield f"| `{words.replace('|', chr(92) + '|')}` | {told} |"
+        text = str(action.help or "") % {"default": action.default}
+        yield f"| `{words.replace('|', chr(92) + '|')}` | {text} |"
     if command.is_of_cluster:
         yield "| `-n`, `--context`, `--kubeconfig` | as kubectl's |"
     yield ""
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Write the page, or check it; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m colocated_rl_cli.document", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is out of date")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository; the working directory by default")

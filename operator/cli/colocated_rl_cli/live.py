@@ -1,4 +1,4 @@
-"""Shows a job for as long as something else goes on: in place on a terminal, a line for each event elsewhere."""
+"""Show a job while a block runs: redrawn in place on a terminal, a line for each event elsewhere."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ EVERY_S = 0.5
 
 
 class Terminal(Console):
-    """Where commands print what is more than text."""
+    """The console on which commands print styled output."""
 
     def on_broken_pipe(self) -> None:
-        """That whoever reads has had enough is nothing to exit with 1 for."""
+        """Raise instead of exiting with 1, because a reader that closes the pipe is no failure."""
         raise BrokenPipeError
 
 
 @asynccontextmanager
 async def shown(watch: JobWatch, console: Console, *, screen: bool) -> AsyncIterator[None]:
-    """While the block runs. screen: use all of the terminal, and give it back as it was."""
+    """Show the job while the block runs. screen: use the whole terminal, and restore it afterwards."""
     if not console.is_terminal:
 
         def print_line(line: Line) -> None:
@@ -46,18 +46,18 @@ async def shown(watch: JobWatch, console: Console, *, screen: bool) -> AsyncIter
             live.update(frame(watch.job, watch.lines, now=time.time(), trouble=trouble), refresh=True)
 
         async def draw_on() -> None:
-            while console.is_terminal:  # one that is gone is none any more
+            while console.is_terminal:  # False once the terminal is gone
                 draw()
                 await asyncio.sleep(EVERY_S)
 
-        looking = asyncio.current_task()
+        caller = asyncio.current_task()
         drawing = asyncio.create_task(draw_on(), name="live/draw")
 
-        def end_with_it(drawn: asyncio.Task[None]) -> None:
-            if not drawn.cancelled() and looking is not None:
-                looking.cancel()  # nobody looks any more
+        def cancel_caller(drawn: asyncio.Task[None]) -> None:
+            if not drawn.cancelled() and caller is not None:
+                caller.cancel()  # nobody can see the job any more
 
-        drawing.add_done_callback(end_with_it)
+        drawing.add_done_callback(cancel_caller)
         try:
             yield
             draw()

@@ -1,17 +1,15 @@
-"""The words of the program: commands, options, what each is for. docs/cli.md is checked against it."""
+"""Define the program's commands and options, and what each is for. docs/cli.md is generated from them."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from colocated_rl_api import __version__, names
-from colocated_rl_cli import commands
-from colocated_rl_cli.base.errors import Exit
 from colocated_rl_cli.base.output import FORMATS
-from colocated_rl_cli.completion import SHELLS, print_script
+from colocated_rl_cli.completion import SCRIPTS
 
 EPILOG = """\
 exit codes: 0 fine; 1 a problem was found (an invalid manifest, a job that does not move); 2 wrong words;
@@ -23,21 +21,21 @@ STATES = (
     "sealed", "trained", "filtered", "failed", "discarded",
 )  # fmt: skip
 
-KINDS = ("", names.SHORT_NAME, names.PLURAL, names.KIND.lower())  # what may stand before the name of a job
-
-Run = Callable[[argparse.Namespace], Exit | Awaitable[Exit]]
+KINDS = ("", names.SHORT_NAME, names.PLURAL, names.KIND.lower())  # allowed before a job's name, as in crlj/sums
 
 
 class Command(NamedTuple):
+    """One command; `commands.RUN` has the function that runs it. add: adds its arguments to its parser."""
+
     name: str
     summary: str
-    run: Run
     add: Callable[[argparse.ArgumentParser], Any]
     is_of_cluster: bool
-    more: str = ""  # for the page
+    more: str = ""  # for docs/cli.md
 
 
 def build(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of the whole program."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Look at, explain and steer ColocatedRLJobs.",
@@ -54,8 +52,7 @@ def build(prog: str) -> argparse.ArgumentParser:
         )
         command.add(words)
         if command.is_of_cluster:
-            _add_cluster(words, absent=argparse.SUPPRESS)  # what stands before the command stays
-        words.set_defaults(run=command.run)
+            _add_cluster(words, absent=argparse.SUPPRESS)  # keeps the value of an option before the command
     return parser
 
 
@@ -64,7 +61,7 @@ def _sentence(summary: str) -> str:
 
 
 def _add_cluster(words: argparse.ArgumentParser, *, absent: str | None) -> None:
-    """absent: what an option is that is not there."""
+    """Add the options that choose a cluster. absent: default for an omitted option."""
     group = words.add_argument_group("cluster", argument_default=absent)
     group.add_argument("-n", "--namespace", metavar="NAME", help="namespace of the job; the context's when absent")
     group.add_argument("--context", metavar="NAME", help="context of the kubeconfig; the current one when absent")
@@ -76,7 +73,7 @@ def _add_job(words: argparse.ArgumentParser) -> None:
 
 
 def _job(text: str) -> str:
-    """As kubectl names objects, too: crlj/sums."""
+    """Return the name in NAME or, as kubectl writes objects, in crlj/NAME."""
     kind, _, name = text.rpartition("/")
     if kind.partition(".")[0] not in KINDS or not re.fullmatch("[a-z0-9]([a-z0-9.-]*[a-z0-9])?", name):
         raise argparse.ArgumentTypeError(f"{text} is no name of a job")
@@ -181,66 +178,64 @@ def _add_bundle(words: argparse.ArgumentParser) -> None:
 
 
 def _add_completion(words: argparse.ArgumentParser) -> None:
-    words.add_argument("shell", choices=SHELLS, help="which shell")
+    words.add_argument("shell", choices=[*SCRIPTS], help="which shell")
 
 
 COMMANDS = (
     Command(
-        "init", "write the manifest of a new job", commands.init, _add_init, False,
+        "init", "write the manifest of a new job", _add_init, False,
         "Each field stands below what it means. What is missing is asked for on a terminal.",
     ),
     Command(
-        "validate", "say what the API server would say of manifests", commands.validate, _add_validate, False,
+        "validate", "say what the API server would say of manifests", _add_validate, False,
         "Without a cluster, with the line of each fault: `FILE:LINE:COLUMN: FIELD: WORDS`. Lists are looked into, as "
         "`kubectl get crlj -o yaml` prints them.",
     ),
     Command(
-        "explain", "say why a job does not move, and what to do", commands.explain_job, _add_job_and_output, True,
+        "explain", "say why a job does not move, and what to do", _add_job_and_output, True,
         "Names the rung, the pod, the cause and the remedy; where nothing is wrong, what the job waits for.",
     ),
     Command(
-        "top", "show a job while it runs", commands.top, _add_top, True,
+        "top", "show a job while it runs", _add_top, True,
         "Who has each GPU, on which rung, since when; step, reward, staleness, tokens per second, the last switch. "
         "Ends with the job, or with Ctrl-C. Where there is no terminal, a line for each event.",
     ),
     Command(
-        "samples", "list the newest samples", commands.show_samples, _add_samples, True,
+        "samples", "list the newest samples", _add_samples, True,
         "From the rollout controller's store; those of batches that a checkpoint holds are only counted there. With "
         "`--follow` each is told once, when its reward is in or it was given up, until the job is over, or Ctrl-C; "
         "`-o json` is a line each. A connection that breaks is made again, and no sample is missed. "
         "[Samples](samples.md) has the columns of a Parquet file.",
     ),
-    Command("eval", "list the evaluations", commands.evaluations, _add_job_and_output, True),
+    Command("eval", "list the evaluations", _add_job_and_output, True),
     Command(
-        "suspend", "free the devices of a job, and keep its volumes", commands.suspend, _add_job, True,
+        "suspend", "free the devices of a job, and keep its volumes", _add_job, True,
         "Sets spec.suspend; it returns at once, and the pods end within a minute.",
     ),
-    Command("resume", "let a suspended job go on where it stood", commands.resume, _add_job, True),
+    Command("resume", "let a suspended job go on where it stood", _add_job, True),
     Command(
-        "rollout-only", "write the manifest of a job that only generates",
-        commands.rollout_only, _add_rollout_only, True,
+        "rollout-only", "write the manifest of a job that only generates", _add_rollout_only, True,
         "Rollout of JOB alone (spec.mode: RolloutOnly): a new job generates, rewards and seals batches with the model "
         "as JOB begins with it, and starts no trainer. `kubectl crlj rollout-only JOB | kubectl apply -f -`",
     ),
     Command(
-        "train-only", "write the manifest of a job that only trains",
-        commands.train_only, _add_train_only, True,
+        "train-only", "write the manifest of a job that only trains", _add_train_only, True,
         "Training of JOB alone (spec.mode: TrainOnly): a new job trains recorded batches, in order, from the model as "
         "JOB begins with it, and starts no engine. The recording is what JOB has kept, where it was made by "
         "rollout-only or has spec.storage.keepBatches.",
     ),
     Command(
-        "timeline", "show who held each GPU, and why", commands.show_timeline, _add_timeline, True,
+        "timeline", "show who held each GPU, and why", _add_timeline, True,
         "From the log lines of the job's pods, as far back as their nodes keep them (10 MiB each, usually), its events "
         "and status.",
     ),
     Command(
-        "bundle", "write a support archive without secrets", commands.make_bundle, _add_bundle, True,
+        "bundle", "write a support archive without secrets", _add_bundle, True,
         "Status, events, pods, logs, members' pages. Secrets are never read, and what looks like one is replaced; no "
         "prompts and responses are in it, unless a reward function or an engine logs them.",
     ),
     Command(
-        "completion", "print a script that completes words", print_script, _add_completion, False,
+        "completion", "print a script that completes words", _add_completion, False,
         "For bash: `source <(colocated-rl completion bash)`. `kubectl crlj` is completed by kubectl itself, which "
         "finds `kubectl_complete-crlj` on PATH.",
     ),

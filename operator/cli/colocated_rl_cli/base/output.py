@@ -7,8 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from colocated_rl_cli.base.yaml_text import written
-
 FORMATS = ("text", "json", "yaml")
 
 
@@ -24,6 +22,8 @@ def print_error(text: str) -> None:
 
 def document(value: Any, form: str) -> str:
     """Return plain data as JSON or YAML. form: json or yaml."""
+    from colocated_rl_cli.base.yaml_text import written  # PyYAML loads slowly, and --help needs this module
+
     plain = json.loads(json.dumps(value, default=str))
     return json.dumps(plain, indent=2) if form == "json" else written(plain).rstrip()
 
