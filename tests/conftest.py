@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import signal
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from scenarios.corpus import Case  # read by two files of tests only
 
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")  # how long an example takes says how busy the machine is
@@ -14,3 +18,11 @@ settings.load_profile("unhurried")  # how long an example takes says how busy th
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Tests interrupt programs. Who is started in the background ignores that signal, and so would all it starts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest) -> Case:
+    """A manifest of tests/scenarios, on the standard output that pytest shows of a test that fails."""
+    manifest: Case = request.param
+    print(manifest.text)  # noqa: T201 - for the person who reads the failure
+    return manifest

@@ -1,8 +1,7 @@
 """Every manifest gets one verdict: the API server's and the models' are the same, and so are their defaults.
 
-tests/scenarios/manifests/good and bad hold whole manifests, sent to the server as they are written. The comments on
-top of a bad one say which `field` is named in the refusal and what it `says`, or what the `server` and the `models` say
-where their words differ. Beyond the corpus, hypothesis changes values around every bound of the schema.
+tests/scenarios/good.yaml and bad.yaml are the corpus; a row of bad.yaml has the field that a refusal names and words of
+it. Beyond the corpus, hypothesis changes values around every bound of the schema.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,26 +23,14 @@ from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec, Rollout
 from colocated_rl_cli.base.yaml_text import read
 from colocated_rl_cli.manifest.manifest import judge
 from colocated_rl_operator.crd import Schema, structural_schema
+from scenarios.corpus import BAD, EXAMPLES, GOOD, Case, cases
 from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.cluster
 
-CORPUS = CHECKOUT.root / "tests/scenarios/manifests"
-EXAMPLES = CHECKOUT.root / "crds/examples"
+MINIMAL = (CHECKOUT.root / "crds/examples/minimal.yaml").read_text()
 JOBS = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
 DRY_RUN = "dryRun=All&fieldValidation=Strict"
-
-
-def manifests(folder: Path) -> list[Any]:
-    files = sorted(folder.glob("*.yaml"))
-    assert files, f"{folder} is empty"
-    return [pytest.param(file, id=file.stem) for file in files]
-
-
-def headers(file: Path) -> dict[str, str]:
-    """The comments on top: `# key: value`."""
-    lines = [line.removeprefix("# ") for line in file.read_text().splitlines() if line.startswith("# ")]
-    return dict(line.split(": ", 1) for line in lines)
 
 
 def explicit(job: ColocatedRLJob) -> Document:
@@ -61,34 +46,33 @@ def read_stored(stored: Document) -> ColocatedRLJob:
     return ColocatedRLJob.read({key: stored[key] for key in ("apiVersion", "kind", "metadata", "spec")})
 
 
-def dry_run(api: ApiServer, file: Path) -> Answer:
-    return api.request("POST", f"{JOBS}?{DRY_RUN}", file.read_bytes(), content_type="application/yaml")
+def dry_run(api: ApiServer, case: Case) -> Answer:
+    return api.request("POST", f"{JOBS}?{DRY_RUN}", case.text.encode(), content_type="application/yaml")
 
 
-@pytest.mark.parametrize("file", [*manifests(CORPUS / "good"), *manifests(EXAMPLES)])
-def test_good_manifest_is_accepted_by_both_with_the_same_defaults(api: ApiServer, file: Path) -> None:
-    answer = dry_run(api, file)
+@cases(*GOOD.values(), *EXAMPLES)
+def test_good_manifest_is_accepted_by_both_with_the_same_defaults(api: ApiServer, case: Case) -> None:
+    answer = dry_run(api, case)
     assert answer.is_accepted, answer.message
-    read = ColocatedRLJob.read(yaml.safe_load(file.read_text()))
+    read = ColocatedRLJob.read(yaml.safe_load(case.text))
     stored = read_stored(answer.body)
     assert complete(read) == explicit(stored)
     assert read.spec == stored.spec
 
 
-@pytest.mark.parametrize("file", manifests(CORPUS / "bad"))
-def test_bad_manifest_is_refused_by_both_with_a_message_that_names_the_field(api: ApiServer, file: Path) -> None:
-    says = headers(file)
-    answer = dry_run(api, file)
+@cases(*BAD.values())
+def test_bad_manifest_is_refused_by_both_with_a_message_that_names_the_field(api: ApiServer, case: Case) -> None:
+    answer = dry_run(api, case)
     assert not answer.is_accepted
-    assert says.get("server") or says["says"] in answer.message
+    assert case.server in answer.message
     # what decoding refuses has no list of fields
-    assert says["field"] in answer.fields or f'unknown field "{says["field"]}"' in answer.message
+    assert case.field in answer.fields or f'unknown field "{case.field}"' in answer.message
 
     with pytest.raises(ValidationError) as refusal:
-        ColocatedRLJob.read(yaml.safe_load(file.read_text()))
+        ColocatedRLJob.read(yaml.safe_load(case.text))
     [error] = refusal.value.errors()
-    assert (says.get("models") or says["says"]) in error["msg"]
-    assert parts(says["field"])[: len(path := path_of(error["loc"]))] == path  # a rule over two fields is the parent's
+    assert case.models in error["msg"]
+    assert parts(case.field)[: len(path := path_of(error["loc"]))] == path  # a rule over two fields is the parent's
 
 
 def parts(field: str) -> list[str]:
@@ -107,7 +91,7 @@ SCALARS = (CHECKOUT.root / "tests/scenarios/scalars.txt").read_text().splitlines
 
 def as_config(scalar: str) -> str:
     config = f"      value: {scalar}\n      list: [{scalar}]\n"
-    return (EXAMPLES / "minimal.yaml").read_text() + "  trainer:\n    config:\n" + config
+    return MINIMAL + "  trainer:\n    config:\n" + config
 
 
 def compared(job: Document) -> list[str]:
@@ -130,9 +114,9 @@ def test_the_command_line_reads_scalars_as_the_server_does(api: ApiServer) -> No
     assert [] == differences
 
 
-@pytest.mark.parametrize("file", [*manifests(CORPUS / "good"), *manifests(CORPUS / "bad"), *manifests(EXAMPLES)])
-def test_the_command_line_gives_the_servers_verdict(api: ApiServer, file: Path) -> None:
-    assert dry_run(api, file).is_accepted == judge(file.read_text()).is_accepted
+@cases(*GOOD.values(), *BAD.values(), *EXAMPLES)
+def test_the_command_line_gives_the_servers_verdict(api: ApiServer, case: Case) -> None:
+    assert dry_run(api, case).is_accepted == judge(case.text).is_accepted
 
 
 @pytest.mark.parametrize(
@@ -141,14 +125,14 @@ def test_the_command_line_gives_the_servers_verdict(api: ApiServer, file: Path) 
      "{name: a, annotations: null}", "{name: a, generateName: 7}", "{name: a, labels: {a: null}}"],
 )  # fmt: skip
 def test_the_command_line_judges_metadata_as_the_server_does(api: ApiServer, metadata: str) -> None:
-    text = (EXAMPLES / "minimal.yaml").read_text().replace("\nmetadata:\n  name: minimal", f"\nmetadata: {metadata}")
+    text = MINIMAL.replace("\nmetadata:\n  name: minimal", f"\nmetadata: {metadata}")
     assert metadata in text
     answer = api.request("POST", f"{JOBS}?{DRY_RUN}", text.encode(), content_type="application/yaml")
     assert answer.is_accepted == judge(text).is_accepted, answer.message
 
 
 # ------------------------------------------------------------------------------------------------------ immutability
-FULL = yaml.safe_load((EXAMPLES / "full.yaml").read_text())
+FULL = yaml.safe_load((CHECKOUT.root / "crds/examples/full.yaml").read_text())
 MAY_CHANGE = {
     "steps": 7,
     "suspend": True,
@@ -257,14 +241,14 @@ def test_change_that_cannot_be_honoured_is_refused(api: ApiServer, stored_job: D
 
 
 def test_a_job_keeps_its_recording(api: ApiServer) -> None:
-    with stored(api, yaml.safe_load((CORPUS / "good/train-only.yaml").read_text())) as job:
+    with stored(api, yaml.safe_load(GOOD["train-only"].text)) as job:
         answer = api.request("PUT", f"{JOBS}/job?{DRY_RUN}", changed(job, "recorded.claimName", "another"))
     assert ["spec.recorded"] == answer.fields
 
 
 @pytest.mark.parametrize("path", ["rollout.replicas", "rollout.gpus.count"])
 def test_a_job_keeps_its_engine_pods(api: ApiServer, path: str) -> None:
-    with stored(api, yaml.safe_load((CORPUS / "good/own-devices.yaml").read_text())) as job:
+    with stored(api, yaml.safe_load(GOOD["own-devices"].text)) as job:
         answer = api.request("PUT", f"{JOBS}/job?{DRY_RUN}", changed(job, path, 7))
     assert [f"spec.{field_of(path)}"] == answer.fields
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 
 import pytest
 import yaml
@@ -22,12 +21,9 @@ from colocated_rl_cli.base.yaml_text import (
 )
 from colocated_rl_cli.manifest.manifest import judge
 from colocated_rl_cli.manifest.starter import Wishes, manifest
+from scenarios.corpus import BAD, EXAMPLES, GOOD, Case, cases
 from setup.layout import CHECKOUT
 
-CORPUS = CHECKOUT.root / "tests/scenarios/manifests"
-EXAMPLES = CHECKOUT.root / "crds/examples"
-GOOD = sorted([*(CORPUS / "good").glob("*.yaml"), *EXAMPLES.glob("*.yaml")])
-BAD = sorted((CORPUS / "bad").glob("*.yaml"))
 JOB = """\
 apiVersion: rl.colocate.dev/v1alpha1
 kind: ColocatedRLJob
@@ -47,25 +43,23 @@ def faults(text: str) -> list[tuple[int, str, str]]:
 
 
 # ---------------------------------------------------------------------------------------------------- the same verdict
-@pytest.mark.parametrize("file", GOOD, ids=lambda file: file.stem)
-def test_a_manifest_that_the_server_accepts_is_accepted(file: Path) -> None:
-    verdict = judge(file.read_text())
+@cases(*EXAMPLES, *GOOD.values())
+def test_a_manifest_that_the_server_accepts_is_accepted(case: Case) -> None:
+    verdict = judge(case.text)
     assert () == verdict.faults
     assert verdict.is_accepted
 
 
-@pytest.mark.parametrize("file", BAD, ids=lambda file: file.stem)
-def test_a_manifest_that_the_server_refuses_is_refused_at_the_field_that_it_names(file: Path) -> None:
-    text = file.read_text()
-    says = dict(line.removeprefix("# ").split(": ", 1) for line in text.splitlines() if line.startswith("# "))
-    verdict = judge(text)
+@cases(*BAD.values())
+def test_a_manifest_that_the_server_refuses_is_refused_at_the_field_that_it_names(case: Case) -> None:
+    verdict = judge(case.text)
     assert not verdict.is_accepted
     [fault] = verdict.faults
-    named, found = (field.replace("[", ".").replace("]", "").split(".") for field in (says["field"], fault.field))
+    named, found = (field.replace("[", ".").replace("]", "").split(".") for field in (case.field, fault.field))
     assert named[: len(found)] == found
-    line = text.splitlines()[fault.place.line - 1]
+    line = case.text.splitlines()[fault.place.line - 1]
     deepest = next(part for part in reversed(found) if not part.isdigit())
-    is_there = f"{deepest}:" in text  # a field that is missing is told where it should be
+    is_there = f"{deepest}:" in case.text  # a field that is missing is told where it should be
     assert (not is_there) or deepest in line or line.lstrip().startswith(("- ", "? "))
 
 
