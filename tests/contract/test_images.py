@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import subprocess
 from pathlib import Path
 
@@ -92,6 +93,8 @@ def test_steps_of_an_image_make_the_environment_that_tests_run_in(builder: Build
     assert builder.run(found).startswith(str(builder.environment))
     bill = json.loads((builder.environment / "sbom.cdx.json").read_text())
     assert libraries(python) == {component["name"] for component in bill["components"]}
+    files = [path for path in builder.environment.rglob("*") if not path.is_symlink()]
+    assert not [path for path in files if path.stat().st_mode & stat.S_IWOTH]
 
 
 def test_hadolint_finds_no_fault() -> None:

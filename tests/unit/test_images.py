@@ -26,6 +26,7 @@ from setup.toolchain import UV
 ROOT = CHECKOUT.root
 FOLDER = ROOT / "workloads/images"
 DOCKERFILE = Dockerfile.read(FOLDER / "Dockerfile")
+VERSION = (ROOT / "operator/VERSION").read_text().strip()
 TARGETS = ("operator", "agent", "rollout", "gpu", "gpu-cpu")
 LOCAL = {"gpu": "gpu-cpu"}  # the local cluster has no GPU
 
@@ -77,6 +78,15 @@ def test_image_is_an_ordinary_users_and_its_base_is_pinned(name: str) -> None:
     users = [user for stage in DOCKERFILE.inherited(name) for user in stage.all("USER")]
     assert "65532:65532" == users[-1]
     assert re.search(r":v?\d+\.\d+\.\d+[\w.-]*$", DOCKERFILE.image_of(name))
+
+
+@pytest.mark.parametrize("name", DOCKERFILE.stages)
+def test_stage_uses_variables_that_every_builder_gives_it(name: str) -> None:
+    """Its own ARG, or an ENV. Older podman hands no ARG on to a stage that stands on another, and docker does."""
+    stage = DOCKERFILE.stages[name]
+    used = {found for _, words in stage.instructions for found in re.findall(r"\$\{?([A-Z]\w*)", words)}
+    own = {words.partition("=")[0] for words in stage.all("ARG")}
+    assert used <= own.union(*(each.environment for each in DOCKERFILE.inherited(name)))
 
 
 @pytest.mark.parametrize("name", ["operator", "agent", "rollout", "gpu-cpu"])
@@ -144,20 +154,37 @@ def test_without_a_builder_it_is_said_what_to_do(programs: Path) -> None:
     assert "there is no docker, podman or nerdctl on PATH; install one, or name yours" in done.stderr
 
 
+@pytest.fixture
+def recorder(programs: Path) -> Path:
+    """What a builder is told, a line for each image; it leaves a copy of what it builds beside that."""
+    said, context = programs.with_name("said"), programs.with_name("context")
+    podman = programs / "podman"  # there is none on the machines that run this
+    podman.write_text(f'#!/usr/bin/env bash\necho "$@" >>{said}\n[ -e {context} ] || cp -r "${{@: -1}}" {context}\n')
+    podman.chmod(0o755)
+    return said
+
+
+def test_labels_say_version_commit_and_source_where_that_is_known(programs: Path, recorder: Path) -> None:
+    for source in ("", "https://git.example.com/rl"):
+        assert 0 == build(programs, "agent", SOURCE=source).returncode
+    labels = [
+        dict(re.findall(r"--label org\.opencontainers\.image\.(\w+)=(\S+)", line))
+        for line in recorder.read_text().splitlines()
+    ]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    known = {"title": "agent", "version": VERSION, "revision": commit.stdout.strip()}
+    assert [known, known | {"source": "https://git.example.com/rl"}] == labels
+
+
 def test_images_are_built_of_what_is_committed_and_named_as_the_chart_names_them(
-    programs: Path, tmp_path: Path
+    programs: Path, recorder: Path, tmp_path: Path
 ) -> None:
-    """The builder is a recorder: there is none on the machines that run this."""
-    said, context = tmp_path / "said", tmp_path / "context"
-    recorder = programs / "podman"
-    recorder.write_text(f'#!/usr/bin/env bash\necho "$@" >>{said}\n[ -e {context} ] || cp -r "${{@: -1}}" {context}\n')
-    recorder.chmod(0o755)
     done = build(programs, "operator", "gpu", REPOSITORY="registry.example.com/rl", BUILD_ARGS="--pull")
     assert 0 == done.returncode, done.stderr
-    version = (ROOT / "operator/VERSION").read_text().strip()
-    for line, image in zip(said.read_text().splitlines(), ("operator", "gpu"), strict=True):
-        assert f"--target {image} --tag registry.example.com/rl/{image}:{version} " in line
+    for line, image in zip(recorder.read_text().splitlines(), ("operator", "gpu"), strict=True):
+        assert f"--target {image} --tag registry.example.com/rl/{image}:{VERSION} " in line
         assert "--pull" in line
+    context = recorder.with_name("context")
     archive = subprocess.run(
         ["git", "archive", "HEAD", "operator", "workloads", "tests/engine_cpu"],
         cwd=ROOT, capture_output=True, timeout=60, check=True,
