@@ -75,6 +75,12 @@ e2e-prometheus: setup ## alerts, monitors and dashboard in the real Prometheus, 
 	@tests/prometheus/build.sh .build/prometheus
 	@pytest tests/prometheus
 
+.PHONY: test-images
+test-images: ## operator, agent and rollout built by podman, and started; needs root and mmdebstrap too; no part of test
+	@tests/images/base-image.sh .build/base-image.tar
+	@$(SETUP) --only dev
+	@pytest tests/images
+
 .PHONY: explore
 explore: setup-dev ## every state of a job within BOUNDS="--pods 3 --deaths 1 --of agent", and its number; no part of test
 	@PYTHONPATH=tests python -m fakes.explore $(BOUNDS)
@@ -146,7 +152,7 @@ lock: ## resolve the pinned requirement files anew
 
 .PHONY: images
 images: ## container images of the last commit, with docker, podman or nerdctl; IMAGES="operator agent" for some of them
-	@BUILDER='$(BUILDER)' REPOSITORY='$(REPOSITORY)' TAG='$(TAG)' BUILD_ARGS='$(BUILD_ARGS)' workloads/images/build.sh $(IMAGES)
+	@BUILDER='$(BUILDER)' REPOSITORY='$(REPOSITORY)' TAG='$(TAG)' SOURCE='$(SOURCE)' BUILD_ARGS='$(BUILD_ARGS)' workloads/images/build.sh $(IMAGES)
 
 .PHONY: dist
 dist: ## what a release has beside images, in .build/dist: wheels, the packed chart, plain manifests, hashes
