@@ -383,6 +383,22 @@ async def test_sigterm_is_told_to_the_agent_and_children_go_on_until_its_word(tm
             assert 143 == await it.process.wait()
 
 
+async def test_who_ends_all_of_a_container_is_told_of_before_the_exits(tmp_path: Path) -> None:
+    """A child that got the signal too has not failed."""
+    async with container(tmp_path) as it:
+        script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(600)"
+        incarnation = await it.link.start("trainer-0", [sys.executable, "-c", script], {})
+        pid = int(await file_line(tmp_path / "pid"))
+        it.process.send_signal(signal.SIGSTOP)
+        os.kill(pid, signal.SIGTERM)
+        await until(lambda: not is_alive(pid))
+        it.process.terminate()
+        it.process.send_signal(signal.SIGCONT)
+        assert -signal.SIGTERM == (await it.exited(incarnation)).code
+        told = [type(event) for event in it.events]
+        assert told.index(RunnerTerminating) < told.index(ChildExited)
+
+
 async def test_children_end_near_the_end_of_grace_without_any_word(tmp_path: Path) -> None:
     async with container(tmp_path, grace_s=runner.RESERVE_S + 0.2) as it:
         incarnation = await it.link.start("engine-0", SLEEP, {})

@@ -441,14 +441,15 @@ class Runner:
     # ------------------------------------------------------------------------------------------------ the end
     def _on_signal(self) -> None:
         numbers = os.read(self.wakeup, 1024)
-        self._reap()
-        if (signal.SIGTERM in numbers or signal.SIGINT in numbers) and self.terminate_at is None:
+        is_told = (signal.SIGTERM in numbers or signal.SIGINT in numbers) and self.terminate_at is None
+        if is_told:  # before the exits of those that were told with it: they have not failed
             wait_s = max(0.0, self.grace_s - RESERVE_S)
             self.terminate_at = time.monotonic() + wait_s
             log("runner terminating", children_end_in_s=wait_s)
             self._tell(event="terminating", children_end_in_s=wait_s)
-            if not self.groups:
-                self._end(128 + signal.SIGTERM)
+        self._reap()
+        if is_told and not self.groups:
+            self._end(128 + signal.SIGTERM)
 
     def _end(self, code: int) -> None:
         if self.exit_code is None:
