@@ -155,6 +155,7 @@ class PodFacts(Wire):
     problem: Problem | None = None
     took_s: dict[Rung, float] = Field(default_factory=dict)  # seconds from the previous rung, in this epoch
     stopped: bool = False  # goal STOP reached: children gone
+    ending: bool = False  # its container was told to end: what ends in it from here on has not failed
 
 
 # ------------------------------------------------------------------------------------- facts of the rollout controller

@@ -62,65 +62,84 @@ _OF_A_POD = FailureAction.RESTART_POD, FailureAction.REPLACE_POD_ELSEWHERE, Fail
 
 
 class FailureCause(StrEnum):
-    """Why something failed, as the operator tells it. `answers`: what may be done about it, the usual one first."""
+    """Why something failed, as the operator tells it.
+
+    answers: what may be done about it, the usual one first. counts: whether that is a failure of the job, against
+    backoffLimit, unless a rule says otherwise. What the cluster takes away is none.
+    """
 
     meaning: str
     answers: tuple[FailureAction, ...]
+    counts: bool
 
-    def __new__(cls, word: str, meaning: str, answers: tuple[FailureAction, ...]) -> Self:
+    def __new__(cls, word: str, meaning: str, answers: tuple[FailureAction, ...], counts: bool) -> Self:
         cause = str.__new__(cls, word)
         cause._value_ = word
-        cause.meaning, cause.answers = meaning, answers
+        cause.meaning, cause.answers, cause.counts = meaning, answers, counts
         return cause
 
     ENGINE_LOST = (
         "EngineLost",
         "An engine ended by itself, or its agent ended it because nobody could tell its state any more. Where a "
         "trainer of its pod ended too, as with their container, that is the cause. maxTries counts how often since it "
-        "last served.",
+        "last served. RestartEngine never counts.",
         (FailureAction.RESTART_ENGINE, *_OF_A_POD),
+        True,
     )
-    TRAINER_DIED = "TrainerDied", "A trainer rank ended by itself, or its agent ended it past a deadline.", _OF_A_STEP
+    TRAINER_DIED = (
+        "TrainerDied",
+        "A trainer rank ended by itself, or its agent ended it past a deadline. Not one whose container was told to "
+        "end, as in a drain, nor those that end because of it.",
+        _OF_A_STEP,
+        True,
+    )
     OUT_OF_MEMORY = (
         "OutOfMemory",
         "The same, and by then kubelet has said of the pod's GPU container that it was ended for its memory. Where "
         "the kernel ends single processes (cgroup v1), that is TrainerDied.",
         _OF_A_STEP,
+        True,
     )
     RUNG_DEADLINE = (
         "RungDeadlineExceeded",
         "The group stood on one rung for longer than spec.switch allows. At fault are the pods that stand lowest; "
         "when all stand there, those that report a problem.",
         _OF_A_STEP,
+        True,
     )
     WEIGHTS_DIFFER = (
         "WeightsDiffer",
         "Engines hold different weights of one version (weightSync.verify: Checksum).",
         (FailureAction.RETRY_STEP, FailureAction.FAIL_JOB),
+        True,
     )
     PODS_NOT_READY = (
         "PodsNotReady",
-        "Not every member answered within podsReadyDeadlineSeconds of the start or of a loss. Requeue leaves "
-        "backoffLimit alone unless a rule says it.",
+        "Not every member answered within podsReadyDeadlineSeconds of the start or of a loss.",
         (FailureAction.REQUEUE, FailureAction.FAIL_JOB),
+        False,
     )
     MEMBER_SILENT = (
         "MemberSilent",
         "A running GPU pod's agent does not answer the operator for 30 s while others do, or for 300 s while kubelet "
         "starts it again: so looks a lost node.",
         _OF_A_POD,
+        False,
     )
     POD_EVICTED = (
         "PodEvicted",
         "The cluster took the GPU pod away and says so in the pod's condition DisruptionTarget, or Kueue's "
-        "TerminationTarget: preemption, drain, a node out of resources, a taint, a node that is gone.",
+        "TerminationTarget, or in kubelet's reason: preemption, drain, a node out of resources, a taint, a node that "
+        "is shut down or gone.",
         _OF_A_POD,
+        False,
     )
     POD_FAILED = (
         "PodFailed",
         "The GPU pod ended as Failed without being deleted: its node did not admit it, for instance for a device that "
         "is not healthy.",
         _OF_A_POD,
+        True,
     )
 
 
@@ -173,9 +192,10 @@ class FailureRule(Part):
         "later rules are asked. All when absent.",
     )
     action: Annotated[FailureAction, Field(strict=False)] = Field(description="What is done.")
-    counts: bool = Field(
-        default=True,
-        description="False: what the rule answers is no failure of the job, and leaves backoffLimit alone.",
+    counts: bool | None = Field(
+        default=None,
+        description="Whether what the rule answers is a failure of the job, against backoffLimit. Absent: as its cause "
+        "does by default, see Failures.",
     )
 
     @model_validator(mode="after")

@@ -118,15 +118,23 @@ class PodOutOfLine(StatusPart):
 
 
 class FailuresStatus(StatusPart):
-    """Failures that made the trainers start together again, and what was done about the newest."""
+    """Losses and failures that made the trainers start together again, and what was done about the newest."""
 
-    cause: str = Field(default="", max_length=64, description="Of the newest failure, as in spec.failurePolicy.")
+    cause: str = Field(
+        default="",
+        max_length=64,
+        description="Of the newest failure, as in spec.failurePolicy; absent for a pod that somebody deleted.",
+    )
     action: str = Field(default="", max_length=64, description="What was done about it.")
     rule: int | None = Field(
         default=None, description="Which of spec.failurePolicy.rules said so, from 0; absent: it is the usual answer."
     )
-    pod_restarts: int = Field(default=0, description="Restarts for which a GPU pod was made again.")
-    step_retries: int = Field(default=0, description="Restarts in the pods that there were.")
+    pod_restarts: int = Field(
+        default=0,
+        description="Restarts for which GPU pods were made again, whether they counted or not. A return from the "
+        "queue is one only if a rule counts it.",
+    )
+    step_retries: int = Field(default=0, description="Restarts in the pods that there were, likewise.")
     step: int | None = Field(default=None, description="Step that failed last.")
     tries: int = Field(default=0, description="Failures of that step in a row.")
     avoided_nodes: list[Annotated[str, Field(max_length=253)]] = Field(
@@ -159,7 +167,11 @@ class ColocatedRLJobStatus(StatusPart):
     target_step: int | None = Field(default=None, description="Step that the epoch climbs to.")
     cause: str | None = Field(default=None, max_length=64, description="Why the epoch was raised.")
     group: str | None = Field(default=None, max_length=64, description="Hash of the pods that form the trainer group.")
-    restarts: int | None = Field(default=None, description="Trainer restarts after failures, against backoffLimit.")
+    restarts: int | None = Field(
+        default=None,
+        description="Trainer restarts that count against backoffLimit. What the cluster or a person takes away does "
+        "not, unless a rule of failurePolicy says so.",
+    )
     failures: FailuresStatus | None = Field(default=None, description="Absent while there were none.")
     placement: Placement | None = Field(
         default=None,

@@ -339,12 +339,15 @@ def _reasons() -> Iterator[str]:
 
 def _failures() -> Iterator[str]:
     """What can fail, and what may answer it."""
-    told = "What `spec.failurePolicy` answers. The usual answer is followed where no rule matches. [failures.md]"
-    yield from ("", "## Failures", "", f"{told}(failures.md) says more.")
-    yield from ("", "| cause | what it is | usual answer | other answers |", "|---|---|---|---|")
+    told = "What `spec.failurePolicy` answers. Without a rule that matches, the usual answer is followed, and a failure"
+    more = "counts as its cause does. [failures.md](failures.md) says more."
+    yield from ("", "## Failures", "", f"{told} {more}")
+    yield from ("", "| cause | what it is | counts against backoffLimit | usual answer | other answers |")
+    yield "|---|---|---|---|---|"
     for cause in FailureCause:
         usual, *others = (f"`{action}`" for action in cause.answers)
-        yield f"| `{cause}` | {cause.meaning} | {usual} | {', '.join(others)} |"
+        counts = "yes" if cause.counts else "no"
+        yield f"| `{cause}` | {cause.meaning} | {counts} | {usual} | {', '.join(others)} |"
     yield from ("", "| action | what is done |", "|---|---|")
     for action in FailureAction:
         yield f"| `{action}` | {action.meaning} |"

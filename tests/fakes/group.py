@@ -69,6 +69,7 @@ class SimPod:
     attempt: int
     uid: str
     alive: bool = True
+    fate: FailureCause = FailureCause.POD_FAILED  # once it is not
     stopped: bool = False
     reported: PodFacts | RolloutFacts | None = None
     known: tuple[tuple[object, ...], Member] | None = None  # as the operator saw it last, and what that was made of
@@ -96,6 +97,7 @@ class GpuPod(SimPod):
     export: WeightVersion | None = None  # newest
     sent: PodTarget | None = None  # newest over the present connection
     inbox: list[PodTarget] = field(default_factory=list)
+    ending: bool = False  # its container was told to end, as in a drain
     told: tuple[tuple[object, ...], PodFacts] | None = None  # its newest facts, and what they were made of
     rungs: dict[WeightVersion, Rung] = field(default_factory=dict)  # where it stands by them, of those who asked
 
@@ -108,11 +110,16 @@ class GpuPod(SimPod):
     def facts(self) -> PodFacts:
         """The same ones, as long as nothing has moved: most who ask want to know that."""
         epoch = self.target.epoch if self.target else 0
-        parts = (epoch, self.gate, self.engine, self.engine_failures, self.trainer, self.stopped)
+        parts = (epoch, self.gate, self.engine, self.engine_failures, self.trainer, self.stopped, self.ending)
         if self.told is None or not all(map(is_, self.told[0], parts)):
             engine = self.engine.model_copy(update={"failures": self.engine_failures})
             facts = PodFacts(
-                epoch=epoch, gate=self.gate, engines=(engine,), trainers=(self.trainer,), stopped=self.stopped
+                epoch=epoch,
+                gate=self.gate,
+                engines=(engine,),
+                trainers=(self.trainer,),
+                stopped=self.stopped,
+                ending=self.ending,
             )
             self.told, self.rungs = (parts, facts), {}
         return self.told[1]
@@ -190,6 +197,8 @@ class Group:
     # ---------------------------------------------------------------------------------------------------- an agent
     def agent_moves(self, pod: GpuPod) -> bool:
         """The next safe action towards the target; False if there is none."""
+        if pod.ending:
+            return self._end(pod)
         if not pod.alive or pod.target is None or pod.stopped:
             return False
         before = pod.standing(self.ladder, pod.target.version)
@@ -230,6 +239,20 @@ class Group:
         if self.ladder.reaches(target.rung, Rung.UPDATED) and _is_done(pod, target):
             return self._go_up(pod, target)
         return False
+
+    def _end(self, pod: GpuPod) -> bool:
+        """Of a drain that nobody but its agent knows of: all in it ends, it says so, others' collectives break."""
+        if not pod.alive or (pod.reported is not None and pod.reported is not pod.facts):
+            return False
+        if pod.engine.is_absent and not pod.trainer.is_alive:
+            for other in self.pods:
+                if other is not pod and other.trainer.state in (TrainerState.ONLOADED, TrainerState.STARTING):
+                    self.trainer_dies(other)
+            return self.pod_is_evicted(pod)
+        pod.gate, pod.engine = GateFacts(open=False, settled=True), GONE
+        self.trainer_dies(pod)
+        self._note(pod)
+        return True
 
     def _serve_on(self, pod: GpuPod, target: PodTarget) -> bool:
         """The engine of a resident pod: it serves what there is, and takes what all have."""
@@ -464,6 +487,16 @@ class Group:
         pod.disconnect()
         return True
 
+    def pod_is_evicted(self, pod: SimPod) -> bool:
+        pod.fate = FailureCause.POD_EVICTED
+        return self.pod_is_lost(pod)
+
+    def pod_is_drained(self, pod: GpuPod) -> bool:
+        """As by kubelet, which tells the API server after the pod itself."""
+        is_first = pod.alive and not pod.ending
+        pod.ending = True
+        return is_first
+
     def pod_is_lost(self, pod: SimPod) -> bool:
         if not pod.alive:
             return False
@@ -568,7 +601,7 @@ class Simulation(Group):
                 uid=pod.uid,
                 phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
                 node=f"node-{pod.uid}",
-                fate=None if pod.alive else FailureCause.POD_FAILED,
+                fate=None if pod.alive else pod.fate,
                 created_at=-1000.0,
                 address=f"10.0.0.{index}",
                 silent_since=silent_since,

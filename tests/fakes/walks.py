@@ -24,7 +24,8 @@ from fakes.group import Simulation, must
 
 MOVES_TO_THE_END = 4000
 ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT)}
-FAULTS = ("engine_dies", "trainer_dies", "agent_restarts", "pod_is_lost", "connection_breaks")
+DISRUPTIONS = ("pod_is_evicted", "pod_is_drained")
+FAULTS = ("engine_dies", "trainer_dies", "agent_restarts", "pod_is_lost", "connection_breaks", *DISRUPTIONS)
 ROUNDS = 60  # of everybody, in which most of an undisturbed job happens
 
 SEEDS = st.integers(0, 2**32)
@@ -37,6 +38,7 @@ def make_group(
     reference: bool = False,
     policy: dict[str, Any] | None = None,
     verify: str = "Probe",
+    **more: Any,
 ) -> Simulation:
     often = {"everySteps": 2}
     spec: dict[str, Any] = {
@@ -47,7 +49,7 @@ def make_group(
         "failurePolicy": policy,
         "weightSync": {"verify": verify},
     }
-    return Simulation(make_job(replicas=replicas, steps=3, **spec))
+    return Simulation(make_job(replicas=replicas, **{"steps": 3} | spec | more))
 
 
 @st.composite
@@ -79,6 +81,8 @@ def fault(group: Simulation, rng: random.Random) -> str:
             "trainer": partial(group.trainer_dies, pod),
             "agent": partial(group.agent_restarts, pod),
             "pod": partial(group.pod_is_lost, pod),
+            "eviction": partial(group.pod_is_evicted, pod),
+            "drain": partial(group.pod_is_drained, pod),
             "connection": partial(group.connection_breaks, pod),
         }
         if group.compares:

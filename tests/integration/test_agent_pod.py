@@ -474,6 +474,9 @@ async def test_terminated_container_hands_back_what_is_in_flight_before_it_ends(
         assert (200, "abort") == (status, answer["meta_info"]["finish_reason"]["type"])
         async with asyncio.timeout(DEADLINE_S):
             assert 143 == await it.runner.wait()
+        await it.until(lambda facts: facts.ending and not facts.trainers, "without its container")
+        ended = [facts for facts in it.facts if any(rank.exit_code is not None for rank in facts.trainers)]
+        assert all(facts.ending for facts in ended), "its trainer was ended, and has not died"
 
 
 async def test_secrets_are_in_no_log(net: Network) -> None:

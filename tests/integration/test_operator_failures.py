@@ -13,10 +13,12 @@ from kopf import DaemonStoppingReason
 
 from builders import make_job
 from colocated_rl_api import names
+from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.member_wire import Goal, PodTarget
+from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.planner.failure_policy import QUEUE_S
 from fakes.group import GpuPod
-from fakes.world import SPEC, World, condition
+from fakes.world import SPEC, World, condition, stay_in_rollout, stood
 
 YOUNGER = replace(make_job(), created=datetime(2999, 1, 1, tzinfo=UTC))
 
@@ -183,6 +185,95 @@ async def test_an_engine_is_started_again_by_its_agent_before_its_pod_is_replace
         world.kubelet.let_go("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert ["node-0"] == failures(world)["avoidedNodes"]
+
+
+UNFORGIVING = SPEC | {"backoffLimit": 0}
+unforgiving = pytest.mark.parametrize("world", [UNFORGIVING], indirect=True, ids=["backoffLimit 0"])
+COUNTED = {"rules": [{"onCauses": ["PodEvicted"], "action": "RestartPod", "counts": True}]}
+
+
+def taken_away(world: World, name: str) -> None:
+    """The API server hears of an eviction: the processes have ended by then."""
+    evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    path = f"/api/v1/namespaces/default/pods/{name}"
+    world.api.set_status(path, {"phase": "Failed", "conditions": [evicted]})
+
+
+@unforgiving
+async def test_a_drain_of_which_the_agents_tell_first_costs_no_restart(world: World) -> None:
+    """Trainers of the pod end, others lose their collectives, and the API server hears of it last."""
+    async with world.operator() as operator:
+        world.kubelet.hold("gpu-1", under=lambda target: target.type == "podTarget" and target.step == 2)
+        await world.until(lambda: any(stood(world, Rung.SEALED, step=2)))
+        drained, victim = world.kubelet.of_seat("gpu-1"), gpu_pod(world, "gpu-1")
+        victim.ending = True
+        assert world.group.trainer_dies(victim)
+        drained.poke()
+        name, job_uid = drained.server.hello.pod, world.body["metadata"]["uid"]
+
+        def is_heard(name: str) -> bool:
+            facts = operator.office.doors.members.answers(job_uid)[name].facts
+            return isinstance(facts, PodFacts) and not facts.trainers[0].is_alive
+
+        await world.until(lambda: is_heard(name))
+        other = world.kubelet.of_seat("gpu-0")
+        assert world.group.trainer_dies(gpu_pod(world, "gpu-0"))
+        other.poke()
+        await world.until(lambda: is_heard(other.server.hello.pod))
+        world.kubelet.end(victim.uid)
+        taken_away(world, name)
+        world.kubelet.let_go("gpu-1")
+        await world.until(lambda: world.status.get("completionTime"))
+    assert ("Complete", 0) == (world.status["phase"], world.status["restarts"])
+    assert ("PodEvicted", 1, 0) == tuple(failures(world)[each] for each in ("cause", "podRestarts", "stepRetries"))
+    [told] = events(world, "PodReplaced")
+    assert told.endswith("the trainers start together again, which does not count against backoffLimit")
+
+
+@unforgiving
+async def test_a_drain_that_the_watch_has_not_told_of_is_looked_for_before_a_death_is_counted(world: World) -> None:
+    """Nor has the agent of the drained pod: others' trainers, which end because of it, are heard of first."""
+    async with world.operator():
+        world.kubelet.hold("gpu-1", under=lambda target: target.type == "podTarget" and target.step == 2)
+        await world.until(lambda: any(stood(world, Rung.SEALED, step=2)))
+        victim = world.kubelet.of_seat("gpu-1")
+        path = f"/api/v1/namespaces/default/pods/{victim.server.hello.pod}"
+        ending = {"deletionTimestamp": "2999-01-01T00:00:00Z", "deletionGracePeriodSeconds": 60}
+        watchers, world.api.watchers = world.api.watchers, []
+        world.kubelet.blocked = {"sums-gpu-1-1"}  # until the other is gone
+        world.api.put(path, world.api.objects[path] | {"metadata": world.api.objects[path]["metadata"] | ending})
+        world.api.watchers = watchers
+        assert world.group.trainer_dies(gpu_pod(world, "gpu-0"))
+        world.kubelet.of_seat("gpu-0").poke()
+        again = path.replace("gpu-1-0", "gpu-1-1")
+        await world.until(lambda: again in world.api.objects or "completionTime" in world.status)
+        world.kubelet.end(victim.pod.uid)
+        world.api.remove(path)
+        world.kubelet.let_go("gpu-1")
+        world.kubelet.blocked = set()
+        world.kubelet.note("MODIFIED", world.api.objects[again])
+        await world.until(lambda: world.status.get("completionTime"))
+    assert ("Complete", 0) == (world.status["phase"], world.status["restarts"])
+
+
+@unforgiving
+async def test_one_death_ends_a_job_that_may_not_fail_once(world: World) -> None:
+    async with world.operator():
+        await trainer_dies_in_step_2(world)
+        await world.until(lambda: world.status.get("completionTime"))
+    assert ("True", "BackoffLimitExceeded") == condition(world, "Failed")
+
+
+@pytest.mark.parametrize("world", [SPEC | {"failurePolicy": COUNTED}], indirect=True, ids=["counts"])
+async def test_a_rule_may_count_evictions(world: World) -> None:
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        victim = world.kubelet.of_seat("gpu-1")
+        world.kubelet.end(victim.pod.uid)
+        taken_away(world, victim.server.hello.pod)
+        await world.until(lambda: world.status["cause"] == "PodReplaced")
+        assert (1, 1) == (world.status["restarts"], failures(world)["podRestarts"])
 
 
 @answered("PodEvicted", "RestartPod", counts=False)

@@ -443,6 +443,16 @@ def test_the_answer_to_the_last_failure_is_told_with_its_rule() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("restarts", "told"),
+    [(0, "0 of 6 restarts used (3 more did not count)"), (1, "1 of 6 restarts used (2 more did not count)"),
+     (3, "3 of 6 restarts used, last")],
+)  # fmt: skip
+def test_restarts_that_did_not_count_are_told_apart(restarts: int, told: str) -> None:
+    failures = {"cause": "PodEvicted", "action": "RestartPod", "podRestarts": 2, "stepRetries": 1}
+    assert told in explained(job(status=running(restarts=restarts, failures=failures))).headline
+
+
 def test_a_queued_job_says_who_was_missing_and_is_no_problem() -> None:
     why = "not every member answered within 60 s: gpu-1 (not scheduled): all pods go, and the job tries again in 40 s"
     conditions = [condition("Reconciling", "True", "PodsReadyDeadlineExceeded", why)]

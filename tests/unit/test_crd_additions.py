@@ -26,6 +26,9 @@ KEPT = (
 )
 
 DECIDED = {
+    ".spec.failurePolicy.rules[].counts: default was True and is None": (
+        "evictions do not count, unless a rule says so; a stored job has the former default written out"
+    ),
     ".spec.evaluation: a rule more: evaluation needs engines, and a TrainOnly job has none: leave it out": (
         "asks for a field that no older manifest has"
     ),

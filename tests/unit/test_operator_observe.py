@@ -155,6 +155,49 @@ def test_who_takes_a_pod_away_says_so_in_a_condition(office: Office, kind: str) 
     assert FailureCause.POD_EVICTED is office.only(taken).fate
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "EvictionByEvictionAPI",
+        "PreemptionByScheduler",
+        "DeletionByTaintManager",
+        "TerminationByKubelet",
+        "DeletionByPodGC",
+    ],
+)
+@pytest.mark.parametrize("phase", ["Running", "Failed"])
+def test_a_disruption_is_one_whoever_it_is_that_takes_the_pod_away(office: Office, reason: str, phase: str) -> None:
+    """Also before the pod is deleted, and where its node ended it, so that it stays."""
+    said = {"type": "DisruptionTarget", "status": "True", "reason": reason}
+    assert FailureCause.POD_EVICTED is office.only(make_pod(phase=phase, conditions=[said])).fate
+
+
+@pytest.mark.parametrize(
+    ("reason", "fate"),
+    [
+        ("Evicted", FailureCause.POD_EVICTED),
+        ("Preempting", FailureCause.POD_EVICTED),
+        ("NodeShutdown", FailureCause.POD_EVICTED),
+        ("Terminated", FailureCause.POD_EVICTED),
+        ("UnexpectedAdmissionError", FailureCause.POD_FAILED),
+        ("OutOfnvidia.com/gpu", FailureCause.POD_FAILED),
+        ("", FailureCause.POD_FAILED),
+    ],
+)
+def test_a_pod_that_its_node_ended_is_told_from_one_that_failed(
+    office: Office, reason: str, fate: FailureCause
+) -> None:
+    """Of nodes that set no condition."""
+    assert fate is office.only(make_pod(phase="Failed", reason=reason)).fate
+
+
+def test_a_pod_that_somebody_deletes_has_no_fate_however_it_ends(office: Office) -> None:
+    since = "2000-01-01T00:00:00Z"
+    assert office.only(make_pod(phase="Failed", deletionTimestamp=since)).fate is None
+    over = [{"type": "DisruptionTarget", "status": "False"}]
+    assert office.only(make_pod(version=2, conditions=over, deletionTimestamp=since)).fate is None
+
+
 def test_a_pod_with_a_scheduling_gate_waits_in_a_queue(office: Office) -> None:
     pod = make_pod("sums-gpu-0-0", phase="Pending")
     gated = pod | {"spec": {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}}

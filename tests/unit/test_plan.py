@@ -26,6 +26,7 @@ from colocated_rl_api.facts import (
     PodFacts,
     Problem,
 )
+from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
@@ -233,7 +234,8 @@ def test_an_epoch_above_ours_is_gone_beyond() -> None:
 def test_a_replaced_pod_starts_the_trainers_together_again() -> None:
     seen = climbing(Rung.SERVING, Rung.SERVING)
     fresh = make_member("gpu-1", 1, facts=BLANK)
-    lost = replace(seen.members[1], phase=PodPhase.FAILED, facts=None, trouble="failed: Evicted low on memory")
+    lost = replace(seen.members[1], phase=PodPhase.FAILED, facts=None, trouble="failed: UnexpectedAdmissionError")
+    lost = replace(lost, fate=FailureCause.POD_FAILED)
     decided = plan(remember(replace(seen, members=(seen.members[0], lost, fresh, seen.members[2]))))
     assert decided.climb is not None
     assert (1, 2, Cause.POD_REPLACED, 1) == (
@@ -242,7 +244,7 @@ def test_a_replaced_pod_starts_the_trainers_together_again() -> None:
         decided.climb.cause,
         decided.climb.restarts,
     )
-    assert decided.message.startswith("replaced: sums-gpu-1-0 (failed: Evicted low on memory)")
+    assert decided.message.startswith("replaced: sums-gpu-1-0 (failed: UnexpectedAdmissionError)")
 
 
 def dead(seen: Observation, index: int, *, lineage: int = 1) -> Observation:

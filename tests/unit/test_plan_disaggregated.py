@@ -198,7 +198,8 @@ def test_no_rule_for_lost_pods_starts_the_trainers_again_for_one_of_engines_alon
     tally = FailureTally(
         pod_restarts=1, step=1, tries=1, cause=cause, action=decided.climb.tally.action, rule=0, avoids=avoids
     )
-    assert replace(whole.climb, epoch=2, cause=Cause.POD_REPLACED, restarts=1, tally=tally) == decided.climb
+    restarts = int(signs.get("fate") is FailureCause.POD_FAILED)
+    assert replace(whole.climb, epoch=2, cause=Cause.POD_REPLACED, restarts=restarts, tally=tally) == decided.climb
     assert action == decided.climb.tally.action
     assert set(TRAINERS) < decided.targets.keys()
     assert {(1, 1)} == {
@@ -213,7 +214,7 @@ def test_no_rule_for_lost_pods_starts_the_trainers_again_for_one_of_engines_alon
 def test_a_lost_pod_of_engines_is_answered_once(action: str) -> None:
     """Until its seat may be filled again; another one that is lost with it is made again at the same time."""
     evicted = dict(PODS)["PodEvicted"]
-    lost = changed(training(action, "PodEvicted"), "engine-1", created_at=99.5, **evicted)
+    lost = changed(training(action, "PodEvicted", counts=True), "engine-1", created_at=99.5, **evicted)
     after = recorded(lost, plan(lost))
     assert not plan(after).raises
     later = changed(after, "engine-0", **evicted)

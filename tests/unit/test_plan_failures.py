@@ -379,15 +379,19 @@ def test_a_group_that_stands_still_together_loses_no_pod_but_those_that_report_a
     assert ["sums-gpu-1-0"] == gone(plan(changed(seen, 1, facts=hung)))
 
 
-def test_engines_that_hold_different_weights_are_answered_at_once_because_they_would_serve() -> None:
+def differing(failure_policy: dict[str, Any] | None) -> Observation:
     verify = {"verify": "Checksum"}
-    seen = climbing(Rung.UPDATED, Rung.UPDATED, failure_policy=policy(backoff_s=10), weightSync=verify)
+    seen = climbing(Rung.UPDATED, Rung.UPDATED, failure_policy=failure_policy, weightSync=verify)
     for index in range(2):
         facts = seen.members[index].pod_facts
         assert facts is not None
         engine = facts.engines[0].model_copy(update={"checksum": f"sum {index}"})
         seen = changed(seen, index, facts=facts.model_copy(update={"engines": (engine,)}))
-    climb = climb_of(plan(seen))
+    return seen
+
+
+def test_engines_that_hold_different_weights_are_answered_at_once_because_they_would_serve() -> None:
+    climb = climb_of(plan(differing(failure_policy=policy(backoff_s=10))))
     assert (Cause.WEIGHTS_DIFFER, 1, "WeightsDiffer") == (climb.cause, climb.tally.step_retries, climb.tally.cause)
 
 
@@ -439,7 +443,10 @@ def test_a_lost_pod_is_answered_by_its_rule(cause: FailureCause, signs: dict[str
     assert not usual.raises
     elsewhere = lose("ReplacePodElsewhere")
     climb = climb_of(elsewhere)
-    assert (("node-1",), "", 1, str(cause)) == (climb.tally.avoids, climb.group, climb.restarts, climb.tally.cause)
+    restarts = int(cause.counts)
+    assert (("node-1",), "", restarts, str(cause)) == (
+        *(climb.tally.avoids, climb.group, climb.restarts, climb.tally.cause),
+    )
     assert len(usual.pods) == len(elsewhere.pods) == 1
     made = [each.avoids for each in elsewhere.pods if isinstance(each, CreatePod)]
     assert made == ([] if cause is FailureCause.MEMBER_SILENT else [("node-1",)])
@@ -456,7 +463,7 @@ def test_a_pod_that_somebody_deleted_is_no_failure_for_a_rule() -> None:
 
 
 def test_a_second_loss_while_the_first_is_made_good_costs_no_second_restart() -> None:
-    rules = policy(rule("PodEvicted", action="ReplacePodElsewhere"))
+    rules = policy(rule("PodEvicted", action="ReplacePodElsewhere", counts=True))
     seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules)
     evicted = {"fate": FailureCause.POD_EVICTED, "ends_at": 160.0, "facts": None}
     seen = changed(seen, 0, **evicted)
@@ -487,13 +494,203 @@ def test_a_new_leader_asks_the_rules_of_what_was_lost_while_nobody_led() -> None
     assert Cause.FAILURE_POLICY is climb_of(plan(lost)).cause
 
 
-def test_a_pod_lost_without_a_rule_is_counted_when_the_group_is_whole_again() -> None:
-    seen = climbing(Rung.SERVING, Rung.SERVING)
-    fresh = make_member("gpu-1", 1, facts=facts_at(Rung.RELEASED, V2, epoch=0))
-    lost: Member = replace(seen.members[1], phase=PodPhase.FAILED, facts=None, fate=FailureCause.POD_FAILED)
-    climb = climb_of(plan(remember(replace(seen, members=(seen.members[0], lost, fresh, seen.members[2])))))
+def refilled(seen: Observation, index: int = 1, *, is_gone: bool = False) -> Observation:
+    """There is another pod in the seat of that one, of which nothing is left if it is gone."""
+    lost: Member = seen.members[index]
+    fresh = make_member(lost.seat, lost.attempt + 1, facts=facts_at(Rung.RELEASED, V2, epoch=0))
+    left = () if is_gone else (lost,)
+    return remember(replace(seen, members=(*seen.members[:index], *left, fresh, *seen.members[index + 1 :])))
+
+
+TAKEN_AWAY: dict[str, dict[str, Any]] = {
+    "drained": {"fate": FailureCause.POD_EVICTED, "ends_at": 160.0},
+    "ended by its node": {"fate": FailureCause.POD_EVICTED, "phase": PodPhase.FAILED},
+    "deleted by somebody, or by the operator for its silence": {"ends_at": 160.0},
+}
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["still there", "gone"])
+@pytest.mark.parametrize("signs", TAKEN_AWAY.values(), ids=TAKEN_AWAY)
+def test_a_pod_that_was_taken_away_costs_no_restart_and_brings_no_rule_nearer(
+    signs: dict[str, Any], is_gone: bool
+) -> None:
+    seen = climbing(Rung.SERVING, Rung.SERVING, backoffLimit=0)
+    decided = plan(refilled(changed(seen, 1, facts=None, **signs), is_gone=is_gone))
+    climb = climb_of(decided)
+    assert (Cause.POD_REPLACED, 2, 0) == (climb.cause, climb.lineage, climb.restarts)
+    assert FailureTally(pod_restarts=1, cause=signs.get("fate", ""), action="RestartPod") == climb.tally
+    assert decided.message.endswith("the trainers start together again, which does not count against backoffLimit")
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["still there", "deleted since"])
+def test_a_pod_that_failed_by_itself_is_counted_when_the_group_is_whole_again(is_gone: bool) -> None:
+    seen = climbing(Rung.SERVING, Rung.SERVING, backoffLimit=1)
+    seen = changed(seen, 1, phase=PodPhase.FAILED, facts=None, fate=FailureCause.POD_FAILED)
+    decided = plan(refilled(changed(seen, 1, fate=None, ends_at=160.0) if is_gone else seen, is_gone=is_gone))
+    climb = climb_of(decided)
     assert (1, 1, 0) == (climb.restarts, climb.tally.pod_restarts, climb.tally.step_retries)
-    assert ("PodFailed", "RestartPod") == (climb.tally.cause, climb.tally.action)
+    assert ("PodFailed", "RestartPod", 2, 1) == (
+        *(climb.tally.cause, climb.tally.action, climb.tally.step, climb.tally.tries),
+    )
+    assert decided.message.endswith("together again")
+
+
+def test_of_two_lost_pods_the_one_that_failed_by_itself_counts() -> None:
+    seen = changed(climbing(Rung.SERVING, Rung.SERVING), 0, facts=None, **TAKEN_AWAY["drained"])
+    seen = changed(seen, 1, facts=None, phase=PodPhase.FAILED, fate=FailureCause.POD_FAILED)
+    climb = climb_of(plan(refilled(refilled(seen, 1), 0)))
+    assert (1, 1, "PodFailed") == (climb.restarts, climb.tally.pod_restarts, climb.tally.cause)
+
+
+def test_what_failed_before_the_group_was_formed_is_no_failure_of_it() -> None:
+    """A pod that has failed stays for its log, and was counted once."""
+    seen = climbing(Rung.SERVING, Rung.SERVING)
+    older = make_member("gpu-0", -1, phase=PodPhase.FAILED, fate=FailureCause.POD_FAILED)
+    seen = remember(replace(seen, members=(*seen.members, older)))
+    climb = climb_of(plan(refilled(changed(seen, 1, facts=None, **TAKEN_AWAY["drained"]))))
+    assert (0, "PodEvicted") == (climb.restarts, climb.tally.cause)
+
+
+def test_a_failure_that_turns_out_to_be_an_eviction_does_not_count() -> None:
+    """The node's word of how the pod ended may come before the reason."""
+    seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, facts=None, phase=PodPhase.FAILED)
+    failed = changed(seen, 1, fate=FailureCause.POD_FAILED)
+    assert 0 == climb_of(plan(refilled(changed(failed, 1, fate=FailureCause.POD_EVICTED)))).restarts
+
+
+def test_a_new_leader_counts_nothing_that_it_did_not_see() -> None:
+    seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, facts=None, **TAKEN_AWAY["drained"])
+    climb = climb_of(plan(refilled(replace(seen, memory=Memory()), is_gone=True)))
+    assert (Cause.POD_REPLACED, 0) == (climb.cause, climb.restarts)
+
+
+def test_what_does_not_count_ends_no_job_whose_limit_was_lowered_below_what_it_has_used() -> None:
+    seen = climbing(Rung.SERVING, Rung.SERVING, backoffLimit=1)
+    assert seen.climb is not None
+    seen = replace(seen, climb=replace(seen.climb, restarts=3))
+    climb = climb_of(plan(refilled(changed(seen, 1, facts=None, **TAKEN_AWAY["drained"]))))
+    assert (Cause.POD_REPLACED, 3) == (climb.cause, climb.restarts)
+
+
+def test_the_end_says_which_restarts_did_not_count() -> None:
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, backoffLimit=2))
+    assert seen.climb is not None
+    used = replace(seen.climb, restarts=2, tally=FailureTally(pod_restarts=7, step_retries=1))
+    decided = plan(replace(seen, climb=used))
+    assert "backoffLimit 2 is used up by 7 pod restarts and 1 step retry, of which 6 did not count" in decided.message
+
+
+# ------------------------------------------------------------------------------------------------------ what counts
+def fail(cause: FailureCause, **said: Any) -> Climb:
+    """What is decided about it, with a rule for it if one is said."""
+    rules = policy(rule(cause, action=said.pop("action", cause.answers[-2]), **said)) if said else None
+    match cause:
+        case FailureCause.TRAINER_DIED:
+            seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))
+        case FailureCause.OUT_OF_MEMORY:
+            seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules), memory_kills=1)
+        case FailureCause.RUNG_DEADLINE:
+            seen = stuck(Rung.TRAINED, Rung.RELEASED, failure_policy=rules or policy())
+        case FailureCause.WEIGHTS_DIFFER:
+            seen = differing(failure_policy=rules)
+        case FailureCause.PODS_NOT_READY:
+            seen = absent(failure_policy=rules)
+        case FailureCause.ENGINE_LOST:
+            seen = engine_lost(climbing(Rung.OFFLOADED, Rung.SERVING, failure_policy=rules), 0, 1)
+        case FailureCause.POD_EVICTED | FailureCause.POD_FAILED | FailureCause.MEMBER_SILENT:
+            seen = changed(
+                climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules), 1, facts=None, **dict(LOST)[cause]
+            )
+            if rules is None:
+                seen = refilled(following(seen, plan(seen)) if cause is FailureCause.MEMBER_SILENT else seen)
+    return climb_of(plan(seen))
+
+
+COUNTS = {
+    FailureCause.ENGINE_LOST: True,
+    FailureCause.TRAINER_DIED: True,
+    FailureCause.OUT_OF_MEMORY: True,
+    FailureCause.RUNG_DEADLINE: True,
+    FailureCause.WEIGHTS_DIFFER: True,
+    FailureCause.POD_FAILED: True,
+    FailureCause.PODS_NOT_READY: False,
+    FailureCause.MEMBER_SILENT: False,
+    FailureCause.POD_EVICTED: False,
+}
+
+
+def test_each_cause_says_whether_it_counts() -> None:
+    assert COUNTS == {cause: cause.counts for cause in FailureCause}
+
+
+@pytest.mark.parametrize("cause", [cause for cause in FailureCause if cause is not FailureCause.ENGINE_LOST])
+def test_without_a_rule_a_failure_counts_as_its_cause_does(cause: FailureCause) -> None:
+    assert int(COUNTS[cause]) == fail(cause).restarts
+
+
+@pytest.mark.parametrize("cause", FailureCause)
+def test_a_rule_that_does_not_say_counts_as_its_cause_does(cause: FailureCause) -> None:
+    assert int(COUNTS[cause]) == fail(cause, action=cause.answers[-2]).restarts
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("cause", [cause for cause in FailureCause if cause is not FailureCause.ENGINE_LOST])
+def test_a_rule_that_says_whether_it_counts_is_believed(cause: FailureCause, counts: bool) -> None:
+    climb = fail(cause, counts=counts)
+    assert int(counts) == climb.restarts
+    assert str(cause) == climb.tally.cause
+
+
+@pytest.mark.parametrize("cause", [FailureCause.POD_EVICTED, FailureCause.TRAINER_DIED])
+@pytest.mark.parametrize("counts", [False, True])
+def test_the_event_says_what_does_not_count(cause: FailureCause, counts: bool) -> None:
+    rules = policy(rule(cause, action="RestartPod", counts=counts))
+    seen = climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules)
+    lost = dead(seen) if cause is FailureCause.TRAINER_DIED else changed(seen, 1, facts=None, **dict(LOST)[cause])
+    assert counts is not plan(lost).message.endswith(
+        "(failurePolicy.rules[0]), which does not count against backoffLimit"
+    )
+
+
+# -------------------------------------------------------------------------------------- of trainers that end in a drain
+def told_to_end(seen: Observation, index: int) -> Observation:
+    """The container of that pod got SIGTERM."""
+    facts = seen.members[index].pod_facts
+    assert facts is not None
+    return changed(seen, index, facts=facts.model_copy(update={"ending": True}))
+
+
+@pytest.mark.parametrize("is_told_first", [False, True], ids=["trainer, then pod", "pod, then trainer"])
+@pytest.mark.parametrize("failure_policy", [None, policy(), policy(rule("TrainerDied", action="FailJob"))])
+def test_trainers_that_end_in_a_drain_have_not_died_whoever_tells_of_it_first(
+    is_told_first: bool, failure_policy: dict[str, Any] | None
+) -> None:
+    """Those of the pod that is drained end, and break the collectives of all others."""
+    seen = climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=failure_policy, backoffLimit=0)
+    for sign in ("pod", "trainer", "others") if is_told_first else ("trainer", "others", "pod"):
+        match sign:
+            case "pod":
+                seen = changed(seen, 1, **TAKEN_AWAY["drained"])
+            case "trainer":
+                seen = dead(told_to_end(seen, 1), 1)
+            case "others":
+                seen = dead(seen, 0)
+        assert not plan(seen).raises, f"after the {sign}"
+    climb = climb_of(plan(refilled(changed(seen, 1, facts=None), is_gone=True)))
+    assert (Cause.POD_REPLACED, 0, "PodEvicted") == (climb.cause, climb.restarts, climb.tally.cause)
+
+
+def test_trainers_of_a_container_that_was_told_to_end_and_came_back_have_died() -> None:
+    """Its pod was left alone."""
+    seen = dead(told_to_end(climbing(Rung.RELEASED, Rung.RELEASED), 0))
+    held = plan(seen)
+    assert not held.raises
+    assert held.wait is not None
+    assert "gpu-0 (its container was told to end)" == held.wait.message
+    facts = seen.members[0].pod_facts
+    assert facts is not None
+    back = changed(seen, 0, facts=facts.model_copy(update={"ending": False}))
+    assert (Cause.TRAINER_DIED, 1) == (climb_of(plan(back)).cause, climb_of(plan(back)).restarts)
 
 
 # -------------------------------------------------------------------------------------------- of pods that do not come
@@ -582,7 +779,9 @@ def test_a_queued_job_can_be_suspended_and_comes_to_its_end_in_time() -> None:
 
 
 def test_a_rule_may_end_a_job_whose_pods_do_not_come_again_and_again() -> None:
-    rules = policy(rule("PodsNotReady", action="Requeue", maxTries=2), rule("PodsNotReady", action="FailJob"))
+    rules = policy(
+        rule("PodsNotReady", action="Requeue", maxTries=2, counts=True), rule("PodsNotReady", action="FailJob")
+    )
     seen = absent(failure_policy=rules, backoffLimit=1)
     assert seen.climb is not None
     first = climb_of(plan(seen))

@@ -16,10 +16,11 @@ from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.planner import observation
 from colocated_rl_operator.planner.observation import FailureTally
 from colocated_rl_operator.planner.reasons import Cause
-from fakes.group import Broken
+from fakes.group import Broken, GpuPod
 from fakes.walks import (
     ANY_WALK,
     COMPARING_WALK,
+    DISRUPTIONS,
     FAULTS,
     MOVES_TO_THE_END,
     ROUNDS,
@@ -148,6 +149,30 @@ def test_a_suspension_at_any_time_frees_every_pod_and_costs_no_restart(
     assert group.climb is not None
     assert 0 == group.climb.restarts
     assert len(group.job.gpu_seats) == len(group.pods)
+
+
+@pytest.mark.parametrize("kind", DISRUPTIONS)
+@pytest.mark.parametrize("placement", [each for each in IN_ONE_POD if each is not Placement.ROLLOUT_ONLY])
+def test_fifty_drains_in_a_row_end_no_job_and_one_trainer_s_death_does(kind: str, placement: Placement) -> None:
+    """Of a job that may not fail once: each drain at another moment, now of this pod and now of that."""
+    group = make_group(placement=placement, steps=10_000, backoffLimit=0)
+
+    def go_on(rounds: int) -> list[GpuPod]:
+        for _ in range(rounds):
+            decided, busy = everybody_moves(group)
+            group.now = group.now if busy else decided.wake_at or group.now
+        return [pod for pod in group.pods if pod.alive]
+
+    for drains in range(50):
+        pods = go_on(12 + 7 * drains % 40)
+        assert getattr(group, kind)(pods[drains % 2])
+    pods = go_on(100)
+    assert group.climb is not None
+    assert (0, 0) == (group.climb.restarts, group.climb.tally.step_retries)
+    assert group.climb.tally.pod_restarts > 25, "of many pods each, before the group was whole again"
+    assert group.trainer_dies(pods[0])
+    settle(group)
+    assert str(Cause.BACKOFF_LIMIT) == group.outcome
 
 
 def test_two_leaders_cannot_both_move_the_group() -> None:

@@ -40,6 +40,7 @@ LOG = logging.getLogger(__name__)
 
 MAX_WORDS = 400  # of a container's last ones
 _TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")  # says Kubernetes; says Kueue of a pod that it preempts
+_ENDED_BY_NODE = ("Evicted", "Preempting", "NodeShutdown", "Shutdown", "Terminated", "NodeLost")  # in words of a node
 _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely on its way
 
 
@@ -208,7 +209,7 @@ def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool)
 
 def _fate(status: Body, *, is_deleted: bool) -> FailureCause | None:
     """A pod that is deleted may end as Failed by that alone."""
-    if status.get("reason") == "Evicted" or any(
+    if status.get("reason") in _ENDED_BY_NODE or any(
         item["type"] in _TAKEN_AWAY and item["status"] == "True" for item in status.get("conditions", ())
     ):
         return FailureCause.POD_EVICTED

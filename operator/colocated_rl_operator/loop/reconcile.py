@@ -21,7 +21,7 @@ from colocated_rl_operator.loop.act import act
 from colocated_rl_operator.loop.claim import claim
 from colocated_rl_operator.loop.deletion import delete_pods, shut_down_job
 from colocated_rl_operator.loop.doors import Doors
-from colocated_rl_operator.loop.job_state import RELIST_S, JobState, refresh_pods
+from colocated_rl_operator.loop.job_state import RELIST_S, JobState, list_again, refresh_pods
 from colocated_rl_operator.loop.observe import observe, read_job
 from colocated_rl_operator.loop.reporting import refuse
 from colocated_rl_operator.planner.observation import Observation
@@ -75,6 +75,10 @@ async def _pass(state: JobState, body: Mapping[str, Any], doors: Doors) -> float
     with doors.metrics.plan_s.time():
         decided = plan(seen)
     state.thought_s = doors.clock() - began
+    if _blames(seen, decided):  # the server knows of a drain before a pod's trainers end in it, and others with them
+        await list_again(state, doors.kube, doors.pods)
+        seen = _observe(state, body, doors)
+        decided = plan(seen)
     state.is_waiting = decided.wait is not None
     again_s = await act(state, seen, decided, doors)
     waits = [
@@ -83,6 +87,14 @@ async def _pass(state: JobState, body: Mapping[str, Any], doors: Doors) -> float
         RELIST_S if state.is_waiting else None,
     ]
     return min((wait_s for wait_s in waits if wait_s is not None), default=None)
+
+
+def _blames(seen: Observation, decided: Plan) -> bool:
+    """Return whether the plan counts a failure against the job, or ends the job for one."""
+    before, after = seen.climb, decided.climb
+    if not decided.raises or before is None or after is None:
+        return False
+    return after.cause.is_failure or after.restarts > before.restarts
 
 
 def _observe(state: JobState, body: Mapping[str, Any], doors: Doors) -> Observation:

@@ -24,6 +24,7 @@ from colocated_rl_operator.planner.reasons import Cause, Waiting
 from colocated_rl_operator.planner.roster import is_silent
 
 MAX_AVOIDED = 8  # nodes of one job
+UNCOUNTED = ", which does not count against backoffLimit"
 QUEUE_S, MAX_QUEUE_S = 30.0, 600.0  # of a job whose pods did not come, at least; up to twice as long
 
 
@@ -59,7 +60,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is done about a failure. rule: of the policy, from 0; None: the usual answer."""
+    """What is done about a failure. rule: of the policy, from 0; None: the usual answer. counts: by rule or cause."""
 
     action: FailureAction
     rule: int | None = None
@@ -77,9 +78,8 @@ def answer(seen: Observation, failure: Failure) -> Verdict:
         is_for_rung = rule.at_rungs is None or failure.rung in rule.at_rungs
         has_tries = rule.max_tries is None or failure.tries < rule.max_tries
         if failure.cause in rule.on_causes and is_for_rung and has_tries:
-            return Verdict(rule.action, number, rule.counts)
-    usual = failure.cause.answers[0]
-    return Verdict(usual, counts=usual is not FailureAction.REQUEUE)
+            return Verdict(rule.action, number, failure.cause.counts if rule.counts is None else rule.counts)
+    return Verdict(failure.cause.answers[0], counts=failure.cause.counts)
 
 
 def backoff_s(seen: Observation, tries: int) -> float:
@@ -135,8 +135,8 @@ def _answer(seen: Observation, now: Climb, cause: Cause, failure: Failure) -> De
     said = answer(seen, failure)
     if said.action is FailureAction.FAIL_JOB:
         return _fail(seen, now, failure, said)
-    counted = now.restarts + (said.counts and bool(now.group))
-    if counted > seen.job.spec.backoff_limit:
+    counts = said.counts and bool(now.group)
+    if _is_used_up(seen, now, counts=counts):
         return _give_up(seen, now, failure.message)
     replaces = bool(failure.pods) and said.action in (FailureAction.RESTART_POD, FailureAction.REPLACE_POD_ELSEWHERE)
     then = _then(seen, now, failure, said, replaces=replaces)
@@ -145,8 +145,8 @@ def _answer(seen: Observation, now: Climb, cause: Cause, failure: Failure) -> De
     if may_wait and seen.now < due:
         return Hold(due, f"{failure.message}: {then}, {due - failure.since:.0f} s later")
     tally = _tallied(now, failure, said, replaces=replaces)
-    climb = replace(now, restarts=counted, tally=tally)
-    message = f"{failure.message}: {then}"
+    climb = replace(now, restarts=now.restarts + counts, tally=tally)
+    message = f"{failure.message}: {then}{'' if said.counts else UNCOUNTED}"
     if replaces:
         pods = () if failure.cause is FailureCause.MEMBER_SILENT else _deletions(seen, failure, message)
         climb = replace(climb, group="") if _has_trainers(seen, failure) else climb
@@ -163,7 +163,7 @@ def after_absence(seen: Observation, now: Climb | None, message: str) -> Decisio
     said = answer(seen, failure)
     if said.action is FailureAction.FAIL_JOB:
         return _fail(seen, now, failure, said)
-    if now.restarts + said.counts > seen.job.spec.backoff_limit:
+    if _is_used_up(seen, now, counts=said.counts):
         return _give_up(seen, now, message)
     tally = replace(
         _answered(now.tally, failure, said),
@@ -189,22 +189,34 @@ def queue_s(seen: Observation, now: Climb) -> float:
 
 
 def after_replacement(seen: Observation, now: Climb) -> Decision:
-    """Pods were lost and made again, and no rule had a word about it."""
-    message = _replaced(seen)
-    if now.restarts >= seen.job.spec.backoff_limit:
+    """Pods were lost and made again, and no rule had a word about it.
+
+    It counts if one of them failed by itself. What the cluster took away, a person deleted, or nobody says a word of
+    any more, is no failure of the step either, and brings no later rule nearer.
+    """
+    message, losses = _replaced(seen), [cause for cause in seen.memory.losses.values() if cause is not None]
+    cause = next((cause for cause in losses if cause.counts), losses[0] if losses else None)
+    counts = cause is not None and cause.counts
+    if _is_used_up(seen, now, counts=counts):
         return _give_up(seen, now, message)
-    tries = now.tally.tries_at(now.step)
     tally = replace(
         now.tally,
         pod_restarts=now.tally.pod_restarts + 1,
-        step=max(now.step, now.tally.step),
-        tries=tries + 1,
-        cause=next((member.fate for member in seen.members if member.fate and not member.is_reference), ""),
+        cause=cause or "",
         action=FailureAction.RESTART_POD,
         rule=None,
     )
-    climb = replace(now, lineage=now.lineage + 1, group=seen.group or now.group, restarts=now.restarts + 1, tally=tally)
-    return raise_epoch(seen, climb, Cause.POD_REPLACED, f"{message}: {starts(seen)} together again")
+    if counts:
+        tally = replace(tally, step=max(now.step, tally.step), tries=now.tally.tries_at(now.step) + 1)
+    climb = replace(
+        now,
+        lineage=now.lineage + 1,
+        group=seen.group or now.group,
+        restarts=now.restarts + counts,
+        tally=tally,
+    )
+    then = f"{starts(seen)} together again{'' if counts else UNCOUNTED}"
+    return raise_epoch(seen, climb, Cause.POD_REPLACED, f"{message}: {then}")
 
 
 def _has_had_its_answer(seen: Observation, now: Climb, failure: Failure) -> bool:
@@ -228,11 +240,18 @@ def _answered(tally: FailureTally, failure: Failure, said: Verdict) -> FailureTa
     return replace(tally, cause=failure.cause, action=said.action, rule=said.rule)
 
 
+def _is_used_up(seen: Observation, now: Climb, *, counts: bool) -> bool:
+    """What does not count never ends a job, also not one whose limit was lowered meanwhile."""
+    return counts and now.restarts >= seen.job.spec.backoff_limit
+
+
 def _give_up(seen: Observation, now: Climb, message: str) -> Decision:
     tally = now.tally
     pods, steps = _count(tally.pod_restarts, "pod restart"), _count(tally.step_retries, "step retry", "step retries")
     used = f"backoffLimit {seen.job.spec.backoff_limit} is used up by {pods} and {steps}"
-    todo = "read the pods' logs, put right what fails and make the job again"
+    if (uncounted := tally.pod_restarts + tally.step_retries - now.restarts) > 0:
+        used += f", of which {uncounted} did not count"
+    todo = "read the pods' logs, put right what fails and make a new job, which begins with its spec.model"
     return raise_epoch(seen, seen.climb, Cause.BACKOFF_LIMIT, f"{message}, but {used}: {todo}")
 
 

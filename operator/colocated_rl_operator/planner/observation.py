@@ -93,7 +93,7 @@ class Job:
 
 @dataclass(frozen=True)
 class FailureTally:
-    """Failures that made the trainers start together again, and what was done about the newest."""
+    """Losses and failures that made the trainers start together again, and what was done about the newest."""
 
     pod_restarts: int = 0
     step_retries: int = 0
@@ -118,7 +118,7 @@ class Climb:
     lineage: int
     group: str  # hash of the UIDs of the pods whose trainers form the lineage; "": nobody's yet
     cause: Cause
-    restarts: int = 0  # after failures that count against backoffLimit
+    restarts: int = 0  # that count against backoffLimit
     tally: FailureTally = FailureTally()
 
     @cached_property
@@ -187,12 +187,14 @@ class Member:
     def answers(self) -> bool:
         """Connected, and an agent has found its GPU container: without it nothing is known of engine and trainers.
 
-        Of a reference, which is no member: its node says so.
+        Not one whose container was told to end, perhaps before anybody else says that its pod is drained: its trainers
+        end, and those of others with them, and none of that is a failure. Of a reference, which is no member: its node
+        says so.
         """
         facts = self.facts
         if facts is None:
             return self.is_reference and self.is_ready
-        return not isinstance(facts, PodFacts) or bool(facts.engines or facts.trainers)
+        return not isinstance(facts, PodFacts) or (bool(facts.engines or facts.trainers) and not facts.ending)
 
     @property
     def is_reference(self) -> bool:
@@ -255,6 +257,8 @@ class Memory:
     died_at: float | None = None
     memory_kills: dict[str, int] = field(default_factory=dict)  # of each pod, by UID, when the epoch was raised
     gone: frozenset[str] = frozenset()  # UIDs of pods that were lost by then
+    group: str = ""  # of the climb, as far as this process saw it whole
+    losses: dict[str, FailureCause | None] = field(default_factory=dict)  # of its pods, by UID: why, as told last
 
 
 @dataclass(frozen=True)
@@ -292,6 +296,10 @@ class Observation:
         return self._in(self.job.engine_seats)
 
     @cached_property
+    def lineage_members(self) -> tuple[Member, ...]:
+        return self._in(self.job.lineage_seats)
+
+    @cached_property
     def reference_members(self) -> tuple[Member, ...]:
         """Of filled seats."""
         return self._in(self.job.reference_seats)
@@ -327,7 +335,7 @@ class Observation:
     @cached_property
     def group(self) -> str | None:
         """Hash of the UIDs of a lineage's pods in the order of their seats; None while a seat is empty."""
-        members = self._in(self.job.lineage_seats)
+        members = self.lineage_members
         if len(members) != len(self.job.lineage_seats):
             return None
         return hashlib.sha256(" ".join(member.uid for member in members).encode()).hexdigest()[:16]
@@ -450,6 +458,7 @@ def remember(seen: Observation) -> Observation:
         memory = in_epoch(epoch, seen, memory, now=now)
     if seen.job.spec.failure_policy is not None:
         memory = _remember_deaths(seen, memory)
+    memory = _remember_losses(seen, memory)
     highest, standings, place = dict[str, Rung](), seen.standings, ladder.place
     for member in seen.gpu_members:
         rung, before = standings[member.name], memory.highest.get(member.uid, Rung.UNKNOWN)
@@ -506,6 +515,21 @@ def _remember_deaths(seen: Observation, memory: Memory) -> Memory:
     if not dead and seen.all_answer and memory.died_at is not None:
         return replace(memory, died=frozenset(), died_at=None)
     return memory
+
+
+def _remember_losses(seen: Observation, memory: Memory) -> Memory:
+    """Why pods of the group are lost: most of them are gone by the time that the group is whole again.
+
+    What was told stays: a pod that has failed may be deleted for it afterwards, without another word.
+    """
+    group = seen.climb.group if seen.climb else ""
+    if group and seen.group == group:
+        if memory.group == group:
+            return memory
+        return replace(memory, group=group, losses=dict.fromkeys(pod.uid for pod in seen.lineage_members))
+    told: dict[str, FailureCause | None]
+    told = {pod.uid: pod.fate for pod in seen.members if pod.fate is not None and pod.uid in memory.losses}
+    return replace(memory, losses=memory.losses | told) if told else memory
 
 
 def _switch_s(ladder: Ladder, epoch_at: float, reached: dict[Rung, float]) -> float:

@@ -509,6 +509,8 @@ def _absentees(seen: Observation) -> str:
 def _why_absent(member: Member | None) -> str:
     if member is None:
         return "no pod"
+    if member.pod_facts and member.pod_facts.ending:
+        return "its container was told to end"
     problem = member.facts.problem if member.facts else None
     silence = "not ready" if member.is_reference else "no connection"  # its model is being loaded
     return member.trouble or (problem.message if problem else f"pod {member.phase}, {silence}")

@@ -38,7 +38,7 @@ class Cause(Told):
         "PodReplaced",
         "A GPU pod was lost and is made again: the trainers start together again from the newest checkpoint, unless it "
         "had engines alone.",
-        "see PodDeleted, or why its node let it go; " + _MORE_RESTARTS,
+        "see PodDeleted, or why its node let it go; the event says whether it counts against backoffLimit",
     )
     TRAINER_DIED = (
         "TrainerDied",
@@ -62,12 +62,14 @@ class Cause(Told):
     BACKOFF_LIMIT = (
         "BackoffLimitExceeded",
         "The trainers were restarted after failures more than backoffLimit times: the job has failed.",
-        "the message tells of the last failure; the pods' logs are there until the job is deleted",
+        "the message tells of the last failure; the pods' logs are there until the job is deleted; a new job begins "
+        "with its spec.model",
     )
     FAILURE_POLICY = (
         "FailurePolicy",
         "A rule of spec.failurePolicy answers a failure with FailJob: the job has failed.",
-        "the message names the failure and the rule; put right what failed and make the job again",
+        "the message names the failure and the rule; put right what failed and make a new job, which begins with its "
+        "spec.model",
     )
     PODS_NOT_READY = (
         "PodsReadyDeadlineExceeded",
@@ -190,7 +192,8 @@ class Reason(Told):
         "VolumeLost",
         "The claim of the store or of the checkpoints is gone, of a job that has begun: no pod is made, because on an "
         "empty volume it would begin again what is recorded as done.",
-        "put back the claims that the message names, with their data, or make another job; it is looked for every 30 s",
+        "put back the claims that the message names, with their data, or make another job, which begins with its "
+        "spec.model; it is looked for every 30 s",
     )
     POD_DELETED = (
         "PodDeleted",

@@ -106,8 +106,11 @@ def _headline(job: Object, status: ColocatedRLJobStatus) -> str:
         parts.append(f"on the way to step {status.target_step}")
     if status.epoch is not None:
         parts.append(f"epoch {status.epoch} ({status.cause})")
-    if status.restarts:
-        parts.append(f"{status.restarts} of {job['spec'].get('backoffLimit', 6)} restarts used")
+    restarts, made = status.restarts or 0, status.failures
+    uncounted = max(0, made.pod_restarts + made.step_retries - restarts) if made else 0
+    if restarts or uncounted:
+        besides = f" ({uncounted} more did not count)" if uncounted else ""
+        parts.append(f"{restarts} of {job['spec'].get('backoffLimit', 6)} restarts used{besides}")
     if status.failures is not None:
         parts += _failures(status.failures)
     return ", ".join(parts)

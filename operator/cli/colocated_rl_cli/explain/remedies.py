@@ -49,13 +49,13 @@ REMEDIES: dict[str, Remedy] = {
         "job, which begins with its spec.model",
     ),
     "BackoffLimitExceeded": Remedy(
-        "the trainers were started again as often as backoffLimit allows",
+        "the trainers were started again after failures as often as backoffLimit allows",
         "find out why they ended (logs of the gpu containers, which are kept), then make a new job, which begins with "
         "its spec.model; this one's checkpoints stay on their claim",
     ),
     "FailurePolicy": Remedy(
         "a rule of spec.failurePolicy says that such a failure ends the job",
-        "put right what the message names, then make a new job; or change the rule",
+        "put right what the message names, or the rule, then make a new job, which begins with its spec.model",
     ),
     "BackingOff": Remedy(
         "something failed, and what is done about it waits for the back-off of spec.failurePolicy",
@@ -87,13 +87,14 @@ REMEDIES: dict[str, Remedy] = {
     # --- the operator, of a climb that begins again
     "PodReplaced": Remedy(
         "a GPU pod was replaced, so the trainers start together again, unless it had engines alone",
-        "nothing, unless it goes on happening",
+        "nothing, unless it goes on happening; it uses up backoffLimit only if the pod failed by itself, or if a rule "
+        "says so",
         heals=True,
     ),
     "TrainerDied": Remedy(
         "a trainer rank ended by itself",
         "read its last words in the message, and the gpu container's log; the job restarts all ranks from the newest "
-        "checkpoint, backoffLimit times",
+        "checkpoint, until backoffLimit is used up",
         heals=True,
     ),
     "RungDeadlineExceeded": Remedy(
@@ -181,7 +182,8 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "TrainerAhead": Remedy(
         "the trainers stand at a later step than the job wants",
-        "the job's record is older than its checkpoints, as when a cluster was restored from a backup: make a new job",
+        "the job's record is older than its checkpoints, as when a cluster was restored from a backup: make a new job, "
+        "which begins with its spec.model",
     ),
     "TargetIncomplete": Remedy("the rollout pod has no address yet", "see the rollout pod", heals=True),
     "BatchUnavailable": Remedy(

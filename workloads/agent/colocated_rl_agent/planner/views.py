@@ -244,4 +244,5 @@ class PodView:
             problem=problem,
             took_s=dict(took_s or {}),
             stopped=self.stopped,
+            ending=self.terminating,
         )
