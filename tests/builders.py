@@ -91,7 +91,8 @@ def make_climb(step: int = 0, lineage: int = 1, *, epoch: int = 1, cause: Cause 
 # --------------------------------------------------------------------------------------------------------------- facts
 def engine(version: WeightVersion | None, **changes: Any) -> EngineFacts:
     """A ready engine that holds `version`, all mapped."""
-    usual = EngineFacts(name="engine-0", state=EngineState.READY, incarnation="e1", version=version)
+    checksum = version and f"of {version}"  # the same in every engine that holds it
+    usual = EngineFacts(name="engine-0", state=EngineState.READY, incarnation="e1", version=version, checksum=checksum)
     return usual.model_copy(update=changes)
 
 

@@ -34,8 +34,15 @@ class EngineState(StrEnum):
     READY = "Ready"  # answers
 
 
+class RejectedWeights(Wire):
+    """Weights that no engine of the pod serves: two in a row failed the check of them, and none starts on them."""
+
+    version: Version
+    message: str = Field(max_length=1024)  # the result of the second check
+
+
 class EngineFacts(Wire):
-    """What is known of one engine. Everything but `state` and `name` belongs to one incarnation."""
+    """What is known of one engine. Everything but `state`, `name` and `rejected` belongs to one incarnation."""
 
     name: str
     state: EngineState
@@ -49,6 +56,7 @@ class EngineFacts(Wire):
     version: Version | None = None  # read back; None from the release of the weights until an update is confirmed
     checksum: str | None = Field(default=None, max_length=128)  # of `version`, by the engine; None: not asked for
     failures: int = 0  # of its incarnations, since one last served
+    rejected: RejectedWeights | None = None  # only while ABSENT: the operator fails the step
 
     @property
     def is_absent(self) -> bool:

@@ -500,7 +500,7 @@ _EVALUATED = Rule(
 class Verify(StrEnum):
     VERSION = "Version"  # the engine names the version it holds
     CHECKSUM = "Checksum"  # and all engines hold the same, bit by bit
-    PROBE = "Probe"  # or its log-probabilities of a fixed sequence agree with the trainer's
+    PROBE = "Probe"  # or its log-probabilities of a fixed sequence agree with the trainer's, in float32
 
 
 class WeightSync(Part):
@@ -517,12 +517,13 @@ class WeightSync(Part):
         "once for all, and engines read them. Twice the size of the weights. Goes with the job.",
     )
     verify: Verify = Field(
-        default=Verify.PROBE,
+        default=Verify.CHECKSUM,
         strict=False,
         description="What must hold before a gate opens on new weights: the engine names their version (Version), and "
         "the checksums of all engines are equal (Checksum), or its log-probabilities of a fixed sequence are those of "
-        "the trainer (Probe). Of engines that differ, those that disagree with more than half of all start again on "
-        "the export; without such a majority the trainers start again.",
+        "the trainer (Probe; for float32: in 16 bits an engine that is right may differ by more than is allowed). An "
+        "engine that differs from the trainer, or from more than half of all engines, starts again on the export; "
+        "where the next one differs too, or without such a majority, the trainers start again.",
     )
 
 
@@ -714,6 +715,13 @@ class ColocatedRLJobSpec(Part):
     def engine_gpus(self) -> Gpus:
         """Devices of each pod with an engine."""
         return self.rollout.gpus or self.gpus
+
+    @property
+    def compares_engines(self) -> bool:
+        """New weights serve once the engines' checksums are equal; with one engine there is nothing to compare."""
+        engines = (self.rollout.replicas or 0) if self.rollout.is_apart else self.replicas
+        trains_and_serves = self.ladder.trains and self.ladder.serves
+        return self.weight_sync.verify is Verify.CHECKSUM and trains_and_serves and engines > 1
 
     @property
     def reference_gpus(self) -> Gpus:

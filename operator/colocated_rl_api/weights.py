@@ -49,7 +49,7 @@ class TensorEntry(Wire):
 
 
 class Probe(Wire):
-    """A fixed token sequence and the trainer's log-probabilities of it: the engine must agree before its gate opens.
+    """A fixed token sequence and the trainer's log-probabilities of it. With `verify: Probe` the engine must agree.
 
     `logp[i]`, nats, is of `input_ids[i + 1]` given `input_ids[:i + 1]`, temperature 1.
     """

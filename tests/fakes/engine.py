@@ -101,6 +101,7 @@ class FakeEngine:
         self.pool_tokens = pool_tokens
         self.devices = devices
         self.info: dict[str, Any] = {}  # what `/server_info` says instead of what it would
+        self.logprob_error = 0.0  # nats, by which it differs from the trainer on the same weights
         self.paused = False
         self.healthy = True
         self.released: set[str] = set()
@@ -520,7 +521,7 @@ class FakeEngine:
             if (start := body.get("logprob_start_len", -1)) >= 0:
                 weight = self.weight or 0.0
                 pairs = itertools.pairwise(sample.prompt)
-                found = [[logprob(weight, before, token), token, None] for before, token in pairs]
+                found = [[logprob(weight, before, token) + self.logprob_error, token, None] for before, token in pairs]
                 meta["input_token_logprobs"] = [[None, sample.prompt[0], None], *found][start:]
         if body.get("return_routed_experts") and sample.reason is not None:
             start = body.get("routed_experts_start_len", 0)

@@ -30,9 +30,13 @@ from colocated_rl_api.facts import (
     TrainerState,
 )
 from colocated_rl_api.failure import FailureCause
-from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Ladder
-from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
+from colocated_rl_api.member_wire import (
+    Goal,
+    PodTarget,
+    RejectedWeights,
+    RolloutTarget,
+)
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.actions import CreatePod
@@ -93,6 +97,7 @@ class GpuPod(SimPod):
     trainer: TrainerFacts = NO_TRAINER
     engine_failures: int = 0  # since it last served
     agreed: tuple[WeightVersion, str] | None = None  # newest checksum of the group that its agent was told
+    doubted: WeightVersion | None = None  # weights that an engine was not shown to hold
     spoils: int = 0  # loads to come that leave other weights in memory than they say
     export: WeightVersion | None = None  # newest
     sent: PodTarget | None = None  # newest over the present connection
@@ -123,6 +128,9 @@ class GpuPod(SimPod):
             )
             self.told, self.rungs = (parts, facts), {}
         return self.told[1]
+
+    def rejects(self, version: WeightVersion) -> bool:
+        return self.engine.rejected is not None and self.engine.rejected.version == version
 
     def standing(self, ladder: Ladder, at: WeightVersion) -> Rung:
         facts = self.facts
@@ -157,7 +165,6 @@ class Group:
 
     def __init__(self, job: Job) -> None:
         self.job, self.ladder = job, job.ladder
-        self.compares = job.spec.weight_sync.verify is Verify.CHECKSUM and job.ladder.serves and job.ladder.trains
         self.incarnations = count(1)
         self.pods: list[GpuPod] = []
         self.rollouts: list[RolloutPod] = []
@@ -171,6 +178,10 @@ class Group:
         """A person writes spec.replicas, which the API server takes while there are no pods."""
         if not any(pod.alive for pod in self.everybody):
             self.job = replace(self.job, spec=self.job.spec.model_copy(update={"replicas": replicas}))
+
+    @property
+    def compares(self) -> bool:
+        return self.job.spec.compares_engines
 
     @property
     def everybody(self) -> list[SimPod]:
@@ -259,7 +270,7 @@ class Group:
         engine, at = pod.engine, target.version
         asks = partial(self.ladder.reaches, target.rung)
         if engine.is_absent:
-            if pod.export is None or (pod.export == at and not asks(Rung.UPDATED)):
+            if pod.export is None or pod.rejects(pod.export) or (pod.export == at and not asks(Rung.UPDATED)):
                 return False
             pod.engine = self._new_engine(pod.export)
         elif engine.state is EngineState.STARTING:
@@ -301,7 +312,11 @@ class Group:
         if self.compares and pod.agreed != (engine.version, engine.checksum):
             if pod.agreed is None or pod.agreed[0] != engine.version:
                 return False
-            pod.engine, pod.engine_failures = GONE, pod.engine_failures + 1
+            rejected = (
+                RejectedWeights(version=pod.agreed[0], message="spoilt") if pod.doubted == pod.agreed[0] else None
+            )
+            pod.engine, pod.doubted = GONE.model_copy(update={"rejected": rejected}), pod.agreed[0]
+            pod.engine_failures += 1
         elif engine.paused:
             pod.engine = engine.model_copy(update={"paused": False, "drained": False})
         else:
@@ -415,6 +430,8 @@ class Group:
         if not pod.trainer.is_offloaded:
             pod.trainer = pod.trainer.model_copy(update={"state": TrainerState.OFFLOADED})
         elif engine.is_absent:
+            if pod.rejects(version):
+                return False
             pod.engine = self._new_engine(version)
         elif engine.state is EngineState.STARTING:
             pod.engine = self._loaded(pod, version, state=EngineState.READY, starts_on=None)
@@ -480,10 +497,11 @@ class Group:
         return True
 
     def agent_restarts(self, pod: GpuPod) -> bool:
-        """The journal keeps the epoch; target and connection are lost."""
+        """The journal keeps the epoch and what was agreed on; target and connection are lost."""
         if not pod.alive:
             return False
-        pod.target = pod.agreed = None
+        pod.target = pod.doubted = None
+        pod.engine = pod.engine.model_copy(update={"rejected": None})
         pod.disconnect()
         return True
 

@@ -50,6 +50,7 @@ from colocated_rl_api.facts import (
     TrainerState,
 )
 from colocated_rl_api.failure import FailureCause
+from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import Goal, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
@@ -219,6 +220,8 @@ class Model:
         has_fence: bool = True,
         has_precondition: bool = True,
     ) -> None:
+        by_probe = job.spec.weight_sync.model_copy(update={"verify": Verify.PROBE})  # as `model_pod.RULES`
+        job = replace(job, spec=job.spec.model_copy(update={"weight_sync": by_probe}))
         self.job = job
         self._keeps = kept_tags(job.spec.rollout.offload)
         self.deaths = deaths

@@ -387,7 +387,13 @@ class Group:
             rung=rung,
             rendezvous=Rendezvous(address="127.0.0.1", port=29500, world_size=len(self.pods) * self.pods[0].ranks),
             batches=self.pods[0].net.batches,
+            checksum=self.agreed(version),
         )
+
+    def agreed(self, version: WeightVersion) -> str | None:
+        """What the first of all engines that hold the version says; None before all do, or where none is asked."""
+        engines = [engine for each in self.pods if each.now for engine in each.now.engines if engine.version == version]
+        return engines[0].checksum if len(engines) == len(self.pods) else None
 
     async def climb(self, version: WeightVersion, to: Rung = Rung.SERVING) -> None:
         """A new epoch, and up barrier by barrier until every pod stands at `to`."""

@@ -281,6 +281,9 @@ class SmallPod:
         self.epoch = 0
         self.ladder = job.spec.ladder
         self.engine_fails_at_start = 0  # so many times
+        self.engines_started: list[str] = []  # on which version each
+        self.engine_fault: str | None = None  # of every engine, at each call for its checksum
+        self.logprob_error: float | None = None  # of every engine, which then computes in bfloat16
         self.others_hold: str | None = None  # checksum of most engines of the group; None: that of this one
         self._silent_s = silent_s
         self._net = net
@@ -377,6 +380,11 @@ class SmallPod:
                 dies=self._engine_dies,
             )
             self.engine.on_call = lambda route: self.on_call(route)
+            self.engines_started.append(given["--weight-version"])
+            if self.engine_fault is not None:
+                self.engine.faults["/weights_checker"] = self.engine_fault
+            if self.logprob_error is not None:
+                self.engine.logprob_error, self.engine.info["dtype"] = self.logprob_error, "bfloat16"
             child = Child(name, self.engine.app())
             await child.listen(int(given["--port"]))
         self.check()
@@ -461,11 +469,14 @@ class SmallPod:
         return (self.others_hold or engines[0].checksum) if rung is Rung.SERVING and engines else None
 
     async def climb(self, version: WeightVersion, to: Rung = Rung.SERVING) -> WeightVersion:
-        """Up barrier by barrier, as the plan would; trainers that died get a new lineage. What was reached."""
+        """Up barrier by barrier, as the plan would; trainers that died and weights that are rejected get a new lineage.
+
+        What was reached.
+        """
         self.epoch += 1
         async with asyncio.timeout(DEADLINE_S):
             while not self.ladder.reaches(low := self.ladder.standing(self.facts, version), to):
-                if self.lost_trainer(version):
+                if self.lost_trainer(version) or self.rejects(version):
                     version = WeightVersion(version.step, version.lineage + 1)
                     self.epoch += 1
                     continue
@@ -474,7 +485,11 @@ class SmallPod:
         return version
 
     def _moved(self, at: WeightVersion, before: Rung) -> bool:
-        return self.ladder.standing(self.facts, at) != before or self.lost_trainer(at)
+        return self.ladder.standing(self.facts, at) != before or self.lost_trainer(at) or self.rejects(at)
+
+    def rejects(self, at: WeightVersion) -> bool:
+        """No engine starts on them any more: the operator fails the step."""
+        return any(engine.rejected and engine.rejected.version == at for engine in self.facts.engines)
 
     def lost_trainer(self, at: WeightVersion) -> bool:
         return any(rank.state is TrainerState.ABSENT and rank.lineage == at.lineage for rank in self.facts.trainers)

@@ -123,11 +123,15 @@ class World:
 
     # ------------------------------------------------------------------------------------------------- the operator
     def target(self) -> PodTarget:
-        """A trainer that died calls for a new lineage, unless the pod serves; else one barrier up."""
+        """A trainer that died calls for a new lineage, unless the pod serves; so do weights that are rejected.
+
+        Else one barrier up.
+        """
         at = self.epoch_version
         rung = self.ladder.standing(self.view.facts(), at)
         rank = self.view.ranks[0]
-        if rung is not Rung.SERVING and rank.lineage == at.lineage and not rank.is_alive:
+        has_died = rung is not Rung.SERVING and rank.lineage == at.lineage and not rank.is_alive
+        if has_died or self.rejects(at):
             self.epoch_version = at = WeightVersion(at.step, at.lineage + 1)
             rung = self.ladder.standing(self.view.facts(), at)
         return make_target(at, self.ladder.next_barrier(rung))
@@ -161,9 +165,11 @@ class World:
     def fail(self, action: do.Action) -> None:
         if isinstance(action, do.StartEngine):
             self.engine = None
-            self.set_engine(EngineView().gone(start_after=self.view.now + 1))
+            self.set_engine(self.view.engine.gone(start_after=self.view.now + 1))
         elif isinstance(action, do.StartTrainers):
             self.set_rank(RankView(0).started("", action.lineage, start_by=0.0).gone(127))
+        elif isinstance(action, do.CheckProbe):
+            self.set_engine(self.view.engine.was_doubted(action.version, "it differs", TAGS))
         elif action.lane is do.Lane.ENGINE:
             self.set_engine(self.view.engine.broke("it failed", TAGS))
         elif isinstance(action, do.FetchShards):
@@ -188,7 +194,7 @@ class World:
 
     def engine_dies(self) -> None:
         self.engine = None
-        self.set_engine(EngineView())
+        self.set_engine(self.view.engine.gone())
         self.view = replace(self.view, in_flight=0)
 
     def trainer_dies(self) -> None:
@@ -227,6 +233,10 @@ class World:
     def set_rank(self, rank: RankView) -> None:
         self.view = replace(self.view, ranks=(rank,))
 
+    def rejects(self, version: WeightVersion) -> bool:
+        rejected = self.view.engine.rejected
+        return rejected is not None and rejected.version == version
+
     # ------------------------------------------------------------------------------------------------------ the checks
     def check(self, action: do.Action) -> None:
         """What must be true of the pod, not of what the agent believes, when an action is taken."""
@@ -249,6 +259,7 @@ class World:
             assert self.ladder.serves_on or not self.on_device, "no engine memory while a trainer is on the device"
         if isinstance(action, do.StartEngine | do.Update):
             assert self.view.whole == action.version
+            assert not self.rejects(action.version), "two engines were not shown to hold these"
         if isinstance(action, do.Update):
             assert engine is not None
             assert not self.view.gate_open
@@ -287,7 +298,7 @@ class World:
                 self.started += 1
                 self.engine, self.journal_version = Engine(self.started, version), version
                 start_by = self.view.now + 30
-                self.set_engine(EngineView().started(str(self.started), version, start_by=start_by, keeps=self.keeps))
+                self.set_engine(view.started(str(self.started), version, start_by=start_by, keeps=self.keeps))
             case do.KillEngine():
                 self.engine_dies()
             case do.StopTrainers():

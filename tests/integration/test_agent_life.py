@@ -150,6 +150,7 @@ def test_whatever_happens_nothing_is_broken_and_the_pod_serves_again(placement: 
             "checkpoint": often,
             "rollout": rollout,
             "weightSync": {"verify": verify},
+            "replicas": 2,  # one engine alone is compared with nothing
             "reference": reference,
         }
         async with small_pod(gives_up_s=SOON_S, **spec) as pod:

@@ -59,7 +59,7 @@ def trainer_routes(it: Pod) -> list[str]:
 
 
 async def test_engine_takes_new_weights_step_after_step_and_nothing_is_ever_released(net: Network) -> None:
-    async with pod(net, resident_job()) as it:
+    async with pod(net, resident_job(weightSync={"verify": "Probe"})) as it:
         group = Group([it])
         await group.climb(V0)
         before, calls = identities(it), len(await it.engine_calls())

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from colocated_rl_api.rungs import Rung, WeightVersion
-from fakes.small_pod import PATIENT_S, SOON_S, SmallPod, small_pod
+from fakes.small_pod import PATIENT_S, SOON_S, SmallPod, small_group, small_pod
 from fakes.weights import weights_checksum
 
 V0, V1, V2 = (WeightVersion(step, 1) for step in range(3))
-CHECKED: dict[str, Any] = {"weightSync": {"verify": "Checksum"}}
+CHECKED: dict[str, Any] = {"weightSync": {"verify": "Checksum"}, "replicas": 2}  # there is another one to compare with
 
 
 def checksum(pod: SmallPod) -> str | None:
@@ -65,12 +65,101 @@ async def test_f52_engine_whose_export_differs_too_never_serves_and_says_so() ->
         for rung in (Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED):
             await pod.climb(V0, to=rung)
         pod.send(pod.target(V0, Rung.SERVING))
-        await pod.news(lambda: pod.facts.problem is not None and pod.facts.engines[0].is_absent)
+        await pod.news(lambda: pod.rejects(V0))
         problem = pod.facts.problem
         assert problem is not None
-        assert "EngineLost" == problem.reason
+        assert "WeightsDiffer" == problem.reason
         assert "those of most engines of most engines" in problem.message
         assert not pod.facts.gate.open
+        assert ["0-1", "0-1"] == pod.engines_started
+
+
+async def test_resident_agent_that_comes_again_beside_training_knows_what_was_agreed_on() -> None:
+    """Its gate stayed closed until there were other weights: the operator compares those of the climb alone."""
+    async with small_pod(**CHECKED, rollout={"offload": []}) as pod:
+        await pod.climb(V0)
+        await pod.climb(V1, to=Rung.TRAINED)
+        await pod.restart_agent(orderly=True)
+        pod.send(pod.target(V1, Rung.TRAINED))
+        await pod.news(lambda: pod.facts.gate.open)
+        assert V0 == pod.facts.engines[0].version
+        assert [] == pod.broken
+
+
+# ------------------------------------------------------------------------------------- engines that compute in 16 bits
+PLACED_IN_A_POD: list[dict[str, Any]] = [{}, {"offload": ["KVCache"]}, {"offload": []}]
+OFF_NATS = 0.08  # of a trained model in bfloat16, on equal weights
+
+
+@pytest.mark.parametrize("rollout", PLACED_IN_A_POD)
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_engine_of_a_trained_model_in_bfloat16_serves_by_default(rollout: dict[str, Any], replicas: int) -> None:
+    """The probe was the default: such an engine was killed and started again for ever, and the job never began."""
+    async with small_pod(rollout=rollout, replicas=replicas) as pod:
+        pod.logprob_error = OFF_NATS
+        for version in (V0, V1, V2):
+            await pod.climb(version)
+            assert "length" == await pod.ask(tokens=4)
+        assert ["0-1"] == pod.engines_started
+        assert [] == pod.broken
+
+
+@pytest.mark.parametrize("rollout", PLACED_IN_A_POD)
+async def test_engine_that_the_probe_rejects_is_started_again_once_on_each_export(rollout: dict[str, Any]) -> None:
+    async with small_pod(rollout=rollout, weightSync={"verify": "Probe"}) as pod:
+        pod.logprob_error = OFF_NATS
+        for lineage in (1, 2):
+            version = WeightVersion(0, lineage)
+            pod.epoch += 1
+            await pod.climb(version, to=Rung.UPDATED)
+            pod.send(pod.target(version, Rung.SERVING))
+            await pod.news(lambda: pod.rejects(version))  # noqa: B023 - awaited here
+            problem = pod.facts.problem
+            assert problem is not None
+            assert "WeightsDiffer" == problem.reason
+            assert "differ by 0.08 nats on average, 0.02 is allowed for bfloat16" in problem.message
+            assert "make the job with spec.weightSync.verify: Checksum" in problem.message
+            assert not pod.facts.gate.open
+            assert 2 * lineage == len(pod.engines_started)
+            assert 2 == pod.engines_started.count(str(version))
+        assert [] == pod.broken
+
+
+@pytest.mark.parametrize("rollout", PLACED_IN_A_POD)
+async def test_engine_that_differs_once_serves_after_it_was_started_on_the_export(rollout: dict[str, Any]) -> None:
+    async with small_pod(rollout=rollout, weightSync={"verify": "Probe"}) as pod:
+        await pod.climb(V0)
+        assert pod.engine is not None
+        pod.engine.faults["/update_weights_from_disk"] = "skip"
+        await pod.climb(V1)
+        assert ["0-1", "1-1"] == pod.engines_started
+        assert "length" == await pod.ask(tokens=4)
+        assert [] == pod.broken
+
+
+async def test_engine_pod_apart_that_the_probe_rejects_starts_no_third_engine() -> None:
+    async with small_group(weightSync={"verify": "Probe"}) as group:
+        pod = group.engine
+        pod.logprob_error = OFF_NATS
+        await group.climb(V0, to=Rung.UPDATED)
+        group.send(V0, Rung.SERVING)
+        await group.news(lambda: pod.rejects(V0))
+        assert ["0-1", "0-1"] == pod.engines_started
+        await group.climb(WeightVersion(0, 2), to=Rung.UPDATED)
+        assert ["0-1", "0-1", "0-2"] == pod.engines_started
+        assert [] == group.broken
+
+
+async def test_agent_that_comes_again_tries_a_rejected_export_twice_more_at_most() -> None:
+    async with small_pod(weightSync={"verify": "Probe"}) as pod:
+        pod.logprob_error = OFF_NATS
+        for times in (1, 2):
+            await pod.climb(V0, to=Rung.UPDATED)
+            pod.send(pod.target(V0, Rung.SERVING))
+            await pod.news(lambda: pod.rejects(V0))
+            assert 2 * times == len(pod.engines_started)
+            await pod.restart_agent(orderly=True)
+        assert [] == pod.broken
 
 
 async def test_f52_agent_that_comes_again_takes_the_checksum_again() -> None:
@@ -95,7 +184,26 @@ async def test_f52_engine_that_gives_no_checksum_is_replaced(fault: str) -> None
         assert [] == pod.broken
 
 
-async def test_nobody_asks_for_a_checksum_that_the_job_does_not_ask_for() -> None:
+@pytest.mark.parametrize("fault", ["error", "crash"])
+@pytest.mark.parametrize("offload", [["Weights", "KVCache", "CUDAGraph"], []])
+async def test_engines_that_can_give_no_checksum_are_started_twice_on_an_export(fault: str, offload: list[str]) -> None:
+    async with small_pod(**CHECKED, rollout={"offload": offload}) as pod:
+        pod.engine_fault = fault
+        pod.epoch += 1
+        for rung in (Rung.TRAINED, Rung.EXPORTED):
+            await pod.climb(V0, to=rung)
+        pod.send(pod.target(V0, Rung.UPDATED))
+        await pod.news(lambda: pod.rejects(V0))
+        problem = pod.facts.problem
+        assert problem is not None
+        assert ("WeightsDiffer", True) == (
+            problem.reason,
+            "make the job with spec.weightSync.verify: Version" in problem.message,
+        )
+        assert ["0-1", "0-1"] == pod.engines_started
+
+
+async def test_nobody_asks_for_a_checksum_where_there_is_one_engine() -> None:
     async with small_pod() as pod:
         await pod.climb(V0)
         await pod.climb(V1)

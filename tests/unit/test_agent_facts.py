@@ -206,6 +206,51 @@ def test_f52_gate_opens_only_on_weights_that_the_group_agreed_on() -> None:
     assert killed.is_fault
 
 
+DOUBTED = make_engine(V1).was_doubted(V1, "differs by 0.084 nats")
+REJECTED = DOUBTED.gone().started("e2", V1, start_by=NOW + 5).answered(V1).was_doubted(V1, "differs again").gone()
+
+
+def test_an_engine_that_was_doubted_is_killed_and_started_again_on_the_same_export() -> None:
+    assert DOUBTED.rejected is None
+    target = make_target(V1, Rung.SERVING)
+    assert do.KillEngine("differs by 0.084 nats") == next_action(up(DOUBTED), target, RULES)
+    assert do.StartEngine(V1) == next_action(up(DOUBTED.gone()), target, RULES)
+
+
+def test_weights_that_were_doubted_twice_get_no_third_engine() -> None:
+    """An engine that held the right weights, in 16 bits, was killed and started again for ever."""
+    waits = do.Wait(reason="WeightsDiffer", message="differs again")
+    pod = up(REJECTED)
+    assert waits == next_action(pod, make_target(V1, Rung.SERVING), RULES)
+    assert waits == next_action(replace(pod, now=NOW + 1e6), make_target(V1, Rung.UPDATED), RULES)
+    (engine,) = pod.facts().engines
+    assert engine.rejected is not None
+    assert (V1, "differs again") == (engine.rejected.version, engine.rejected.message)
+
+
+def test_weights_of_the_next_lineage_get_an_engine_again() -> None:
+    again = WeightVersion(1, 2)
+    pod = make_pod(engine=REJECTED, rank=make_rank(again), whole=again)
+    assert do.StartEngine(again) == next_action(pod, make_target(again, Rung.UPDATED), RULES)
+    engine = REJECTED.started("e3", again, start_by=NOW + 5)
+    assert engine.rejected is None
+    assert engine.answered(again).was_doubted(again, "differs").rejected is None, "these were doubted once"
+
+
+def test_an_engine_whose_checksum_differs_is_doubted_for_it() -> None:
+    pod = up(replace(make_engine(V1), checksum="mine"))
+    killed = next_action(replace(pod, agreed=(V1, "other")), make_target(V1, Rung.SERVING), BY_CHECKSUM)
+    assert isinstance(killed, do.KillEngine)
+    assert V1 == killed.doubts
+
+
+def test_an_engine_that_ended_of_the_check_counts_as_doubted() -> None:
+    gone = make_engine(V1).gone().was_doubted(V1, "no answer")
+    assert gone.is_absent
+    assert gone.broken is None
+    assert V1 == gone.doubted
+
+
 def test_last_step_is_saved_though_no_checkpoint_is_due() -> None:
     """The number of steps may be lowered while the job runs: the job's file still says the old one."""
     pod = make_pod(gate_open=True, engine=make_engine(V1), rank=replace(make_rank(V1), saved=0))
@@ -369,6 +414,15 @@ def test_beside_rollout_it_is_the_same() -> None:
 
 
 # --------------------------------------------------------------------------------------------- the resident ladder
+def test_weights_that_were_rejected_beside_training_wait_for_the_next() -> None:
+    pod = make_pod(engine=REJECTED, rank=onloaded(V1), whole=V1)
+    waits = do.Wait(reason="WeightsDiffer", message="differs again")
+    assert waits == beside(pod, V2, Rung.TRAINED)[1]
+    assert Rung.DRAINED is RESIDENT.standing(replace(pod, ranks=(onloaded(V2),), whole=V2).facts(), V2), "nobody waits"
+    written = replace(pod, ranks=(onloaded(V2),), whole=V2)
+    assert do.StartEngine(V2) == beside(written, V2, Rung.UPDATED)[1]
+
+
 IDLE = do.Wait()
 BESIDE = replace(RULES, ladder=RESIDENT)
 SERVING_V0 = make_pod(gate_open=True, rank=onloaded(V0))

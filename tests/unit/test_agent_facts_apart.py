@@ -182,3 +182,10 @@ def test_a_pod_says_what_it_has_once_its_runner_is_known() -> None:
         unknown = replace(pod, runner_known=False).facts()
         assert Rung.UNKNOWN is DISAGGREGATED.standing(unknown, V1)
     assert V0 == engine_pod().facts().export
+
+
+def test_weights_that_were_doubted_twice_get_no_third_engine() -> None:
+    engine = READY.was_doubted(V0, "differs").gone().started("e2", V0, start_by=NOW + 5).answered(V0)
+    rejected = engine.was_doubted(V0, "differs again").gone()
+    pod = engine_pod(rejected, gate_open=False)
+    assert do.Wait(reason="WeightsDiffer", message="differs again") == choice(pod, target(Rung.SERVING, at=V0))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from colocated_rl_agent.files.journal import (
     FILE,
+    ChecksumAgreed,
     EngineStarted,
     EpochAccepted,
     Intent,
@@ -57,6 +58,18 @@ def test_everything_is_remembered_by_the_next_agent(tmp_path: Path) -> None:
         memory.engine.pending,
     )  # fmt: skip
     assert (TrainerStarted(rank=0, incarnation="t1", lineage=1),) == memory.trainers
+    journal.close()
+
+
+def test_what_the_group_agreed_on_is_remembered_and_written_once(tmp_path: Path) -> None:
+    journal = started(tmp_path)
+    for _ in range(3):
+        journal.checksum_agreed(V0, "old")
+        journal.checksum_agreed(V1, "new")
+        journal.checksum_agreed(V1, "new")
+    assert 6 == (tmp_path / FILE).read_text().count('"agreed"')
+    journal = reopened(tmp_path, journal)
+    assert (V1, "new") == journal.memory.agreed
     journal.close()
 
 
@@ -177,6 +190,7 @@ records: st.SearchStrategy[Record] = st.one_of(
     st.builds(TrainerStarted, rank=st.integers(0, 1), incarnation=st.just("t"), lineage=st.integers(1, 3)),
     st.builds(Outcome, incarnation=incarnations),
     st.builds(PoolMeasured, tokens=st.integers(1, 9)),
+    st.builds(ChecksumAgreed, version=versions, checksum=st.sampled_from(["a", "b"])),
 )
 SWITCH = (
     ("release", TAGS, False),

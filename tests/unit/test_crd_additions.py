@@ -50,6 +50,9 @@ DECIDED = {
     "huggingFace, function, environment and mix": "the former one with choices more",
     ".spec.rollout.prompts.mix.sources[].reasoningGym: a rule more: a source of a mix is exactly one of reasoningGym, "
     "file, huggingFace, function and environment": "the former one with choices more",
+    ".spec.weightSync.verify: default was 'Probe' and is 'Checksum'": (
+        "in 16 bits a probe rejects engines that are right; jobs that are there have the former default written in them"
+    ),
 }
 """What a person has looked at, and why it may be: a rule that binds nobody who was there, a loss that is announced."""
 

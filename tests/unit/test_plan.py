@@ -28,7 +28,12 @@ from colocated_rl_api.facts import (
 )
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.ladder import TIME_SLICED
-from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
+from colocated_rl_api.member_wire import (
+    Goal,
+    PodTarget,
+    RejectedWeights,
+    RolloutTarget,
+)
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod
@@ -311,11 +316,15 @@ def with_checksum(facts: PodFacts, checksum: str) -> PodFacts:
     return facts.model_copy(update={"engines": tuple(engines)})
 
 
-@pytest.mark.parametrize("checksums", [("a",), ("a", "a"), ("a", "b", "a"), ("a", "a", "b", "a")])
+@pytest.mark.parametrize("checksums", [("a", "a"), ("a", "b", "a"), ("a", "a", "b", "a")])
 def test_f52_engines_serve_what_more_than_half_of_them_hold(checksums: tuple[str, ...]) -> None:
     decided = plan(holding(*checksums))
     assert not decided.raises
     assert {(Rung.SERVING, "a")} == {(target.rung, target.checksum) for target in pod_targets(decided)}
+
+
+def test_f52_one_engine_is_compared_with_nothing() -> None:
+    assert {(Rung.SERVING, None)} == {(target.rung, target.checksum) for target in pod_targets(plan(holding("a")))}
 
 
 @pytest.mark.parametrize("checksums", [("a", "b"), ("a", "b", "c"), ("a", "a", "b", "b")])
@@ -341,6 +350,49 @@ def test_f52_nothing_is_agreed_on_before_every_engine_holds_the_weights() -> Non
 def test_f52_nobody_compares_where_the_job_does_not_ask_for_it(verify: str) -> None:
     decided = plan(holding("a", "b", verify=verify))
     assert {(Rung.SERVING, None)} == {(target.rung, target.checksum) for target in pod_targets(decided)}
+
+
+def rejecting(seen: Observation, *indices: int, version: WeightVersion = V1) -> Observation:
+    """Pods that start no engine on a version any more."""
+    members = list(seen.members)
+    for index in indices:
+        facts = members[index].pod_facts
+        assert facts is not None
+        rejected = RejectedWeights(version=version, message="differ by 0.084 nats, 0.02 is allowed: set verify")
+        engine = absent_engine().model_copy(update={"rejected": rejected, "failures": 2})
+        members[index] = replace(members[index], facts=facts.model_copy(update={"engines": (engine,)}))
+    return replace(seen, members=tuple(members))
+
+
+@pytest.mark.parametrize("verify", ["Checksum", "Probe"])
+@pytest.mark.parametrize("others", [Rung.UPDATED, Rung.SERVING])
+def test_weights_that_a_pod_rejects_fail_the_step_at_once_with_what_was_found(others: Rung, verify: str) -> None:
+    """The engine was started on them again and again, until the deadline of a rung half an hour later."""
+    seen = climbing(Rung.OFFLOADED, others, job=make_job(weightSync={"verify": verify}))
+    decided = plan(rejecting(seen, 0))
+    assert decided.climb is not None
+    assert (Cause.WEIGHTS_DIFFER, 2, 1) == (decided.climb.cause, decided.climb.lineage, decided.climb.restarts)
+    assert "WeightsDiffer" == decided.climb.tally.cause
+    assert (
+        "weights 1-1 are served by none of sums-gpu-0-0 (differ by 0.084 nats, 0.02 is allowed: set verify): "
+        "the trainers start together again"
+    ) == decided.message
+    assert "none of sums-gpu-0-0, sums-gpu-1-0 (differ" in plan(rejecting(seen, 0, 1)).message
+
+
+def test_weights_that_a_pod_rejects_again_and_again_end_the_job_with_what_was_found() -> None:
+    seen = climbing(Rung.OFFLOADED, Rung.SERVING, climb=replace(make_climb(1), restarts=6))
+    decided = plan(rejecting(seen, 0))
+    assert decided.climb is not None
+    assert Cause.BACKOFF_LIMIT is decided.climb.cause
+    assert "differ by 0.084 nats" in decided.message
+
+
+def test_weights_of_another_climb_may_be_rejected() -> None:
+    """Of a resident engine that was lost beside training: the next weights are under way."""
+    seen = climbing(Rung.OFFLOADED, Rung.OFFLOADED)
+    for version in (WeightVersion(0, 1), WeightVersion(1, 0)):
+        assert not plan(rejecting(seen, 0, version=version)).raises
 
 
 def test_an_engine_that_starts_again_and_again_is_no_progress() -> None:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from builders import (
     CREATED,
+    OWN_ROLLOUT,
     PLACED,
     absent_engine,
     absent_trainer,
@@ -22,6 +23,7 @@ from builders import (
     rollout_facts,
     trainer,
 )
+from colocated_rl_agent.planner.next_actions import Rules
 from colocated_rl_agent.settings import AgentSettings
 from colocated_rl_api.facts import (
     EngineState,
@@ -44,6 +46,12 @@ V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 
 def job(placement: Placement, **spec: Any) -> Job:
     return make_job(**{"replicas": 1, **PLACED[placement], **spec})
+
+
+def asked_of_an_agent(job: Job) -> Verify:
+    """What it asks of its engine before the gate opens."""
+    rules: Rules = AgentSettings.rules.fget(type("Told", (), {"job": job}))  # type: ignore[attr-defined]
+    return rules.verify
 
 
 def serving(at: WeightVersion = V0) -> PodFacts:
@@ -94,9 +102,28 @@ def test_where_nothing_is_trained_nothing_is_ever_too_old_and_nobody_says_what_i
     only = job(Placement.ROLLOUT_ONLY)
     assert only.spec.max_staleness >= only.spec.steps
     assert 1 == job(Placement.TIME_SLICED).spec.max_staleness
-    rules = AgentSettings.rules.fget  # type: ignore[attr-defined]
     for placement, verify in ((Placement.ROLLOUT_ONLY, Verify.VERSION), (Placement.TRAIN_ONLY, Verify.PROBE)):
-        assert verify is rules(type("Told", (), {"job": job(placement)})()).verify
+        asked = job(placement, weightSync={"verify": "Probe"})
+        assert verify is asked_of_an_agent(asked)
+
+
+@pytest.mark.parametrize(
+    ("spec", "verify"),
+    [
+        ({"replicas": 2}, Verify.CHECKSUM),
+        ({"replicas": 1}, Verify.VERSION),
+        ({"replicas": 1, "rollout": OWN_ROLLOUT | {"replicas": 2}}, Verify.CHECKSUM),
+        ({"replicas": 2, "rollout": OWN_ROLLOUT}, Verify.VERSION),
+        ({"replicas": 1, "weightSync": {"verify": "Probe"}}, Verify.PROBE),
+    ],
+)
+def test_engines_are_compared_where_there_are_several(spec: dict[str, Any], verify: Verify) -> None:
+    assert verify is asked_of_an_agent(make_job(**spec))
+
+
+@pytest.mark.parametrize("placement", [Placement.ROLLOUT_ONLY, Placement.TRAIN_ONLY])
+def test_one_side_alone_compares_no_engines(placement: Placement) -> None:
+    assert Verify.VERSION is asked_of_an_agent(job(placement))
 
 
 # ---------------------------------------------------------------------------------------------------------- RolloutOnly

@@ -103,7 +103,7 @@ def after_standstill(seen: Observation, now: Climb, since: float, message: str) 
 
 
 def after_difference(seen: Observation, now: Climb, message: str) -> Decision | Hold | None:
-    """Of weights that engines hold: never after a back-off, in which they would serve."""
+    """Of weights that engines hold, or are not shown to: never after a back-off, in which they would serve."""
     failure = Failure(FailureCause.WEIGHTS_DIFFER, message, (), seen.now, now.tally.tries_at(now.step))
     return _answer(seen, now, Cause.WEIGHTS_DIFFER, failure)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from colocated_rl_api import names
-from colocated_rl_api.job import Switch, Verify
+from colocated_rl_api.job import Switch
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import Goal, PodTarget, Rendezvous, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
@@ -194,8 +194,10 @@ def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | Hold | 
         is_recorded = seen.recorded_step >= spec.steps and _evaluating(seen) is None
         message = f"all {spec.steps} batches are recorded"
         return raise_epoch(seen, now, Cause.ALL_STEPS_DONE, message) if is_recorded else None
+    if words := _rejections(seen, now):
+        return after_difference(seen, now, f"weights {now.version} are served by none of {words}")
     updated = _holds_new_weights(seen)
-    if updated and _compares(seen) and _agreed(seen, now) is None:
+    if updated and seen.job.spec.compares_engines and _agreed(seen, now) is None:
         held = listed([f"{name} {str(checksum)[:12]}" for name, checksum in _checksums(seen, now).items()])
         return after_difference(seen, now, f"engines hold different weights {now.version} ({held})")
     evaluated = _evaluating(seen) is None
@@ -380,14 +382,9 @@ def _weights(seen: Observation, climb: Climb) -> WeightVersion | None:
     return climb.version if is_written else seen.served
 
 
-def _compares(seen: Observation) -> bool:
-    ladder = seen.job.ladder
-    return seen.job.spec.weight_sync.verify is Verify.CHECKSUM and ladder.serves and ladder.trains
-
-
 def _agreed(seen: Observation, climb: Climb) -> str | None:
     """What more than half of all engines hold, once every one holds the climb's weights; None where nobody compares."""
-    if not (_compares(seen) and seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)):
+    if not (seen.job.spec.compares_engines and seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)):
         return None
     (checksum, engines), *_ = Counter(_checksums(seen, climb).values()).most_common()
     return checksum if 2 * engines > len(seen.job.engine_seats) else None
@@ -402,6 +399,18 @@ def _checksums(seen: Observation, climb: Climb) -> dict[str, str | None]:
         for engine in member.pod_facts.engines
         if engine.version == climb.version
     }
+
+
+def _rejections(seen: Observation, climb: Climb) -> str:
+    """Which pods start no engine on the climb's weights any more, and why the first does not; "": all do."""
+    told = {
+        member.name: engine.rejected.message
+        for member in seen.gpu_members
+        if member.pod_facts
+        for engine in member.pod_facts.engines
+        if engine.rejected is not None and engine.rejected.version == climb.version
+    }
+    return f"{listed(list(told))} ({next(iter(told.values()))})" if told else ""
 
 
 def _granted(seen: Observation) -> Rung:

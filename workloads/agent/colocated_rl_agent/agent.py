@@ -133,7 +133,6 @@ class Agent:
         self._terminating = False
         self._stopped = False
         self._closed_at = time.monotonic()
-        self._agreed: tuple[WeightVersion, str] | None = None
         self._climb = RungTimes(self._ladder, self._reached)
         registry.register(BelowTarget(self._below_target))
 
@@ -188,7 +187,7 @@ class Agent:
             shards=self._shards.step,
             fetch_after=self._shards.fetch_after,
             keep_after=self._trainers.keep_after,
-            agreed=self._agreed,
+            agreed=self._journal.memory.agreed,
             stopped=self._stopped,
             has_engine=self._settings.has_engine,
         )
@@ -305,8 +304,8 @@ class Agent:
                 await engine.start(version)
             case do.AwaitEngine():
                 await engine.wait_until_up()
-            case do.KillEngine(reason=reason, is_fault=is_fault):
-                await engine.kill(reason, is_fault=is_fault)
+            case do.KillEngine(reason=reason, is_fault=is_fault, doubts=doubts):
+                await engine.kill(reason, is_fault=is_fault, doubts=doubts)
             case do.AbortAll():
                 await engine.abort_all(self._gate.settled)
             case do.Pause():
@@ -415,7 +414,7 @@ class Agent:
         try:
             probe = await self._exports.probe(version)
         except ExportTorn as error:
-            self._engine.broke(f"its weights can't be probed: {error}")
+            self._engine.doubt(version, f"its weights can't be probed: {error}")
         else:
             await self._engine.check_probe(probe)
 
@@ -452,7 +451,7 @@ class Agent:
         log(LOG, "target accepted", epoch=target.epoch, step=target.step, rung=target.rung, version=str(target.version))
         self._gate.enter_epoch(target.epoch)
         if target.checksum is not None:
-            self._agreed = target.version, target.checksum
+            self._journal.checksum_agreed(target.version, target.checksum)
         self._wake_up()
 
     def _on_runner(self, event: RunnerEvent) -> None:

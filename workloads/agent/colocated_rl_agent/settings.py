@@ -127,11 +127,13 @@ class AgentSettings:
     @property
     def rules(self) -> Rules:
         spec = self.job.spec
+        asked = spec.weight_sync.verify
+        is_compared = spec.compares_engines if asked is Verify.CHECKSUM else spec.ladder.trains
         return Rules(
             ladder=spec.ladder,
             settle_s=spec.switch.settle_seconds,
             checkpoint_every=spec.checkpoint.every_steps,
-            verify=spec.weight_sync.verify if spec.ladder.trains else Verify.VERSION,  # nobody says what is right
+            verify=asked if is_compared else Verify.VERSION,  # with nothing: nobody says what is right
             waits=spec.rollout.interruption is Interruption.WAIT,
         )
 

@@ -33,14 +33,14 @@ MOVERS: dict[Rung, Mover] = {
     Rung.EXPORTED: Mover("the trainer leaves the device", "trainer_progress_seconds"),
     Rung.OFFLOADED: Mover("the engine starts on the new weights, or loads them", "engine_start_seconds"),
     Rung.UPDATED: Mover("the engine maps its memory again", "engine_call_seconds"),
-    Rung.RESTORED: Mover("the probe agrees and the gate opens", "engine_call_seconds"),
+    Rung.RESTORED: Mover("its weights are checked and the gate opens", "engine_call_seconds"),
     Rung.SERVING: Mover("rollout fills the next batch", None),
 }
 RESIDENT_MOVERS = MOVERS | {
     Rung.SEALED: Mover("the trainer makes the step beside rollout (after a start: loads its checkpoint)", None),
     Rung.EXPORTED: Mover("its agent closes the gate, once no evaluation needs the older weights", "settle_seconds"),
     Rung.DRAINED: Mover("the engine loads the new weights, or starts on them", "engine_start_seconds"),
-    Rung.UPDATED: Mover("the probe agrees and the gate opens", "engine_call_seconds"),
+    Rung.UPDATED: Mover("its weights are checked and the gate opens", "engine_call_seconds"),
 }
 APART_MOVERS = RESIDENT_MOVERS | {
     Rung.TRAINED: Mover(

@@ -86,7 +86,7 @@ class Exports:
         root = self._volume.place
         manifest = await self._volume.call(f"read export {version}", lambda beat: verify_export(root, version, beat))
         if self._probe and manifest.probe is None:
-            raise ExportTorn(f"export {version} has no probe: write one, or set spec.weightSync.verify to Version")
+            raise ExportTorn(f"export {version} has no probe: write one, or set spec.weightSync.verify to Checksum")
         return manifest
 
     async def look(self) -> None:

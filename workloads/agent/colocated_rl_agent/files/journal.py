@@ -68,6 +68,14 @@ class PoolMeasured(_Record):
     tokens: int
 
 
+class ChecksumAgreed(_Record):
+    """Which weights of a version the group agreed on: later the operator compares those of newer ones."""
+
+    kind: Literal["agreed"] = "agreed"
+    version: Version
+    checksum: str
+
+
 class Intent(_Record):
     """Of a call that must not be repeated. `tags` for release and resume, `version` for an update."""
 
@@ -85,7 +93,7 @@ class Outcome(_Record):
     incarnation: str
 
 
-Record = EpochAccepted | EngineStarted | TrainerStarted | PoolMeasured | Intent | Outcome
+Record = EpochAccepted | EngineStarted | TrainerStarted | PoolMeasured | ChecksumAgreed | Intent | Outcome
 _record: TypeAdapter[Record] = TypeAdapter(Record)
 
 
@@ -110,6 +118,7 @@ class JournalState:
     engine: EngineRecord | None = None
     trainers: tuple[TrainerStarted, ...] = ()  # newest of each rank
     pool_tokens: int | None = None
+    agreed: tuple[WeightVersion, str] | None = None  # newest checksum that the group agreed on, and of what
 
     def after(self, record: Record) -> JournalState:
         match record:
@@ -122,6 +131,8 @@ class JournalState:
                 return replace(self, trainers=(*others, record))
             case PoolMeasured(tokens=tokens):
                 return replace(self, pool_tokens=tokens)
+            case ChecksumAgreed(version=version, checksum=checksum):
+                return replace(self, agreed=(version, checksum))
             case Intent(incarnation=incarnation):
                 if self.engine is None or self.engine.incarnation != incarnation:
                     return self
@@ -137,6 +148,9 @@ class JournalState:
         records: list[Record] = [EpochAccepted(epoch=self.epoch)] if self.epoch else []
         if self.pool_tokens is not None:
             records.append(PoolMeasured(tokens=self.pool_tokens))
+        if self.agreed is not None:
+            version, checksum = self.agreed
+            records.append(ChecksumAgreed(version=version, checksum=checksum))
         if (engine := self.engine) is not None:
             records.append(engine.started)
             for intent in _history(engine):
@@ -203,6 +217,11 @@ class Journal:
 
     def pool_measured(self, tokens: int) -> None:
         self._append(PoolMeasured(tokens=tokens))
+
+    def checksum_agreed(self, version: WeightVersion, checksum: str) -> None:
+        """Written once, however often it is told."""
+        if self.memory.agreed != (version, checksum):
+            self._append(ChecksumAgreed(version=version, checksum=checksum))
 
     def intend(self, intent: Intent) -> None:
         """Before the call."""

@@ -24,7 +24,7 @@ from colocated_rl_agent.drivers.sglang import ServerInfo, SGLang, engine_command
 from colocated_rl_agent.files.exports import export_directory
 from colocated_rl_agent.files.journal import EngineRecord, Intent, Journal
 from colocated_rl_agent.gate.gate import Backend
-from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
+from colocated_rl_agent.lanes.probe import WeightsDoubted, require_agreement
 from colocated_rl_agent.metrics import AgentMetrics
 from colocated_rl_agent.planner.views import ENGINE_NAME, WEIGHTS, EngineView
 from colocated_rl_agent.runner.devices import Devices, MemoryHeld, freed_bytes
@@ -112,7 +112,7 @@ class Engine:
         self._metrics.incarnations.labels(ENGINE_NAME).inc()
         self.freed_bytes = {}
         self._client = self._client_of(admin_key)
-        self._set(EngineView().started(incarnation, version, start_by=self._start_by(), keeps=settings.keeps))
+        self._set(self.view.started(incarnation, version, start_by=self._start_by(), keeps=settings.keeps))
         if (exited := self._exits.get(incarnation)) is not None:
             self.exited(exited)
 
@@ -131,6 +131,9 @@ class Engine:
             if version != self.view.starts_on:
                 raise CallRefused(f"it serves {version} and was started on {self.view.starts_on}")
             checksum = await self._checksum(client, version)
+        except WeightsDoubted as error:
+            self.doubt(version, f"the started engine can't be used: {error}")
+            return
         except DriverError as error:
             self.broke(f"the started engine can't be used: {error}")
             return
@@ -141,9 +144,11 @@ class Engine:
             log(LOG, "engine up", incarnation=incarnation, version=str(version), took_s=_since(started))
             self._set(self.view.answered(version, checksum))
 
-    async def kill(self, reason: str, *, is_fault: bool) -> None:
-        """Until its process group is reaped."""
-        if is_fault:
+    async def kill(self, reason: str, *, is_fault: bool, doubts: WeightVersion | None = None) -> None:
+        """Until its process group is reaped. doubts: weights that it was not shown to hold."""
+        if doubts is not None:
+            self.doubt(doubts, reason)
+        elif is_fault:
             self.broke(reason)
         level = logging.INFO if self.view.broken is None else logging.WARNING
         log(LOG, "engine killed", level, incarnation=self.view.incarnation, reason=reason)
@@ -168,7 +173,7 @@ class Engine:
         elif self.view.broken is not None:
             self._lost(killed_for)
         else:
-            self._set(EngineView())
+            self._set(self.view.gone())
 
     async def attach(self, child: ChildStatus | None) -> None:
         """What the runner says of the engine, after a restart of either side."""
@@ -209,6 +214,8 @@ class Engine:
             await self._look_at(client)
             self._vocabulary = None if paused else await client.vocabulary()
             checksum = await self._checksum(client, version) if remembered.version == version else None
+        except WeightsDoubted as error:
+            return remembered.was_doubted(version, f"it could not be recognized: {error}")
         except DriverError as error:
             return remembered.broke(f"it could not be recognized: {error}")
         if not remembered.is_whole and not paused:
@@ -227,10 +234,15 @@ class Engine:
         return info
 
     async def _checksum(self, client: SGLang, version: WeightVersion) -> str | None:
-        """Of the weights that it holds; None where the job does not ask. Raises DriverError."""
+        """Of the weights that it holds; None where the job does not ask. Raises WeightsDoubted if it gives none."""
         if self._settings.rules.verify is not Verify.CHECKSUM:
             return None
-        started, checksum = time.monotonic(), await client.checksum()
+        started = time.monotonic()
+        try:
+            checksum = await client.checksum()
+        except DriverError as error:
+            todo = "where none can in spec.switch.engineCallSeconds, make the job with spec.weightSync.verify: Version"
+            raise WeightsDoubted(f"it gives no checksum of its weights {version}: {error}; {todo}") from error
         log(LOG, "weights added up", version=str(version), checksum=checksum, took_s=_since(started))
         return checksum
 
@@ -320,7 +332,10 @@ class Engine:
 
     async def check_probe(self, probe: Probe) -> None:
         async def compare(client: SGLang) -> None:
-            found = await client.input_logprobs(probe.input_ids)
+            try:
+                found = await client.input_logprobs(probe.input_ids)
+            except DriverError as error:
+                raise WeightsDoubted(f"it gives no log-probabilities of the probe: {error}") from error
             mean = require_agreement(probe.logp, found, dtype=self._dtype)
             log(LOG, "probe agrees", version=str(self.view.version), mean_nats=mean, tokens=len(found))
 
@@ -335,6 +350,7 @@ class Engine:
     ) -> None:
         """One call and its effect. Whatever keeps it from being confirmed leaves the engine broken (I6)."""
         client, incarnation, started = self._client, self.view.incarnation, time.monotonic()
+        version = self.view.version
         assert client is not None, f"{call} without an engine"
         assert incarnation is not None, f"{call} without an engine"
         written = intent(incarnation) if intent else None
@@ -342,7 +358,12 @@ class Engine:
             self._journal.intend(written)
         try:
             await request(client)
-        except (DriverError, ProbeDisagrees, MemoryHeld, RunnerError) as error:
+        except WeightsDoubted as error:
+            checked = (written and written.version) or version
+            assert checked is not None, f"{call} is a check of a version"
+            self.doubt(checked, f"{call}: {error}", written.tags if written else ())
+            return
+        except (DriverError, MemoryHeld, RunnerError) as error:
             self.broke(f"{call}: {error}", written.tags if written else ())
             return
         except asyncio.CancelledError:
@@ -359,6 +380,11 @@ class Engine:
         """This incarnation can't be used any more: it will be killed."""
         if not self.view.is_absent and self.view.broken is None:
             self._set(self.view.broke(reason, tuple(unknown_tags)))
+
+    def doubt(self, version: WeightVersion, reason: str, unknown_tags: Sequence[str] = ()) -> None:
+        """The incarnation was not shown to hold the weights that it should: it will be killed, if it has not ended."""
+        if self.view.broken is None:
+            self._set(self.view.was_doubted(version, reason, tuple(unknown_tags)))
 
     def _client_of(self, admin_key: str) -> SGLang:
         return SGLang(
@@ -377,7 +403,10 @@ class Engine:
         self._metrics.replaced.inc()
         log(LOG, "engine lost", logging.WARNING, reason=reason, failures=self.failures, starts_again_in_s=wait_s)
         again = f" ({self.failures} times since it last served, the next start in {wait_s:.0f} s)" if wait_s else ""
-        self._failed("EngineLost", reason + again)
+        if self.view.rejected is None:
+            self._failed("EngineLost", reason + again)
+        else:
+            self._failed("WeightsDiffer", self.view.rejected.message)
         self._set(self.view.gone(start_after=time.monotonic() + wait_s))
 
     def _end_of(self, child: ChildExited | ChildStatus) -> str:

@@ -70,6 +70,7 @@ class KillEngine(_Action):
     overrides = True
     reason: str
     is_fault: bool = False  # the engine's: it counts as lost, and the next start may wait
+    doubts: WeightVersion | None = None  # weights that it was not shown to hold
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ chooses:
 * an engine whose state can't be known is replaced, never repaired; a trainer that failed is stopped, and the operator
   decides on a new lineage: a rank alone can't rejoin its group;
 * an engine starts on, and is updated to, an export that was compared with its manifest;
+* no third engine starts on an export that two were not shown to hold: the operator fails the step;
 * the gate opens last.
 
 Time-sliced:
@@ -262,7 +263,7 @@ def _raise(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     if not all(rank.is_off_device for rank in pod.ranks):
         return Offload()
     if engine.is_absent:
-        return StartEngine(at) if pod.now >= engine.start_after else Wait(until=engine.start_after)
+        return _start(pod, at)
     if engine.state is EngineState.STARTING:
         return _await_engine(pod)
     if engine.tags[WEIGHTS] is TagState.RELEASED:
@@ -325,8 +326,7 @@ def _start_on_whole(pod: PodView, target: PodTarget, rules: Rules) -> Action | W
     assert pod.whole is not None, "an engine starts on an export that was verified"
     if pod.whole == target.version and not rules.asks_for(target, Rung.UPDATED):
         return Wait()
-    start_after = pod.engine.start_after
-    return StartEngine(pod.whole) if pod.now >= start_after else Wait(until=start_after)
+    return _start(pod, pod.whole)
 
 
 def _push(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
@@ -379,7 +379,7 @@ def _serve_alone(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait
     if not rules.asks_for(target, Rung.SERVING):
         return Wait()
     if engine.is_absent:
-        return StartEngine(target.version) if pod.now >= engine.start_after else Wait(until=engine.start_after)
+        return _start(pod, target.version)
     return _await_engine(pod) if engine.state is EngineState.STARTING else _open(pod, rules)
 
 
@@ -391,6 +391,13 @@ def _train_alone(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait
 
 
 # --------------------------------------------------------------------------------------------------------------- both
+def _start(pod: PodView, version: WeightVersion) -> Action | Wait:
+    engine = pod.engine
+    if engine.rejected is not None and engine.rejected.version == version:
+        return Wait(reason="WeightsDiffer", message=engine.rejected.message)
+    return StartEngine(version) if pod.now >= engine.start_after else Wait(until=engine.start_after)
+
+
 def _await_engine(pod: PodView) -> Action:
     start_by = pod.engine.start_by
     return AwaitEngine(start_by) if pod.now < start_by else KillEngine("it did not start in time", is_fault=True)
@@ -418,7 +425,7 @@ def _differ(pod: PodView, version: WeightVersion) -> Action | Wait:
     if pod.agreed is None or pod.agreed[0] != version:
         return Wait()
     words = f"its weights {version} have checksum {pod.engine.checksum}, those of most engines {pod.agreed[1]}"
-    return KillEngine(words, is_fault=True)
+    return KillEngine(words, is_fault=True, doubts=version)
 
 
 def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:

@@ -23,6 +23,7 @@ from colocated_rl_api.facts import (
     TrainerFacts,
     TrainerState,
 )
+from colocated_rl_api.member_wire import RejectedWeights
 from colocated_rl_api.rungs import Rung, WeightVersion
 
 WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
@@ -54,6 +55,8 @@ class EngineView:
     checksum: str | None = None  # of `version`, where the job asks for it
     tags: Mapping[str, TagState] = field(default_factory=lambda: dict.fromkeys(TAGS, TagState.MAPPED))
     broken: str | None = None  # a call failed, or nobody knows its outcome: to be replaced
+    doubted: WeightVersion | None = None  # newest that an incarnation was not shown to hold, this one or one before it
+    rejected: RejectedWeights | None = None  # doubted a second time: no engine starts on them
 
     @property
     def is_absent(self) -> bool:
@@ -80,7 +83,9 @@ class EngineView:
     ) -> EngineView:
         """keeps: tags that a switch leaves mapped."""
         tags = {tag: TagState.KEPT if tag in keeps else TagState.MAPPED for tag in TAGS}
-        return EngineView(EngineState.STARTING, incarnation, starts_on=version, start_by=start_by, tags=tags)
+        return EngineView(
+            EngineState.STARTING, incarnation, starts_on=version, start_by=start_by, tags=tags, doubted=self.doubted
+        )
 
     def answered(self, version: WeightVersion, checksum: str | None = None) -> EngineView:
         return replace(self, state=EngineState.READY, version=version, checksum=checksum)
@@ -120,8 +125,15 @@ class EngineView:
         tags = {**self.tags, **dict.fromkeys(unknown_tags, TagState.UNKNOWN)}
         return replace(self, tags=tags, broken=reason[:LONGEST_REASON])
 
-    def gone(self, *, start_after: float) -> EngineView:
-        return EngineView(start_after=start_after)
+    def was_doubted(self, version: WeightVersion, reason: str, unknown_tags: tuple[str, ...] = ()) -> EngineView:
+        """It was not shown to hold `version`, and may have ended of the check. The second time they are rejected."""
+        after = replace(self if self.is_absent else self.broke(reason, unknown_tags), doubted=version)
+        if self.doubted != version:
+            return after
+        return replace(after, rejected=RejectedWeights(version=version, message=reason[:LONGEST_REASON]))
+
+    def gone(self, *, start_after: float = 0.0) -> EngineView:
+        return EngineView(start_after=start_after, doubted=self.doubted, rejected=self.rejected)
 
     def facts(self, *, failures: int = 0) -> EngineFacts:
         """failures: of its incarnations, since one last served."""
@@ -138,6 +150,7 @@ class EngineView:
             version=self.version,
             checksum=self.checksum,
             failures=failures,
+            rejected=self.rejected if self.is_absent else None,
         )
 
 

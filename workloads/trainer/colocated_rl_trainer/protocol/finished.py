@@ -1,6 +1,6 @@
 """The final model of a job: its last export, copied to `model-00000012` beside the checkpoints, whole or not at all.
 
-The engines hold that export, and it was compared with its manifest and its probe before anybody asks for the copy: the
+The engines hold that export, and it was compared with its manifest before anybody asks for the copy: the
 final model is the one that the job served. No rank gathers its weights again, no tensor is in memory, and an export of
 any trainer will do. A copy that is there already and equals the export, bit by bit, is left alone: a request that is
 repeated after a restart writes nothing.
