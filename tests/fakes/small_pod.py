@@ -27,6 +27,8 @@ from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.files.volume import SILENT_S
+from colocated_rl_agent.planner.actions import Wait
+from colocated_rl_agent.planner.next_actions import next_actions
 from colocated_rl_agent.settings import AgentSettings, Directories
 from colocated_rl_api import names
 from colocated_rl_api.facts import PodFacts, TrainerState
@@ -490,6 +492,12 @@ class SmallPod:
     def rejects(self, at: WeightVersion) -> bool:
         """No engine starts on them any more: the operator fails the step."""
         return any(engine.rejected and engine.rejected.version == at for engine in self.facts.engines)
+
+    def waits_for_other_weights(self) -> bool:
+        """However much time passes."""
+        choices = next_actions(self.agent._view(), self.agent.server.target, self._settings.rules)
+        waits = [choice for choice in choices if isinstance(choice, Wait) and choice.reason == "WeightsDiffer"]
+        return [None] == [wait.until for wait in waits]
 
     def lost_trainer(self, at: WeightVersion) -> bool:
         return any(rank.state is TrainerState.ABSENT and rank.lineage == at.lineage for rank in self.facts.trainers)

@@ -66,6 +66,7 @@ async def test_f52_engine_whose_export_differs_too_never_serves_and_says_so() ->
             await pod.climb(V0, to=rung)
         pod.send(pod.target(V0, Rung.SERVING))
         await pod.news(lambda: pod.rejects(V0))
+        assert pod.waits_for_other_weights()
         problem = pod.facts.problem
         assert problem is not None
         assert "WeightsDiffer" == problem.reason
@@ -114,6 +115,7 @@ async def test_engine_that_the_probe_rejects_is_started_again_once_on_each_expor
             await pod.climb(version, to=Rung.UPDATED)
             pod.send(pod.target(version, Rung.SERVING))
             await pod.news(lambda: pod.rejects(version))  # noqa: B023 - awaited here
+            assert pod.waits_for_other_weights()
             problem = pod.facts.problem
             assert problem is not None
             assert "WeightsDiffer" == problem.reason
@@ -144,6 +146,7 @@ async def test_engine_pod_apart_that_the_probe_rejects_starts_no_third_engine() 
         await group.climb(V0, to=Rung.UPDATED)
         group.send(V0, Rung.SERVING)
         await group.news(lambda: pod.rejects(V0))
+        assert pod.waits_for_other_weights()
         assert ["0-1", "0-1"] == pod.engines_started
         await group.climb(WeightVersion(0, 2), to=Rung.UPDATED)
         assert ["0-1", "0-1", "0-2"] == pod.engines_started
@@ -157,6 +160,7 @@ async def test_agent_that_comes_again_tries_a_rejected_export_twice_more_at_most
             await pod.climb(V0, to=Rung.UPDATED)
             pod.send(pod.target(V0, Rung.SERVING))
             await pod.news(lambda: pod.rejects(V0))
+            assert pod.waits_for_other_weights()
             assert 2 * times == len(pod.engines_started)
             await pod.restart_agent(orderly=True)
         assert [] == pod.broken
@@ -194,6 +198,7 @@ async def test_engines_that_can_give_no_checksum_are_started_twice_on_an_export(
             await pod.climb(V0, to=rung)
         pod.send(pod.target(V0, Rung.UPDATED))
         await pod.news(lambda: pod.rejects(V0))
+        assert pod.waits_for_other_weights()
         problem = pod.facts.problem
         assert problem is not None
         assert ("WeightsDiffer", True) == (
