@@ -1,7 +1,8 @@
 """JSON log lines with the same fields in every process, so that one filter follows a switch through all of them.
 
 One line per transition. `configure` says what is true of the process, in all its threads; `bind` adds fields to every
-later line of the current task and what it starts; `ts` is seconds since the epoch, UTC. No prompts, tokens or secrets.
+later line of the current task and what it starts; `ts` is seconds since the epoch, UTC. No prompts, tokens or secrets:
+so an exception is logged by its type and where it was raised (`failure_of`): its message may quote what it was about.
 """
 
 from __future__ import annotations
@@ -10,19 +11,35 @@ import contextlib
 import contextvars
 import json
 import logging
+import os
+import re
 import sys
+import traceback
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, Any
 
 FIELDS = ("event", "job", "job_uid", "pod", "role", "epoch", "step", "rung", "version", "reason", "took_s")
 """Fields that keep their meaning everywhere; a line may have more."""
+
+SHOW_MESSAGES = "COLOCATED_RL_SHOW_EXCEPTIONS"
+"""Environment variable: set to 1, a process logs the message of every exception. Off unless a person sets it."""
+
+PLACES_AT_MOST = 3
+FAILURE_CHARS = 1000
 
 _of_process: dict[str, object] = {}
 _bound: contextvars.ContextVar[dict[str, object]] = contextvars.ContextVar("colocated_rl_log_fields", default={})  # noqa: B039 - never mutated
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per record; `record.args` that are a mapping become fields."""
+    """One JSON object per record; `record.args` that are a mapping become fields.
+
+    quotes: exceptions are shown with their messages: of a process that sees neither prompts nor responses.
+    """
+
+    def __init__(self, *, quotes: bool = False) -> None:
+        super().__init__()
+        self._quotes = quotes or shows_messages()
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -35,18 +52,26 @@ class JsonLines(logging.Formatter):
             line |= record.args
         elif record.args:  # of a library: an ordinary message with arguments
             line["event"] = record.getMessage()
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+        if record.name == "asyncio" and not self._quotes:
+            line["event"] = _without_objects(str(line["event"]))
+        if record.exc_info and record.exc_info[1] is not None:
+            shown = self.formatException if self._quotes else _traced
+            line["exception"] = shown(record.exc_info)
         return json.dumps(line, default=str, separators=(",", ":"))
 
 
-def configure(*, level: str = "INFO", stream: IO[str] | None = None, **fields: object) -> None:
+def shows_messages() -> bool:
+    """Whether a person wants the messages of all exceptions in the logs of this process."""
+    return os.environ.get(SHOW_MESSAGES) == "1"
+
+
+def configure(*, level: str = "INFO", stream: IO[str] | None = None, quotes: bool = False, **fields: object) -> None:
     """Send every logger of this process to `stream` (standard output) as JSON lines.
 
-    They carry `fields`, and those of earlier calls.
+    They carry `fields`, and those of earlier calls. quotes: as `JsonLines` has it.
     """
     handler = logging.StreamHandler(stream or sys.stdout)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonLines(quotes=quotes))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
@@ -56,6 +81,52 @@ def configure(*, level: str = "INFO", stream: IO[str] | None = None, **fields: o
 def in_words(error: BaseException) -> str:
     """Its kind and what it says, for people: the `repr` of a client's error names each field of its connection."""
     return ": ".join(filter(None, (type(error).__name__, str(error))))
+
+
+def failure_of(error: BaseException) -> str:
+    """What anybody may be told of an error whose message may quote a prompt, a response or an answer.
+
+    In words where the class is ours or the operating system raised it; of any other its type and where it was raised.
+    """
+    is_of_the_system = isinstance(error, OSError) and error.errno is not None
+    return in_words(error) if is_ours(error) or is_of_the_system else in_places(error)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether its class is of this project, whose messages quote nothing."""
+    return type(error).__module__.startswith("colocated_rl_")
+
+
+def in_places(error: BaseException) -> str:
+    """Its type and the last places that it came through, without its message."""
+    frames = traceback.walk_tb(error.__traceback__)
+    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames][: -PLACES_AT_MOST - 1 : -1]
+    return " at ".join(filter(None, (type(error).__name__, ", called at ".join(places))))[:FAILURE_CHARS]
+
+
+def _traced(info: tuple[Any, ...]) -> str:
+    """A traceback without messages and without lines of source, in which either may quote anything."""
+    return "\n".join(_trace_lines(info[1], set()))
+
+
+def _trace_lines(error: BaseException, seen: set[int]) -> Iterator[str]:
+    seen.add(id(error))
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None and id(before) not in seen:
+        yield from _trace_lines(before, seen)
+        yield "which led to:"
+    yield "Traceback (most recent call last):"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        yield f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}'
+    yield in_words(error) if is_ours(error) else type(error).__name__
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _trace_lines(each, seen)
+
+
+def _without_objects(event: str) -> str:
+    """What asyncio says, up to the first object that it shows: a task shows its exception, a callback its arguments."""
+    return re.split(r"[\n<(]", event, maxsplit=1)[0].strip()
 
 
 @contextlib.contextmanager

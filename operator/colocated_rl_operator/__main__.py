@@ -50,7 +50,7 @@ def main() -> int:
     except BadSetting as error:
         print(f"colocated-rl operator: {error}", file=sys.stderr)  # noqa: T201 - before there are logs
         return 2
-    logs.configure(level=settings.log_level, role="operator", pod=settings.identity)
+    logs.configure(level=settings.log_level, role="operator", pod=settings.identity, quotes=True)
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # else a line for each watch event
     gc.set_threshold(MADE_BEFORE_GC)
     try:
