@@ -230,11 +230,14 @@ async def test_engine_that_is_not_there_is_told_in_words() -> None:
             await driver.pause()
 
 
-async def test_call_that_is_refused_says_so_in_the_engines_words(fake: tuple[FakeEngine, SGLang]) -> None:
+async def test_call_that_is_refused_is_told_by_status_and_length_and_not_in_the_engines_words(
+    fake: tuple[FakeEngine, SGLang],
+) -> None:
     engine, driver = fake
     engine.faults["/pause_generation"] = "error"
-    with pytest.raises(CallRefused, match=r"HTTP 500.*asked to fail"):
+    with pytest.raises(CallRefused, match=r"^/pause_generation: HTTP 500, 26 bytes; the engine's log says why$") as it:
         await driver.pause()
+    assert "asked to fail" in it.value.said
 
 
 async def test_h22_engine_without_a_version_of_ours_is_refused(fake: tuple[FakeEngine, SGLang]) -> None:

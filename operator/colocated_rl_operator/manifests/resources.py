@@ -36,6 +36,7 @@ REFERENCE_GRACE_S = 5  # it has nothing to tidy
 DEVICES = "gpus"  # the claim of a GPU pod, where devices are claimed and not counted
 
 LAST_WORDS = "FallbackToLogsOnError"  # the end of the log goes into the pod's status: it outlives the pod there
+NO_WORDS = "File"  # of containers that run other people's code, whose log may quote prompts and responses
 
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
@@ -215,7 +216,7 @@ def _gpu_image(job: Job, gpus: Gpus, images: PodImages) -> Object:
     return {
         "image": gpus.image or job.spec.gpus.image or images.gpu,
         "imagePullPolicy": images.pull_policy,
-        "terminationMessagePolicy": LAST_WORDS,
+        "terminationMessagePolicy": NO_WORDS,
     }
 
 
@@ -233,6 +234,7 @@ def _reference_spec(job: Job, images: PodImages) -> Object:
             {
                 "name": names.GPU_CONTAINER,
                 **_gpu_image(job, gpus, images),
+                "terminationMessagePolicy": LAST_WORDS,  # what runs in it is ours
                 "command": ["python3", "-P", "-m", "colocated_rl_trainer.ref_policy"],
                 "securityContext": RESTRICTED,
                 "resources": _gpu_resources(gpus),
@@ -317,7 +319,7 @@ def _rewards_container(job: Job, images: PodImages) -> Object:
         "name": names.REWARDS_CONTAINER,
         "image": prompts.image or images.rollout,
         "imagePullPolicy": images.pull_policy,
-        "terminationMessagePolicy": LAST_WORDS,
+        "terminationMessagePolicy": NO_WORDS,
         "restartPolicy": "Always",
         "command": ["python3", "-P", "-m", "colocated_rl_rollout.tasks.task_server"],
         "securityContext": RESTRICTED | {"runAsUser": REWARDS_USER},

@@ -10,12 +10,12 @@ from typing import TypeVar
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from colocated_rl_api.logs import in_words
+from colocated_rl_api.logs import failure_of
 
 
 class DriverError(Exception):
     """DriverError
-    ├─ CallRefused      the neighbour answered no: it says why, the effect did not happen as asked
+    ├─ CallRefused      the neighbour answered no, the effect did not happen as asked
     │  └─ NothingDone   and it is what it was: the same may be asked of it again
     ├─ OutcomeUnknown   no answer in time, or the connection broke: the effect may hold or not. Never send it again
     └─ Unsuitable       it answers, but is not what a switch needs: the message names the flag or package to change
@@ -23,7 +23,11 @@ class DriverError(Exception):
 
 
 class CallRefused(DriverError):
-    pass
+    """said: the neighbour's own words, for who acts on them. They may quote what it was asked: nobody tells them."""
+
+    def __init__(self, message: str, *, said: str = "") -> None:
+        super().__init__(message)
+        self.said = said
 
 
 class NothingDone(CallRefused):
@@ -56,8 +60,12 @@ def read_answer(model: type[AnswerT], answer: object, call: str) -> AnswerT:
     try:
         return model.model_validate(answer)
     except ValidationError as error:
-        fields = ", ".join(".".join(map(str, item["loc"])) for item in error.errors(include_input=False))
-        raise OutcomeUnknown(f"{call} answered something else than expected, see {fields or 'its body'}") from None
+        raise OutcomeUnknown(f"{call} answered something else than expected, see {wrong_fields(error)}") from None
+
+
+def wrong_fields(error: ValidationError) -> str:
+    """Of an answer, by their names: their values may quote anything."""
+    return ", ".join(".".join(map(str, item["loc"])) for item in error.errors(include_input=False)) or "its body"
 
 
 @asynccontextmanager
@@ -69,4 +77,4 @@ async def within(deadline_s: float | None, call: str) -> AsyncIterator[None]:
     except TimeoutError as error:
         raise OutcomeUnknown(f"{call} not confirmed after {deadline_s} s") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise OutcomeUnknown(f"{call} not confirmed: {in_words(error)}") from error
+        raise OutcomeUnknown(f"{call} not confirmed: {failure_of(error)}") from error

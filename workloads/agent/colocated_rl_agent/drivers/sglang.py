@@ -26,6 +26,7 @@ SUPPORTED_VERSIONS = ("0.5.23",)
 FLUSH_MARGIN = 0.8  # the engine's own flush timeout, of the deadline: its answer must come before ours gives up
 MAX_ANSWER_BYTES = 64 * 1024 * 1024  # with a checksum it names each tensor of each rank
 MAX_ERROR_BYTES = 1000
+SEE_LOG = "the engine's log says why"
 ENGINE_KEEP_ALIVE_S = 75
 IDLE_CONNECTION_S = 15.0  # ours, well below the engine's: a request on a connection that it just closed is lost
 
@@ -273,7 +274,7 @@ class SGLang:
         try:
             await self._call("POST", "/generate", {"input_ids": [0], "sampling_params": bias})
         except CallRefused as refusal:
-            known = re.search(r"logit_bias .* in \[0, (\d+)\]", str(refusal))
+            known = re.search(r"logit_bias .* in \[0, (\d+)\]", refusal.said)
             return int(known[1]) + 1 if known else None
         except OutcomeUnknown:
             return None
@@ -313,14 +314,14 @@ class SGLang:
         path = "/update_weights_from_disk"
         answer = read_answer(UpdateAnswer, await self._call("POST", path, body), path)
         if not answer.success:
-            raise CallRefused(f"update to {version}: {answer.message}")
+            raise CallRefused(f"update to {version}: it did not succeed; {SEE_LOG}", said=answer.message)
 
     async def checksum(self) -> str:
         """Of the weights as they are in memory, which must not be released. Raises CallRefused."""
         path = "/weights_checker"  # its other actions overwrite weights
         answer = read_answer(ChecksumAnswer, await self._call("POST", path, {"action": "checksum"}), path)
         if not answer.success or answer.per_engine_checksum is None:
-            raise CallRefused(f"checksum of the weights: {answer.message or 'none was given'}")
+            raise CallRefused(f"checksum of the weights: none was given; {SEE_LOG}", said=answer.message)
         return answer.per_engine_checksum
 
     async def continue_(self) -> None:
@@ -350,7 +351,7 @@ class SGLang:
             return answer.status
 
     async def _call(self, method: Method, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The answer of a 200, parsed. Raises CallRefused with the engine's words, OutcomeUnknown."""
+        """The answer of a 200, parsed. Raises CallRefused, OutcomeUnknown."""
         call = path.partition("?")[0]
         async with (
             within(self._call_s, call),
@@ -358,7 +359,8 @@ class SGLang:
         ):
             text = await read_body(answer, call, most_bytes=MAX_ANSWER_BYTES)
         if answer.status != 200:
-            raise CallRefused(f"{call}: HTTP {answer.status} {text[:MAX_ERROR_BYTES].decode(errors='replace')}")
+            said = text[:MAX_ERROR_BYTES].decode(errors="replace")
+            raise CallRefused(f"{call}: HTTP {answer.status}, {len(text)} bytes; {SEE_LOG}", said=said)
         if answer.content_type != "application/json":
             return None
         try:

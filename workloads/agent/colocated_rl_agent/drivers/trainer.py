@@ -17,7 +17,15 @@ from typing import Literal
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from colocated_rl_agent.drivers.base import CallRefused, NothingDone, OutcomeUnknown, Unsuitable, read_body, within
+from colocated_rl_agent.drivers.base import (
+    CallRefused,
+    NothingDone,
+    OutcomeUnknown,
+    Unsuitable,
+    read_body,
+    within,
+    wrong_fields,
+)
 from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.member_wire import JobFile, Rendezvous
 from colocated_rl_api.rungs import WeightVersion
@@ -177,7 +185,7 @@ class TrainerRank:
         try:
             status = TrainerStatus.model_validate_json(text)
         except ValidationError as error:
-            raise Unsuitable(f"trainer {path} answered no TrainerStatus: {error}") from error
+            raise Unsuitable(f"trainer {path} answered no TrainerStatus, see {wrong_fields(error)}") from None
         if status.protocol != PROTOCOL:
             raise Unsuitable(
                 f"the trainer speaks protocol {status.protocol}, this agent {PROTOCOL}: use matching images"
@@ -196,5 +204,5 @@ def _reason(status: int, text: bytes) -> str:
     try:
         error = TrainerError.model_validate_json(text)
     except ValidationError:
-        return f"HTTP {status} {text[:500].decode(errors='replace')}"
+        return f"HTTP {status}, {len(text)} bytes that are no TrainerError"
     return f"{error.error}: {error.message}"

@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 
 from colocated_rl_api.batch import DIGEST_HEADER
-from colocated_rl_api.logs import in_words
+from colocated_rl_api.logs import failure_of
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
 
@@ -78,9 +78,7 @@ async def fetch_shard(
             client.request("GET", endpoint, f"/v1/batches/{step}?shard={rank}", timeout=SILENCE) as answer,
         ):
             if answer.status != 200:
-                raise ShardUnavailable(
-                    f"{what}: HTTP {answer.status} {(await answer.content.read(500)).decode(errors='replace')}"
-                )
+                raise ShardUnavailable(f"{what}: HTTP {answer.status}")
             expected = answer.headers.get(DIGEST_HEADER)
             size = 0
             with draft.open("wb") as stream:
@@ -91,7 +89,7 @@ async def fetch_shard(
                     digest.update(piece)
                     await asyncio.to_thread(stream.write, piece)  # gigabytes: a disk that lags behind holds its writer
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ShardUnavailable(f"{what}: {in_words(error)}") from error
+        raise ShardUnavailable(f"{what}: {failure_of(error)}") from error
     if digest.hexdigest() != expected:
         raise ShardUnavailable(
             f"{what}: digest {digest.hexdigest()[:16]}, the header says {(expected or 'nothing')[:16]}"

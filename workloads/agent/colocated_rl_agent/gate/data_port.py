@@ -27,7 +27,7 @@ from colocated_rl_agent.gate.call import Call, Malformed, too_large
 from colocated_rl_agent.gate.deadline import Deadline
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
 from colocated_rl_api.listening import listen
-from colocated_rl_api.logs import log
+from colocated_rl_api.logs import failure_of, log
 from colocated_rl_member.data import DATA_IDLE_S
 from colocated_rl_member.room import LINGER_S, RoomFor
 from colocated_rl_member.server import MAX_HEADER_BYTES, MAX_HEADERS, SHUTDOWN_S
@@ -235,7 +235,7 @@ class CallerConnection(asyncio.Protocol):
         self._task = None
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log(LOG, "request failed", logging.ERROR, reason=repr(error))
+            log(LOG, "request failed", logging.ERROR, reason=failure_of(error))
         if self._calls and self._calls[0].is_answered:
             self._advance()
         else:

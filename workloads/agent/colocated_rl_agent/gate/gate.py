@@ -40,7 +40,7 @@ from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.running import Running
 from colocated_rl_agent.gate.upstream import Upstream
 from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
-from colocated_rl_api.logs import in_words, log
+from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.rungs import WeightVersion
 
 LOG = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class Gate:
             if status != 200:
                 raise GateRefusal(status, bytes(running.error).decode(errors="replace"))
         except OSError as error:
-            log(LOG, "request lost", logging.DEBUG, rid=rid, reason=in_words(error), incarnation=backend.incarnation)
+            log(LOG, "request lost", logging.DEBUG, rid=rid, reason=failure_of(error), incarnation=backend.incarnation)
         finally:
             if not ended:
                 await self._abort(backend, rid)

@@ -18,7 +18,7 @@ from httptools import HttpParserError, HttpResponseParser
 
 from colocated_rl_agent.drivers.sglang import IDLE_CONNECTION_S
 from colocated_rl_agent.gate.deadline import Deadline
-from colocated_rl_api.logs import in_words
+from colocated_rl_api.logs import failure_of
 
 SILENCE_S = 600.0  # between two pieces, and up to twice as long: a request may queue in a busy engine
 CONNECT_S = 5.0
@@ -204,7 +204,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._deadline.end()
         del self._parser  # it holds this connection
         self._upstream.forget(self)
-        self._fail(UpstreamLost(f"the connection {f'broke: {in_words(error)}' if error else 'was closed'}"))
+        self._fail(UpstreamLost(f"the connection {f'broke: {failure_of(error)}' if error else 'was closed'}"))
 
     def _late(self) -> None:
         if self._ended is None:

@@ -25,6 +25,7 @@ from colocated_rl_agent.files.exports import export_directory
 from colocated_rl_agent.files.journal import EngineRecord, Intent, Journal
 from colocated_rl_agent.gate.gate import Backend
 from colocated_rl_agent.lanes.probe import WeightsDoubted, require_agreement
+from colocated_rl_agent.last_words import last_words
 from colocated_rl_agent.metrics import AgentMetrics
 from colocated_rl_agent.planner.views import ENGINE_NAME, WEIGHTS, EngineView
 from colocated_rl_agent.runner.devices import Devices, MemoryHeld, freed_bytes
@@ -84,6 +85,7 @@ class Engine:
         self._exits: dict[str, ChildExited] = {}  # newest, which can come before the answer to the start
         self._killed_for: str | None = None
         self._gone = asyncio.Event()
+        self._unasked: str | None = None  # incarnation that was started here and not asked for anything yet
         self.view = EngineView()
 
     # ------------------------------------------------------------------------------------------------- its process
@@ -108,6 +110,7 @@ class Engine:
         except RunnerRefused as error:
             self._lost(f"it could not be started: {error}")
             return
+        self._unasked = incarnation
         self._journal.engine_started(incarnation, version, admin_key, keeps=settings.keeps)
         self._metrics.incarnations.labels(ENGINE_NAME).inc()
         self.freed_bytes = {}
@@ -142,6 +145,7 @@ class Engine:
                 self._journal.pool_measured(info.pool_tokens)
             (self._settings.directories.sockets / f"{ENGINE_NAME}.yaml").unlink(missing_ok=True)
             log(LOG, "engine up", incarnation=incarnation, version=str(version), took_s=_since(started))
+            self._unasked = None
             self._set(self.view.answered(version, checksum))
 
     async def kill(self, reason: str, *, is_fault: bool, doubts: WeightVersion | None = None) -> None:
@@ -411,7 +415,8 @@ class Engine:
 
     def _end_of(self, child: ChildExited | ChildStatus) -> str:
         broken = f" ({self.view.broken})" if self.view.broken else ""
-        return f"it ended with code {child.code}{broken}; last words: {' | '.join(child.tail[-3:])}"
+        words = last_words(child.tail, was_asked=child.incarnation != self._unasked)
+        return f"it ended with code {child.code}{broken}; {words}"
 
     def _set(self, view: EngineView) -> None:
         self.view = view

@@ -19,6 +19,7 @@ from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
 from colocated_rl_agent.files.batches import scores_path, shard_path
 from colocated_rl_agent.files.exports import export_directory
 from colocated_rl_agent.files.journal import Journal
+from colocated_rl_agent.last_words import last_words
 from colocated_rl_agent.metrics import AgentMetrics
 from colocated_rl_agent.planner.views import RankView, trainer_name
 from colocated_rl_agent.runner.devices import MemoryHeld
@@ -74,6 +75,7 @@ class Trainers:
         self._refusals = 0  # of a checkpoint or the model, in a row
         self.keep_after = 0.0
         self._exits: dict[str, ChildExited] = {}  # can come before the answer to the start
+        self._unasked: set[str] = set()  # incarnations that were started here, and have not loaded a checkpoint yet
         self._stopping = False
         self._one_gone = asyncio.Event()
         spec = settings.job.spec
@@ -106,6 +108,7 @@ class Trainers:
         settings, spec = self._settings, self._settings.job.spec
         directories = settings.directories
         self._stopping = False
+        self._unasked.clear()
         self._refusals, self.keep_after = 0, 0.0
         for local_rank, rank in enumerate(settings.ranks):
             self._socket(rank).unlink(missing_ok=True)
@@ -128,6 +131,7 @@ class Trainers:
                 self._failed("TrainerNotStarted", str(error))
                 self._set(RankView(rank).started("", lineage, start_by=start_by).gone(NOT_EXECUTABLE))
                 return
+            self._unasked.add(incarnation)
             self._journal.trainer_started(rank, incarnation, lineage)
             self._metrics.incarnations.labels(trainer_name(rank)).inc()
             self._set(RankView(rank).started(incarnation, lineage, start_by=start_by))
@@ -146,6 +150,7 @@ class Trainers:
             if all(view.step is not None for view in self.views):
                 break
             await asyncio.sleep(START_POLL_S)
+        self._unasked.clear()
         log(LOG, "trainers loaded", step=self.views[0].step, took_s=round(time.monotonic() - started, 4))
 
     async def stop(self, reason: str) -> None:
@@ -173,9 +178,9 @@ class Trainers:
             return
         self._exits.clear()
         if not self._stopping or event.code != KILLED:  # a broken connection can be seen before the exit
-            words = " | ".join(event.tail[-3:])
+            words = last_words(event.tail, was_asked=event.incarnation not in self._unasked)
             broken = f" ({view.broken})" if view.broken else ""
-            self._failed("TrainerDied", f"rank {view.rank} ended with code {event.code}{broken}; last words: {words}")
+            self._failed("TrainerDied", f"rank {view.rank} ended with code {event.code}{broken}; {words}")
         log(LOG, "trainer gone", rank=view.rank, lineage=view.lineage, reason=f"code {event.code}")
         self._set(view.gone(event.code))
         self._one_gone.set()
