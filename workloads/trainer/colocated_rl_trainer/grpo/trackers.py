@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from colocated_rl_api.logs import log
+from colocated_rl_api.logs import failure_of, log
 from colocated_rl_trainer.protocol.settings import (
     ConfigError,
     RankSettings,
@@ -98,4 +98,4 @@ class WandB:
 
 
 def _log_failure(name: str, step: int, error: Exception) -> None:
-    log(_LOG, "tracker write failed", logging.WARNING, step=step, reason=f"{name}: {error}")
+    log(_LOG, "tracker write failed", logging.WARNING, step=step, reason=f"{name}: {failure_of(error)}")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol, SupportsIndex, assert_never, runtime_checkable
 
 from colocated_rl_api.facts import TrainerState
-from colocated_rl_api.logs import log
+from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import (
     ExportRequest,
@@ -55,8 +55,13 @@ _LOG = logging.getLogger(__name__)
 class Refused(Exception):
     """The loop did nothing: its state is what it was, and no peer waits for it in a collective.
 
-    The caller may ask again. Any other exception of a loop's method ends the process.
+    The caller may ask again. The message reaches the job's status, so it must quote no prompt and no response. Any other
+    exception of a loop's method ends the process; its type and place are reported, not its message.
     """
+
+
+class NoFigure(TypeError):
+    """A method of a loop returned a value of the wrong type. The value is not reported: it may be from a batch."""
 
 
 class Watch(Protocol):
@@ -289,7 +294,7 @@ class Rank:
                 self._do(loop, operation.request)
             except Exception as error:
                 if not isinstance(error, Refused) or self._status.dirty:
-                    body = trainer_error("Failed", f"{type(error).__name__}: {error}; this rank ends")
+                    body = trainer_error("Failed", f"{failure_of(error)}; this rank ends")
                     operation.failure = NotDone(HTTPStatus.INTERNAL_SERVER_ERROR, body)
                     raise
                 if isinstance(operation.request, ScoreRequest | TrainRequest):
@@ -390,23 +395,23 @@ class Rank:
 
 
 def _step(method: str, returned: SupportsIndex) -> int:
-    """Return as an int what `method` returned, an integer of numpy for instance. Raises TypeError."""
+    """Return as an int what `method` returned, an integer of numpy for instance. Raises NoFigure."""
     try:
         return operator.index(returned)
     except TypeError as error:
-        raise TypeError(f"{method} returned {returned!r:.100}, and not a step: an integer") from error
+        raise NoFigure(f"{method} returned a {type(returned).__name__}, and not a step: an integer") from error
 
 
 def _metrics(returned: object) -> dict[str, float]:
-    """Return the finite numbers that `train` returned, by name. Raises TypeError."""
+    """Return the finite numbers that `train` returned, by name. Raises NoFigure."""
     if not isinstance(returned, Mapping):
-        raise TypeError(f"train returned {returned!r:.100}, and not figures by name")
+        raise NoFigure(f"train returned a {type(returned).__name__}, and not figures by name")
     metrics = {}
     for name, value in returned.items():
         try:
             metrics[name] = float(value)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"train returned {name} = {value!r:.100}, which is no figure: {error}") from error
+            raise NoFigure(f"train returned {name}, a {type(value).__name__}, which is no figure") from error
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

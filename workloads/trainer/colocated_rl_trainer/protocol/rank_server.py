@@ -22,7 +22,7 @@ from typing import NoReturn
 from pydantic import ValidationError
 
 from colocated_rl_api import names
-from colocated_rl_api.logs import configure, log
+from colocated_rl_api.logs import configure, failure_of, log
 from colocated_rl_api.trainer_wire import (
     ExportRequest,
     FinishRequest,
@@ -93,7 +93,7 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
     except ConfigError as error:
         _end_before_start(str(error))
     except Exception as error:  # noqa: BLE001 - the outermost: whatever a loop raises is logged here and ends the process
-        fields = {"step": rank.status.step, "reason": f"{type(error).__name__}: {error}"}
+        fields = {"step": rank.status.step, "reason": failure_of(error)}
         _LOG.error("trainer failed, its process ends", fields, exc_info=True)
     rank.wait_for_answers()
     _end(1)
@@ -140,7 +140,12 @@ class _RankHandler(JSONHandler):
         try:
             return kind.model_validate_json(body)
         except ValidationError as error:
-            raise Rejected(HTTPStatus.BAD_REQUEST, "BadRequest", f"body of {self.path}: {error}") from error
+            raise Rejected(HTTPStatus.BAD_REQUEST, "BadRequest", f"body of {self.path}: {_wrong_fields(error)}") from error
+
+
+def _wrong_fields(error: ValidationError) -> str:
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found)
 
 
 def _end_before_start(reason: str) -> NoReturn:

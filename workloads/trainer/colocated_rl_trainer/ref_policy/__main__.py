@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from colocated_rl_api import names
-from colocated_rl_api.logs import configure, log
+from colocated_rl_api.logs import configure, failure_of, log
 from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 from colocated_rl_trainer.ref_policy.ports import MetricsPort, ScorePort
@@ -79,7 +79,7 @@ def _compute(settings: ReferenceSettings, desk: ScoreQueue, data: ScorePort, fig
     data.vocabulary = scorers[0].vocabulary
     log(_LOG, "reference ready", took_s=round(time.monotonic() - began, 3))
     error = ended.get()
-    reason = f"{type(error).__name__}: {error}"
+    reason = failure_of(error)
     _LOG.error("reference failed, its process ends", {"reason": reason}, exc_info=error)
     return 1
 
@@ -98,7 +98,7 @@ def _work(scorer: Scorer, desk: ScoreQueue, figures: ScoreCounts, ended: queue.S
                 question.answer.set_exception(error)
         except BaseException as error:  # noqa: BLE001 - the last one: whatever it is, it ends the process
             for question in questions:
-                question.answer.set_exception(ScoringFailed(f"{type(error).__name__}: {error}; this process ends"))
+                question.answer.set_exception(ScoringFailed(f"{failure_of(error)}; this process ends"))
             ended.put(error)
             return
         else:
