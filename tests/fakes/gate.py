@@ -70,6 +70,7 @@ class FakeGate:
     """One gate. Closed until `open`.
 
     requests: bodies of all requests that were let in. refused: requests that came while it was closed.
+    words: with which the engine refuses, instead of its usual ones.
     """
 
     def __init__(self, name: str, tls: MemberTls, respond: Response) -> None:
@@ -78,6 +79,7 @@ class FakeGate:
         self.faults: deque[Fault] = deque()
         self.requests: list[dict[str, Any]] = []
         self.refused = 0
+        self.words: str | None = None
         self._respond = respond
         self._tls = tls
         self._state = GateState(open=False, epoch=0)
@@ -184,11 +186,12 @@ class FakeGate:
         fault = self.faults.popleft() if self.faults else None
         match fault:
             case Fault.ERROR_500:
-                return web.json_response({"error": {"message": "internal"}}, status=500)
+                return web.json_response({"error": {"message": self.words or "internal"}}, status=500)
             case Fault.BUSY:
                 return web.json_response({"error": "16384 requests in flight: send it later"}, status=429)
             case Fault.REJECTED:
-                return web.json_response({"error": {"message": "prompt is longer than the context"}}, status=400)
+                words = self.words or "prompt is longer than the context"
+                return web.json_response({"error": {"message": words}}, status=400)
             case Fault.DROPPED:
                 if request.transport is not None:
                     request.transport.abort()

@@ -135,9 +135,11 @@ class OperatorEnd:
         self.hello: Hello | None = None
         self.facts: RolloutFacts | None = None
         self.refusals: list[Refusal] = []
+        self.heard: list[str] = []  # all messages, as they came
 
     async def receive(self) -> None:
         async for message in self._link:
+            self.heard.append(message.data)
             received = from_member.validate_json(message.data)
             async with self._changed:
                 match received:

@@ -853,7 +853,8 @@ async def test_a_group_that_keeps_failing_is_given_up_and_said(job: JobOnDisk, p
         facts = await scene.operator.until(lambda facts: facts.problem)
         assert facts.problem is not None
         assert "EngineRejected" == facts.problem.reason
-        assert "prompt is longer than the context" in facts.problem.message
+        assert "answered 400 and " in facts.problem.message
+        assert "prompt and response are longer than its context" in facts.problem.message
         for gate in scene.gates:
             gate.faults.clear()
         facts = await scene.sealed(1)

@@ -184,5 +184,5 @@ async def test_an_episode_that_the_model_can_not_play_fails_with_what_to_do(
         assert {(SampleState.FAILED, "EpisodeFailed")} == {*scene.controller._store.reasons}
     said = next(record.args for record in caplog.records if record.message == "sample replaced")
     assert isinstance(said, dict)
-    words = "ProviderError (HTTP 400); its newest turn was refused: the model's chat template takes no tools"
+    words = "ProviderError (HTTP 400); its newest turn was refused: 400 unsupported_value (tools)"
     assert said["message"].startswith(words)

@@ -149,9 +149,9 @@ async def test_pauses_grow_and_are_as_long_as_it_asks_for(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("trouble", "timeout_s", "said"),
     [
-        (says("busy", 503), 60, r"/score: it answers 503: 'busy', 2 times"),
+        (says("busy", 503), 60, r"/score: it answers 503 and 4 bytes, 2 times"),
         (hangs, 1, r"/score: no answer within 1 s, 2 times"),
-        (hangs_up, 60, r"/score: ServerDisconnectedError: .*, 2 times"),
+        (hangs_up, 60, r"/score: ServerDisconnectedError at .*, 2 times"),
     ],
 )
 async def test_it_is_given_up_after_so_many_attempts_and_is_a_problem_until_it_answers(
@@ -172,15 +172,15 @@ async def test_it_is_given_up_after_so_many_attempts_and_is_a_problem_until_it_a
 @pytest.mark.parametrize(
     ("answer", "reason", "said"),
     [
-        (says("who are you?", 401), "RewardRefused", "answers 401: 'who are you\\?'"),
+        (says("who are you?", 401), "RewardRefused", "answers 401 and 12 bytes"),
         (
             says("", 302, Location="http://elsewhere/"),
             "RewardRefused",
-            "sends to http://elsewhere/, which isn't followed",
+            "answers 302 and sends elsewhere, which isn't followed",
         ),
-        (says("0.5"), "RewardGarbled", r"should answer \{\"reward\": NUMBER\}, not 200: '0.5'"),
+        (says("0.5"), "RewardGarbled", r"should answer \{\"reward\": NUMBER\}, not 200 and 3 bytes: it: model_type"),
         (says('{"reward": NaN}'), "RewardGarbled", "should answer"),
-        (says('{"reward": "much"}'), "RewardGarbled", "should answer"),
+        (says('{"reward": "much"}'), "RewardGarbled", "not 200 and 18 bytes: reward: float_parsing"),
         (says("[" * 50_000), "RewardGarbled", "should answer"),
         (says("x" * (MAX_REPLY_BYTES + 1)), "RewardGarbled", "answers with more than"),
     ],

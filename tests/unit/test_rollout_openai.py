@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.engines import engine_client
 from colocated_rl_rollout.engines.engine_client import RequestRejected
 from colocated_rl_rollout.gateway.openai_replies import (
     CompletionReply,
@@ -277,8 +278,13 @@ def test_a_template_has_tools_as_they_came(chat: Chat, strict: bool) -> None:
 )
 def test_a_prompt_that_is_too_long_is_told_in_the_engines_words(words: str, code: str) -> None:
     """SGLang 0.5.23's: of the whole context, of prompt and reply together, of the pool for keys and values."""
-    refused = refusal_of(RequestRejected(words))
-    assert (400, code, words) == (refused.status, refused.code, str(refused))
+    rejected = engine_client._refusal("job-gpu-0-0", 400, words)
+    assert isinstance(rejected, RequestRejected)
+    refused = refusal_of(rejected)
+    assert (400, code) == (refused.status, refused.code)
+    assert str(refused).endswith(words), "its client is told"
+    assert words not in str(rejected), "nobody else is"
+    assert f"400 and {len(words)} characters" in str(rejected)
 
 
 def test_a_token_that_ends_a_response_may_be_named_as_a_stop(chat: Chat) -> None:

@@ -111,6 +111,23 @@ def test_an_answer_that_contradicts_itself_is_refused(change: dict[str, Any]) ->
         read_answer(answer([5, 6], reason=change.pop("finish_reason", {"type": "abort"}), **change))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"output_token_logprobs": [[-1.0, "my secret", None]]},
+        {"output_token_logprobs": [["my secret", 5, None], [-1.0, 6, None]]},
+        {"weight_version": "my secret"},
+        {"weight_versions": [{"version": "my secret", "start": 0, "end": 2}]},
+        {"finish_reason": {"type": "my secret"}},
+    ],
+)
+def test_what_is_said_of_a_garbled_answer_quotes_nothing_of_it(change: dict[str, Any]) -> None:
+    """It is logged: the messages of Python's own errors quoted what the engine had generated."""
+    with pytest.raises(GarbledAnswer) as garbled:
+        read_answer(answer([5, 6], reason=change.pop("finish_reason", {"type": "abort"}), **change))
+    assert "secret" not in str(garbled.value)
+
+
 def test_a_token_that_no_tokenizer_has_is_refused() -> None:
     """It was kept, ended the controller when it was to be made text, and did so again after each restart."""
     with pytest.raises(GarbledAnswer, match="below 0"):

@@ -201,7 +201,7 @@ class Reason(Told):
         "PodDeleted",
         "A pod was deleted because its member stayed silent or did not stop, because its node did not end it, or "
         "because a container that is not the operator's kept it running after its job.",
-        "the message says which, and the last words of its container if there are any; look at its node",
+        "the message says which, and the last words of a container of ours if there are any; look at its node",
     )
     ANOTHER_OPERATOR = (
         "AnotherOperator",
@@ -211,5 +211,5 @@ class Reason(Told):
     POD_NOT_RUNNING = (
         "PodNotRunning",
         "A container of the pod does not run; a reason of status.outOfLine alone.",
-        "the message is kubelet's, with the container's last words",
+        "the message is kubelet's, with the last words of a container of ours",
     )

@@ -230,7 +230,7 @@ def _reward_of(reply: TaskReply, session: Session) -> float:
     if reply.error is not None:
         if session.is_full:
             return 0.0
-        why = f"; its newest turn was refused: {session.refused}" if session.refused else ""
+        why = f"; its newest turn was refused: {session.refused.in_short}" if session.refused else ""
         raise EpisodeFailed(reply.reason, f"{reply.error[:FAULT_AT_MOST]}{why}")
     if not session.turns:
         raise EpisodeFailed("EpisodeWithoutTurn", "it ended without a turn of the job's model")

@@ -269,7 +269,8 @@ class Evaluator:
         try:
             return await self._processes.score(prompt.index, self._chat.text(tokens.ids.tolist()))
         except RewardFailed as error:  # of this answer: nothing that the verifier takes
-            log(LOG, "evaluation answer not scored", logging.WARNING, reason=str(error))
+            reason = f"prompt {prompt.index + 1} of the data: {error}"
+            log(LOG, "evaluation answer not scored", logging.WARNING, reason=reason)
             if error.reason == REWARD_UNAVAILABLE:
                 return None
             self._unscored += 1

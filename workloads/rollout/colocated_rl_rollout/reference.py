@@ -16,12 +16,13 @@ from http import HTTPStatus
 
 import aiohttp
 import numpy as np
+import pydantic
 from numpy.typing import NDArray
 
 from colocated_rl_api.facts import Problem
-from colocated_rl_api.logs import in_words, log
+from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.member_wire import Endpoint
-from colocated_rl_api.reference_wire import BYTES_OF_A_TOKEN, SCORE_PATH
+from colocated_rl_api.reference_wire import BYTES_OF_A_TOKEN, SCORE_PATH, ScoreError
 from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.samples import (
@@ -228,7 +229,7 @@ class ReferencePods:
                 finally:
                     pod.under_way.discard(attempt)
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one
-            raise NotScored(f"{pod.endpoint.pod} did not answer: {in_words(error)}") from error
+            raise NotScored(f"{pod.endpoint.pod} did not answer: {failure_of(error)}") from error
         wanted = BYTES_OF_A_TOKEN * (len(ids) - start)
         logp = np.frombuffer(answer, "<f4") if len(answer) == wanted else np.full(1, np.nan, np.float32)
         if not np.isfinite(logp).all():
@@ -243,12 +244,21 @@ class ReferencePods:
             "POST", endpoint, path, data=body, headers=headers, timeout=timeout
         ) as response:
             if response.status != HTTPStatus.OK:
-                text = (await response.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
                 is_of_sample = response.status == HTTPStatus.BAD_REQUEST
-                raise NotScored(f"{endpoint.pod} answered {response.status}: {text[:300]}", is_of_sample=is_of_sample)
+                why = _words_of(await response.content.read(MAX_ERROR_BYTES))
+                raise NotScored(f"{endpoint.pod} answered {response.status}: {why}", is_of_sample=is_of_sample)
             answer: bytearray = bytearray()
             async for piece in response.content.iter_any():
                 answer += piece
                 if len(answer) > len(body):  # a number for each token at most
                     raise NotScored(f"{endpoint.pod} answered more than was asked", is_of_sample=True)
             return bytes(answer)
+
+
+def _words_of(body: bytes) -> str:
+    """The reference's own, which quote no sample; of what is none of its answers the length."""
+    try:
+        said = ScoreError.model_validate_json(body)
+    except pydantic.ValidationError:
+        return f"{len(body)} bytes"
+    return f"{said.error}: {said.message}"[:300]

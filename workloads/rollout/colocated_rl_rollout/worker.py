@@ -340,7 +340,8 @@ class Worker(Sealer):
         try:
             reward = await self._processes.score(sample.group.prompt.index, text)
         except RewardFailed as error:
-            self._replace(sample, SampleState.FAILED, error.reason, str(error))
+            message = f"prompt {sample.group.prompt.index + 1} of the data: {error}"
+            self._replace(sample, SampleState.FAILED, error.reason, message)
         except TaskUnusable as error:  # nothing can be scored until the job is mended: it stays as it is
             self.problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
         else:

@@ -93,7 +93,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "TrainerDied": Remedy(
         "a trainer rank ended by itself",
-        "read its last words in the message, and the gpu container's log; the job restarts all ranks from the newest "
+        "see the exception in the message, and the gpu container's log; the job restarts all ranks from the newest "
         "checkpoint, until backoffLimit is used up",
         heals=True,
     ),

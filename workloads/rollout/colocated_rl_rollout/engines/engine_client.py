@@ -19,17 +19,17 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import pydantic
 from numpy.typing import NDArray
 
 from colocated_rl_api.gate_wire import GATE_LINE_S, GateState
-from colocated_rl_api.logs import in_words, log
+from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.rules.resume import (
     NO_EXPERTS,
     Ending,
+    GarbledAnswer,
     read_answer,
     read_experts,
 )
@@ -48,6 +48,7 @@ KEEPALIVE_S = 20  # without a word on a connection, and then between two questio
 KEEPALIVE_QUESTIONS = 3
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MAX_ERROR_BYTES = 2048
+TOO_LONG = ("context length", "longer than", "maximum allowed length")  # as SGLang 0.5.23 says it
 
 
 class GateRefused(Exception):
@@ -77,7 +78,15 @@ class AnswerGarbled(GateRefused):
 
 
 class RequestRejected(Exception):
-    """The engine's own verdict on the request, 4xx (H8)."""
+    """The engine's own verdict on the request, 4xx (H8).
+
+    said: its words, for whoever sent the request and nobody else: they may quote it. is_too_long: whether that is why.
+    """
+
+    def __init__(self, message: str, *, said: str = "", is_too_long: bool = False) -> None:
+        super().__init__(message)
+        self.said = said
+        self.is_too_long = is_too_long
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +225,15 @@ class EngineClient:
             try:
                 await self._follow()
                 self._set(None, "its stream ended")
-            except (aiohttp.ClientError, OSError, TimeoutError, pydantic.ValidationError, ValueError) as error:
-                self._set(None, f"{type(error).__name__}: {error}"[:200])
+            except (aiohttp.ClientError, OSError, TimeoutError, GateRefused, ValueError) as error:
+                self._set(None, failure_of(error)[:200])
             await asyncio.sleep(RECONNECT_S * (0.5 + random.random()))
 
     async def _follow(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         async with self._client.request("GET", self.endpoint, "/v1/gate", timeout=timeout) as response:
             if response.status != 200:
-                raise ValueError(f"status {response.status}")
+                raise GateRefused(f"its stream has status {response.status}")
             async for line in response.content:
                 self._set(GateState.model_validate_json(line))
 
@@ -281,7 +290,7 @@ class EngineClient:
             if not late:
                 self._set(None, f"a request broke: {type(error).__name__}")
             if not len(read.so_far.tokens):
-                what = "given up: its gate is silent, or closed for too long" if late else f"broke: {in_words(error)}"
+                what = "given up: its gate is silent, or closed for too long" if late else f"broke: {failure_of(error)}"
                 raise AttemptLost(f"request to {self.name} {what}") from error
             generated = read.so_far
         self._count(len(generated.tokens))
@@ -339,7 +348,7 @@ class _GateAnswer:
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise AnswerGarbled(f"answer of {self._name} is not JSON: {error}") from error
+            raise AnswerGarbled(f"answer of {self._name} is not JSON: {failure_of(error)}") from error
 
     def _read(self, said: Any) -> Generated:
         try:
@@ -349,7 +358,7 @@ class _GateAnswer:
                 return Generated(tokens, ending)
             rows = len(self._request.input_ids) + len(tokens) - 1 - first  # the last one was drawn, and not read
             return Generated(tokens, ending, read_experts(said, rows=rows, width=self._request.experts_width))
-        except ValueError as error:
+        except GarbledAnswer as error:
             raise AnswerGarbled(f"answer of {self._name}: {error}") from error
 
 
@@ -389,11 +398,14 @@ def _refusal(name: str, status: int, text: str) -> Exception:
         return GateClosed(f"gate of {name} is closed")
     if status == 400 and "Aborted by AbortReq." in text:  # while its grammar compiled: a switch like any other
         return AttemptLost(f"{name}: aborted before it began")
+    answered = f"{name} answered {status} and {len(text)} characters"
     if status in (401, 403, 408, 425, 429):  # the gate's own, not the engine's
-        return GateBusy(f"{name} answered {status}: {text[:300]}")
+        return GateBusy(answered)
     if 400 <= status < 500:
-        return RequestRejected(f"{name} answered {status}: {text[:300]}")
-    return AttemptLost(f"{name} answered {status}: {text[:300]}")
+        too_long = any(words in text for words in TOO_LONG)
+        why = ": prompt and response are longer than its context" if too_long else ""
+        return RequestRejected(answered + why, said=f"{name} answered {status}: {text[:300]}", is_too_long=too_long)
+    return AttemptLost(answered)
 
 
 def _failure_in(said: Any) -> tuple[int, str] | None:

@@ -97,6 +97,9 @@ WITHOUT_EFFECT = {
 """About the caller, and not the completion."""
 
 
+KNOWN = {*ONLY, *INSTEAD, *WITHOUT_EFFECT, "model", "chat_template_kwargs"}
+
+
 class RequestRefused(Exception):
     """A request that is answered with an error, in the shape of OpenAI's API. retry_s: when to come again."""
 
@@ -114,6 +117,12 @@ class RequestRefused(Exception):
         self.param = param
         self.code = code
         self.retry_s = retry_s
+
+    @property
+    def in_short(self) -> str:
+        """For anybody but its client, whose own words the message may quote."""
+        param = self.param if self.param in KNOWN else None
+        return " ".join(filter(None, (str(self.status), self.code, param and f"({param})")))
 
     def body(self) -> dict[str, Any]:
         return error_body(self.status, str(self), param=self.param, code=self.code)
@@ -353,7 +362,7 @@ def prompt_of(conversation: Conversation, chat: Chat) -> tuple[int, ...]:
         text = chat.rendered(conversation.messages, tools=conversation.tools, options=conversation.options)
         return _not_empty(chat.encode(text), "messages")
     except Unrenderable as error:
-        raise RequestRefused(400, f"the model's chat template refuses this: {error}", param="messages") from error
+        raise RequestRefused(400, f"the model's chat template refuses this: {error.said}", param="messages") from error
 
 
 def text_prompt_of(body: TextBody, chat: Chat) -> tuple[int, ...]:
@@ -367,7 +376,7 @@ def text_prompt_of(body: TextBody, chat: Chat) -> tuple[int, ...]:
     try:
         return _not_empty(chat.encode(prompt, special=True), "prompt")
     except Unrenderable as error:
-        raise RequestRefused(400, f"the prompt can't be read: {error}", param="prompt") from error
+        raise RequestRefused(400, f"the prompt can't be read: {error.said}", param="prompt") from error
 
 
 def asked(

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colocated_rl_api.logs import log
+from colocated_rl_api.logs import in_places, log
 from colocated_rl_rollout.engines.engine_client import (
     EngineClient,
     GateClosed,
@@ -52,7 +50,6 @@ LOG = logging.getLogger(__name__)
 TOKENS_HELD_AT_MOST = 32 * 1024 * 1024  # prompts and limits of all turns together
 EXPERTS_WEIGH = 128  # times what a token does: 1.5 kB with 48 layers and 8 experts
 RETRY_S = 10
-TOO_LONG = ("context length", "longer than", "maximum allowed length")  # as SGLang 0.5.23 says it
 
 
 @dataclass(eq=False)
@@ -195,10 +192,7 @@ class Turns:
                 self._refuse(turn, _ended())
             raise
         except Exception as error:  # noqa: BLE001 - a bug; raised in the worker's group it would end everybody's turns
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            reason = (
-                f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}"  # its text may quote a prompt
-            )
+            reason = in_places(error)  # its text may quote a prompt
             log(LOG, "turn failed", logging.ERROR, gate=engine.name, turn=turn.number, reason=reason)
             if not turn.ended:
                 self._refuse(turn, RequestRefused(500, f"the rollout controller failed: {reason}", code="failed"))
@@ -312,5 +306,5 @@ def _ended() -> RequestRefused:
 
 def refusal_of(error: RequestRejected) -> RequestRefused:
     """The engine's own words, which have both numbers where a prompt is too long."""
-    too_long = any(words in str(error) for words in TOO_LONG)
-    return RequestRefused(400, str(error), code="context_length_exceeded" if too_long else "rejected_by_engine")
+    code = "context_length_exceeded" if error.is_too_long else "rejected_by_engine"
+    return RequestRefused(400, error.said, code=code)

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from colocated_rl_api.logs import failure_of, in_words
 from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.rules.samples import Finish, SampleState
 from colocated_rl_rollout.store import tables, transcripts
@@ -180,7 +181,12 @@ def main(arguments: Sequence[str]) -> int:
     pa.set_memory_pool(pa.system_memory_pool())  # the others reserve more than a process here may have
     pa.set_cpu_count(1)
     text = Chat(asked.model).text if asked.model else None
-    write(asked.store, sys.stdout.buffer, state=asked.state, limit=asked.limit, text=text)
+    try:
+        write(asked.store, sys.stdout.buffer, state=asked.state, limit=asked.limit, text=text)
+    except Exception as error:  # noqa: BLE001 - the last one: the controller logs what is said here
+        said = in_words(error) if isinstance(error, sqlite3.Error) else failure_of(error)  # SQLite quotes no values
+        print(said, file=sys.stderr)  # noqa: T201
+        return 1
     return 0
 
 

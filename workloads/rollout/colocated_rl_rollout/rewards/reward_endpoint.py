@@ -2,7 +2,8 @@
 
 Asked by the rollout controller itself, which alone has the token, so many at a time. No answer, 429 and 5xx are tried
 again with growing pauses, a bounded number of times; everything else that is no reward fails the sample at once. A
-redirect is not followed: the token goes where the job says and nowhere else.
+redirect is not followed: the token goes where the job says and nowhere else. What an endpoint answers is told by its
+status and its length: the text may quote what it was asked.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pydantic
 
 from colocated_rl_api import names
 from colocated_rl_api.facts import Problem
-from colocated_rl_api.logs import log
+from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.prompts import HttpReward
 from colocated_rl_rollout.rewards.rewards import REWARD_UNAVAILABLE, RewardFailed
@@ -32,7 +33,6 @@ FIRST_PAUSE_S = 0.5  # doubled each time, with jitter
 LONGEST_PAUSE_S = 60.0
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 MAX_REPLY_BYTES = 64 * 1024
-TOLD_CHARACTERS = 200
 
 
 class _EndpointAnswer(pydantic.BaseModel):
@@ -91,7 +91,7 @@ class RewardEndpoint:
         try:
             body = json.dumps({**asked, "job": self._job}, allow_nan=False).encode()
         except ValueError as error:
-            raise RewardFailed("RewardNotAsked", f"the row can't be said in JSON: {error}") from error
+            raise RewardFailed("RewardNotAsked", "the row can't be said in JSON: a number in it is none") from error
         if len(body) > MAX_REQUEST_BYTES:
             raise RewardFailed(
                 "RewardNotAsked", f"the request has {len(body)} bytes, at most {MAX_REQUEST_BYTES} are sent"
@@ -112,7 +112,7 @@ class RewardEndpoint:
         except TimeoutError as error:
             raise _TryAgain(f"no answer within {self._reward.timeout_seconds} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise _TryAgain(f"{type(error).__name__}: {error}") from error
+            raise _TryAgain(failure_of(error)) from error
 
     def _tell(self, trouble: str | None) -> None:
         if trouble is None:
@@ -143,18 +143,25 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def _reward_in(answer: aiohttp.ClientResponse, body: bytes, *, url: str) -> float:
-    told = f"{answer.status}: {body.decode(errors='replace')[:TOLD_CHARACTERS]!r}"
+    told = f"{answer.status} and {len(body)} bytes"
     if answer.status == 429 or answer.status >= 500:
         asked_for = answer.headers.get("Retry-After", "")
         raise _TryAgain(f"it answers {told}", float(asked_for) if asked_for.isascii() and asked_for.isdigit() else 0.0)
     if 300 <= answer.status < 400:
-        place = answer.headers.get("Location", "elsewhere")
-        raise RewardFailed(
-            "RewardRefused", f"{url} sends to {place[:TOLD_CHARACTERS]}, which isn't followed: set url to it"
-        )
+        sent = f"{url} answers {answer.status} and sends elsewhere, which isn't followed: set url to there"
+        raise RewardFailed("RewardRefused", sent)
     if answer.status != 200:
         raise RewardFailed("RewardRefused", f"{url} answers {told}")
     try:
         return _EndpointAnswer.model_validate_json(body).reward
     except pydantic.ValidationError as error:
-        raise RewardFailed("RewardGarbled", f'{url} should answer {{"reward": NUMBER}}, not {told}') from error
+        said = _kind_of(error)
+        raise RewardFailed("RewardGarbled", f'{url} should answer {{"reward": NUMBER}}, not {told}: {said}') from error
+
+
+def _kind_of(error: pydantic.ValidationError) -> str:
+    """What is wrong with an answer, in words that have nothing of it."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return "it is no JSON"
+    return f"{'reward' if first['loc'] else 'it'}: {first['type']}"

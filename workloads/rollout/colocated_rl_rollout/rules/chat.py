@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from colocated_rl_api.logs import in_places, in_words
 from colocated_rl_rollout.rules.tool_calls import arguments_of
 
 RENDERING_ERRORS = (
@@ -32,7 +33,14 @@ class ModelUnusable(Exception):
 
 
 class Unrenderable(Exception):
-    """The template does not take this conversation. Another one may be fine."""
+    """The template does not take this conversation. Another one may be fine.
+
+    said: the template's words, for whoever sent the conversation and nobody else: they may quote it.
+    """
+
+    def __init__(self, message: str, *, said: str = "") -> None:
+        super().__init__(message)
+        self.said = said or message
 
 
 class Chat:
@@ -77,7 +85,8 @@ class Chat:
         try:
             ids = self.encode(self.rendered([as_rendered(message) for message in messages]))
         except (Unrenderable, *RENDERING_ERRORS) as error:
-            raise Unrenderable(f"the model's chat template can't be rendered: {error}") from error
+            why = error if isinstance(error, Unrenderable) else in_places(error)
+            raise Unrenderable(f"the model's chat template can't be rendered: {why}") from error
         if not ids:
             raise Unrenderable("the model's chat template makes no token of it")
         return ids
@@ -94,7 +103,7 @@ class Chat:
         try:
             return self._render({**(options or {}), **self._special, **said})
         except RENDERING_ERRORS as error:
-            raise Unrenderable(f"{type(error).__name__}: {error}"[:500]) from error
+            raise Unrenderable(in_places(error), said=in_words(error)[:500]) from error
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
         """special: with what the tokenizer puts before a text of its own accord. Raises Unrenderable."""

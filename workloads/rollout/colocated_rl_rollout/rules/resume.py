@@ -56,10 +56,10 @@ def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Ending]:
         logp = np.fromiter((entry[0] for entry in logprobs), np.float32, len(logprobs))
         tokens = Tokens(np.asarray(ids, np.int32), logp, _read_spans(meta, len(ids))) if ids else NO_TOKENS
         ending = _read_ending(meta["finish_reason"])
-    except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
-        raise GarbledAnswer(f"a part is missing or of another shape: {error!r}") from error
-    except ValueError as error:
-        raise error if isinstance(error, GarbledAnswer) else GarbledAnswer(str(error)) from error
+    except GarbledAnswer:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError, ValueError) as error:  # may quote it
+        raise GarbledAnswer(f"a part is missing or of another shape: {type(error).__name__}") from error
     if ending is not Ending.INTERRUPTED and not len(tokens):
         raise GarbledAnswer(f"it ended with {ending} before its first token")
     if (tokens.ids < 0).any():  # an engine that overlaps its steps has such in the places of tokens to come
@@ -80,7 +80,7 @@ def read_experts(answer: Mapping[str, Any], *, rows: int, width: int = 0) -> NDA
     try:
         ids = np.frombuffer(base64.b64decode(said, validate=True), "<i4")
     except (TypeError, ValueError) as error:
-        raise GarbledAnswer(f"its routed experts are no numbers: {error}") from error
+        raise GarbledAnswer("its routed experts are no numbers") from error
     if not rows or not ids.size or ids.size % rows:
         raise GarbledAnswer(f"{ids.size} numbers are no routed experts of {rows} tokens")
     if width and ids.size != rows * width:
@@ -118,8 +118,8 @@ def _read_ending(reason: Mapping[str, Any] | None) -> Ending:
             return Ending.LENGTH
         case "abort" | "aborted":
             return Ending.INTERRUPTED
-        case other:
-            raise GarbledAnswer(f"finish reason {other!r} is not known")
+        case _:
+            raise GarbledAnswer("its finish reason is not known")
 
 
 def join(so_far: Tokens, segment: Tokens) -> Tokens:

@@ -56,7 +56,7 @@ class EnvironmentTasks:
         return index, self._said[index]
 
     def score(self, index: int, response: str) -> float:
-        raise TypeError("a task of an environment is played: a response alone is worth nothing")
+        raise EnvironmentUnusable("a task of an environment is played: a response alone is worth nothing")
 
     def serving(self) -> AbstractAsyncContextManager[None]:
         """What episodes share: servers of tools, and the environment's own."""

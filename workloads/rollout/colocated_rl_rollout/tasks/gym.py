@@ -14,19 +14,32 @@ import warnings
 from types import ModuleType
 from typing import Any, NoReturn
 
+from colocated_rl_api.logs import in_words
 from colocated_rl_api.prompts import ReasoningGym
 from colocated_rl_rollout.tasks.task_wire import PromptContent
+
+
+class GymUnusable(Exception):
+    """reasoning-gym does not make what the job describes."""
+
+
+class TaskLacking(ModuleNotFoundError):
+    """A task needs what this image has not."""
 
 
 class GymTask:
     """One task, in its own order: its seed makes the questions."""
 
     def __init__(self, task: ReasoningGym) -> None:
-        self._dataset = import_reasoning_gym().create_dataset(task.name, seed=task.seed, size=task.size, **task.config)
+        gym = import_reasoning_gym()
+        try:
+            self._dataset = gym.create_dataset(task.name, seed=task.seed, size=task.size, **task.config)
+        except Exception as error:  # in its words: no question is made yet that they could quote
+            raise GymUnusable(in_words(error)) from error
         self._answer_after = task.answer_after
         self.size, self.digest = len(self._dataset), ""  # the job's own words make the problems
         if self.size != task.size:
-            raise ValueError(f"it has {self.size} problems, not the {task.size} of its size")
+            raise GymUnusable(f"it has {self.size} problems, not the {task.size} of its size")
         self.question(0)  # what a task lacks it says when it makes one
 
     def question(self, position: int) -> tuple[int, PromptContent]:
@@ -69,7 +82,7 @@ def _stand_in() -> ModuleType:
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
-    raise ModuleNotFoundError(
+    raise TaskLacking(
         "zebra_puzzles needs pycosat, which this image lacks: add it (`pip install pycosat` compiles it) to an image "
         "of your own, or choose another task",
         name="pycosat",

@@ -17,6 +17,14 @@ from colocated_rl_rollout.tasks.rows import Row, RowsUnusable, member
 TIMEOUT_S = 5
 
 
+class Endless(TimeoutError):
+    """math-verify came to no end."""
+
+
+class NoMathematics(ValueError):
+    """The answer of the row itself can't be read."""
+
+
 def answer_fault(row: Row, reward: MathReward) -> str | None:
     """What is wrong with the answer that a row has."""
     field = reward.answer_field
@@ -33,7 +41,7 @@ def answer_fault(row: Row, reward: MathReward) -> str | None:
 
 
 def load_math_reward(reward: MathReward) -> Callable[[str, Row], float]:
-    """Takes a second. The function raises TimeoutError; and ValueError when the row's own answer can't be read."""
+    """Takes a second. The function raises Endless; and NoMathematics."""
     import math_verify
     from math_verify.errors import TimeoutException
 
@@ -41,7 +49,7 @@ def load_math_reward(reward: MathReward) -> Callable[[str, Row], float]:
         try:
             return math_verify.parse(text, parsing_timeout=TIMEOUT_S, raise_on_error=True)
         except TimeoutException as error:
-            raise TimeoutError(f"math-verify came to no end within {TIMEOUT_S} s") from error
+            raise Endless(f"math-verify came to no end within {TIMEOUT_S} s") from error
         except Exception:  # noqa: BLE001 - of whatever grammar: it is no answer
             return []
 
@@ -49,12 +57,12 @@ def load_math_reward(reward: MathReward) -> Callable[[str, Row], float]:
         text = answer_in(str(member(row, reward.answer_field)), reward.answer_after) or ""
         right = parse(text if "$" in text or "\\boxed" in text else f"${text}$") or parse(text)
         if not right:
-            raise ValueError(f"{reward.answer_field!r} of its row is no mathematics: {text[:100]!r}")
+            raise NoMathematics(f"{reward.answer_field!r} of its row is no mathematics: {len(text)} characters")
         given = parse(response)
         try:
             return float(math_verify.verify(right, given, timeout_seconds=TIMEOUT_S, raise_on_error=True))
         except TimeoutException as error:
-            raise TimeoutError(f"math-verify came to no end within {TIMEOUT_S} s") from error
+            raise Endless(f"math-verify came to no end within {TIMEOUT_S} s") from error
         except Exception:  # noqa: BLE001 - whatever sympy raises: what can't be compared with one another is not equal
             return float(math_verify.verify(right, given, timeout_seconds=TIMEOUT_S))
 

@@ -29,6 +29,14 @@ from colocated_rl_rollout.tasks.task_wire import REWARD_AT_MOST, PromptContent
 Score = Callable[[str, Row], Any]
 
 
+class NoReward(ValueError):
+    """A reward function returned something that is none."""
+
+
+class FunctionUnusable(Exception):
+    """A function that the job names can't be called as it has to be."""
+
+
 class RewardedRows:
     """Rows of a source, in another order in each pass."""
 
@@ -51,10 +59,11 @@ class RewardedRows:
         if self._score is None:
             return {"prompt": member(row, self._field), "fields": row}
         reward = self._score(response, row)
-        number = float(reward) if isinstance(reward, SupportsFloat) else None  # numpy's and torch's are no int or float
+        is_number = isinstance(reward, SupportsFloat) and not isinstance(reward, str)  # numpy's are no int or float
+        number = float(reward) if is_number else None
         if number is None or not abs(number) <= REWARD_AT_MOST:
             what = f"a {type(reward).__name__}" if number is None else number  # a str may be a response
-            raise ValueError(f"{what} is no reward: return a finite number, at most {REWARD_AT_MOST:.0f} either way")
+            raise NoReward(f"{what} is no reward: return a finite number, at most {REWARD_AT_MOST:.0f} either way")
         return number
 
 
@@ -91,18 +100,19 @@ def _function(name: str, beside: list[Path], *, of: Mapping[str, object]) -> Cal
     for path in beside:
         own = path / f"{module.replace('.', '/')}.py"
         if own.exists() and not (origin and own.samefile(origin)):
-            raise ValueError(f"module {module} beside the rows is hidden by {origin or 'Python'}: give it another name")
+            hidden = f"module {module} beside the rows is hidden by {origin or 'Python'}"
+            raise FunctionUnusable(f"{hidden}: give it another name")
     found = getattr(loaded, function, None)
     if not callable(found):
-        raise ValueError(f"module {module} has no function {function}: write MODULE:FUNCTION")
+        raise FunctionUnusable(f"module {module} has no function {function}: write MODULE:FUNCTION")
     if inspect.iscoroutinefunction(found):
-        raise ValueError(f"{name} is async: write it with def, it has a process of its own")
+        raise FunctionUnusable(f"{name} is async: write it with def, it has a process of its own")
     with contextlib.suppress(ValueError):  # one in C may not say what it takes
         signature = inspect.signature(found)
         try:
             signature.bind(*of.values())
         except TypeError as error:
-            raise TypeError(f"{name} can't be called with {' and '.join(of)}: {error}") from error
+            raise FunctionUnusable(f"{name} can't be called with {' and '.join(of)}: {error}") from error
     return found  # type: ignore[no-any-return]
 
 

@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from colocated_rl_api import logs
 from colocated_rl_rollout.tasks.player import play
 from colocated_rl_rollout.tasks.task_wire import Greeting, TaskReply
 from colocated_rl_rollout.tasks.tasks import (
@@ -27,7 +28,6 @@ from colocated_rl_rollout.tasks.tasks import (
     Tasks,
     described,
     make_tasks,
-    short_of_memory,
 )
 
 MIB = 1024 * 1024
@@ -51,9 +51,11 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
         limit_memory(memory_bytes(container_bytes, processes=greeting.processes))
         tasks = make_tasks(greeting.prompts, claims=claims, cache=cache)
         if greeting.model is not None:
-            asyncio.run(play(requests, reply, tasks, model=greeting.model, told=_told))
+            asyncio.run(play(requests, reply, tasks, model=greeting.model, told=_noted))
             return
     except SourceUnusable as error:
+        if logs.shows_messages():
+            traceback.print_exception(error)
         reply(TaskReply(error=str(error)))
         return
     reply(TaskReply(value=tasks.data))
@@ -65,7 +67,7 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
             without_memory = without_memory + 1 if isinstance(error, MemoryError) else 0
             reason: Literal["RewardTimedOut", "VerifierFailed"]
             reason = "RewardTimedOut" if isinstance(error, TimeoutError) else "VerifierFailed"
-            reply(TaskReply(error=_told(error), reason=reason))
+            reply(TaskReply(error=_noted(error), reason=reason))
             if without_memory == MEMORY_ERRORS:
                 return  # another process takes over
         else:
@@ -80,18 +82,18 @@ def _answer(tasks: Tasks, request: dict[str, Any]) -> Any:
         case {"score": [index, response]}:
             return tasks.score(index, response)
         case other:
-            raise ValueError(f"no such request: {sorted(other)}")
+            raise LineUnreadable(f"no such request: {len(other)} members")
 
 
-def _told(error: BaseException) -> str:
-    """Words where they are ours. Others' may quote a prompt or a response, and what is said here is logged: only where
-    they were raised.
-    """
-    frames = list(traceback.walk_tb(error.__traceback__))
-    if str(frames[-1][0].f_globals.get("__name__")).startswith("colocated_rl_"):
-        return described(error)
-    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
-    return f"{type(error).__name__} at {', called at '.join(places[:-4:-1])}"[:1000] + short_of_memory(error)
+class LineUnreadable(Exception):
+    """The controller asked for something that is not known here."""
+
+
+def _noted(error: BaseException) -> str:
+    """What the controller is told of it. All of it is in this container's log, if a person asked for that."""
+    if logs.shows_messages():
+        traceback.print_exception(error)
+    return described(error)
 
 
 def memory_bytes(container_bytes: int | None, *, processes: int) -> int | None:
@@ -121,6 +123,8 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())  # a verifier that reads takes no line away, and one that prints adds none
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    if not logs.shows_messages():
+        sys.excepthook = lambda _, error, __: print(logs.in_places(error), file=sys.stderr)  # noqa: T201 - the log here
     serve(requests, replies, claims=claims, cache=cache, container_bytes=container_memory_bytes(limit))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from colocated_rl_api.logs import in_places, is_ours
 from colocated_rl_api.prompts import (
     Environment,
     HuggingFace,
@@ -25,11 +26,10 @@ from colocated_rl_api.prompts import (
     ReasoningGym,
     Source,
 )
-from colocated_rl_rollout.tasks.environments import EnvironmentTasks, EnvironmentUnusable, EpisodeGivenUp
+from colocated_rl_rollout.tasks.environments import EnvironmentTasks
 from colocated_rl_rollout.tasks.gym import GymTask
 from colocated_rl_rollout.tasks.passes import Passes
 from colocated_rl_rollout.tasks.rewarded_rows import RewardedRows
-from colocated_rl_rollout.tasks.rows import RowsUnusable
 from colocated_rl_rollout.tasks.task_wire import (
     Data,
     PromptContent,
@@ -105,11 +105,15 @@ class Tasks:
         number = bisect_right(self.ends, index)
         task = self._parts[number].task
         if not isinstance(task, EnvironmentTasks):
-            raise TypeError(f"row {index} is of source {number}, which is no environment")
+            raise NotPlayed(f"row {index} is of source {number}, which is no environment")
         return await task.play(index - self._start(number), model=model, address=address)
 
     def _start(self, number: int) -> int:
         return self.ends[number] - self._parts[number].task.size
+
+
+class NotPlayed(Exception):
+    """A row that is asked and not played was to be played."""
 
 
 class SourceUnusable(Exception):
@@ -130,9 +134,16 @@ def make_tasks(prompts: Prompts, *, claims: Path, cache: Path) -> Tasks:
 
 
 def described(error: BaseException) -> str:
-    """In words for a person, with its type where only that tells anything."""
-    kind = "" if isinstance(error, RowsUnusable | EnvironmentUnusable | EpisodeGivenUp) else f"{type(error).__name__}: "
-    return f"{kind}{error}"[:1000].encode(errors="replace").decode() + short_of_memory(error)
+    """In words where they are ours. Of others the type, and where they were raised: their words may quote a prompt, a
+    response or an answer, and what is said here is logged and told in the job's status.
+    """
+    if is_ours(error):
+        said = str(error)
+    elif isinstance(error, ModuleNotFoundError):
+        said = f"{type(error).__name__}: No module named {error.name!r}"
+    else:
+        said = in_places(error)
+    return said[:1000].encode(errors="replace").decode() + short_of_memory(error)
 
 
 def short_of_memory(error: BaseException) -> str:
