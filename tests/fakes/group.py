@@ -24,6 +24,7 @@ from colocated_rl_api.facts import (
     EvaluationResult,
     GateFacts,
     PodFacts,
+    RejectedWeights,
     RolloutFacts,
     TagState,
     TrainerFacts,
@@ -34,7 +35,6 @@ from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import (
     Goal,
     PodTarget,
-    RejectedWeights,
     RolloutTarget,
 )
 from colocated_rl_api.rungs import Rung, WeightVersion

@@ -212,7 +212,7 @@ async def test_a_drain_of_which_the_agents_tell_first_costs_no_restart(world: Wo
         name, job_uid = drained.server.hello.pod, world.body["metadata"]["uid"]
 
         def is_heard(name: str) -> bool:
-            facts = operator.office.doors.members.answers(job_uid)[name].facts
+            facts = operator.context.doors.members.answers(job_uid)[name].facts
             return isinstance(facts, PodFacts) and not facts.trainers[0].is_alive
 
         await world.until(lambda: is_heard(name))

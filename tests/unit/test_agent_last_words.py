@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colocated_rl_agent.last_words import last_words
+from colocated_rl_agent.lanes.last_words import last_words
 
 TRACEBACK = [
     "Traceback (most recent call last):",

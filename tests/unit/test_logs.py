@@ -70,8 +70,8 @@ def test_a_line_of_source_is_not_in_a_traceback_either() -> None:
 
 
 def test_our_own_exceptions_have_their_words_and_so_has_the_operating_system() -> None:
-    assert "SettingsError: mend it" in line_of(raised(ConfigError("mend it")))
-    assert "SettingsError: mend it" == failure_of(raised(ConfigError("mend it")))
+    assert "ConfigError: mend it" in line_of(raised(ConfigError("mend it")))
+    assert "ConfigError: mend it" == failure_of(raised(ConfigError("mend it")))
     assert "No space left" in failure_of(raised(OSError(errno.ENOSPC, "No space left on device")))
     assert "secret" not in failure_of(raised(OSError("secret"))), "anybody may raise one"
     assert failure_of(raised(ValueError("secret"))).startswith(f"ValueError at {__file__}:")

@@ -25,13 +25,13 @@ from colocated_rl_api.facts import (
     EvaluationResult,
     PodFacts,
     Problem,
+    RejectedWeights,
 )
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.member_wire import (
     Goal,
     PodTarget,
-    RejectedWeights,
     RolloutTarget,
 )
 from colocated_rl_api.rungs import Rung, WeightVersion

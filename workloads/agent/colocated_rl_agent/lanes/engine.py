@@ -24,8 +24,8 @@ from colocated_rl_agent.drivers.sglang import ServerInfo, SGLang, engine_command
 from colocated_rl_agent.files.exports import export_directory
 from colocated_rl_agent.files.journal import EngineRecord, Intent, Journal
 from colocated_rl_agent.gate.gate import Backend
+from colocated_rl_agent.lanes.last_words import last_words
 from colocated_rl_agent.lanes.probe import WeightsDoubted, require_agreement
-from colocated_rl_agent.last_words import last_words
 from colocated_rl_agent.metrics import AgentMetrics
 from colocated_rl_agent.planner.views import ENGINE_NAME, WEIGHTS, EngineView
 from colocated_rl_agent.runner.devices import Devices, MemoryHeld, freed_bytes

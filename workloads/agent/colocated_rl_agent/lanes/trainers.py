@@ -19,7 +19,7 @@ from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
 from colocated_rl_agent.files.batches import scores_path, shard_path
 from colocated_rl_agent.files.exports import export_directory
 from colocated_rl_agent.files.journal import Journal
-from colocated_rl_agent.last_words import last_words
+from colocated_rl_agent.lanes.last_words import last_words
 from colocated_rl_agent.metrics import AgentMetrics
 from colocated_rl_agent.planner.views import RankView, trainer_name
 from colocated_rl_agent.runner.devices import MemoryHeld

@@ -19,11 +19,11 @@ from colocated_rl_api.facts import (
     GateFacts,
     PodFacts,
     Problem,
+    RejectedWeights,
     TagState,
     TrainerFacts,
     TrainerState,
 )
-from colocated_rl_api.member_wire import RejectedWeights
 from colocated_rl_api.rungs import Rung, WeightVersion
 
 WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"

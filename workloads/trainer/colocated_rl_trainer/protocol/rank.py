@@ -55,8 +55,8 @@ _LOG = logging.getLogger(__name__)
 class Refused(Exception):
     """The loop did nothing: its state is what it was, and no peer waits for it in a collective.
 
-    The caller may ask again. The message reaches the job's status, so it must quote no prompt and no response. Any other
-    exception of a loop's method ends the process; its type and place are reported, not its message.
+    The caller may ask again. The message reaches the job's status, so it must quote no prompt and no response.
+    Any other exception of a loop's method ends the process; its type and place are reported, not its message.
     """
 
 

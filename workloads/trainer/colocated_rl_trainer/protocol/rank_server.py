@@ -140,7 +140,9 @@ class _RankHandler(JSONHandler):
         try:
             return kind.model_validate_json(body)
         except ValidationError as error:
-            raise Rejected(HTTPStatus.BAD_REQUEST, "BadRequest", f"body of {self.path}: {_wrong_fields(error)}") from error
+            raise Rejected(
+                HTTPStatus.BAD_REQUEST, "BadRequest", f"body of {self.path}: {_wrong_fields(error)}"
+            ) from error
 
 
 def _wrong_fields(error: ValidationError) -> str:
