@@ -75,11 +75,13 @@ def test_who_has_gone_is_passed_over() -> None:
 @pytest.fixture
 def port(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ScorePort]:
     """An indirect parameter is the time that strangers have."""
-    moment_s = getattr(request, "param", DEADLINE_S)
+    unauthenticated_s = getattr(request, "param", DEADLINE_S)
     tls = Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN)
     figures = ScoreCounts(CollectorRegistry())
     desk = ScoreQueue(most_tokens=10)
-    made = ScorePort("127.0.0.1", 0, tls=tls, desk=desk, deadline_s=0.05, figures=figures, moment_s=moment_s)
+    made = ScorePort(
+        "127.0.0.1", 0, tls=tls, score_queue=desk, deadline_s=0.05, figures=figures, unauthenticated_s=unauthenticated_s
+    )
     made.listen("data")
     yield made
     made.shutdown()
@@ -210,4 +212,6 @@ def test_a_question_that_no_device_takes_in_time_is_told_so_and_forgotten(port: 
 def test_a_token_that_is_too_short_to_be_one_ends_the_process(tmp_path: Path) -> None:
     tls = Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token="short")
     with pytest.raises(ValueError, match="a data token has at least 16 characters, this one 5"):
-        ScorePort("127.0.0.1", 0, tls=tls, desk=ScoreQueue(1), deadline_s=1, figures=ScoreCounts(CollectorRegistry()))
+        ScorePort(
+            "127.0.0.1", 0, tls=tls, score_queue=ScoreQueue(1), deadline_s=1, figures=ScoreCounts(CollectorRegistry())
+        )

@@ -1,8 +1,8 @@
-"""`python3 -m colocated_rl_trainer.ref_policy`: the reference of a job, on the devices of one pod.
+"""`python3 -m colocated_rl_trainer.ref_policy`: run the reference of a job, on the devices of one pod.
 
-Its ports answer before the model is loaded, which takes minutes; ready it is when every device has its copy. A pass
-that finds no memory costs its questions an answer, and they may be asked again. After any other failure nobody knows a
-device's state: the process ends, and kubelet starts it again.
+Its ports answer before the model is loaded, which takes minutes; it is ready when every device has its copy. A pass
+that runs out of memory fails its samples, and callers may ask again. After any other failure the state of a device is
+unknown: the process ends, and kubelet starts it again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Serve until a device fails; its exit code. SIGTERM ends the process at once: there is nothing to tidy."""
+    """Serve until a device fails; return the exit code. SIGTERM ends the process at once: nothing needs cleaning up."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     configure(role=names.ROLE_REFERENCE, pod=environment.get(names.ENV_POD_NAME, ""))
     try:
@@ -45,14 +45,14 @@ def main(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
 
 
 def _serve(settings: ReferenceSettings) -> int:
-    figures, desk = ScoreCounts(), ScoreQueue(settings.config.micro_batch_tokens)
-    figures.count_waiting(lambda: desk.waiting)
+    figures, score_queue = ScoreCounts(), ScoreQueue(settings.config.micro_batch_tokens)
+    figures.count_waiting(lambda: score_queue.waiting)
     try:
         data = ScorePort(
             settings.host,
             settings.data_port,
             tls=settings.tls,
-            desk=desk,
+            score_queue=score_queue,
             deadline_s=settings.job.spec.switch.trainer_progress_seconds,
             figures=figures,
         )
@@ -64,17 +64,17 @@ def _serve(settings: ReferenceSettings) -> int:
     data.listen("data")
     metrics.listen("metrics")
     log(_LOG, "reference started", devices=settings.devices, ports={"data": data.number, "metrics": metrics.number})
-    return _compute(settings, desk, data, figures)
+    return _compute(settings, score_queue, data, figures)
 
 
-def _compute(settings: ReferenceSettings, desk: ScoreQueue, data: ScorePort, figures: ScoreCounts) -> int:
+def _compute(settings: ReferenceSettings, score_queue: ScoreQueue, data: ScorePort, figures: ScoreCounts) -> int:
     from colocated_rl_trainer.ref_policy.scorer import Scorer
 
     began = time.monotonic()
     scorers = [Scorer(settings.model, device, settings.config) for device in settings.devices]
     ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     for device, scorer in zip(settings.devices, scorers, strict=True):
-        work = (scorer, desk, figures, ended)
+        work = (scorer, score_queue, figures, ended)
         threading.Thread(target=_work, args=work, name=device, daemon=True).start()
     data.vocabulary = scorers[0].vocabulary
     log(_LOG, "reference ready", took_s=round(time.monotonic() - began, 3))
@@ -84,30 +84,32 @@ def _compute(settings: ReferenceSettings, desk: ScoreQueue, data: ScorePort, fig
     return 1
 
 
-def _work(scorer: Scorer, desk: ScoreQueue, figures: ScoreCounts, ended: queue.SimpleQueue[BaseException]) -> None:
-    """One device's, until it fails."""
+def _work(
+    scorer: Scorer, score_queue: ScoreQueue, figures: ScoreCounts, ended: queue.SimpleQueue[BaseException]
+) -> None:
+    """Score on one device until it fails."""
     while True:
-        questions = desk.take()
+        samples = score_queue.take()
         try:
             with figures.passes_s.time():
-                answers = scorer.score(questions)
+                answers = scorer.score(samples)
         except ScoringFailed as error:
             figures.failed.inc()
-            log(_LOG, "pass failed", logging.WARNING, samples=len(questions), reason=str(error))
-            for question in questions:
-                question.answer.set_exception(error)
-        except BaseException as error:  # noqa: BLE001 - the last one: whatever it is, it ends the process
-            for question in questions:
-                question.answer.set_exception(ScoringFailed(f"{failure_of(error)}; this process ends"))
+            log(_LOG, "pass failed", logging.WARNING, samples=len(samples), reason=str(error))
+            for sample in samples:
+                sample.answer.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - the outermost: whatever it is, it ends the process
+            for sample in samples:
+                sample.answer.set_exception(ScoringFailed(f"{failure_of(error)}; this process ends"))
             ended.put(error)
             return
         else:
-            for question, answer in zip(questions, answers, strict=True):
-                question.answer.set_result(answer)
+            for sample, answer in zip(samples, answers, strict=True):
+                sample.answer.set_result(answer)
 
 
 def _end(code: int) -> None:
-    """Without the interpreter's own shutdown: threads of ports and devices may be anywhere."""
+    """Skip the interpreter's own shutdown: threads of ports and devices may be anywhere."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Figures of a reference for Prometheus. Names are part of the interface."""
+"""Metrics of a reference for Prometheus. Their names are part of the interface."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class ScoreCounts:
         self.waiting = Gauge("colocate_reference_waiting", "Samples that wait for a device", registry=registry)
 
     def count_waiting(self, waiting: Callable[[], int]) -> None:
-        """Asked at each scrape."""
+        """Set the function that each scrape calls for the number of waiting samples."""
         self.waiting.set_function(waiting)
 
     @contextmanager
     def answering(self, tokens: int) -> Iterator[None]:
-        """Around a question; it counts once it has an answer."""
+        """Count a sample and its tokens when the block ends without an error."""
         yield
         self.samples.inc()
         self.tokens.inc(tokens)
 
     def text(self) -> tuple[bytes, str]:
-        """As it is scraped, and its content type."""
+        """Return the page for a scrape, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST

@@ -1,7 +1,7 @@
-"""The two ports of a reference: questions behind TLS and the job's data token, and what anybody may see.
+"""The two ports of a reference: scores behind TLS and the job's data token, and metrics for anybody.
 
-Standard library alone, so that whatever image has a trainer will do. A request without the token is answered before its
-body is read, and a connection on which nobody shows it ends soon; connections, bodies and waits are bounded.
+They need the standard library alone, so any image with a trainer will do. A request without the token is answered
+before its body is read, and a connection without it is closed soon; connections, bodies and waits are bounded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from colocated_rl_trainer.protocol.http_handler import ConnectionThreads, JSONHa
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 from colocated_rl_trainer.ref_policy.score_queue import QueuedSample, ScoreQueue, ScoringFailed
 
-MOMENT_S = 10.0  # for the handshake, and for somebody to show the token
-IDLE_S = 900.0  # of a connection, then
+UNAUTHENTICATED_S = 10.0  # for the handshake, and for a caller to show the token
+IDLE_S = 900.0  # of a connection that has shown the token
 MAX_CONNECTIONS = 512  # of each port
 MIN_TOKEN_CHARS = 16
 
 
 class _Port(ConnectionThreads, socketserver.TCPServer):
-    """A thread for each connection, and so many at most."""
+    """Gives each connection a thread, up to MAX_CONNECTIONS; more are closed at once."""
 
     allow_reuse_address = True
     request_queue_size = 128
@@ -48,7 +48,7 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
         return int(self.socket.getsockname()[1])
 
     def listen(self, name: str) -> None:
-        """From now on, in threads of its own."""
+        """Serve from now on, in a thread of this name."""
         threading.Thread(target=self.serve_forever, name=name, daemon=True).start()
 
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
@@ -57,7 +57,7 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread could be started, which would give its place back
+        except BaseException:  # no thread was started that would release the place
             self._room.release()
             raise
 
@@ -71,10 +71,10 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
 
 
 class ScorePort(_Port):
-    """POST /v1/score. tls: the files of `names.TLS_DIR`. vocabulary: of the model, once it is loaded.
+    """Serves POST /v1/score. tls: the files of `names.TLS_DIR`. vocabulary: size of the model's, once it is loaded.
 
-    deadline_s: for an answer, from the whole question on. moment_s: for a stranger to show the token.
-    Raises ValueError or OSError when a file can't serve, or the port is taken.
+    deadline_s: for an answer, from the end of the request. unauthenticated_s: for a caller to show the token.
+    Raises ValueError or OSError when a file is unusable, or the port is taken.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class ScorePort(_Port):
         port: int,
         *,
         tls: Path,
-        desk: ScoreQueue,
+        score_queue: ScoreQueue,
         deadline_s: float,
         figures: ScoreCounts,
-        moment_s: float = MOMENT_S,
+        unauthenticated_s: float = UNAUTHENTICATED_S,
     ) -> None:
         path = tls / names.DATA_TOKEN_FILE
         token = path.read_text(encoding="ascii").strip()
@@ -96,23 +96,24 @@ class ScorePort(_Port):
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
         self._context.load_cert_chain(tls / names.CERT_FILE, tls / names.KEY_FILE)
-        self.desk, self.deadline_s, self.figures, self.moment_s = desk, deadline_s, figures, moment_s
+        self.score_queue, self.deadline_s, self.figures = score_queue, deadline_s, figures
+        self.unauthenticated_s = unauthenticated_s
         self.vocabulary: int | None = None
         super().__init__(host, port, _ScoreHandler)
 
     def admits(self, authorization: str) -> bool:
-        """Takes the same time for each wrong one."""
+        """Compare with the data token, in the same time for each wrong one."""
         return hmac.compare_digest(authorization.encode(), self._authorization)
 
     def get_request(self) -> tuple[socket.socket, object]:
-        """The handshake is the handler's: a caller that is slow at it holds up itself."""
+        """Accept without the handshake, which the handler makes: a slow caller delays itself alone."""
         connection, address = super().get_request()
         wrapped = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return wrapped, address
 
 
 class MetricsPort(_Port):
-    """is_ready: whether the model is there."""
+    """Serves health and metrics. is_ready: tells whether the model is loaded."""
 
     def __init__(self, host: str, port: int, *, is_ready: Callable[[], bool], figures: ScoreCounts) -> None:
         self.is_ready, self.figures = is_ready, figures
@@ -121,7 +122,7 @@ class MetricsPort(_Port):
 
 class _PortHandler(JSONHandler):
     error_type = ScoreError
-    timeout = MOMENT_S
+    timeout = UNAUTHENTICATED_S
     disable_nagle_algorithm = True
 
     def send_response(self, code: int, message: str | None = None) -> None:
@@ -135,26 +136,26 @@ class _ScoreHandler(_PortHandler):
     server: ScorePort
 
     def setup(self) -> None:
-        """Deadlines of a socket are of each word: who says one now and then has a moment in all, too."""
-        moment_s = self.server.moment_s
-        self._stranger = threading.Timer(moment_s, self._hang_up)
-        self._stranger.daemon = True
-        self._stranger.start()
-        self.request.settimeout(moment_s)
+        """Limit the time without a token as a whole: the socket's own timeout counts anew from each byte."""
+        limit_s = self.server.unauthenticated_s
+        self._unauthenticated = threading.Timer(limit_s, self._close_connection)
+        self._unauthenticated.daemon = True
+        self._unauthenticated.start()
+        self.request.settimeout(limit_s)
         try:
             self.request.do_handshake()
         except OSError:
-            self._stranger.cancel()
+            self._unauthenticated.cancel()
             raise
         super().setup()
-        self.request.settimeout(moment_s)
+        self.request.settimeout(limit_s)
 
     def finish(self) -> None:
-        self._stranger.cancel()
+        self._unauthenticated.cancel()
         super().finish()
 
-    def _hang_up(self) -> None:
-        with contextlib.suppress(OSError):  # it is gone
+    def _close_connection(self) -> None:
+        with contextlib.suppress(OSError):  # the caller has disconnected
             socket.socket.shutdown(self.request, socket.SHUT_RDWR)  # under TLS, whose state is the other thread's
 
     def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
@@ -168,18 +169,18 @@ class _ScoreHandler(_PortHandler):
     def _answer(self) -> bytes:
         port = self.server
         if not port.admits(self.headers.get("Authorization", "")):
-            self.close_connection = True  # who has no token keeps no connection
+            self.close_connection = True  # a caller without the token keeps no connection
             raise Rejected(HTTPStatus.UNAUTHORIZED, "TokenNeeded", "Authorization: Bearer, and the job's data token")
-        self._stranger.cancel()
+        self._unauthenticated.cancel()
         self.connection.settimeout(IDLE_S)
-        question = self._question(self._body())
+        sample = self._sample(self._body())
         try:
-            with port.figures.answering(len(question)):
-                return port.desk.ask(question, deadline_s=port.deadline_s)
+            with port.figures.answering(len(sample)):
+                return port.score_queue.ask(sample, deadline_s=port.deadline_s)
         except ScoringFailed as error:
             raise Rejected(HTTPStatus.SERVICE_UNAVAILABLE, "NotScored", str(error)) from error
         except TimeoutError as error:
-            late = f"no answer within {port.deadline_s:.0f} s: {port.desk.waiting} samples wait"
+            late = f"no answer within {port.deadline_s:.0f} s: {port.score_queue.waiting} samples wait"
             raise Rejected(HTTPStatus.SERVICE_UNAVAILABLE, "Late", late) from error
 
     def _body(self) -> bytes:
@@ -188,30 +189,30 @@ class _ScoreHandler(_PortHandler):
             raise ConnectionResetError("the caller has gone")
         return body
 
-    def _question(self, body: bytes) -> QueuedSample:
-        path, _, asked = self.path.partition("?")
+    def _sample(self, body: bytes) -> QueuedSample:
+        path, _, query_string = self.path.partition("?")
         if path != SCORE_PATH:
             raise Rejected(HTTPStatus.NOT_FOUND, "NotFound", f"no {path} here, only {SCORE_PATH}")
         if self.server.vocabulary is None:
             raise Rejected(HTTPStatus.SERVICE_UNAVAILABLE, "Starting", "the model is being loaded: ask again later")
-        query = {name: values[-1] for name, values in parse_qs(asked).items()}
+        query = {name: values[-1] for name, values in parse_qs(query_string).items()}
         try:
             start, temperature = int(query["start"]), float(query["temperature"])
         except (KeyError, ValueError) as error:
-            raise _bad(f"?start= and temperature= must be numbers: {error}") from error
+            raise _bad_request(f"?start= and temperature= must be numbers: {error}") from error
         if len(body) % BYTES_OF_A_TOKEN:
-            raise _bad(f"a body of {len(body)} bytes is no row of int32")
-        ids = memoryview(bytearray(body)).cast("i")  # torch wants it writable
+            raise _bad_request(f"a body of {len(body)} bytes is no row of int32")
+        ids = memoryview(bytearray(body)).cast("i")  # torch needs writable memory
         if not 1 <= start < len(ids):
-            raise _bad(f"start is {start}, must be from 1 to below the {len(ids)} tokens of the sample")
+            raise _bad_request(f"start is {start}, must be from 1 to below the {len(ids)} tokens of the sample")
         if not (math.isfinite(temperature) and temperature > 0):
-            raise _bad(f"temperature is {temperature}, must be above 0")
+            raise _bad_request(f"temperature is {temperature}, must be above 0")
         if not 0 <= min(ids) <= max(ids) < self.server.vocabulary:
-            raise _bad(f"a token is not one of the {self.server.vocabulary} of the model")
+            raise _bad_request(f"a token is not one of the {self.server.vocabulary} of the model")
         return QueuedSample(ids, start, temperature)
 
 
-def _bad(message: str) -> Rejected:
+def _bad_request(message: str) -> Rejected:
     return Rejected(HTTPStatus.BAD_REQUEST, "BadRequest", message)
 
 

@@ -1,7 +1,7 @@
-"""Where questions wait for a device. Knows neither network nor torch.
+"""The queue in which samples wait for a device. It knows neither network nor torch.
 
-A device takes what fits into one pass: the oldest question, and others of the same temperature that came after it.
-Whoever asked and has gone is passed over.
+A device takes what fits into one pass: the oldest sample, and later ones of the same temperature. A sample whose caller
+no longer waits is skipped.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 
 class ScoringFailed(Exception):
-    """A pass over the question failed. The message says why; the model is what it was."""
+    """A pass over the sample failed. The message says why; the model is unchanged."""
 
 
 @dataclass(frozen=True, eq=False)
 class QueuedSample:
-    """ids: a sample, as it came, int32. start: the first place whose log-probability is wanted, above 0."""
+    """A sample to be scored. ids: int32. start: first place whose log-probability is requested, above 0."""
 
     ids: memoryview
     start: int
@@ -30,50 +30,50 @@ class QueuedSample:
 
 
 class ScoreQueue:
-    """most_tokens: of the questions that one device takes at once; a longer one stands alone."""
+    """Samples in order of arrival. most_tokens: of the samples that a device takes at once; a longer one is alone."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
         self._waiting: deque[QueuedSample] = deque()
-        self._came = threading.Condition()
+        self._arrived = threading.Condition()
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def ask(self, question: QueuedSample, *, deadline_s: float) -> bytes:
-        """Log-probabilities from `start` on, float32. Raises NotScored, TimeoutError."""
-        with self._came:
-            self._waiting.append(question)
-            self._came.notify()
+    def ask(self, sample: QueuedSample, *, deadline_s: float) -> bytes:
+        """Wait for the log-probabilities from `start` on, as float32. Raises ScoringFailed, TimeoutError."""
+        with self._arrived:
+            self._waiting.append(sample)
+            self._arrived.notify()
         try:
-            return question.answer.result(timeout=deadline_s)
+            return sample.answer.result(timeout=deadline_s)
         except TimeoutError:
-            question.answer.cancel()
+            sample.answer.cancel()
             raise
 
     def take(self) -> list[QueuedSample]:
-        """At least one, in the order in which they came. Blocks until there is one."""
-        with self._came:
+        """Return at least one sample, in order of arrival. Blocks until there is one."""
+        with self._arrived:
             while True:
                 taken = self._pick()
                 if taken:
                     return taken
-                self._came.wait()
+                self._arrived.wait()
 
     def _pick(self) -> list[QueuedSample]:
         taken: list[QueuedSample] = []
         left: deque[QueuedSample] = deque()
         tokens = 0
-        for question in self._waiting:
-            if question.answer.cancelled():
+        for sample in self._waiting:
+            if sample.answer.cancelled():
                 continue
-            is_alike = not taken or question.temperature == taken[0].temperature
-            if is_alike and (not taken or tokens + len(question) <= self._most_tokens):
-                if question.answer.set_running_or_notify_cancel():
-                    taken.append(question)
-                    tokens += len(question)
+            has_same_temperature = not taken or sample.temperature == taken[0].temperature
+            if has_same_temperature and (not taken or tokens + len(sample) <= self._most_tokens):
+                if sample.answer.set_running_or_notify_cancel():
+                    taken.append(sample)
+                    tokens += len(sample)
             else:
-                left.append(question)
+                left.append(sample)
         self._waiting = left
         return taken

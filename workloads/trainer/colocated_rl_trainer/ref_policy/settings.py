@@ -1,4 +1,4 @@
-"""What a reference is told at its start: the job's own file, and where everything is."""
+"""The settings of a reference: the job's own file, and where everything is."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class ReferenceSettings:
     job: JobFile
     model: Path
     tls: Path
-    config: TrainerConfig  # of the passes; that of another trainer says nothing here
+    config: TrainerConfig  # of the passes; another trainer's options are ignored
     host: str
     data_port: int
     metrics_port: int
 
     @classmethod
     def read(cls, arguments: Sequence[str]) -> ReferenceSettings:
-        """Raises ConfigError."""
+        """Read the arguments and the files that they name. Raises ConfigError."""
         parser = argparse.ArgumentParser(
             prog="python3 -m colocated_rl_trainer.ref_policy", description="The reference of a job, on its own devices."
         )
@@ -39,23 +39,23 @@ class ReferenceSettings:
         parser.add_argument("--host", default=EVERYWHERE, help="address to listen on; all of them when absent")
         parser.add_argument("--data-port", type=int, default=names.DATA_PORT)
         parser.add_argument("--metrics-port", type=int, default=names.METRICS_PORT)
-        given = parser.parse_args(arguments)
+        options = parser.parse_args(arguments)
         try:
-            job = JobFile.read(given.job_file.read_bytes())
+            job = JobFile.read(options.job_file.read_bytes())
         except (OSError, ValidationError) as error:
-            raise ConfigError(f"{given.job_file} is not a readable job file: {error}") from error
+            raise ConfigError(f"{options.job_file} is not a readable job file: {error}") from error
         is_ours = job.spec.trainer.command == Trainer().command
         return cls(
             job=job,
-            model=given.models / job.spec.model.path,
-            tls=given.tls,
-            config=TrainerConfig.read(given.config) if is_ours else TrainerConfig(),
-            host=given.host,
-            data_port=given.data_port,
-            metrics_port=given.metrics_port,
+            model=options.models / job.spec.model.path,
+            tls=options.tls,
+            config=TrainerConfig.read(options.config) if is_ours else TrainerConfig(),
+            host=options.host,
+            data_port=options.data_port,
+            metrics_port=options.metrics_port,
         )
 
     @property
     def devices(self) -> list[str]:
-        """Each holds the whole model."""
+        """Devices that each hold the whole model."""
         return [f"cuda:{index}" for index in range(self.job.spec.reference_gpus.count)] or ["cpu"]
