@@ -1,4 +1,4 @@
-"""`python3 -m colocated_rl_trainer.conformance --model DIR -- COMMAND ...`: run every check, say how each went.
+"""`python3 -m colocated_rl_trainer.conformance --model DIR -- COMMAND ...`: run every check and print its result.
 
 Exit code 0 if all held, 1 if one did not, 2 if the trainer did not load.
 """
@@ -18,12 +18,12 @@ from colocated_rl_trainer.conformance.checks import Broken, Check, checks_of
 from colocated_rl_trainer.conformance.ranks import RankLost, TrainerGroup, TrainerKind, UnexpectedStatus
 
 HELD, BROKEN, NOT_LOADED = 0, 1, 2
-FAILED = 500  # of a rank that then ends
+FAILED = 500  # status of a rank that ends after its answer
 LAST_LINES = 5  # of each rank's output, after a failure
 
 
-def main(words: Sequence[str]) -> int:
-    options = _options(words)
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
     kind = TrainerKind("yours", options.command, options.model, options.config, has_reference=options.reference)
     checks = checks_of(kind)
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch, contextlib.ExitStack() as stack:
@@ -31,22 +31,22 @@ def main(words: Sequence[str]) -> int:
             trainer = stack.enter_context(TrainerGroup(kind, Path(scratch), size=options.ranks, device=options.device))
             trainer.wait_loaded()
             if options.reference and not all(rank.status.can_score for rank in trainer.ranks):
-                _say("BROKEN  `canScore` is false: in a job with a reference this trainer is refused")
+                _print("BROKEN  `canScore` is false: in a job with a reference this trainer is refused")
                 return BROKEN
             trainer.onload()
         except (RankLost, UnexpectedStatus, OSError, ValueError) as error:
-            _say(f"the trainer did not load: {error}")
+            _print(f"the trainer did not load: {error}")
             return NOT_LOADED
         held = 0
         try:
             for check in checks:
                 held += _holds(trainer, check)
         except _RankEnded:
-            _say("a rank has ended: the other checks need it, and were not made")
+            _print("a rank has ended: the other checks need it, and were not made")
         if held < len(checks):
-            for line in _last_words(trainer):
-                _say(line)
-    _say(f"{held} of {len(checks)} checks held")
+            for line in _last_output(trainer):
+                _print(line)
+    _print(f"{held} of {len(checks)} checks held")
     return HELD if held == len(checks) else BROKEN
 
 
@@ -55,34 +55,34 @@ class _RankEnded(Exception):
 
 
 def _holds(trainer: TrainerGroup, check: Check) -> bool:
-    """Raises _RankEnded."""
+    """Run one check and print its result. Raises _RankEnded."""
     name = check.__name__.replace("_", " ")
     try:
         check(trainer)
     except Broken as error:
-        _say(f"BROKEN  {name}: {error}")
+        _print(f"BROKEN  {name}: {error}")
     except (
         RankLost,
         UnexpectedStatus,
         OSError,
         ValueError,
-    ) as error:  # what can't be read is no answer of the protocol
-        _say(f"BROKEN  {name}: {type(error).__name__}: {error}")
+    ) as error:  # an answer that can't be read breaks the protocol
+        _print(f"BROKEN  {name}: {type(error).__name__}: {error}")
         if isinstance(error, ConnectionError) or (isinstance(error, UnexpectedStatus) and error.code == FAILED):
             raise _RankEnded from error
     else:
-        _say(f"held    {name}")
+        _print(f"held    {name}")
         return True
     return False
 
 
-def _last_words(trainer: TrainerGroup) -> Iterator[str]:
+def _last_output(trainer: TrainerGroup) -> Iterator[str]:
     for number, rank in enumerate(trainer.ranks):
         yield f"last output of rank {number}:"
         yield from (f"    {line}" for line in rank.log.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
 
-def _options(words: Sequence[str]) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python3 -m colocated_rl_trainer.conformance", description=__doc__)
     parser.add_argument(
         "--model", type=_directory, required=True, help="directory of a small model, Hugging Face format"
@@ -92,32 +92,32 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--reference", action="store_true", help="as in a job with spec.reference: it has to score")
     parser.add_argument("--device", default="cpu", help="of each rank: cpu or cuda:N (cpu)")
     parser.add_argument("command", nargs="+", help="the trainer, after --: what spec.trainer.command would be")
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
-def _directory(written: str) -> Path:
-    if not Path(written).is_dir():
-        raise argparse.ArgumentTypeError(f"there is no directory {written}")
-    return Path(written).resolve()
+def _directory(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {text}")
+    return Path(text).resolve()
 
 
-def _object(written: str) -> dict[str, Any]:
+def _object(text: str) -> dict[str, Any]:
     try:
-        config = json.loads(Path(written).read_bytes())
+        config = json.loads(Path(text).read_bytes())
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{written} can't be read: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text} can't be read: {error}") from error
     if not isinstance(config, dict):
-        raise argparse.ArgumentTypeError(f"{written} has no JSON object")
+        raise argparse.ArgumentTypeError(f"{text} has no JSON object")
     return config
 
 
-def _count(written: str) -> int:
-    if not (written.isascii() and written.isdigit() and int(written)):
-        raise argparse.ArgumentTypeError(f"{written} is no number of ranks: 1 at least")
-    return int(written)
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text} is no number of ranks: 1 at least")
+    return int(text)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

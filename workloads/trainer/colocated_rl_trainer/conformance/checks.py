@@ -1,8 +1,7 @@
-"""What every trainer has to do, one function each, in the order in which they are run on one group of ranks.
+"""The checks of a trainer, one function each, in the order in which they run on one group of ranks.
 
-Each takes the ranks ONLOADED and leaves them so, at the step that they stand at; the last but one ends them, and the
-last starts others. Batches are of random tokens: nothing is said about how well a trainer learns, only that it does.
-A check that fails raises Broken.
+Each finds the ranks ONLOADED, at any step, and leaves them so; the last but one ends them, and the last starts others.
+Batches are of random tokens: the checks show that a trainer learns, not how well. A check that fails raises Broken.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from colocated_rl_trainer.protocol.manifest import digests_of, read_header, tens
 
 PROMPT_END_S = 5.0
 GROUPS, GROUP_SIZE = 4, 4
-SAME_AT_MOST = 0.5  # of what a step changes: devices add in any order; without its moments an optimizer is off by more
-COMPARED_OF_A_TENSOR = 4096  # of its numbers: without libraries, and the first say enough
+SAME_AT_MOST = 0.5  # of a step's change: devices add in any order; an optimizer without its moments is off by more
+COMPARED_OF_A_TENSOR = 4096  # leading numbers: they are enough, and no library is needed
 _FORMATS = {"F64": "d", "F32": "f", "F16": "e", "BF16": "H"}
 
 Check = Callable[[TrainerGroup], None]
 
 
 class Broken(AssertionError):
-    """The trainer does not do what the protocol says."""
+    """The trainer does not follow the protocol."""
 
 
 def expect(holds: bool, message: str) -> None:
@@ -48,9 +47,9 @@ def expect(holds: bool, message: str) -> None:
 def says_who_it_is_and_where_it_stands(trainer: TrainerGroup) -> None:
     for number, rank in enumerate(trainer.ranks):
         status = rank.status
-        told = (status.protocol, status.rank, status.lineage)
+        reported = (status.protocol, status.rank, status.lineage)
         wanted = (PROTOCOL, number, trainer.lineage)
-        expect(told == wanted, f"(protocol, rank, lineage) of rank {number} are {told}, not {wanted}")
+        expect(reported == wanted, f"(protocol, rank, lineage) of rank {number} are {reported}, not {wanted}")
         expect(status.step is not None and not status.dirty, f"rank {number} has loaded and says {status}")
 
 
@@ -63,8 +62,8 @@ def lets_its_group_use_the_socket(trainer: TrainerGroup) -> None:
 def can_be_asked_twice_for_each_move(trainer: TrainerGroup) -> None:
     for move, state in ((trainer.offload, TrainerState.OFFLOADED), (trainer.onload, TrainerState.ONLOADED)):
         for _ in range(2):
-            told = {status.state for status in move()}
-            expect(told == {state}, f"after {move.__name__} ranks are {told}")
+            reported = {status.state for status in move()}
+            expect(reported == {state}, f"after {move.__name__} ranks are {reported}")
 
 
 def trains_a_step_once_and_answers_it_again(trainer: TrainerGroup) -> None:
@@ -101,7 +100,7 @@ def answers_its_state_during_a_step(trainer: TrainerGroup) -> None:
 
 
 def makes_progress_in_a_step(trainer: TrainerGroup) -> None:
-    """Or a step that takes longer than its deadline is taken for one that hangs."""
+    """Without progress, a step that takes longer than its deadline counts as hanging."""
     before = [rank.status.progress for rank in trainer.ranks]
     step, files = _next_batch(trainer)
     after = [status.progress for status in trainer.train(step, files)]
@@ -136,26 +135,26 @@ def changes_nothing_for_a_request_that_makes_no_sense(trainer: TrainerGroup) -> 
     for body in ("{", "[]", '{"step": "one"}', '{"step": 1}'):
         code, content = rank.ask_raw("POST", "/v1/train", body)
         expect(code == 400, f"POST /v1/train {body} is answered {code}, not 400")
-        told = TrainerError.model_validate(content)
-        expect(bool(told.error and told.message), f"400 without error and message: {content}")
+        reported = TrainerError.model_validate(content)
+        expect(bool(reported.error and reported.message), f"400 without error and message: {content}")
     expect(rank.status == before, f"senseless requests changed the state: {before}, then {rank.status}")
 
 
 def scores_a_batch_before_it_trains_it(trainer: TrainerGroup) -> None:
-    """Only in a job with a reference."""
+    """Run this only in a job with a reference."""
     step, files = _next_batch(trainer)
     _expect_conflict(trainer, f"training step {step} unscored", lambda: trainer.ranks[0].train(step, files[0]))
     first = trainer.score(step, files)
-    told = {(status.step, status.scored, status.state, status.dirty) for status in first}
+    reported = {(status.step, status.scored, status.state, status.dirty) for status in first}
     wanted = {(step - 1, step, TrainerState.ONLOADED, False)}
-    expect(told == wanted, f"after scoring step {step}, (step, scored, state, dirty) are {told}, not {wanted}")
+    expect(reported == wanted, f"after scoring step {step}, (step, scored, state, dirty) are {reported}, not {wanted}")
     again = trainer.score(step, files)
     expect(first == again, f"asked to score step {step} again, it did not answer what it had: {again[0]}")
     expect({status.step for status in trainer.train(step, files)} == {step}, f"step {step} is scored and not trained")
 
 
 def refuses_to_score_what_is_not_next_or_while_offloaded(trainer: TrainerGroup) -> None:
-    """Only in a job with a reference."""
+    """Run this only in a job with a reference."""
     step, files = _next_batch(trainer)
     _expect_conflict(
         trainer, f"scoring step {step + 1} at step {step - 1}", lambda: trainer.ranks[0].score(step + 1, files[0])
@@ -181,8 +180,8 @@ def exports_what_is_whole_named_and_readable(trainer: TrainerGroup) -> None:
         if manifest.probe is not None:
             lengths = (len(manifest.probe.input_ids), len(manifest.probe.logp) + 1)
             expect(lengths[0] == lengths[1], "a probe has a log-probability for each token but the first")
-    told = {rank.status.exported for rank in trainer.ranks}
-    expect(told == {WeightVersion(step, trainer.lineage)}, f"ranks say that they exported {told}")
+    reported = {rank.status.exported for rank in trainer.ranks}
+    expect(reported == {WeightVersion(step, trainer.lineage)}, f"ranks say that they exported {reported}")
 
 
 def exports_the_same_weights_in_every_pod(trainer: TrainerGroup) -> None:
@@ -191,7 +190,7 @@ def exports_the_same_weights_in_every_pod(trainer: TrainerGroup) -> None:
 
 
 def changes_its_weights_by_training(trainer: TrainerGroup) -> None:
-    """Rewards differ within every group, so there is something to learn from each batch."""
+    """Rewards differ within every group, so each batch teaches something."""
     first, second = (_digests(trainer.export(train_next(trainer))[0]) for _ in range(2))
     expect(
         first != second,
@@ -240,7 +239,7 @@ def saves_while_offloaded(trainer: TrainerGroup) -> None:
 
 
 def outlives_a_checkpoint_that_it_cannot_write(trainer: TrainerGroup) -> None:
-    """A file stands where the checkpoints' directory was: whoever is root can't write there either."""
+    """A file replaces the checkpoints' directory: root can't write there either."""
     step = train_next(trainer)
     place, away = trainer.checkpoints, trainer.checkpoints.with_name("away")
     place.rename(away)
@@ -253,8 +252,8 @@ def outlives_a_checkpoint_that_it_cannot_write(trainer: TrainerGroup) -> None:
     expect(set(answers) == {503}, f"saves that can't be written are answered {answers}, not each 503")
     for status in (rank.status for rank in trainer.ranks):
         expect(status.step == step and status.saved != step, f"after a save that was not written it is {status}")
-    told = {status.saved for status in trainer.save(step)}
-    expect(told == {step}, f"saved step {step} once it could be written, and `saved` is {told}")
+    reported = {status.saved for status in trainer.save(step)}
+    expect(reported == {step}, f"saved step {step} once it could be written, and `saved` is {reported}")
 
 
 def leaves_an_export_as_the_model_if_it_says_so(trainer: TrainerGroup) -> None:
@@ -268,8 +267,8 @@ def leaves_an_export_as_the_model_if_it_says_so(trainer: TrainerGroup) -> None:
     _expect_conflict(trainer, "finishing before the step is saved", lambda: first.finish(version, export, model))
     trainer.save(step)
     for _ in range(2):
-        told = first.finish(version, export, model).finished
-        expect(told == version, f"left {version} as the model, and `finished` is {told}")
+        reported = first.finish(version, export, model).finished
+        expect(reported == version, f"left {version} as the model, and `finished` is {reported}")
     left = {file.name: file.read_bytes() for file in model.iterdir() if file.is_file()}
     expect(
         left == {file.name: file.read_bytes() for file in export.iterdir() if file.is_file()},
@@ -279,7 +278,7 @@ def leaves_an_export_as_the_model_if_it_says_so(trainer: TrainerGroup) -> None:
 
 
 def goes_on_from_its_checkpoint_when_it_is_killed(trainer: TrainerGroup) -> None:
-    """Ends the ranks, and has the next lineage start where they saved."""
+    """End the ranks, and start the next lineage where they saved."""
     saved = train_next(trainer)
     begun = trainer.export(saved)[0]
     trainer.save(saved)
@@ -289,8 +288,8 @@ def goes_on_from_its_checkpoint_when_it_is_killed(trainer: TrainerGroup) -> None
     with TrainerGroup(
         trainer.kind, trainer.folder, size=trainer.size, lineage=trainer.lineage + 1, device=trainer.device
     ) as again:
-        told = {(status.step, status.saved) for status in again.wait_loaded()}
-        expect(told == {(saved, saved)}, f"saved at step {saved}; after a restart (step, saved) are {told}")
+        reported = {(status.step, status.saved) for status in again.wait_loaded()}
+        expect(reported == {(saved, saved)}, f"saved at step {saved}; after a restart (step, saved) are {reported}")
         again.onload()
         same = _digests(begun) == _digests(again.export(saved)[0])
         expect(same, f"weights of step {saved} are others after a restart")
@@ -306,7 +305,7 @@ def goes_on_from_its_checkpoint_when_it_is_killed(trainer: TrainerGroup) -> None
 
 
 def refuses_a_shard_that_is_torn(trainer: TrainerGroup) -> None:
-    """It may end over it; it may not take it for a step."""
+    """The trainer may end; it must not count the shard as a step."""
     step, files = _next_batch(trainer)
     torn = trainer.folder / "torn"
     torn.write_bytes(files[0].read_bytes()[:100])
@@ -322,8 +321,9 @@ def refuses_a_shard_that_is_torn(trainer: TrainerGroup) -> None:
 
 
 def has_rank_0_write_alone_where_pods_share_the_weights(trainer: TrainerGroup) -> None:
-    """In a job whose engines have pods of their own. Each pod is given a place of its own, where what a second writer
-    leaves is seen.
+    """In a job whose engines have pods of their own, rank 0 alone writes.
+
+    Each pod gets a directory of its own here, so that the files of a second writer are seen.
     """
     kind = replace(trainer.kind, is_apart=True)
     with TrainerGroup(
@@ -357,7 +357,7 @@ CHECKS: Sequence[Check] = (
     saves_while_offloaded,
     outlives_a_checkpoint_that_it_cannot_write,
     leaves_an_export_as_the_model_if_it_says_so,
-    goes_on_from_its_checkpoint_when_it_is_killed,  # it ends them
+    goes_on_from_its_checkpoint_when_it_is_killed,  # ends the ranks
     has_rank_0_write_alone_where_pods_share_the_weights,
 )
 
@@ -365,13 +365,13 @@ SCORING: Sequence[Check] = (scores_a_batch_before_it_trains_it, refuses_to_score
 
 
 def checks_of(kind: TrainerKind) -> Sequence[Check]:
-    """Those of scoring too, where there is a reference; the one that ends the ranks, and what needs others, last."""
+    """Return the checks for this kind, with those of scoring if it has a reference. Those that end ranks are last."""
     return (*CHECKS[:-2], *SCORING, *CHECKS[-2:]) if kind.has_reference else CHECKS
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
 def batch(trainer: TrainerGroup, step: int) -> list[Path]:
-    """Random tokens that the trainer's model knows; the same ones for the same step."""
+    """Write shards of random tokens of the model's vocabulary, the same ones for the same step."""
     config = trainer.kind.model / "config.json"
     vocabulary = json.loads(config.read_bytes()).get("vocab_size", 32) if config.exists() else 32
     chance = random.Random(step)
@@ -384,7 +384,7 @@ def batch(trainer: TrainerGroup, step: int) -> list[Path]:
 
 
 def train_next(trainer: TrainerGroup) -> int:
-    """The step that was trained."""
+    """Train the next step and return its number."""
     step, files = _next_batch(trainer)
     trainer.train(step, files)
     return step
@@ -428,7 +428,7 @@ def _digests(folder: Path) -> dict[str, Digest]:
 
 
 def _distance(export: Path, other: Path) -> float:
-    """Between the weights of two exports of one trainer."""
+    """Return the distance between the weights of two exports of one trainer."""
     return math.dist(*([*_some_weights(folder)] for folder in (export, other)))
 
 

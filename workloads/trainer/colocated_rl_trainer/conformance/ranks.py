@@ -1,4 +1,4 @@
-"""Trainer ranks as real processes, asked over their sockets as an agent asks them."""
+"""Trainer ranks as real processes, called over their sockets as an agent calls them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import TrainerEnvironment, TrainerError, TrainerStatus
 
-START_S = 300.0  # importing torch and transformers takes 10 s of a core: a minute, where many share it
+START_S = 300.0  # importing torch and transformers takes 10 s of a core, a minute where many processes share it
 ANSWER_S = 60.0
 
 Answer = TypeVar("Answer")
@@ -39,11 +39,11 @@ class UnexpectedStatus(Exception):
 
 
 class RankLost(Exception):
-    """A rank ended, or did not come to where it was waited for. The message has its output."""
+    """A rank ended, or did not reach the awaited state in time. The message has its output."""
 
 
 class Launch(Protocol):
-    """A process that was started: `subprocess.Popen`, as far as it is needed."""
+    """A process that was started: the part of `subprocess.Popen` that is needed here."""
 
     def poll(self) -> int | None: ...
     @property
@@ -57,7 +57,7 @@ Launcher = Callable[[dict[str, str], Path], Launch]
 
 
 class RankProcess(subprocess.Popen[bytes]):
-    """A process that gets signals together with what it has started, as in a pod."""
+    """A process that receives signals together with its children, as in a pod."""
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:
@@ -65,7 +65,7 @@ class RankProcess(subprocess.Popen[bytes]):
 
 
 class TrainerProcess:
-    """One rank."""
+    """One rank of a trainer."""
 
     def __init__(self, launch: Launcher, environment: dict[str, str], log: Path) -> None:
         self.socket = Path(environment[TrainerEnvironment.SOCKET])
@@ -73,7 +73,10 @@ class TrainerProcess:
         self.process = launch(environment, log)
 
     def ask(self, path: str, body: Mapping[str, object] | None = None) -> TrainerStatus:
-        """GET without a body, POST with one. Raises Refusal, OSError without an answer, ValueError for another one."""
+        """Send GET without a body or POST with one.
+
+        Raises UnexpectedStatus for an error, OSError without an answer, ValueError for an answer that can't be read.
+        """
         code, content = self.ask_raw(
             "GET" if body is None else "POST", path, json.dumps(body) if body is not None else None
         )
@@ -83,7 +86,7 @@ class TrainerProcess:
         return TrainerStatus.model_validate(content)
 
     def ask_raw(self, method: str, path: str, body: str | None = None) -> tuple[int, Any]:
-        """Raises OSError, and ValueError for what is no JSON."""
+        """Return status and JSON body of an answer. Raises OSError, and ValueError if it is not JSON."""
         connection = http.client.HTTPConnection("localhost", timeout=ANSWER_S)
         connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.sock.settimeout(ANSWER_S)
@@ -116,7 +119,7 @@ class TrainerProcess:
         return self.ask("/v1/save", {"step": step, "keep": keep})
 
     def wait_until(self, holds: Callable[[TrainerStatus], bool], within_s: float = START_S) -> TrainerStatus:
-        """Poll the state. Raises NotThere if the process ends or the time is over."""
+        """Poll the state until `holds`. Raises RankLost if the process ends or the time is over."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -136,7 +139,7 @@ class TrainerProcess:
         return [line for line in map(json.loads, lines) if line["event"] == name]
 
     def end(self, how: signal.Signals = signal.SIGKILL, *, within_s: float = ANSWER_S) -> int:
-        """Its exit code. Raises TimeoutError."""
+        """Send a signal and return the exit code. Raises TimeoutError."""
         if self.process.poll() is None:
             self.process.send_signal(how)
         try:
@@ -147,7 +150,7 @@ class TrainerProcess:
 
 @dataclass(frozen=True)
 class TrainerKind:
-    """Whose trainer: its command, and the model and config it takes; in a job with a reference or without.
+    """A trainer to start: its command, model and config, in a job with a reference or without.
 
     is_apart: the job's engines have pods of their own, and all pods share a volume of weights.
     """
@@ -185,7 +188,9 @@ class TrainerGroup:
         (folder / "trainer.json").write_text(json.dumps(kind.config))
         job = job_file(keep=keep, has_reference=kind.has_reference, is_apart=kind.is_apart)
         (folder / "job.json").write_text(json.dumps(job))
-        self._sockets = tempfile.TemporaryDirectory(prefix="ranks-")  # short: a socket's path holds 107 bytes
+        self._sockets = tempfile.TemporaryDirectory(
+            prefix="ranks-"
+        )  # short: the path of a socket has at most 107 bytes
         port = free_port()
         self.ranks = [self._start(rank, port) for rank in range(size)]
 
@@ -197,7 +202,7 @@ class TrainerGroup:
 
     def _start(self, rank: int, port: int) -> TrainerProcess:
         (self.folder / f"pod-{rank}").mkdir(exist_ok=True)
-        told = {
+        variables = {
             TrainerEnvironment.SOCKET: Path(self._sockets.name) / f"{rank}.sock",
             TrainerEnvironment.CONFIG: self.folder / "trainer.json",
             TrainerEnvironment.JOB: self.folder / "job.json",
@@ -211,7 +216,9 @@ class TrainerGroup:
             TrainerEnvironment.MASTER_PORT: port,
             TrainerEnvironment.DEVICE: self.device,
         }
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | {str(name): str(value) for name, value in told.items()}
+        environment = (
+            os.environ | {"OMP_NUM_THREADS": "1"} | {str(name): str(value) for name, value in variables.items()}
+        )
         return TrainerProcess(self._launch, environment, self.folder / f"rank-{rank}-lineage-{self.lineage}.log")
 
     def _run_command(self, environment: dict[str, str], log: Path) -> Launch:
@@ -224,7 +231,7 @@ class TrainerGroup:
         return [rank.wait_loaded() for rank in self.ranks]
 
     def all(self, ask: Callable[[int, TrainerProcess], Answer]) -> list[Answer]:
-        """Ask every rank at once, as the agents of a group do. Raises the first failure, when all have answered."""
+        """Call every rank at once, as the agents of a group do. Raises the first failure when all have answered."""
         with ThreadPoolExecutor(self.size) as pool:
             asked = [pool.submit(ask, number, rank) for number, rank in enumerate(self.ranks)]
         return [answer.result() for answer in asked]
@@ -239,13 +246,13 @@ class TrainerGroup:
         return self.all(lambda number, rank: rank.score(step, shards[number]))
 
     def train(self, step: int, shards: Sequence[Path]) -> list[TrainerStatus]:
-        """As agents do: scored first, where there is a reference."""
+        """Train as agents do: score the batch first if there is a reference."""
         if self.kind.has_reference and any(rank.status.step != step for rank in self.ranks):
             self.score(step, shards)
         return self.all(lambda number, rank: rank.train(step, shards[number]))
 
     def export(self, step: int) -> list[Path]:
-        """The directory of each pod."""
+        """Export on all ranks and return each pod's directory."""
         version = WeightVersion(step, self.lineage)
         folders = [self.export_directory(number, step) for number in range(self.size)]
         self.all(lambda number, rank: rank.export(version, folders[number]))
@@ -268,7 +275,7 @@ def scores_beside(shard: Path) -> Path:
 
 
 def free_port() -> int:
-    """For a server that listens only after a while: one of those that the kernel gives to no connection meanwhile."""
+    """Return a port for a server that listens later: the kernel gives none of this range to a connection meanwhile."""
     while True:
         port = SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Shards of a sealed batch, written as `colocated_rl_api.batch` describes them. Standard library only."""
+"""Writes shards of a sealed batch as `colocated_rl_api.batch` describes them, with the standard library only."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _TYPES = {"int32": ("i", "I32"), "int64": ("q", "I64"), "uint8": ("B", "U8"), "f
 class Example:
     prompt: Sequence[int]
     response: Sequence[int]
-    logp: Sequence[float]  # behaviour, of the response
+    logp: Sequence[float]  # behaviour log-probabilities of the response
     reward: float
     group: int
     token_step: int = 0
-    written: Sequence[bool] | None = None  # by the policy, of the response; all of it when absent
-    reference_logp: Sequence[float] | None = None  # of the response, as logp; of every sample, or of none
+    written: Sequence[bool] | None = None  # tokens of the response that the policy wrote; all when absent
+    reference_logp: Sequence[float] | None = None  # of the response, as logp; every sample has one, or none does
 
     @property
     def mask(self) -> list[bool]:
@@ -36,7 +36,7 @@ class Example:
 def write_shards(
     folder: Path, samples: Sequence[Example], *, step: int, split: Sequence[int] | int, temperature: float = 1.0
 ) -> list[Path]:
-    """One file per rank. split: number of ranks, dealt out in turn, or the rank of each sample."""
+    """Write one file per rank. split: number of ranks, which get samples in turn, or the rank of each sample."""
     ranks = [number % split for number in range(len(samples))] if isinstance(split, int) else list(split)
     shards = split if isinstance(split, int) else max(split) + 1
     rewards: dict[int, list[float]] = {}
@@ -63,7 +63,7 @@ def write_shards(
 
 
 def columns(samples: Sequence[Example], rewards: Mapping[int, Sequence[float]]) -> dict[str, tuple[str, Values]]:
-    """Name to type and values; rewards: of each whole group."""
+    """Return type and values of each column by name. rewards: of each whole group."""
     lengths = [len(sample.prompt) + len(sample.response) for sample in samples]
     return {
         "tokens": ("int32", [token for s in samples for token in (*s.prompt, *s.response)]),
@@ -88,7 +88,7 @@ def columns(samples: Sequence[Example], rewards: Mapping[int, Sequence[float]]) 
 
 
 def _by_token(samples: Sequence[Example], responses: Sequence[Sequence[float]]) -> tuple[str, Values]:
-    """0 for tokens of prompts."""
+    """Return a column of responses' values, with 0 for tokens of prompts."""
     of_each = zip(samples, responses, strict=True)
     return "float32", [logp for s, response in of_each for logp in (*[0.0] * len(s.prompt), *response)]
 
