@@ -1,4 +1,4 @@
-"""The reference trainer learns from rewards alone, also on samples of older weights; with learning rate 0 it does not.
+"""The default trainer learns from rewards alone, also on samples of older weights; with learning rate 0 it does not.
 
 The task: write the prompt's token, three times. A random model is right once in `VOCABULARY`; torch itself samples.
 """

@@ -25,9 +25,9 @@ TOY = str(CHECKOUT.root / "tests/fakes/toy_trainer.py")
 COMMANDS = {
     "toy": [sys.executable, TOY],
     "own": [sys.executable, str(CHECKOUT.root / "examples/own_trainer/trainer.py")],
-    "reference": [sys.executable, "-m", "colocated_rl_trainer"],
+    "grpo": [sys.executable, "-m", "colocated_rl_trainer"],
 }
-REFERENCE_CONFIG = {"learningRate": 1e-3, "minibatches": 2, "threads": 1}
+GRPO_CONFIG = {"learningRate": 1e-3, "minibatches": 2, "threads": 1}
 
 
 @pytest.fixture(scope="module", params=COMMANDS)
@@ -35,7 +35,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """All ranks of one trainer, onloaded."""
     folder = tmp_path_factory.mktemp("t")
     name = request.param
-    config = REFERENCE_CONFIG if name == "reference" else {}
+    config = GRPO_CONFIG if name == "grpo" else {}
     kind = TrainerKind(name, COMMANDS[name], write_tiny_model(folder / "model"), config)
     with TrainerGroup(kind, folder, size=RANKS) as group:
         group.wait_loaded()
@@ -45,10 +45,10 @@ def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def scoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
-    """The reference trainer, in a job with a reference."""
+    """The default trainer, in a job with a reference."""
     folder = tmp_path_factory.mktemp("s")
-    config = REFERENCE_CONFIG | {"klCoefficient": 0.1}
-    kind = TrainerKind("scoring", COMMANDS["reference"], write_tiny_model(folder / "model"), config, has_reference=True)
+    config = GRPO_CONFIG | {"klCoefficient": 0.1}
+    kind = TrainerKind("scoring", COMMANDS["grpo"], write_tiny_model(folder / "model"), config, has_reference=True)
     with TrainerGroup(kind, folder, size=RANKS) as group:
         group.wait_loaded()
         group.onload()

@@ -38,7 +38,7 @@ SAMPLES = 24
 @pytest.fixture(scope="module")
 def kind(tmp_path_factory: pytest.TempPathFactory) -> TrainerKind:
     model = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-    return TrainerKind("reference", [sys.executable, "-m", "colocated_rl_trainer"], model, CONFIG)
+    return TrainerKind("grpo", [sys.executable, "-m", "colocated_rl_trainer"], model, CONFIG)
 
 
 @dataclass

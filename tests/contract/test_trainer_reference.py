@@ -144,7 +144,7 @@ def test_penalty_without_a_reference_is_refused_at_the_start(model: Path, tmp_pa
 
 def test_a_pass_of_the_reference_is_every_ranks_or_nobodys(model: Path, tmp_path: Path) -> None:
     """A rank whose pod was replaced has lost its scores: a model that is spread over ranks needs all of them."""
-    kind = TrainerKind("reference", [], model, {"klCoefficient": 0.1, "threads": 1}, has_reference=True)
+    kind = TrainerKind("grpo", [], model, {"klCoefficient": 0.1, "threads": 1}, has_reference=True)
     files = write_shards(tmp_path, make_samples(1), step=1, split=2)
     kept = [scores_beside(file) for file in files]
 

@@ -1,4 +1,4 @@
-"""The reference trainer on recorded batches: what two replays of one recording leave is the same, bit by bit.
+"""The default trainer on recorded batches: what two replays of one recording leave is the same, bit by bit.
 
 With more or fewer ranks from some step on it is the same but for rounding.
 """

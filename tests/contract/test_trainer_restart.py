@@ -102,7 +102,7 @@ class Lost(Exception):
 @pytest.fixture(scope="module")
 def kind(tmp_path_factory: pytest.TempPathFactory) -> TrainerKind:
     model = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-    return TrainerKind("reference", [], model, CONFIG, has_reference=True)
+    return TrainerKind("grpo", [], model, CONFIG, has_reference=True)
 
 
 @pytest.fixture(scope="module")

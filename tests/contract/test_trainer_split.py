@@ -66,7 +66,7 @@ class Steps:
         if split == "uneven":
             dealt = [min(number // 3, ranks - 1) for number in range(SAMPLES)]
         files = write_shards(folder, make_samples(), step=3, split=dealt)
-        kind = TrainerKind("reference", [], self.model, config, has_reference="klCoefficient" in config)
+        kind = TrainerKind("grpo", [], self.model, config, has_reference="klCoefficient" in config)
         with TrainerGroup(kind, folder, size=ranks, launch=launch) as group:
             group.wait_loaded()
             group.onload()

@@ -1,4 +1,4 @@
-"""What a step of the reference trainer computes, against a plain implementation; and what a step may not do."""
+"""What a step of the default trainer computes, against a plain implementation; and what a step may not do."""
 
 from __future__ import annotations
 

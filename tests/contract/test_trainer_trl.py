@@ -1,4 +1,4 @@
-"""The reference trainer against trl, on the same batch and weights: advantages, ratios, KL, loss and gradient.
+"""The default trainer against trl, on the same batch and weights: advantages, ratios, KL, loss and gradient.
 
 Both passes over the batch are compared: in the second the policy is no longer what the step began with, so the ratio is
 clipped and there is a divergence. trl begins it with the weights that our first update led to.

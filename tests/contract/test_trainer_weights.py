@@ -1,4 +1,4 @@
-"""What the reference trainer writes: weights that load back as they were, under the names that loaders look for."""
+"""What the default trainer writes: weights that load back as they were, under the names that loaders look for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference trainer as the only rank of its group, without a process of its own: for what one step computes."""
+"""The default trainer as the only rank of its group, without a process of its own: for what one step computes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def only_rank(
 
 
 class OneRank:
-    """The reference trainer. reference_apart: the job's has devices of its own, and batches come with its scores."""
+    """The default trainer. reference_apart: the job's has devices of its own, and batches come with its scores."""
 
     def __init__(
         self,

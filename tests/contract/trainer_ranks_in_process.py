@@ -1,4 +1,4 @@
-"""Ranks of the reference trainer without the protocol: each a process that does one function and tells its result."""
+"""Ranks of the default trainer without the protocol: each a process that does one function and tells its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference trainer under watch: it writes each gradient down, and dies by SIGKILL where it is told to.
+"""The default trainer under watch: it writes each gradient down, and dies by SIGKILL where it is told to.
 
 Ranks are forked from a process that has imported torch already: dozens of them are started in the time of one.
 """

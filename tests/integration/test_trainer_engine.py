@@ -1,6 +1,6 @@
 """Trainer and engine agree on log-probabilities: of tokens the real engine has just sampled, at every version.
 
-One loop as a job has it, without the job: SGLang samples, the reference trainer takes a step and exports, SGLang loads.
+One loop as a job has it, without the job: SGLang samples, the default trainer takes a step and exports, SGLang loads.
 Also of a sample that goes on over several of these, each of its tokens with the weights that it names.
 """
 
