@@ -33,13 +33,13 @@ class ConnectionThreads(socketserver.ThreadingMixIn):
     daemon_threads = True
 
     def handle_error(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        """Log what is a bug. A caller that disconnected gets no answer: it may ask again."""
+        """Log a bug. A caller that disconnected gets no answer: it may ask again."""
         if not isinstance(sys.exc_info()[1], OSError):
             _LOG.error("request not answered", exc_info=True)
 
 
 class JSONHandler(http.server.BaseHTTPRequestHandler):
-    """HTTP/1.1 whose errors are objects of the protocol, `error_type`."""
+    """Speaks HTTP/1.1 and answers errors as JSON of `error_type`."""
 
     protocol_version = "HTTP/1.1"
     error_type: type[TrainerError | ScoreError]

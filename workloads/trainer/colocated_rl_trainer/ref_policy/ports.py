@@ -71,7 +71,7 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
 
 
 class ScorePort(_Port):
-    """Serves POST /v1/score. tls: the files of `names.TLS_DIR`. vocabulary: size of the model's, once it is loaded.
+    """Serves POST /v1/score. tls: the files of `names.TLS_DIR`. vocabulary: its size, once the model is loaded.
 
     deadline_s: for an answer, from the end of the request. unauthenticated_s: for a caller to show the token.
     Raises ValueError or OSError when a file is unusable, or the port is taken.

@@ -181,7 +181,7 @@ def form_group(
 
 
 def interface_towards(address: str) -> str:
-    """Name of the network interface that owns the route to `address` (IPv6, IPv4 or a name for it).
+    """Return the network interface that owns the route to `address` (IPv6, IPv4 or a name for it).
 
     Left to itself, gloo asks what the host's own name resolves to: in a pod often loopback, or nothing.
     Raises GroupLost if no interface has that address.

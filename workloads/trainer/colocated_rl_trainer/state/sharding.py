@@ -31,7 +31,7 @@ class CheckpointBroken(Exception):
 
 
 def divide(model: PreTrainedModel, device: torch.device, *, ranks: int) -> None:
-    """Keep this rank's part of the model's parameters alone, on `device`. Collective."""
+    """Keep only this rank's part of the model's parameters, on `device`. Collective."""
     mesh = _mesh(device.type, ranks)
     layers: list[nn.Module] = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     for module in (*layers, model):

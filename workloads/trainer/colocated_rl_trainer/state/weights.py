@@ -94,7 +94,7 @@ def count_parameters(directory: Path) -> int:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep each layer's input alone and recompute the rest in the backward pass: less memory, a third more work."""
+    """Keep only each layer's input and recompute the rest in the backward pass: less memory, a third more work."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
