@@ -110,11 +110,7 @@ def run(kubectl: Played, capsys: pytest.CaptureFixture[str]) -> Callable[..., Do
     """The program in this process."""
 
     def run(*words: str) -> Done:
-        try:
-            code = program.run(words, kubectl.environment)
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return Done(code, *capsys.readouterr())
+        return Done(program.run(words, kubectl.environment), *capsys.readouterr())
 
     return run
 
@@ -589,9 +585,7 @@ def test_help_and_completion_load_no_library() -> None:
     """Each took a second: aiohttp, rich and the models were loaded to print words."""
     libraries = {"aiohttp", "asyncio", "pydantic", "rich", "yaml"}
     for words in (["--help"], ["explain", "--help"], ["__complete", "explain", "sums", "-"]):
-        run = (
-            f"import sys; from colocated_rl_cli.__main__ import run\ntry: run({words}, {{}})\nexcept SystemExit: pass\n"
-        )
+        run = f"import sys; from colocated_rl_cli.__main__ import run; run({words}, {{}});"
         report = f"sys.stderr.write(' '.join(sys.modules.keys() & {libraries}))"
         done = subprocess.run([sys.executable, "-c", run + report], capture_output=True, text=True, check=True)
         assert ("", True) == (done.stderr, bool(done.stdout))

@@ -1,6 +1,6 @@
 """Run the program: `kubectl crlj`, `colocated-rl`, and `kubectl_complete-crlj`, by which kubectl completes words.
 
-Help and completion answer without loading a library: what commands need is imported when one of them runs.
+Help and completion answer without loading the libraries that only commands need: those are imported when one runs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import click
+
 from colocated_rl_cli import completion
-from colocated_rl_cli.base.errors import CliError, Exit
+from colocated_rl_cli.base.errors import Exit
 from colocated_rl_cli.base.output import print_error, print_out
 from colocated_rl_cli.parser import build
 
@@ -25,7 +27,7 @@ def main() -> int:
 
 
 def run(words: Sequence[str], environment: Mapping[str, str], *, prog: str = "colocated-rl") -> int:
-    """Return the exit code. Raises SystemExit as argparse does: for --help, and for wrong words."""
+    """Return the exit code."""
     try:
         try:
             return _answer(words, environment, prog)
@@ -41,22 +43,19 @@ def run(words: Sequence[str], environment: Mapping[str, str], *, prog: str = "co
 
 
 def _answer(words: Sequence[str], environment: Mapping[str, str], prog: str) -> int:
-    parser = build(prog)
+    program = build(prog)
     if words and words[0] == COMPLETE:
-        for candidate in completion.complete(parser, words[1:], environment):
+        for candidate in completion.complete(program, words[1:], environment):
             print_out(candidate)
         return Exit.FINE
-    args = parser.parse_args(words)
-    args.environment = environment
-    try:
-        from colocated_rl_cli import commands
-
-        return commands.run(args)
-    except CliError as error:
-        print_error(f"{prog} {args.command}: {error}")
-        return error.code
-    except KeyboardInterrupt:
-        return Exit.INTERRUPTED
+    try:  # not program.main(), which has exit codes of its own for a broken pipe
+        with program.make_context(prog, [*words], obj=environment) as context:
+            return int(program.invoke(context))
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.exceptions.Exit as ended:  # after --help
+        return ended.exit_code
 
 
 def complete() -> int:

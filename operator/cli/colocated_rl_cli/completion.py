@@ -6,9 +6,13 @@ commands. Names of jobs come from the cluster; if it does not answer soon, there
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+from click.shell_completion import ShellComplete
 
 from colocated_rl_cli.base.errors import CliError
 
@@ -34,80 +38,33 @@ complete -c colocated-rl -a '(colocated-rl __complete (commandline -opc)[2..] (c
 }
 
 
-def complete(parser: argparse.ArgumentParser, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return what the last of these words may become, sorted."""
+def complete(program: click.Group, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return what the last of these words may become, sorted; no options of one letter."""
     *before, typed = words or [""]
-    candidates = _candidates(parser, before, typed, environment)
-    return sorted(one for one in candidates if one.startswith(typed))
+    found = ShellComplete(program, {"obj": environment}, "", "").get_completions(before, typed)
+    return sorted(one.value for one in found if not re.fullmatch("-[a-z]", one.value))
 
 
-def _candidates(
-    parser: argparse.ArgumentParser, before: Sequence[str], typed: str, environment: Mapping[str, str]
-) -> list[str]:
-    commands = subparsers(parser)
-    place = next((place for place, word in enumerate(before) if word in commands), None)
-    if place is None:
-        is_open = not before or before[0].startswith("-")
-        return [*commands, *_flags(parser)] if is_open else []
-    chosen = commands[before[place]]
-    before = [before[place], *before[:place], *before[place + 1 :]]  # options of the cluster may stand before it
-    if option := _open_option(chosen, before):
-        return [str(choice) for choice in option.choices or ()]
-    if typed.startswith("-"):
-        return _flags(chosen)
-    return _positionals(chosen, before, environment)
-
-
-def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the commands' own parsers by name."""
-    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to ask
-        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
-            return dict(action.choices)
-    return {}
-
-
-def _flags(parser: argparse.ArgumentParser) -> list[str]:
-    every = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001
-    return [flag for flag in every if flag.startswith("--")]
-
-
-def _open_option(parser: argparse.ArgumentParser, before: Sequence[str]) -> argparse.Action | None:
-    """Return the option whose value is being typed, or None."""
-    for action in parser._actions:  # noqa: SLF001
-        if before[-1] in action.option_strings and action.nargs != 0:
-            return action
-    return None
-
-
-def _positionals(parser: argparse.ArgumentParser, before: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    for action in parser._actions:  # noqa: SLF001
-        if action.option_strings:
-            continue
-        if action.choices is not None:
-            return [str(choice) for choice in action.choices]
-        if action.dest == "job":
-            return _jobs(parser, before, environment)
-    return []
-
-
-def _jobs(parser: argparse.ArgumentParser, before: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+def complete_jobs(context: click.Context, _: click.Parameter, typed: str) -> list[str]:
     """Return the names of the jobs in the namespace and cluster that the words so far name."""
     import asyncio
 
     from colocated_rl_cli.cluster.api import Api
     from colocated_rl_cli.cluster.kubectl import Login
 
-    known = argparse.Namespace(namespace=None, context=None, kubeconfig=None)
-    try:
-        parser.parse_known_args([*before[1:], "x"], known)
-    except SystemExit:
-        return []  # words that are wrong already
+    known = given(context)
 
     async def ask() -> list[str]:
-        login = Login.of(environment, kubeconfig=known.kubeconfig, context=known.context)
-        async with asyncio.timeout(NAMES_DEADLINE_S), Api.reach(login, known.namespace) as api:
-            return await api.job_names()
+        login = Login.of(context.obj, kubeconfig=known["kubeconfig"], context=known["context"])
+        async with asyncio.timeout(NAMES_DEADLINE_S), Api.reach(login, known["namespace"]) as api:
+            return [name for name in await api.job_names() if name.startswith(typed)]
 
     with contextlib.suppress(CliError, TimeoutError):
         return asyncio.run(ask())
     return []
+
+
+def given(context: click.Context) -> dict[str, Any]:
+    """Return a command's arguments; options of the cluster may stand before the command, too."""
+    before = context.parent.params if context.parent else {}
+    return context.params | {name: value for name, value in before.items() if context.params.get(name) is None}

@@ -6,15 +6,16 @@ the text that only the page has.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
+from click import Choice, Option
+
 from colocated_rl_cli.base.errors import Exit
-from colocated_rl_cli.completion import subparsers
 from colocated_rl_cli.explain.remedies import REMEDIES
-from colocated_rl_cli.parser import COMMANDS, Command, build
+from colocated_rl_cli.parser import CLUSTER, COMMANDS, Command
 
 PAGE = Path("docs/cli.md")
 
@@ -80,9 +81,8 @@ def page() -> str:
     lines = [HEAD, "| command | in the job's namespace | has it |", "|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in RIGHTS]
     lines += [RIGHTS_NOTE, "## Commands", ""]
-    parsers = subparsers(build("kubectl crlj"))
     for command in COMMANDS:
-        lines += _command(command, parsers[command.name])
+        lines += _command(command)
     lines += ["## Exit codes", "", "| code | means |", "|---|---|"]
     lines += [f"| {code.value} | {_MEANS[code]} |" for code in Exit]
     lines += ["", TAIL, "| reason | means | to do | heals by itself |", "|---|---|---|---|"]
@@ -102,23 +102,22 @@ _MEANS = {
 }
 
 
-def _command(command: Command, parser: argparse.ArgumentParser) -> Iterator[str]:
+def _command(command: Command) -> Iterator[str]:
     yield f"### {command.name}"
     yield ""
-    yield f"{parser.description}{f' {command.more}' if command.more else ''}"
+    yield f"{command.help}{f' {command.more}' if command.more else ''}"
     yield ""
     yield "| word | |"
     yield "|---|---|"
-    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to ask
-        if "--help" in action.option_strings or action.dest in ("namespace", "context", "kubeconfig"):
+    for param in command.params:
+        if param in CLUSTER:
             continue
-        words = ", ".join(action.option_strings) or str(action.metavar or action.dest)
-        if action.option_strings and action.nargs != 0:
-            words += f" {action.metavar or '|'.join(map(str, action.choices or ()))}"
-        elif action.choices:
-            words = "|".join(map(str, action.choices))
-        text = str(action.help or "") % {"default": action.default}
-        yield f"| `{words.replace('|', chr(92) + '|')}` | {text} |"
+        choices = "|".join(param.type.choices) if isinstance(param.type, Choice) else ""
+        if isinstance(param, Option):
+            words = ", ".join(param.opts) + ("" if param.is_flag else f" {param.metavar or choices}")
+        else:
+            words = choices or str(param.metavar)
+        yield f"| `{words.replace('|', chr(92) + '|')}` | {param.help} |"
     if command.is_of_cluster:
         yield "| `-n`, `--context`, `--kubeconfig` | as kubectl's |"
     yield ""
@@ -126,7 +125,7 @@ def _command(command: Command, parser: argparse.ArgumentParser) -> Iterator[str]
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the page, or check it; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m colocated_rl_cli.document", description=__doc__.split("\n")[0])
+    parser = ArgumentParser(prog="python -m colocated_rl_cli.document", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is out of date")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository; the working directory by default")
     options = parser.parse_args(arguments)

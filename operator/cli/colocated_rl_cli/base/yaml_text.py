@@ -4,6 +4,8 @@ The server decodes with Go's YAML 1.1 and then JSON. It resolves plain scalars d
 number, `1:30` is not, `0o17` is 15), so they are resolved here. As in the server, a tab between words is a space, and a
 tab that indents is an error. Like the server's strict validation, this refuses a key that comes twice, text that is not
 YAML, and a number that JSON cannot express.
+
+ruamel.yaml would replace the positions alone: scalars, tabs, merges, limits and errors would still be decided here.
 """
 
 from __future__ import annotations
