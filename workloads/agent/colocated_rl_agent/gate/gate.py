@@ -25,6 +25,8 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from colocated_rl_agent.drivers.base import DriverError
 from colocated_rl_agent.gate.call import Call, Malformed
@@ -53,7 +55,6 @@ MAX_HELD_BYTES = 192 * 1024 * 1024  # for all requests together: past it nothing
 MAX_LARGE = 64  # large chunks that are read at the same time: a switch ends all requests at once
 MAX_LARGE_BYTES = 64 * 1024 * 1024  # of them together, before they are whole
 STATE = "/v1/gate"
-BY_PATH = {dialect.path: dialect for dialect in DIALECTS}
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,13 @@ class Backend:
     version: WeightVersion
     abort: Callable[[str], Awaitable[None]]  # one request, by its id at the engine
     vocabulary: int | None = None  # token ids are below it; None: nobody knows
+
+
+class Route(NamedTuple):
+    """The one method that a path takes, and its handler."""
+
+    method: str
+    serve: Callable[[Call], Awaitable[None]]
 
 
 class Gate:
@@ -87,6 +95,8 @@ class Gate:
         self._settled = asyncio.Event()
         self._settled.set()
         self._news = asyncio.Event()
+        self._routes = {dialect.path: Route("POST", partial(self._serve, dialect)) for dialect in DIALECTS}
+        self._routes[STATE] = Route("GET", self._serve_state)
         self.epoch = 0
         self.in_flight = 0
 
@@ -128,16 +138,14 @@ class Gate:
         await self._settled.wait()
 
     async def serve(self, call: Call) -> None:
-        """Answers whatever comes to the data port."""
-        dialect = BY_PATH.get(call.path)
-        if dialect is None and call.path != STATE:
+        """Answer a call that came to the data port."""
+        route = self._routes.get(call.path)
+        if route is None:
             call.refuse(404, f"{call.path!r} is not served here")
-        elif call.method != (allowed := "GET" if dialect is None else "POST"):
-            call.refuse(405, f"{call.path} takes {allowed}", more=f"Allow: {allowed}\r\n")
-        elif dialect is None:
-            await self._serve_state(call)
+        elif call.method != route.method:
+            call.refuse(405, f"{call.path} takes {route.method}", more=f"Allow: {route.method}\r\n")
         else:
-            await self._serve(dialect, call)
+            await route.serve(call)
 
     # --------------------------------------------------------------------------------------------------- the state
     def _tell(self) -> None:
