@@ -1,1 +1,1 @@
-"""What the agent does next, and why that is safe: a function of facts and target. Pure."""
+"""The planner chooses the agent's next safe action as a pure function of facts and target."""

@@ -1,7 +1,7 @@
-"""What an agent can do to its pod, as values. `facts.next_action` chooses one, `agent` carries it out.
+"""These values are the actions of an agent on its pod. `next_actions` chooses them, `agent` carries them out.
 
-Actions of one lane never run side by side; an action that overrides cancels what runs in its lane. While an action runs
-it keeps being chosen, so equal values mean "go on": deadlines in them are points in time, not durations.
+Actions of one lane never run side by side; an action that overrides cancels the one running in its lane. The planner
+keeps choosing an action while it runs, so equal values mean "go on": deadlines are points in time, not durations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Action:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do before something changes, or until a point in time. A `reason` other than "" is a problem."""
+    """Do nothing before something changes, or until a point in time. A `reason` other than "" is a problem."""
 
     until: float | None = None
     reason: str = ""
@@ -56,7 +56,7 @@ class StartEngine(_Action):
 
 @dataclass(frozen=True)
 class AwaitEngine(_Action):
-    """Until it answers and is what a switch needs."""
+    """Wait until the engine answers and has what a switch needs."""
 
     lane = Lane.ENGINE
     until: float
@@ -64,18 +64,18 @@ class AwaitEngine(_Action):
 
 @dataclass(frozen=True)
 class KillEngine(_Action):
-    """The process group, and wait until it is reaped: from then on the engine is absent."""
+    """Kill the engine's process group and wait until it is reaped: from then on the engine is absent."""
 
     lane = Lane.ENGINE
     overrides = True
     reason: str
-    is_fault: bool = False  # the engine's: it counts as lost, and the next start may wait
-    doubts: WeightVersion | None = None  # weights that it was not shown to hold
+    is_fault: bool = False  # the engine is at fault: it counts as lost, and the next start may wait
+    doubts: WeightVersion | None = None  # no check has shown that the engine holds these weights
 
 
 @dataclass(frozen=True)
 class AbortAll(_Action):
-    """Until nothing is in flight."""
+    """Abort all requests at the engine until nothing is in flight."""
 
     lane = Lane.ENGINE
     until: float
@@ -93,7 +93,7 @@ class Flush(_Action):
 
 @dataclass(frozen=True)
 class Release(_Action):
-    """All tags that the job offloads, in one call."""
+    """Release all tags that the job offloads, in one call."""
 
     lane = Lane.ENGINE
 
@@ -106,7 +106,7 @@ class Resume(_Action):
 
 @dataclass(frozen=True)
 class VerifyExport(_Action):
-    """Every file against the manifest, before an engine sees it: it takes missing and torn tensors in silence."""
+    """Compare every file with the manifest before an engine loads it: it accepts missing and torn tensors silently."""
 
     lane = Lane.ENGINE
     version: WeightVersion
@@ -114,7 +114,7 @@ class VerifyExport(_Action):
 
 @dataclass(frozen=True)
 class Update(_Action):
-    """Load the export, and read the version back; and the checksum, where the job asks for it."""
+    """Load the export and read back the version, and the checksum if the job asks for it."""
 
     lane = Lane.ENGINE
     version: WeightVersion
@@ -122,7 +122,7 @@ class Update(_Action):
 
 @dataclass(frozen=True)
 class Continue(_Action):
-    """Until the engine says that it takes requests."""
+    """Continue generation, and wait until the engine reports that it takes requests."""
 
     lane = Lane.ENGINE
 
@@ -142,7 +142,7 @@ class StartTrainers(_Action):
 
 @dataclass(frozen=True)
 class AwaitTrainers(_Action):
-    """Until every rank has loaded its checkpoint."""
+    """Wait until every rank has loaded its checkpoint."""
 
     lane = Lane.TRAINERS
     until: float
@@ -150,7 +150,7 @@ class AwaitTrainers(_Action):
 
 @dataclass(frozen=True)
 class StopTrainers(_Action):
-    """Every rank of the pod, and wait until all are reaped."""
+    """Stop every rank of the pod and wait until all are reaped."""
 
     lane = Lane.TRAINERS
     overrides = True
@@ -170,7 +170,7 @@ class Onload(_Action):
 
 @dataclass(frozen=True)
 class Score(_Action):
-    """The reference's log-probabilities of a batch."""
+    """Compute the reference model's log-probabilities of a batch."""
 
     lane = Lane.TRAINERS
     step: int
@@ -195,7 +195,7 @@ class Offload(_Action):
 
 @dataclass(frozen=True)
 class Save(_Action):
-    """A checkpoint of the finished step, while rollout runs."""
+    """Save a checkpoint of the finished step while rollout runs."""
 
     lane = Lane.TRAINERS
     step: int
@@ -203,7 +203,7 @@ class Save(_Action):
 
 @dataclass(frozen=True)
 class SaveModel(_Action):
-    """Leave the export as the job's model."""
+    """Save the export as the job's final model."""
 
     lane = Lane.TRAINERS
     version: WeightVersion
@@ -211,7 +211,7 @@ class SaveModel(_Action):
 
 @dataclass(frozen=True)
 class RemoveExports(_Action):
-    """All but one version."""
+    """Remove all exports but one version."""
 
     lane = Lane.TRAINERS
     keep: WeightVersion
@@ -219,7 +219,7 @@ class RemoveExports(_Action):
 
 @dataclass(frozen=True)
 class EndPod(_Action):
-    """Everything has ended: the runner may, too."""
+    """Let the runner exit, since everything else has ended."""
 
     lane = Lane.POD
     code: int

@@ -1,36 +1,37 @@
-"""The action table: from what the agent knows and where the operator wants the pod, the next safe actions. Pure.
+"""This table derives the next safe actions from the agent's view of the pod and the operator's target. Pure.
 
-Level-triggered: called after every change, it stores nothing, so an agent that was restarted in the middle of a switch
-goes on where the facts stand. Read top to bottom it is the ladder: first the time-sliced one, on which engine and
-trainers take turns, then the resident one, on which each goes on by itself until there are new weights, then the
-disaggregated one, on which they do so in pods of their own; last, where there is one side alone, either by itself.
+It is level-triggered: called after every change, it stores nothing, so an agent restarted in the middle of a switch
+goes on from the facts. From top to bottom it follows the ladders: first time-sliced, where engine and trainers take
+turns; then resident, where each works by itself until there are new weights; then disaggregated, where they do so in
+pods of their own; last, jobs with only an engine or only trainers.
 
-It never goes beyond the target's rung, and never back because a target of the same version is lower. Whatever it
-chooses:
+It never goes beyond the target's rung, and never back because a target of the same version is lower. For every
+placement:
 
-* an engine whose state can't be known is replaced, never repaired; a trainer that failed is stopped, and the operator
+* an engine in an unknown state is replaced, never repaired; a failed trainer is stopped, and the operator
   decides on a new lineage: a rank alone can't rejoin its group;
-* an engine starts on, and is updated to, an export that was compared with its manifest;
-* no third engine starts on an export that two were not shown to hold: the operator fails the step;
+* an engine starts on, and is updated to, only an export that was compared with its manifest;
+* no third engine starts on an export after checks failed to show that two engines held it: the operator fails the step;
 * the gate opens last.
 
 Time-sliced:
 
-* nothing is released unless the engine is settled, paused and drained since the gate last closed, and nothing twice;
-* no trainer is let onto the device while an engine maps memory, and no engine is started or resumed while a trainer is
+* memory is released only if the engine is settled, paused and drained since the gate last closed, and never twice;
+* no trainer moves onto the device while an engine maps memory, and no engine is started or resumed while a trainer is
   on it (an engine without a process maps nothing).
 
 Resident:
 
 * nothing is released, resumed or offloaded;
-* no gate closes for a switch before the new weights are there, and an engine takes them settled, paused and drained.
+* no gate closes for a switch before the new weights are there, and an engine loads them only settled, paused and
+  drained.
 
-Disaggregated, besides:
+Disaggregated, in addition:
 
-* what other pods may still start on is removed only when every engine has newer weights, and for want of room never
-  what they serve;
-* an engine that comes back starts on what the operator says that all can take, never on less than the target's version
-  once that is here.
+* an export that other pods may still start on is removed only when every engine has newer weights; one that they serve
+  is never removed to make room;
+* a replaced engine starts on the version that the operator names as loadable by all, never on an older one than the
+  target's once that is here.
 """
 
 from __future__ import annotations
@@ -75,32 +76,32 @@ from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 
-INTERRUPT_S = 10.0  # for an abort to end what is in flight: the rest of settle_s is for responses to finish
-TERMINATED = 143  # exit code of a container that was told to end: 128 + SIGTERM
+INTERRUPT_S = 10.0  # time for an abort to end requests in flight: the rest of settle_s is for responses to finish
+TERMINATED = 143  # exit code of a container that got SIGTERM: 128 + SIGTERM
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the job says about a switch, as far as the table depends on it."""
+    """The rules hold the job's settings for a switch, as far as the table depends on them."""
 
     ladder: Ladder
     settle_s: float
     checkpoint_every: int
     verify: Verify
-    waits: bool = False  # for responses under way to finish
+    waits: bool = False  # a switch lets responses in flight finish before it interrupts them
 
     def asks_for(self, target: PodTarget, rung: Rung) -> bool:
-        """Whether the target lies at `rung` or above it."""
+        """Return whether the target lies at `rung` or above it."""
         return self.ladder.reaches(target.rung, rung)
 
     @property
     def wait_s(self) -> float:
-        """From the closing of the gate to an abort."""
+        """Return the seconds between closing the gate and aborting requests."""
         return max(self.settle_s / 2, self.settle_s - INTERRUPT_S) if self.waits else 0.0
 
     @property
     def releases(self) -> bool:
-        """Whether engines give their memory up for the trainers."""
+        """Return whether engines release their memory for the trainers."""
         return self.ladder.takes_turns
 
     def lets_trainers_work(self, target: PodTarget) -> bool:
@@ -114,7 +115,7 @@ class Rules:
 
 
 def next_actions(pod: PodView, target: PodTarget | None, rules: Rules) -> tuple[Action | Wait, ...]:
-    """The next safe action, or what is being waited for; of engine and trainers each, where they don't take turns."""
+    """Return the next safe action or wait; one each for engine and trainers if they don't take turns."""
     if pod.stopped:
         return (Wait(),)
     if not pod.runner_known:
@@ -141,7 +142,7 @@ def next_actions(pod: PodView, target: PodTarget | None, rules: Rules) -> tuple[
 
 
 def _replace(pod: PodView) -> Action | Wait | None:
-    """What can't go on as it is, whatever the target."""
+    """Return the action that stops a broken engine or trainer, whatever the target, or None."""
     engine = pod.engine
     if pod.gate_open and (engine.state is not EngineState.READY or engine.paused or engine.broken is not None):
         return CloseGate()
@@ -166,7 +167,7 @@ def _take_turns(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
 
 
 def _lower(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
-    """Sealed to Released. None once no engine maps memory, or when the engine is on its way up already."""
+    """Take the engine from Sealed to Released. Return None once it maps no memory or is on its way up already."""
     engine = pod.engine
     if pod.gate_open:
         return CloseGate()
@@ -192,7 +193,7 @@ def _lower(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
 
 
 def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
-    """To the export of the target's version. None once it is whole."""
+    """Take the trainers to the export of the target's version. Return None once it is whole."""
     ranks, at = pod.ranks, target.version
     if not rules.lets_trainers_work(target):
         return Wait()
@@ -210,17 +211,17 @@ def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
     if not rules.asks_for(target, Rung.EXPORTED):
         return Wait()
     if any(rank.exported != at for rank in ranks):
-        kept = target.weights if rules.ladder.placement is Placement.DISAGGREGATED else pod.whole  # what engines serve
+        kept = target.weights if rules.ladder.placement is Placement.DISAGGREGATED else pod.whole  # engines serve it
         if pod.crowded is None:
-            return Wait()  # the volume is being looked at
-        if pod.crowded and kept is not None:  # of a switch that was given up: there is no room for all
+            return Wait()  # the agent is listing the volume
+        if pod.crowded and kept is not None:  # left by an abandoned switch: there is no room for all
             return RemoveExports(keep=kept)
         return Onload() if _any_offloaded(pod) else Export(at)
     return VerifyExport(at) if pod.whole != at else None
 
 
 def _form_group(pod: PodView, lineage: int) -> Action | Wait | None:
-    """None once every rank belongs to the lineage and has loaded its checkpoint."""
+    """Form the trainer group. Return None once every rank belongs to the lineage and has loaded its checkpoint."""
     ranks = pod.ranks
     if any(rank.is_alive and rank.lineage != lineage for rank in ranks):
         return StopTrainers(f"lineage {lineage} is wanted")
@@ -238,10 +239,10 @@ def _form_group(pod: PodView, lineage: int) -> Action | Wait | None:
 
 
 def _step(pod: PodView, target: PodTarget, done: int, rules: Rules) -> Action | Wait:
-    """One step after `done`, or what must come before it. A checkpoint that is due is durable before the next step.
+    """Train the step after `done`, or do what must come first. A due checkpoint is durable before the next step.
 
-    Steps that are done again after a reload are scored and trained one by one; before the target's own, the group waits
-    until every reference has scored it.
+    Steps repeated after a reload are scored and trained one by one; before the target's own step, the group waits
+    until every reference model has scored it.
     """
     if rules.checkpoint_is_due(done) and _lacks_checkpoint(pod, done):
         return _keep(pod, Save(done)) if _may_save(pod, rules) else Offload()
@@ -256,7 +257,7 @@ def _step(pod: PodView, target: PodTarget, done: int, rules: Rules) -> Action | 
 
 
 def _raise(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
-    """Offloaded to Serving."""
+    """Take the pod from Offloaded to Serving."""
     engine, at = pod.engine, target.version
     if not rules.asks_for(target, Rung.UPDATED):
         return Wait()
@@ -278,7 +279,7 @@ def _raise(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
 
 
 def _may_rise(pod: PodView, target: PodTarget, rules: Rules) -> bool:
-    """Whether the devices are the engine's, and the weights for it are there."""
+    """Return whether the engine may take the devices and the weights for it are there."""
     at: WeightVersion = target.version
     offloaded = all(
         rank.state is TrainerState.OFFLOADED
@@ -299,7 +300,7 @@ def _may_rise(pod: PodView, target: PodTarget, rules: Rules) -> bool:
 
 # ----------------------------------------------------------------------------------------------------------- resident
 def _serve_on(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
-    """The engine serves what it holds, until there are newer weights on every pod."""
+    """Serve the weights that the engine holds until there are newer ones on every pod."""
     engine, at = pod.engine, target.version
     if engine.is_absent:
         return _start_again(pod, target, rules)
@@ -314,8 +315,8 @@ def _serve_on(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
 
 
 def _start_again(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
-    """On the newest export that is whole; on that of the target only when the group goes on to it."""
-    if pod.whole is None:  # an agent that has seen none: the trainers know of one, or will make one
+    """Start the engine on the newest whole export; on the target's only when the group goes on to it."""
+    if pod.whole is None:  # this agent has verified none: the trainers report one, or will make one
         exported = {rank.exported for rank in pod.ranks}
         newest = exported.pop() if len(exported) == 1 else None
         return VerifyExport(newest) if newest not in (None, target.version) else Wait()
@@ -330,7 +331,7 @@ def _start_on_whole(pod: PodView, target: PodTarget, rules: Rules) -> Action | W
 
 
 def _push(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
-    """Exported to Updated: new weights into memory that stays mapped."""
+    """Take the engine from Exported to Updated: it loads new weights into memory that stays mapped."""
     engine = pod.engine
     if pod.gate_open:
         return CloseGate()
@@ -346,7 +347,7 @@ def _push(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
 
 
 def _train_beside(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
-    """The trainers' state stays on the device from the first step on."""
+    """Train beside the engine. The trainers' state stays on the device from the first step on."""
     if pod.engine.holds(target.version):
         return _rest(pod, target, rules)
     return _train(pod, target, rules) or Wait()
@@ -354,10 +355,10 @@ def _train_beside(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wai
 
 # ------------------------------------------------------------------------------------------------------ disaggregated
 def _serve_apart(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
-    """The engine serves on; new weights are read when there is nothing else to do, and others only to start on."""
+    """Keep the engine serving. Verify new weights when nothing else is to be done, other weights only to start on."""
     wanted = target.weights
     if pod.engine.is_absent:
-        if wanted is not None and pod.whole not in (wanted, target.version):  # never back once it has the target's
+        if wanted is not None and pod.whole not in (wanted, target.version):  # never back from the target's version
             return _verify(pod, wanted)
         return _start_on_whole(pod, target, rules) if pod.whole is not None else Wait()
     choice = _serve_on(pod, target, rules)
@@ -374,7 +375,7 @@ def _verify(pod: PodView, version: WeightVersion) -> Action | Wait:
 
 # ----------------------------------------------------------------------------------------------------- one side alone
 def _serve_alone(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
-    """The engine serves the model as it is."""
+    """Serve the model as it is."""
     engine = pod.engine
     if not rules.asks_for(target, Rung.SERVING):
         return Wait()
@@ -384,7 +385,7 @@ def _serve_alone(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait
 
 
 def _train_alone(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
-    """The trainers' state stays on the device; who takes the weights, if anybody, is in another pod."""
+    """Train without an engine in this pod. The trainers' state stays on the device."""
     if rules.ladder.reaches(rules.standing(pod, target), target.rung):
         return _rest(pod, target, rules) if target.rung is rules.ladder.top else Wait()
     return _train(pod, target, rules) or Wait()
@@ -404,7 +405,7 @@ def _await_engine(pod: PodView) -> Action:
 
 
 def _open(pod: PodView, rules: Rules) -> Action | Wait:
-    """From an engine that holds some weights, all of it mapped, to an open gate."""
+    """Take an engine that holds weights, with all memory mapped, to an open gate."""
     engine = pod.engine
     assert engine.version is not None, "a gate opens on a version"
     if pod.gate_open:
@@ -421,7 +422,7 @@ def _open(pod: PodView, rules: Rules) -> Action | Wait:
 
 
 def _differ(pod: PodView, version: WeightVersion) -> Action | Wait:
-    """Weights that the group has not agreed on: not yet, or not these."""
+    """Wait until the group has agreed on a checksum, or kill an engine whose checksum differs."""
     if pod.agreed is None or pod.agreed[0] != version:
         return Wait()
     words = f"its weights {version} have checksum {pod.engine.checksum}, those of most engines {pod.agreed[1]}"
@@ -429,10 +430,10 @@ def _differ(pod: PodView, version: WeightVersion) -> Action | Wait:
 
 
 def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
-    """The pod stands where it should. What can be done beside rollout is done now."""
+    """Do the work that can run beside rollout, once the pod stands at the target's rung."""
     if rules.standing(pod, target) is not rules.ladder.top:
         return Wait()
-    if pod.stale_exports:  # before a checkpoint: the next export may be about to be written
+    if pod.stale_exports:  # before a checkpoint: the next export may soon be written
         return RemoveExports(keep=target.version)
     is_due = target.is_last or rules.checkpoint_is_due(target.step)
     is_there = all(rank.step == target.step for rank in pod.ranks) and _may_save(pod, rules)
@@ -444,7 +445,7 @@ def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
 
 
 def _end(pod: PodView, rules: Rules, *, code: int) -> Action | Wait:
-    """Partial samples are handed back, then everything ends."""
+    """Hand partial samples back, then end everything."""
     if pod.gate_open:
         return CloseGate()
     if pod.in_flight > 0:
@@ -457,7 +458,7 @@ def _end(pod: PodView, rules: Rules, *, code: int) -> Action | Wait:
 
 
 def _settle(pod: PodView, rules: Rules) -> Action | Wait:
-    """For a switch: what is in flight finishes, where the job waits for it, or is interrupted."""
+    """Let requests in flight finish for a switch, if the job waits for them, then interrupt them."""
     interrupted_at = pod.closed_at + rules.wait_s
     return Wait(until=interrupted_at) if pod.now < interrupted_at else _interrupt(pod, rules)
 
@@ -473,14 +474,14 @@ def _interrupt(pod: PodView, rules: Rules) -> Action | Wait:
 
 
 def _keep(pod: PodView, action: Save | SaveModel) -> Action | Wait:
-    """Trainers that found no room for it keep what they have, and are asked again: until then rollout goes on, and past
-    a rung's deadline the operator decides.
+    """Save now, or wait for the back-off after a failed save. Trainers that find no room keep their state. Meanwhile
+    rollout goes on, and past a rung's deadline the operator decides.
     """
     return action if pod.now >= pod.keep_after else Wait(until=pod.keep_after)
 
 
 def _may_save(pod: PodView, rules: Rules) -> bool:
-    """Idle, and off the device where an engine wants it: checkpoints are written beside rollout."""
+    """Return whether all ranks are idle, and off the device if an engine needs it: saving runs beside rollout."""
     return all(
         rank.state is TrainerState.OFFLOADED or (rank.state is TrainerState.ONLOADED and not rules.releases)
         for rank in pod.ranks
@@ -496,5 +497,5 @@ def _lacks_checkpoint(pod: PodView, step: int) -> bool:
 
 
 def _lacks_model(pod: PodView, version: WeightVersion) -> bool:
-    """What the job leaves, of which rank 0 sees to it."""
+    """Return whether the final model must still be saved, which rank 0 does."""
     return any(rank.rank == 0 and rank.can_finish and rank.finished != version for rank in pod.ranks)

@@ -1,4 +1,4 @@
-"""How far the pod has come in the epoch of its target, and how long each rung took: for people, not a cursor."""
+"""This module records the pod's rung in its target's epoch and how long each rung took: for people, not a cursor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from colocated_rl_api.rungs import Rung
 
 
 class RungTimes:
-    """reached: called with (rung, seconds since the rung before) for each rung that is gained."""
+    """RungTimes measures the time that each rung took.
+
+    reached: called with (rung, seconds since the rung before) for each rung that the pod reaches.
+    """
 
     def __init__(self, ladder: Ladder, reached: Callable[[Rung, float], None]) -> None:
         self._ladder = ladder
@@ -21,11 +24,11 @@ class RungTimes:
 
     @property
     def since(self) -> float | None:
-        """When the pod came to its rung, or the epoch began; None: nothing was seen yet."""
+        """Return when the pod reached its rung or the epoch began; None before the first observation."""
         return None if self._epoch is None else self._since
 
     def stands(self, rung: Rung, *, epoch: int, now: float) -> None:
-        """Note where the pod stands now. A rung that is passed in one go has no time of its own."""
+        """Record the pod's rung now. A rung that the pod skips between two calls has no time of its own."""
         if epoch != self._epoch:
             self._epoch, self._since = epoch, now
             self.rung, self.took_s = rung, {}

@@ -1,8 +1,8 @@
-"""What the agent knows of its pod, as values: an engine, trainer ranks, the whole. Pure.
+"""Views are values that hold what the agent knows of its pod: the engine, the trainer ranks, the whole pod. Pure.
 
-A view says more than the facts that the operator hears: what `next_action` needs to choose the next safe step. Each
-change of a view is a method here that states what a confirmed effect means, so that the agent, its journal and the
-model that the tests explore can't disagree about it.
+A view holds more than the facts reported to the operator: all that `next_actions` needs to choose the next safe action.
+Each change of a view is a method here that defines what a confirmed effect means, so that the agent, its journal and
+the model that the tests explore can't disagree about it.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from colocated_rl_api.rungs import Rung, WeightVersion
 WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
 ENGINE_NAME = "engine-0"
-LONGEST_REASON = 600  # characters: it may be in the words of an engine or a trainer
+LONGEST_REASON = 600  # characters: the text may come from an engine or a trainer
 
 
 def trainer_name(rank: int) -> str:
-    """The runner's name of a trainer rank's process."""
+    """Return the runner's name for the process of a trainer rank."""
     return f"trainer-{rank}"
 
 
 @dataclass(frozen=True)
 class EngineView:
-    """One incarnation of the engine, or its absence. It starts with all its memory, of which it may keep some."""
+    """An EngineView is one incarnation of the engine or its absence. It starts with all memory, and may keep some."""
 
     state: EngineState = EngineState.ABSENT
     incarnation: str | None = None
     starts_on: WeightVersion | None = None
-    start_by: float = 0.0  # while STARTING: past it the engine is replaced
-    start_after: float = 0.0  # while ABSENT: back-off after failures
+    start_by: float = 0.0  # while STARTING: the deadline past which the engine is replaced
+    start_after: float = 0.0  # while ABSENT: end of the back-off after failures
     version: WeightVersion | None = None
     paused: bool = False
     drained: bool = False
     released: bool = False  # some tag was released since the gate last closed: never a second time (H10)
-    flushed: bool = True  # the cache holds nothing of other weights or of memory that went away
-    agrees: bool = False  # with the probe of `version`
+    flushed: bool = True  # the cache holds nothing from other weights or from released memory
+    agrees: bool = False  # its answer to the probe of `version` was right
     checksum: str | None = None  # of `version`, where the job asks for it
     tags: Mapping[str, TagState] = field(default_factory=lambda: dict.fromkeys(TAGS, TagState.MAPPED))
-    broken: str | None = None  # a call failed, or nobody knows its outcome: to be replaced
-    doubted: WeightVersion | None = None  # newest that an incarnation was not shown to hold, this one or one before it
-    rejected: RejectedWeights | None = None  # doubted a second time: no engine starts on them
+    broken: str | None = None  # a call failed or its outcome is unknown: the engine is to be replaced
+    doubted: WeightVersion | None = None  # newest version that this or an earlier incarnation was not shown to hold
+    rejected: RejectedWeights | None = None  # weights doubted a second time: no engine starts on them
 
     @property
     def is_absent(self) -> bool:
@@ -68,7 +68,7 @@ class EngineView:
 
     @property
     def is_whole(self) -> bool:
-        """All memory mapped."""
+        """Return whether all memory is mapped."""
         return all(state in HELD for state in self.tags.values())
 
     def tags_in(self, state: TagState) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ class EngineView:
     def started(
         self, incarnation: str, version: WeightVersion, *, start_by: float, keeps: tuple[str, ...] = ()
     ) -> EngineView:
-        """keeps: tags that a switch leaves mapped."""
+        """Return the view of a starting engine. keeps: tags that a switch leaves mapped."""
         tags = {tag: TagState.KEPT if tag in keeps else TagState.MAPPED for tag in TAGS}
         return EngineView(
             EngineState.STARTING, incarnation, starts_on=version, start_by=start_by, tags=tags, doubted=self.doubted
@@ -97,11 +97,11 @@ class EngineView:
         return replace(self, paused=True)
 
     def was_flushed(self) -> EngineView:
-        """Flush proves idleness only behind a pause: without one, work could come right after it."""
+        """Return the view after a flush, which proves idleness only behind a pause: otherwise work could follow it."""
         return replace(self, drained=self.paused, flushed=True)
 
     def was_released(self) -> EngineView:
-        """All that it does not keep. Released weights are undefined: they belong to no version any more (H24)."""
+        """Return the view after a release of all tags not kept. Released weights are undefined, of no version (H24)."""
         after = replace(
             self, tags={**self.tags, **dict.fromkeys(self.tags_in(TagState.MAPPED), TagState.RELEASED)}, released=True
         )
@@ -121,12 +121,14 @@ class EngineView:
         return replace(self, agrees=True)
 
     def broke(self, reason: str, unknown_tags: tuple[str, ...] = ()) -> EngineView:
-        """Nothing is known to have happened, nor to have not: I6."""
+        """Return the view after a call with an unknown outcome: it may or may not have had its effect (I6)."""
         tags = {**self.tags, **dict.fromkeys(unknown_tags, TagState.UNKNOWN)}
         return replace(self, tags=tags, broken=reason[:LONGEST_REASON])
 
     def was_doubted(self, version: WeightVersion, reason: str, unknown_tags: tuple[str, ...] = ()) -> EngineView:
-        """It was not shown to hold `version`, and may have ended of the check. The second time they are rejected."""
+        """Return the view of an engine not shown to hold `version`; the check may have ended it. The second time the
+        weights are rejected.
+        """
         after = replace(self if self.is_absent else self.broke(reason, unknown_tags), doubted=version)
         if self.doubted != version:
             return after
@@ -136,7 +138,7 @@ class EngineView:
         return EngineView(start_after=start_after, doubted=self.doubted, rejected=self.rejected)
 
     def facts(self, *, failures: int = 0) -> EngineFacts:
-        """failures: of its incarnations, since one last served."""
+        """Return the facts to report. failures: number of incarnations that failed since one last served."""
         return EngineFacts(
             name=ENGINE_NAME,
             state=self.state,
@@ -156,23 +158,23 @@ class EngineView:
 
 @dataclass(frozen=True)
 class RankView:
-    """One trainer rank: its newest incarnation, alive or not."""
+    """A RankView is the newest incarnation of one trainer rank, alive or not."""
 
     rank: int
     state: TrainerState = TrainerState.ABSENT
     incarnation: str | None = None
     lineage: int | None = None
     exit_code: int | None = None
-    start_by: float = 0.0  # while it has not loaded its checkpoint: past it the trainer is stopped
+    start_by: float = 0.0  # while its checkpoint is not loaded: the deadline past which the trainer is stopped
     step: int | None = None
     scored: int | None = None
     dirty: bool = False
-    exported: WeightVersion | None = None  # as the trainer says; a fact only once its files were verified
+    exported: WeightVersion | None = None  # as the trainer reports; a fact only once its files were verified
     saved: int | None = None
     replay_from: int | None = None
     can_finish: bool = False
     finished: WeightVersion | None = None
-    broken: str | None = None  # a request failed or was not answered in time: to be stopped
+    broken: str | None = None  # a request failed or was not answered in time: the trainer is to be stopped
 
     @property
     def is_alive(self) -> bool:
@@ -186,14 +188,14 @@ class RankView:
         return RankView(self.rank, TrainerState.STARTING, incarnation, lineage, start_by=start_by)
 
     def reported(self, **status: Any) -> RankView:
-        """Fields of a `TrainerStatus` that the trainer answered."""
+        """Return the view with the fields of a `TrainerStatus` that the trainer answered."""
         return replace(self, **status)
 
     def broke(self, reason: str) -> RankView:
         return replace(self, broken=reason[:LONGEST_REASON])
 
     def gone(self, exit_code: int) -> RankView:
-        """Lineage and incarnation stay: they say which one died."""
+        """Return the view after the process ended. Lineage and incarnation stay: they identify the dead process."""
         return RankView(self.rank, incarnation=self.incarnation, lineage=self.lineage, exit_code=exit_code)
 
     def facts(self, whole: WeightVersion | None) -> TrainerFacts:
@@ -216,10 +218,10 @@ class RankView:
 
 @dataclass(frozen=True)
 class PodView:
-    """Everything that the choice of the next action depends on."""
+    """A PodView holds everything that the choice of the next action depends on."""
 
-    now: float  # of a clock that only goes forward, as every other time here
-    runner_known: bool  # connected, and its children were told: without it nothing is known
+    now: float  # monotonic clock, as every other time here
+    runner_known: bool  # connected, and it has reported its children: without it nothing is known
     terminating: bool  # the container got SIGTERM
     gate_open: bool
     in_flight: int
@@ -229,11 +231,11 @@ class PodView:
     whole: WeightVersion | None = None  # newest export whose files agree with their manifest
     stale_exports: bool = False  # older ones are still there
     crowded: bool | None = False  # another export is there besides the one that engines serve; None: not known
-    verify_after: float = 0.0  # back-off after an export was not what its manifest says
+    verify_after: float = 0.0  # end of the back-off after an export differed from its manifest
     shards: int | None = None  # step whose shards are there for every rank
-    fetch_after: float = 0.0  # back-off after a failed fetch
-    keep_after: float = 0.0  # back-off after a checkpoint, or the model, could not be written
-    agreed: tuple[WeightVersion, str] | None = None  # newest checksum that the group agreed on, and of what
+    fetch_after: float = 0.0  # end of the back-off after a failed fetch
+    keep_after: float = 0.0  # end of the back-off after a checkpoint or the model could not be written
+    agreed: tuple[WeightVersion, str] | None = None  # newest version with a checksum that the group agreed on
     stopped: bool = False
     has_engine: bool = True  # False: engines have pods of their own
 
