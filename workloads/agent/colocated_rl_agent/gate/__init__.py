@@ -1,1 +1,1 @@
-"""The way in: every request for the pod's engine passes here, is counted, and is refused while the gate is closed."""
+"""The gate counts every request for the pod's engine and refuses it while the gate is closed."""

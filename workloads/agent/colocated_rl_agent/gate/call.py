@@ -1,4 +1,4 @@
-"""One request at the data port, and its answer: what a handler has of HTTP."""
+"""A call is one request at the data port and its answer: all that a handler sees of HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PHRASES = {status.value: status.phrase for status in HTTPStatus}
 
 
 class Malformed(Exception):
-    """Not a request that is served here; its connection ends with this answer."""
+    """The request can't be served here; its connection ends with this answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ def too_large() -> Malformed:
 
 
 class Caller(Protocol):
-    """The connection that a request came by, as its handler needs it."""
+    """A Caller is the connection of a request, as its handler needs it."""
 
     caller_s: float  # how long the caller may take to send or to read
     is_stalled: bool  # it does not read what was written
@@ -37,11 +37,11 @@ class Caller(Protocol):
     def write(self, data: bytes) -> None: ...
     def abort(self) -> None: ...
     def stalls_for(self, within_s: float) -> None:
-        """From now on the caller may go so long without reading."""
+        """Let the caller go at most `within_s` seconds without reading from now on."""
 
 
 class Call:
-    """One request and its answer. `flows`: called when `is_stalled` has changed."""
+    """A Call is one request and its answer. `flows`: called when `is_stalled` has changed."""
 
     __slots__ = (
         "_arrived", "_body", "_connection", "broken", "flows", "has_begun", "headers", "is_answered",
@@ -53,11 +53,11 @@ class Call:
         self._body = bytearray()
         self._arrived: asyncio.Future[None] | None = None
         self.target = b""
-        self.method = ""  # until its head has arrived
+        self.method = ""  # empty until the head has arrived
         self.headers: dict[bytes, str] = {}
         self.keep_alive = True
         self.broken: Malformed | None = None
-        self.is_whole = False  # it has arrived
+        self.is_whole = False  # the whole request has arrived
         self.has_begun = False
         self.is_answered = False
         self.may_stall_s = connection.caller_s
@@ -66,7 +66,7 @@ class Call:
     @property
     def path(self) -> str:
         target = self.target.partition(b"?")[0].decode("latin-1")
-        if target.startswith(("http://", "https://")):  # as a client writes it that takes this for a proxy
+        if target.startswith(("http://", "https://")):  # sent by clients that take this for a proxy
             return "/" + target.partition("://")[2].partition("/")[2]
         return target
 
@@ -80,7 +80,7 @@ class Call:
 
     # -------------------------------------------------------------------------------------------------- its request
     def arrive(self, piece: bytes) -> int:
-        """Bytes that wait to be read, of a body whose pieces come in."""
+        """Add a piece of the body and return how many bytes wait to be read. Raises Malformed for a body too large."""
         if self.is_answered:
             return 0
         if len(self._body) + len(piece) > MAX_REQUEST_BYTES:
@@ -93,7 +93,7 @@ class Call:
             self._arrived.set_result(None)
 
     async def read(self) -> bytes:
-        """The body. Raises Malformed."""
+        """Return the whole body. Raises Malformed."""
         if not self.is_whole and self.broken is None:
             self._arrived = asyncio.get_running_loop().create_future()
             self._connection.want(self)
@@ -105,7 +105,7 @@ class Call:
 
     # --------------------------------------------------------------------------------------------------- its answer
     def answer(self, status: int, body: bytes, *, content_type: str = "application/json", more: str = "") -> None:
-        """The whole of it. Where an answer has begun, it can only break off."""
+        """Send the whole answer, or break the connection off if an answer has already begun."""
         if self.has_begun:
             self.hang_up()
             return
@@ -117,7 +117,7 @@ class Call:
         self.answer(status, json.dumps({"error": message}).encode(), more=more)
 
     def give(self, data: bytes, content_type: str, *, ends: bool = False) -> None:
-        """A piece of an answer that comes in pieces. ends: it is the last one."""
+        """Send one piece of a chunked answer. ends: it is the last one."""
         piece = b"%x\r\n%b\r\n" % (len(data), data)
         if ends:
             self.is_answered = True
@@ -131,7 +131,7 @@ class Call:
         self._connection.abort()
 
     def wait_for_caller(self, within_s: float) -> None:
-        """From now on its caller may be so long without reading."""
+        """Let the caller go at most `within_s` seconds without reading from now on."""
         self.may_stall_s = within_s
         self._connection.stalls_for(within_s)
 

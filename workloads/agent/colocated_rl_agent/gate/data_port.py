@@ -1,14 +1,14 @@
-"""The data port of a pod: as much of HTTP/1.1 as its callers need, on a strict parser and nothing else.
+"""The data port serves as much of HTTP/1.1 as the pod's callers need, on a strict parser without a framework.
 
-A framework costs more than all of a gate's own work. Owns connections: who may ask, in what order answers go out, how
-much of a caller's is held, and how long a caller may take to send or to read. What is asked, and what is answered, is
-the handler's.
+A framework costs more than all of a gate's own work. The port owns connections: who may ask, in what order answers go
+out, how many bytes of a caller are held, and how long a caller may take to send or read. The handler owns the meaning
+of requests and answers.
 
-* The token comes before anything else; a request without it is answered before its body is read.
-* A request has one framing, by the parser's strict rules: not both of Content-Length and Transfer-Encoding, no folded
-  lines, no malformed chunk, no trailer. What breaks a rule gets a 4xx and ends its connection. Heads go nowhere.
-* Bounded: connections, heads, bodies, requests that wait behind another one, bytes unread or unsent, and every wait.
-* A caller that leaves, or does not read, cancels its handler.
+* The port checks the token before anything else; a request without it is answered before its body is read.
+* A request has one framing, by the parser's strict rules: not both Content-Length and Transfer-Encoding, no folded
+  lines, no malformed chunk, no trailer. A violation gets a 4xx and ends its connection. Heads are not forwarded.
+* Connections, heads, bodies, requests waiting behind another, bytes unread or unsent, and every wait are bounded.
+* A caller that leaves, or does not read, has its handler cancelled.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ HANDSHAKE_S = 10.0
 MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
 MAX_CONNECTIONS = 12_288  # each with buffers of its own
 MAX_STRANGERS = 4096  # connections that have not shown the token: with TLS 140 MB
-MAX_WAITING = 8  # requests that are sent before the one in front of them is answered
-UNREAD_BYTES = 64 * 1024  # of a body that nobody reads yet
+MAX_WAITING = 8  # requests sent on a connection before the one in front of them is answered
+UNREAD_BYTES = 64 * 1024  # of a body that no handler reads yet
 UNSENT_BYTES = 64 * 1024  # beyond it, a caller has to read before it gets more
 BACKLOG = 1024
 NOTED = {b"authorization", b"content-encoding", b"content-length", b"expect", b"host", b"transfer-encoding"}
@@ -48,7 +48,7 @@ ONLY = {b"content-encoding": "identity", b"expect": "100-continue", b"transfer-e
 
 
 class CallerConnection(asyncio.Protocol):
-    """One caller's. Requests are answered one after the other, in the order in which they came."""
+    """A CallerConnection answers one caller's requests one after the other, in the order of their arrival."""
 
     __slots__ = (
         "_arrived_bytes", "_arriving", "_begins", "_calls", "_deadline", "_is_deaf", "_is_paused", "_lines",
@@ -60,9 +60,9 @@ class CallerConnection(asyncio.Protocol):
         self.caller_s = port.caller_s
         self._calls: deque[Call] = deque()  # the first is being answered
         self._arriving: Call | None = None
-        self._arrived_bytes = self._lines = 0  # of the one that arrives, after the piece in which it began
+        self._arrived_bytes = self._lines = 0  # of the arriving request, after its first piece
         self._begins = False
-        self._is_deaf = False  # what comes is not looked at any more
+        self._is_deaf = False  # further data is ignored
         self._is_paused = False
         self._task: asyncio.Task[None] | None = None
         self.is_stalled = False
@@ -170,7 +170,7 @@ class CallerConnection(asyncio.Protocol):
         call = self._arriving
         assert call is not None
         if call.arrive(piece) > UNREAD_BYTES and not self._is_paused:
-            if call is not self._calls[0]:  # to leave it unread hides that its caller left the one in front
+            if call is not self._calls[0]:  # pausing would hide that the caller left while the one in front runs
                 raise Malformed(429, f"a body of over {UNREAD_BYTES} bytes does not wait behind another request")
             self._is_paused = True
             self._transport.pause_reading()
@@ -184,7 +184,7 @@ class CallerConnection(asyncio.Protocol):
 
     # -------------------------------------------------------------------------------------------- for its calls
     def want(self, call: Call) -> None:
-        """The body of this call is waited for."""
+        """Read the body of this call, for which its handler waits."""
         if call.headers.pop(b"expect", None):
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._listen_again()
@@ -201,7 +201,7 @@ class CallerConnection(asyncio.Protocol):
             self._deadline.set(within_s)
 
     def finish(self) -> None:
-        """The answer under way is the last one."""
+        """Make the answer in progress the last one."""
         if not self._calls:
             self._transport.close()
         for call in self._calls:
@@ -220,7 +220,7 @@ class CallerConnection(asyncio.Protocol):
             call.refuse(call.broken.status, str(call.broken))
             self._advance()
         elif not self._port.admits(call.headers.get(b"authorization")):
-            call.keep_alive = False  # who has no token keeps no connection
+            call.keep_alive = False  # a caller without the token keeps no connection
             more = "WWW-Authenticate: Bearer\r\n"
             call.refuse(401, "the data token of the job is needed: Authorization: Bearer TOKEN", more=more)
             self._advance()
@@ -242,7 +242,7 @@ class CallerConnection(asyncio.Protocol):
             self.abort()
 
     def _advance(self) -> None:
-        """To the next request, when the one in front was answered, has arrived and was read."""
+        """Go on to the next request once the one in front was answered, has arrived and its answer was read."""
         while self._calls and self._calls[0].is_answered and self._task is None:
             call = self._calls[0]
             if self.is_stalled:
@@ -250,7 +250,7 @@ class CallerConnection(asyncio.Protocol):
             if not call.keep_alive:
                 self._close(call)
                 return
-            if not call.is_whole:  # the rest of its body is dropped, for an answer gets lost when its connection breaks
+            if not call.is_whole:  # the rest of its body is read and dropped: breaking the connection loses the answer
                 self._listen_again()
                 self._deadline.set(self.caller_s)
                 return
@@ -262,7 +262,7 @@ class CallerConnection(asyncio.Protocol):
                 self._deadline.set(self.caller_s if self._arriving else self._port.idle_s)
 
     def _close(self, call: Call) -> None:
-        """Once all is sent. A caller that is still sending is given the time to see its answer, or a reset hides it."""
+        """Close once all is sent. A caller still sending gets time to see its answer, which a reset would hide."""
         self._is_deaf = True
         if call.has_body and not call.is_whole:
             self._listen_again()
@@ -272,7 +272,7 @@ class CallerConnection(asyncio.Protocol):
             self._transport.close()
 
     def _break(self, error: Malformed) -> None:
-        """After a request that can't be read, nothing that comes on this connection means anything."""
+        """Answer a malformed request with the error and ignore all further data of its connection."""
         self._is_deaf = True
         call = self._arriving or Call(self)
         call.keep_alive, call.broken = False, error
@@ -289,9 +289,11 @@ class CallerConnection(asyncio.Protocol):
 
 
 class DataPort:
-    """handle: answers a call. admits: whether an Authorization header does. caller_s: to send a head, or to read.
-    idle_s: between two requests. max_connections: who comes beyond them is turned away; so is who comes beyond
-    max_strangers that have not shown the token yet.
+    """A DataPort accepts connections and passes their calls to a handler.
+
+    handle: answers a call. admits: returns whether an Authorization header is valid. caller_s: time to send a head, or
+    to read. idle_s: time between two requests. max_connections, max_strangers: bounds of all connections and of those
+    that have not shown the token yet; further ones are turned away.
     """
 
     def __init__(
@@ -325,12 +327,12 @@ class DataPort:
             self._all_gone.set()
 
     def _held(self) -> int:
-        """All of the room, when strangers have theirs."""
+        """Return the number of connections, or their maximum if strangers have reached theirs."""
         return self.max_connections if len(self.strangers) >= self.max_strangers else len(self.connections)
 
     @asynccontextmanager
     async def listening(self, host: str, port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-        """The port. At its end, answers under way have SHUTDOWN_S."""
+        """Listen, and yield the port number. At the end, answers in progress have SHUTDOWN_S."""
         self._all_gone.set()
         server = await asyncio.get_running_loop().create_server(
             RoomFor(self.max_connections, self._held, lambda: CallerConnection(self)),
@@ -348,7 +350,7 @@ class DataPort:
             finally:
                 for connection in list(self.connections):
                     connection.abort()
-        if self.tasks:  # what they left is aborted at the engine
+        if self.tasks:  # cancelled handlers still abort their requests at the engine
             await asyncio.wait(self.tasks, timeout=SHUTDOWN_S)
 
     async def _finish(self) -> None:

@@ -1,4 +1,4 @@
-"""A deadline that is moved at every event of a connection, which costs next to nothing."""
+"""A deadline can be moved at every event of a connection at almost no cost."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 def _nobody() -> None:
-    """Is late."""
+    """Do nothing when an ended deadline would be late."""
 
 
 class Deadline:
-    """Calls `late` when a time has passed that was not moved or cleared before. Its timer runs late, never early."""
+    """A Deadline calls `late` once its time has passed, unless it was moved or cleared. It fires late, never early."""
 
     __slots__ = ("_at", "_late", "_loop", "_timer", "_timer_at")
 
@@ -34,7 +34,7 @@ class Deadline:
         self._at = None
 
     def end(self) -> None:
-        """Also of what it would have called, which holds it."""
+        """Clear the deadline and drop its callback, which refers back to it."""
         self._at, self._late = None, _nobody
         if self._timer is not None:
             self._timer.cancel()

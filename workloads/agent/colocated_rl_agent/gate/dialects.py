@@ -1,14 +1,14 @@
-"""What an engine's generation routes take and say: SGLang's own `/generate`, and the OpenAI routes. Pure.
+"""This module translates the engine's generation routes: SGLang's own `/generate` and the OpenAI routes. Pure.
 
-A `Dialect` makes the engine's request out of a caller's: always streamed, with an id of the gate's own. An
-`EngineReply` takes in what the engine says, chunk by chunk. It keeps all that was generated, so that a caller who did
-not ask for a stream gets the whole, also when the stream broke off; and it says how the request ended. A reply that
-broke off, like one that a switch aborted, is an answer with finish reason "abort"; an engine's own error is
-`GateRefusal` with its status (H8).
+A `Dialect` turns a caller's request into the engine's: always streamed, with an id of the gate's own. An `EngineReply`
+takes the engine's answer chunk by chunk. It keeps everything generated, so that a caller without streaming gets the
+whole answer even if the stream broke off; and it reports how the request ended. A reply that broke off, like one that
+a switch aborted, is an answer with finish reason "abort"; an engine's own error is a `GateRefusal` with its status
+(H8).
 
-What can't be told from an interrupted one or continued faithfully is refused: several prompts or samples in a request.
+Requests with several prompts or samples are refused: they can't be recognized as interrupted or resumed exactly.
 
-JSON is read and written by pydantic's own parser: for a prompt of 1,000 ids it takes a third of the standard library's
+pydantic's parser reads and writes JSON: for a prompt of 1,000 ids it takes a third of the standard library's
 time, for log-probabilities a sixth.
 """
 
@@ -28,15 +28,15 @@ from pydantic_core import from_json, to_json
 from colocated_rl_api.rungs import WeightVersion
 
 MIN_INTERVAL = 16  # tokens between chunks
-MOST_CHUNKS = 32  # of a request: chunks are cumulative, so that bytes would grow with the square of its length
-DEFAULT_LIMIT = 128  # tokens, the engine's own
-ABORTED_WHILE_COMPILING = "Aborted by AbortReq."  # the one abort of ours that carries an error status
+MOST_CHUNKS = 32  # per request: chunks are cumulative, so bytes would grow with the square of its length
+DEFAULT_LIMIT = 128  # tokens, the engine's own default
+ABORTED_WHILE_COMPILING = "Aborted by AbortReq."  # the only abort by the agent that carries an error status
 ENGINE_LOST = {"type": "abort", "message": "the engine was lost"}
 DONE = b"[DONE]"
-MOST_TOP_K = 1 << 30  # the engine's word for all tokens; what is larger than 32 bits it dies of
+MOST_TOP_K = 1 << 30  # the engine's value for all tokens; a value over 32 bits kills it
 AS_OBJECTS = 4  # memory of parsed log-probabilities, in bytes of their JSON
 
-OF_EACH_SAMPLE = (  # may be lists where a request has several; in a request for one the scheduler dies of some
+OF_EACH_SAMPLE = (  # may be lists if a request has several samples; in a request for one, some kill the scheduler
     "return_logprob", "logprob_start_len", "top_logprobs_num", "return_sampling_mask", "sampling_logprobs_mode",
     "return_hidden_states", "lora_path", "lora_id", "custom_logit_processor", "extra_key", "bootstrap_host",
     "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
@@ -58,59 +58,59 @@ class GateRefusal(Exception):
 
 
 class EngineReply(Protocol):
-    """What the engine says to one request."""
+    """An EngineReply accumulates the engine's answer to one request."""
 
     @property
     def outcome(self) -> str:
-        """finished, aborted or error; aborted until the engine says otherwise."""
+        """Return finished, aborted or error; aborted until the engine reports otherwise."""
 
     @property
     def size(self) -> int:
-        """Bytes that are held for it."""
+        """Return the bytes held for this reply."""
 
     @property
     def tokens(self) -> int:
-        """Generated so far, as far as the engine has said."""
+        """Return the number of tokens generated so far, as far as the engine has reported."""
 
     def take(self, event: bytes) -> bytes | None:
-        """Note an event; what a caller who streams gets for it, if anything."""
+        """Record an event, and return what a streaming caller gets for it, or None."""
 
     def forget(self) -> None:
-        """There is no room: let go of what is held only for the case that the engine is lost.
+        """Free, for want of room, the bytes held only in case the engine is lost.
 
-        Raises Refused for one that has to be held, and goes on growing.
+        Raises GateRefusal for a reply that must be held and keeps growing.
         """
 
     def rest(self) -> bytes | None:
-        """After the last event: what a caller who streams is still owed, because the engine broke off."""
+        """Return what a streaming caller still gets after the last event because the engine broke off, or None."""
 
     def answer(self) -> bytes:
-        """The whole, for a caller who does not stream. Raises Refused."""
+        """Return the whole answer, for a caller without streaming. Raises GateRefusal."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the engine is asked."""
+    """A Request is what the gate sends to the engine."""
 
     rid: str
     body: bytes
     streams: bool  # the caller wants chunks
-    wants_usage: bool = True  # and the closing chunk of the OpenAI routes that counts tokens
-    wants_counts: bool = False  # in each chunk
+    wants_usage: bool = True  # the caller wants the last chunk of the OpenAI routes, which counts tokens
+    wants_counts: bool = False  # the caller wants token counts in each chunk
 
 
 class Dialect(Protocol):
     path: str
 
     def request(self, body: bytes, vocabulary: int | None = None) -> Request:
-        """vocabulary: token ids are below it; None: nobody knows. Raises Refused with 400."""
+        """Return the engine's request. vocabulary: token ids are below it; None: unknown. Raises GateRefusal (400)."""
 
     def reply(self, request: Request, version: WeightVersion) -> EngineReply: ...
 
 
 # ---------------------------------------------------------------------------------------------------- /generate
 class Native:
-    """SGLang's `/generate`. Chunks are cumulative: the last one is everything, and only that one is parsed."""
+    """Native translates SGLang's `/generate`. Chunks are cumulative: only the last, which has everything, is parsed."""
 
     path = "/generate"
 
@@ -150,7 +150,7 @@ class Native:
 
 
 def _interval(limit: object) -> int:
-    """Tokens between chunks, of a request with this limit: as many are lost with an engine."""
+    """Return the tokens between chunks for a request with this limit: at most so many are lost with an engine."""
     tokens = limit if isinstance(limit, int) else DEFAULT_LIMIT
     return max(MIN_INTERVAL, -(-tokens // MOST_CHUNKS))
 
@@ -212,11 +212,11 @@ class NativeReply:
 
 
 def last_state(said: dict[str, Any], *, rid: str, version: WeightVersion) -> dict[str, Any]:
-    """A finished answer from the last chunk; one that was cut off counts as aborted. Raises Refused."""
+    """Return the finished answer from the last chunk; one cut off counts as aborted. Raises GateRefusal."""
     _raise_error(said)
     with _understood():
         ids, told = [*said.get("output_ids", [])], {**said.get("meta_info", {})}
-        version_of_none = {} if ids else {"weight_version": str(version)}  # of tokens the engine alone can say it
+        version_of_none = {} if ids else {"weight_version": str(version)}  # only the engine knows the version of tokens
         meta: dict[str, Any] = {"id": rid, "completion_tokens": len(ids)} | version_of_none | told
         reason = meta.get("finish_reason") or ENGINE_LOST
         if reason["type"] == "abort" and reason.get("status_code") is not None:
@@ -228,9 +228,8 @@ def last_state(said: dict[str, Any], *, rid: str, version: WeightVersion) -> dic
 
 # ---------------------------------------------------------------------------------------------------- OpenAI routes
 class OpenAI:
-    """`/v1/completions` and `/v1/chat/completions`. Chunks are pieces, and are joined for a caller who wants the whole.
-
-    whole: `object` of an answer that is not streamed.
+    """OpenAI translates `/v1/completions` and `/v1/chat/completions`. Chunks are pieces, joined for a caller without
+    streaming. whole: `object` of an answer that is not streamed.
     """
 
     def __init__(self, path: str, *, whole: str) -> None:
@@ -252,7 +251,7 @@ class OpenAI:
             if asked.get(name) and not isinstance(asked[name], str):
                 _require_known(vocabulary, name, asked[name])
         rid, streams = _new_rid(), _streams(asked)
-        counts = {"include_usage": True, "continuous_usage_stats": True}  # an engine that is lost has told what it made
+        counts = {"include_usage": True, "continuous_usage_stats": True}  # a lost engine has reported its counts
         asked |= {"rid": rid, "stream_options": {**options, **counts}}
         asked["stream"] = True
         wants_usage, wants_counts = (bool(options.get(count)) for count in counts)
@@ -299,16 +298,16 @@ class OpenAIReply:
         return to_json({**chunk, "choices": choices, "usage": None})
 
     def _keep(self, choice: dict[str, Any], size: int) -> None:
-        """Of a choice that its caller gets piece by piece, how it ended."""
+        """Add a piece of the choice; for a streaming caller keep only how it ended."""
         if self._request.streams:
             choice = {"finish_reason": choice.get("finish_reason")}
-        else:  # what all events have in common is not held
+        else:  # the part that all events have in common is not held
             self._smallest = min(self._smallest, size)
             self.size += AS_OBJECTS * (size - self._smallest)
         join(self._choice, choice)
 
     def forget(self) -> None:
-        """All of it is the answer."""
+        """Raise GateRefusal if the choice is unfinished: nothing can be freed, as all of it is the answer."""
         if self._choice.get("finish_reason") is None:
             raise GateRefusal(
                 429, "there is no room to hold this answer until its end: ask for a stream, or send it later"
@@ -337,7 +336,7 @@ class OpenAIReply:
             choice.setdefault("text", "")
         else:
             choice["message"] = {"role": "assistant", "content": ""} | (choice.pop("delta", None) or {})
-        spans = [{"version": self._version, "start": 0, "end": self.tokens}]  # none changes while it is in flight
+        spans = [{"version": self._version, "start": 0, "end": self.tokens}]  # they never change in flight
         return to_json(
             {
                 **self._head,
@@ -368,9 +367,9 @@ def join(whole: dict[str, Any], piece: dict[str, Any]) -> None:
 
 
 def _join_lists(whole: list[Any], piece: list[Any]) -> None:
-    """Entries that have an index, as tool calls do, are told by it; others come after one another.
+    """Join entries with an equal index, as tool calls have one, and append all others.
 
-    Log-probabilities by token have one too, of the token "index": that is a fraction.
+    Log-probabilities by token may have an "index" too, for the token of that text: it is a float, so it does not count.
     """
     for entry in piece:
         at = entry.get("index") if isinstance(entry, dict) else None
@@ -389,7 +388,7 @@ DIALECTS: tuple[Dialect, ...] = (
 
 
 def _new_rid() -> str:
-    """Of 32 letters, and no other gate's."""
+    """Return a request id of 32 characters that no other gate uses."""
     return f"{_process}{next(_number):016x}"
 
 
@@ -404,7 +403,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _streams(asked: dict[str, Any]) -> bool:
-    """What the caller wants; the engine, which is asked for a stream in any case, looks at it no more."""
+    """Return whether the caller wants a stream; checked here because the engine always gets stream=true."""
     streams = asked.get("stream")
     if streams is not None and not isinstance(streams, bool):
         raise GateRefusal(400, "stream must be true or false")
@@ -412,7 +411,7 @@ def _streams(asked: dict[str, Any]) -> bool:
 
 
 def _event(event: bytes) -> dict[str, Any]:
-    """Raises Refused for what no engine says."""
+    """Parse one event. Raises GateRefusal if it is not a JSON object."""
     try:
         said = from_json(event)
     except ValueError as error:
@@ -423,7 +422,7 @@ def _event(event: bytes) -> dict[str, Any]:
 
 
 def _raise_error(said: dict[str, Any]) -> None:
-    """Raises Refused with the code of an error that came inside a stream."""
+    """Raise GateRefusal with the code of an error inside a stream, if there is one."""
     error = said.get("error")
     if error is None:
         return
@@ -437,7 +436,7 @@ def _http_error(code: object) -> int:
 
 @contextmanager
 def _understood() -> Iterator[None]:
-    """Raises Refused for an event of another shape than those of the engine's routes."""
+    """Raise GateRefusal for an event whose shape differs from those of the engine's routes."""
     try:
         yield
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -455,9 +454,9 @@ def _require_one_sample(asked: dict[str, Any]) -> None:
 
 
 def _spare_engine(asked: dict[str, Any], name: str, *, least: float = -math.inf, most: float | None = math.inf) -> None:
-    """Raises Refused for a number that an engine dies of, with all that it works on. most: None: nobody knows.
+    """Raise GateRefusal for a number that kills the engine with all its requests. most: None: unknown.
 
-    It takes a text for the number that it spells, so what is none is refused.
+    The engine converts text to a number, so values that are no numbers are refused too.
     """
     value = asked.get(name)
     if value is None:
@@ -467,7 +466,7 @@ def _spare_engine(asked: dict[str, Any], name: str, *, least: float = -math.inf,
 
 
 def _require_known(vocabulary: int | None, name: str, ids: Any) -> None:
-    """Raises Refused for token ids that the model does not know: the engine dies of one, with all that it works on."""
+    """Raise GateRefusal for token ids that the model does not know: one kills the engine with all its requests."""
     if not _is_ids(ids):
         raise GateRefusal(400, f"{name} must be one list of numbers: send each sample as a request of its own")
     if ids and vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:

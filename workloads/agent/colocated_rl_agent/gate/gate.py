@@ -1,21 +1,21 @@
-"""The gate: the only way into a pod's engine, open or closed. It counts, forwards and hands back; it never waits.
+"""The gate is the only way into a pod's engine, open or closed. It counts, forwards and hands back; it never waits.
 
-Owns the count of requests that were let in. It rises before the request is sent, with no await since the gate was seen
-open, and falls when the request has ended at the engine, not when its caller left: `settled` means that the engine has
-nothing of ours (H1-H3, H13, H37).
+It owns the count of admitted requests. The count rises before a request is sent, with no await after the check that the
+gate is open, and falls when the request has ended at the engine, not when its caller left: `settled` means that the
+engine holds no request of the gate (H1-H3, H13, H37).
 
-* Closed: 503 at once, with the epoch. The rollout controller keeps the request; nothing is parked here.
-* The routes of `dialects` and no others: nobody reaches the engine's control routes through a gate.
-* What an engine dies of is refused: a token id that its model does not know, of one caller, would cost all of them.
+* A closed gate answers 503 at once, with the epoch. The rollout controller keeps the request; nothing is parked here.
+* The gate serves only the routes of `dialects`: nobody reaches the engine's control routes through it.
+* It refuses requests that kill an engine: one caller's token id that the model does not know would cost all callers.
 * Each request gets an id of fixed length, so that no id is the prefix of another (H4), and is always streamed from the
-  engine: what was generated survives an abort and a crash (H58).
-* A caller that leaves, or that does not read what it asked for, gets its request aborted at the engine (H38): one
-  caller must never hold up a switch. Once the gate is closed it has CLOSING_S.
+  engine: generated tokens survive an abort and a crash (H58).
+* If a caller leaves, or does not read its answer, the gate aborts its request at the engine (H38): one caller must
+  never hold up a switch. Once the gate is closed, a caller has CLOSING_S to read.
 * Events pass from the engine's connection to the caller's as they come in, without a task in between; a caller that
-  does not read stops the engine's connection.
-* Bounded: bodies, what is held for all requests together, and the time that a caller may take to send or to read.
+  does not read pauses the engine's connection.
+* Bodies, the bytes held for all requests together, and the time for a caller to send or read are bounded.
 
-HTTP itself is `data_port`'s on the caller's side and `upstream`'s on the engine's.
+`data_port` handles HTTP on the caller's side, `upstream` on the engine's.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from colocated_rl_api.rungs import WeightVersion
 LOG = logging.getLogger(__name__)
 
 ABORT_S = 5.0
-CLOSING_S = 0.5  # to read a chunk, once the gate is closed
+CLOSING_S = 0.5  # time for a caller to read a chunk once the gate is closed
 MAX_IN_FLIGHT = MAX_CONNECTIONS - MAX_STRANGERS
 MAX_READING = 32  # bodies that are read at the same time
-MAX_HELD_BYTES = 192 * 1024 * 1024  # for all requests together: past it nothing is kept for an engine that is lost
+MAX_HELD_BYTES = 192 * 1024 * 1024  # for all requests together: past it no tokens are kept in case the engine is lost
 MAX_LARGE = 64  # large chunks that are read at the same time: a switch ends all requests at once
-MAX_LARGE_BYTES = 64 * 1024 * 1024  # of them together, before they are whole
+MAX_LARGE_BYTES = 64 * 1024 * 1024  # of incomplete large chunks together
 STATE = "/v1/gate"
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The engine behind the gate."""
+    """A Backend is the engine behind the gate."""
 
     url: str
     incarnation: str
     version: WeightVersion
-    abort: Callable[[str], Awaitable[None]]  # one request, by its id at the engine
-    vocabulary: int | None = None  # token ids are below it; None: nobody knows
+    abort: Callable[[str], Awaitable[None]]  # aborts one request, by its id at the engine
+    vocabulary: int | None = None  # token ids are below it; None: unknown
 
 
 class Route(NamedTuple):
@@ -76,7 +76,10 @@ class Route(NamedTuple):
 
 
 class Gate:
-    """changed: called when state or settledness changed. count: called with (outcome, tokens) of each ended request."""
+    """The Gate admits requests to the engine while it is open.
+
+    changed: called when state or settledness changed. count: called with (outcome, tokens) of each ended request.
+    """
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class Gate:
         self._tell()
 
     def close(self) -> None:
-        """Effective when it returns: whoever comes from now on is refused."""
+        """Close the gate. It is effective on return: every later request is refused."""
         self._backend = None
         self._leave_upstream()
         for running in self._running:
@@ -134,7 +137,7 @@ class Gate:
         self._tell()
 
     async def settled(self) -> None:
-        """Until nothing is in flight."""
+        """Wait until nothing is in flight."""
         await self._settled.wait()
 
     async def serve(self, call: Call) -> None:
@@ -159,7 +162,7 @@ class Gate:
             self._upstream = None
 
     async def _serve_state(self, call: Call) -> None:
-        """Until its caller leaves, or does not read for two lines."""
+        """Stream the gate's state until the caller leaves or does not read for the time of two lines."""
         call.wait_for_caller(2 * GATE_LINE_S)
         while True:
             news = self._news
@@ -195,7 +198,9 @@ class Gate:
             call.refuse(refusal.status, str(refusal))
 
     async def _asked(self, dialect: Dialect, call: Call) -> Request:
-        """Apart, so that nothing else of a body is held while the engine answers. Raises Malformed and Refused."""
+        """Read and parse the request. A function of its own, so that the caller's body is freed before the engine
+        answers. Raises Malformed and GateRefusal.
+        """
         body = await self._body(call)
         return dialect.request(body, self._backend.vocabulary if self._backend else None)
 
@@ -210,7 +215,7 @@ class Gate:
             raise GateRefusal(408, f"the body did not come within {CALLER_S:.0f} s") from error
 
     async def _exchange(self, backend: Backend, upstream: Upstream, path: str, running: Running) -> None:
-        """From letting a request in to its end at the engine. Raises Refused."""
+        """Admit a request and wait for its end at the engine. Raises GateRefusal."""
         outcome = "client_gone"
         self._let_in(running)
         try:
@@ -239,7 +244,7 @@ class Gate:
                 self._changed()
 
     def _hold(self, reply: EngineReply, before: int) -> None:
-        """What a reply has grown by. Raises Refused where there is no room for more of it."""
+        """Count the bytes by which a reply has grown. Raises GateRefusal if there is no room for more of it."""
         self._held_bytes += reply.size - before
         if self._held_bytes > MAX_HELD_BYTES:
             full = reply.size
@@ -250,7 +255,7 @@ class Gate:
         call.answer(503, Closed(epoch=self.epoch).model_dump_json(by_alias=True).encode())
 
     async def _forward(self, backend: Backend, upstream: Upstream, path: str, running: Running) -> None:
-        """Until the engine has ended the request, or is lost. Raises Refused."""
+        """Forward the request until the engine has ended it or is lost. Raises GateRefusal."""
         rid = running.asked.rid
         ended = False
         try:
@@ -267,7 +272,7 @@ class Gate:
                 await self._abort(backend, rid)
 
     async def _abort(self, backend: Backend, rid: str) -> None:
-        """The caller or the connection is gone: make sure that the engine stops working on it."""
+        """Make sure that the engine stops working on a request whose caller or connection is gone."""
         task = asyncio.ensure_future(backend.abort(rid))
         with contextlib.suppress(TimeoutError, DriverError):  # the engine is gone, and the request with it
             async with asyncio.timeout(ABORT_S):

@@ -1,4 +1,4 @@
-"""So many at a time, and so much: the others wait, and the first of them is next."""
+"""The limiter bounds how many have a turn at a time and how much they hold together; others wait in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 
 class Limiter:
-    """most: at a time. most_held: of them together; past it the first one goes on alone, or none would end."""
+    """The Limiter gives turns in order.
+
+    most: turns at a time. most_held: bound of all sizes together; past it only the first goes on, or none would end.
+    """
 
     def __init__(self, most: int, most_held: float = math.inf) -> None:
         self._most, self._most_held = most, most_held
@@ -21,14 +24,14 @@ class Limiter:
         return len(self._having)
 
     def ask(self, who: object, go: Callable[[], None]) -> None:
-        """It has a turn at once, or `go` is called when it has one. Asking again changes nothing."""
+        """Give `who` a turn at once, or call `go` when it gets one. Asking again changes nothing."""
         if who in self._having or who in self._waiting:
             return
         queue = self._having if len(self._having) < self._most else self._waiting
         queue[who] = go
 
     def hold(self, who: object, size: int) -> None:
-        """What one that has a turn holds by now."""
+        """Record the size that `who` holds now, if it has a turn."""
         if who in self._having:
             self._held += size - self._sizes.get(who, 0)
             self._sizes[who] = size
@@ -37,7 +40,7 @@ class Limiter:
         return who in self._waiting or (self._is_full and who is not next(iter(self._having), who))
 
     def give_back(self, who: object) -> None:
-        """Also that of one that has none, or waits for one."""
+        """Give back the turn of `who`, or its place among those waiting. Without either, do nothing."""
         self._waiting.pop(who, None)
         if self._having.pop(who, None) is None:
             return

@@ -1,7 +1,7 @@
-"""One request that a gate has let in: from the engine's pieces to its caller, without a task or a wait in between.
+"""This module passes the engine's pieces for one admitted request to its caller, without a task or a wait in between.
 
-A caller that does not read stops the engine's connection, and goes on where it was; so does a chunk that is large, most
-of which stays at the engine until it has its turn here.
+A caller that does not read pauses the engine's connection, which later goes on where it was; so does a large chunk,
+most of which stays at the engine until the request has a turn here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from colocated_rl_agent.gate.dialects import (
 from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.upstream import UpstreamConnection
 
-LARGE_BYTES = 64 * 1024  # of a chunk that has not come whole
+LARGE_BYTES = 64 * 1024  # an incomplete chunk of more bytes needs a turn
 MAX_EVENT_BYTES = 64 * 1024 * 1024  # one chunk: all tokens of a sample with their log-probabilities
 MAX_ERROR_BYTES = 64 * 1024
 STREAM = "text/event-stream"
 
 
 class Running:
-    """hold: called when a reply has grown, with its size before."""
+    """A Running is one admitted request. hold: called with the reply and its size before, when it has grown."""
 
     __slots__ = ("_connection", "_events", "_hold", "_is_large", "_turns", "asked", "call", "error", "reply")
 
@@ -46,7 +46,7 @@ class Running:
 
     @contextlib.contextmanager
     def on(self, connection: UpstreamConnection, turns: Limiter) -> Iterator[None]:
-        """While it is exchanged on a connection."""
+        """Tie the request to a connection for the time of the exchange."""
         self._connection, self._turns = connection, turns
         self.call.flows = self._flow
         try:
@@ -56,9 +56,9 @@ class Running:
             turns.give_back(self)
 
     def take(self, status: int, piece: bytes) -> None:
-        """What the engine sent at once goes out at once: behind a slow caller, or on a busy core, that is cheaper.
+        """Pass on what the engine sent in one piece as one: with a slow caller, or on a busy core, that is cheaper.
 
-        Raises Refused for what no engine says.
+        Raises GateRefusal for a piece that no engine sends.
         """
         if status != 200:
             self.error += piece[: MAX_ERROR_BYTES - len(self.error)]
@@ -77,7 +77,7 @@ class Running:
             self._weigh(self._events.pending)
 
     def _weigh(self, pending: int) -> None:
-        """A chunk is large, or was and has come whole."""
+        """Ask for a turn if the pending chunk is large, or give it back once the chunk is whole."""
         self._is_large = pending > LARGE_BYTES
         if self._is_large:
             self._turns.ask(self, self._flow)
@@ -87,7 +87,7 @@ class Running:
             self._turns.give_back(self)
 
     def _flow(self) -> None:
-        """Pause or go on."""
+        """Pause or resume the engine's connection."""
         if self._connection is None:
             return
         if self.call.is_stalled or self._turns.waits(self):
@@ -96,7 +96,7 @@ class Running:
             self._connection.resume()
 
     def finish(self) -> None:
-        """Give what is still owed, which holds up nothing any more. Raises Refused."""
+        """Send the rest of the answer, which no longer holds up a switch. Raises GateRefusal."""
         self.call.wait_for_caller(CALLER_S)
         if not self.asked.streams:
             self.call.answer(200, self.reply.answer())
@@ -108,7 +108,7 @@ class Running:
 
 
 class ServerSentEvents:
-    """Data of server-sent events, whole ones only: what a broken connection cut off is not an event."""
+    """ServerSentEvents parses the data of whole events only: one that a broken connection cut off is dropped."""
 
     __slots__ = ("_buffer", "_seen", "pending")
 
@@ -118,10 +118,10 @@ class ServerSentEvents:
         self.pending = 0  # bytes of an event that is not whole yet
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Events that are whole now. Raises Refused for one that is too large."""
+        """Add a piece and return the events that are whole now. Raises GateRefusal for one that is too large."""
         is_whole = piece.startswith(b"data: ") and piece.endswith(b"\n\n") and not self.pending
         if is_whole and piece.find(b"\n") == len(piece) - 2:
-            return [piece[6:-2]]  # one and no more, as engines send them
+            return [piece[6:-2]]  # exactly one event, as engines send them
         events = []
         buffer = self._buffer
         buffer += piece

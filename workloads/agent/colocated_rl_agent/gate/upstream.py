@@ -1,10 +1,10 @@
-"""Connections to the engine of a pod: requests go out whole, answers come back piece by piece.
+"""This module connects to the pod's engine: requests go out whole, answers come back piece by piece.
 
-Owns connections on loopback, used again while the engine keeps them, and the time that an engine may be silent. Nothing
-is sent twice. An answer that ends before its framing says so is lost: `UpstreamLost`, whatever came of it.
+It owns the loopback connections, reused while the engine keeps them, and the time that an engine may be silent. Nothing
+is sent twice. An answer that ends before its framing does raises `UpstreamLost`, however much of it came.
 
-Pieces of many answers come in one turn of the event loop. They are read first and handled then, one after the other:
-with a system call before each, the same code takes longer. For the same reason all that a piece touches has slots.
+Pieces of many answers come in one turn of the event loop. All are read first, then handled one after the other: with a
+system call before each, the same code takes longer. For the same reason every class that a piece touches has slots.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from colocated_rl_agent.drivers.sglang import IDLE_CONNECTION_S
 from colocated_rl_agent.gate.deadline import Deadline
 from colocated_rl_api.logs import failure_of
 
-SILENCE_S = 600.0  # between two pieces, and up to twice as long: a request may queue in a busy engine
+SILENCE_S = 600.0  # allowed between two pieces, up to twice as long: a request may queue in a busy engine
 CONNECT_S = 5.0
 MAX_HEAD_BYTES = 64 * 1024
-MAX_HEARD_BYTES = 1024 * 1024  # of all answers, read and not handled yet
+MAX_HEARD_BYTES = 1024 * 1024  # read and not handled yet, of all answers
 
 Take = Callable[[int, bytes], None]
 """Gets the status of an answer and what came of its body at once. What it raises ends the exchange."""
 
 
 class UpstreamLost(OSError):
-    """The connection broke, or what came is no answer."""
+    """The connection broke, or the engine sent no valid answer."""
 
 
 class Upstream:
-    """The connections to one engine, by its URL."""
+    """An Upstream holds the connections to one engine, by its URL."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -46,7 +46,7 @@ class Upstream:
         self._heard_bytes = 0
 
     async def connect(self) -> UpstreamConnection:
-        """A connection for one exchange. Raises OSError."""
+        """Return a connection for one exchange. Raises OSError."""
         while self._idle:
             connection, _ = self._idle.popitem()
             if connection.is_open:
@@ -61,13 +61,13 @@ class Upstream:
         return b"POST %b HTTP/1.1\r\n%b%d\r\n\r\n%b" % (path.encode(), self._head, len(body), body)
 
     def keep(self, connection: UpstreamConnection) -> bool:
-        """Whether it is kept for the next exchange."""
+        """Keep the connection for the next exchange, unless closed, and return whether it is kept."""
         if not self._is_closed:
             self._idle[connection] = None
         return not self._is_closed
 
     def hear(self, connection: UpstreamConnection, data: bytes) -> None:
-        """To be handled before the event loop looks for more."""
+        """Queue data to be handled before the event loop polls for more."""
         if not self._heard:
             asyncio.get_running_loop().call_soon(self._handle)
         self._heard.append((connection, data))
@@ -84,7 +84,7 @@ class Upstream:
         self._idle.pop(connection, None)
 
     def close(self) -> None:
-        """Exchanges under way go on to their end."""
+        """Close idle connections. Exchanges in progress go on to their end."""
         self._is_closed = True
         for connection in self._idle:
             connection.abort()
@@ -92,7 +92,7 @@ class Upstream:
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One exchange at a time."""
+    """An UpstreamConnection carries one exchange at a time."""
 
     __slots__ = (
         "_deadline", "_ended", "_head_bytes", "_is_kept", "_is_paused", "_is_silent", "_is_whole", "_parser",
@@ -104,18 +104,18 @@ class UpstreamConnection(asyncio.Protocol):
         self._take: Take | None = None
         self._ended: asyncio.Future[int] | None = None
         self._status = self._head_bytes = 0
-        self._pieces: list[bytes] = []  # of a body, that came at once
-        self._is_whole = False  # the answer
+        self._pieces: list[bytes] = []  # pieces of a body that came together
+        self._is_whole = False  # the answer is complete
         self._is_kept = False
         self._is_paused = False
-        self._is_silent = False  # since its deadline was set
+        self._is_silent = False  # nothing came since the deadline was set
 
     @property
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
     async def exchange(self, request: bytes, take: Take) -> int:
-        """The status, when the whole answer was taken. Raises OSError, and what `take` raises."""
+        """Send a request; return the status once `take` got the whole answer. Raises OSError, and errors of `take`."""
         if not self.is_open:
             raise UpstreamLost("the connection broke before it was used")
         self._take = take
@@ -123,7 +123,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._is_whole = self._is_kept = False
         self._transport.write(request)
-        del request  # what an engine has is not held until it has answered
+        del request  # the engine has it: do not hold it until the answer is complete
         self._deadline.set(SILENCE_S)
         try:
             status = await self._ended
@@ -140,7 +140,7 @@ class UpstreamConnection(asyncio.Protocol):
         return status
 
     def pause(self) -> None:
-        """No more pieces for now: the engine keeps them."""
+        """Stop reading for now: further pieces stay at the engine."""
         if not self._is_paused and self.is_open:
             self._is_paused = True
             self._deadline.clear()
@@ -162,13 +162,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._deadline = Deadline(self._late)
 
     def data_received(self, data: bytes) -> None:
-        if self._ended is None or self._ended.done():  # nobody asked
+        if self._ended is None or self._ended.done():  # no exchange is in progress
             self.abort()
         else:
             self._upstream.hear(self, data)
 
     def handle(self, data: bytes) -> None:
-        """What has come."""
+        """Parse queued data and pass its body to `take`; end the exchange if it is complete or failed."""
         if self._ended is None or self._ended.done():
             self.abort()
             return
@@ -177,7 +177,7 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             if self._pieces and self._take is not None:
                 self._take(self._status, b"".join(self._pieces))
-        except Exception as error:  # noqa: BLE001 - no error of one answer is another's
+        except Exception as error:  # noqa: BLE001 - an error in one answer must not reach another
             lost = error
         self._pieces.clear()
         if lost is not None:
@@ -187,7 +187,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._ended.set_result(self._status)
 
     def _parse(self, data: bytes) -> UpstreamLost | None:
-        """Why there is no more to come, if so."""
+        """Parse data, and return the error that ends the answer, if any."""
         try:
             self._parser.feed_data(data)
         except HttpParserError as error:
@@ -227,7 +227,7 @@ class UpstreamConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
         if self._status >= 200:
-            self._head_bytes = -1  # enough of it
+            self._head_bytes = -1  # the head is complete: count no further
 
     def on_body(self, piece: bytes) -> None:
         self._pieces.append(piece)
@@ -235,5 +235,5 @@ class UpstreamConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._status >= 200:
             self._is_whole = True
-            # after an error of its own uvicorn hangs up, and has not said so: what is sent meanwhile would be lost
+            # after an error of its own uvicorn hangs up without announcing it: a request sent meanwhile would be lost
             self._is_kept = self._status < 500 and self._parser.should_keep_alive()
