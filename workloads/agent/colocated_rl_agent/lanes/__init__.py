@@ -1,1 +1,1 @@
-"""One lane for each neighbour, engine and trainers: one call at a time, journaled where it can't be repeated."""
+"""Each lane calls one neighbour, engine or trainers, one call at a time, and journals calls that can't be repeated."""

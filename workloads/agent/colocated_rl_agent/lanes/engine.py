@@ -1,8 +1,8 @@
-"""The pod's engine: its process, what is known of it, and the calls that change it.
+"""The engine lane runs the pod's engine: its process, its view, and the calls that change it.
 
-Owns the engine's view. A call's effect enters the view when the engine has confirmed it; a call that failed in any way
-leaves the view broken, and then the only thing left to do with this incarnation is to kill it. Calls that must not be
-repeated are in the journal before and after. Decides nothing: `facts` does.
+It owns the engine's view. A call's effect enters the view when the engine has confirmed it; a call that failed in any
+way leaves the view broken, and then this incarnation can only be killed. Calls that must not be repeated are journaled
+before and after. The lane decides nothing: `planner` does.
 """
 
 from __future__ import annotations
@@ -47,14 +47,17 @@ from colocated_rl_api.weights import Probe
 
 LOG = logging.getLogger(__name__)
 
-ABORT_AGAIN_S = 0.5  # a request that was on its way when all were aborted is not aborted (H3)
-START_POLL_S = 0.1  # an engine has no way to say that it is up
+ABORT_AGAIN_S = 0.5  # an abort of all misses a request that is on its way to the engine (H3)
+START_POLL_S = 0.1  # an engine has no way to report that it is up
 MAX_BACK_OFF_S = 60.0
 CONFIG_MODE = 0o640  # the engine reads it through the pod's group
 
 
 class Engine:
-    """changed: the view is another one. failed: (reason, message) for the pod's problem."""
+    """The Engine holds the view of the pod's engine and makes its calls.
+
+    changed: called when the view has changed. failed: called with (reason, message) for the pod's problem.
+    """
 
     def __init__(
         self,
@@ -78,14 +81,14 @@ class Engine:
         self._failed = failed
         self._client: SGLang | None = None
         self._dtype = "unknown"
-        self._mapped_bytes: int | None = None  # of each device, by what of weights and KV pool it gives up
+        self._mapped_bytes: int | None = None  # weights and KV pool on each device, as far as they are released
         self._vocabulary: int | None = None
-        self.freed_bytes: Mapping[int, int] = {}  # of each device that can tell, by the last release
-        self.failures = 0  # since it last served: how long the next start waits, and what a failure policy counts
-        self._exits: dict[str, ChildExited] = {}  # newest, which can come before the answer to the start
+        self.freed_bytes: Mapping[int, int] = {}  # by the last release, of each device that can be measured
+        self.failures = 0  # since it last served: sets the back-off of the next start; a failure policy counts it
+        self._exits: dict[str, ChildExited] = {}  # the newest, which can come before the answer to the start
         self._killed_for: str | None = None
         self._gone = asyncio.Event()
-        self._unasked: str | None = None  # incarnation that was started here and not asked for anything yet
+        self._unasked: str | None = None  # incarnation started here that has got no request yet
         self.view = EngineView()
 
     # ------------------------------------------------------------------------------------------------- its process
@@ -120,7 +123,7 @@ class Engine:
             self.exited(exited)
 
     async def wait_until_up(self) -> None:
-        """Until it answers and is what a switch needs, is broken, or gone. The caller minds the deadline."""
+        """Wait until the engine answers and suits a switch, is broken, or gone. The caller enforces the deadline."""
         client, incarnation, started = self._client, self.view.incarnation, time.monotonic()
         assert client is not None
         while not await _is_up(client):
@@ -149,7 +152,7 @@ class Engine:
             self._set(self.view.answered(version, checksum))
 
     async def kill(self, reason: str, *, is_fault: bool, doubts: WeightVersion | None = None) -> None:
-        """Until its process group is reaped. doubts: weights that it was not shown to hold."""
+        """Kill the engine and wait until its process group is reaped. doubts: weights it was not shown to hold."""
         if doubts is not None:
             self.doubt(doubts, reason)
         elif is_fault:
@@ -165,7 +168,7 @@ class Engine:
             self._failed("EngineNotReaped", f"its processes did not end {REAP_S:.0f} s after SIGKILL; killing again")
 
     def exited(self, event: ChildExited) -> None:
-        """Its process group is gone, whoever ended it."""
+        """Record that the engine's process group is gone, whoever ended it."""
         self._exits = {event.incarnation: event}
         if self.view.incarnation != event.incarnation:
             return
@@ -180,7 +183,7 @@ class Engine:
             self._set(self.view.gone())
 
     async def attach(self, child: ChildStatus | None) -> None:
-        """What the runner says of the engine, after a restart of either side."""
+        """Match the view to the runner's report of the engine, after a restart of either side."""
         if child is None or not child.running:
             self._gone.set()
             if not self.view.is_absent:
@@ -205,7 +208,7 @@ class Engine:
             self.exited(exited)
 
     async def _recognize(self, memory: EngineRecord, client: SGLang) -> EngineView:
-        """The view of a running engine that an agent before this one started."""
+        """Return the view of a running engine that an earlier agent started."""
         remembered = memory.view
         if not await _is_up(client):
             started = memory.started
@@ -226,19 +229,19 @@ class Engine:
             return remembered.broke("it takes requests while memory is released")
         if remembered.version is not None and remembered.version != version:
             return remembered.broke(f"it holds {version}, the journal says {remembered.version}")
-        # nothing was let in since this agent started, and released memory was drained before
+        # the gate admitted nothing since this agent started, and an engine is drained before it releases memory
         drained = paused and not remembered.is_whole
         return replace(remembered, checksum=checksum, paused=paused, drained=drained, flushed=False)
 
     async def _look_at(self, client: SGLang) -> ServerInfo:
-        """Raises DriverError."""
+        """Check that the engine is suitable, and keep its dtype and mapped bytes. Raises DriverError."""
         saved_tags = self._settings.saved_tags
         info = await client.require_suitable(memory_saver=bool(saved_tags), gpus=self._settings.gpus)
         self._dtype, self._mapped_bytes = info.dtype, info.mapped_bytes(saved_tags)
         return info
 
     async def _checksum(self, client: SGLang, version: WeightVersion) -> str | None:
-        """Of the weights that it holds; None where the job does not ask. Raises WeightsDoubted if it gives none."""
+        """Return the checksum of its weights; None if the job asks for none. Raises WeightsDoubted if it gives none."""
         if self._settings.rules.verify is not Verify.CHECKSUM:
             return None
         started = time.monotonic()
@@ -252,7 +255,7 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------- a switch
     def backend(self) -> Backend:
-        """For a gate that opens now."""
+        """Return the backend for a gate that opens now."""
         client, incarnation, version = self._client, self.view.incarnation, self.view.version
         assert client is not None, "a gate opens on an engine"
         assert incarnation is not None, "a gate opens on an engine"
@@ -264,7 +267,7 @@ class Engine:
         self._set(self.view.gate_closed())
 
     async def abort_all(self, settled: Callable[[], Awaitable[None]]) -> None:
-        """Until nothing is in flight. The caller minds the deadline."""
+        """Abort all requests, again and again, until nothing is in flight. The caller enforces the deadline."""
         assert self._client is not None
         while True:
             try:
@@ -329,7 +332,7 @@ class Engine:
                 await client.repair()
             if not await client.takes_requests():
                 raise CallRefused("it takes no requests after it was continued")
-            if self._vocabulary is None:  # another agent has started it, or it answered late
+            if self._vocabulary is None:  # an earlier agent started it, or it answered late
                 self._vocabulary = await client.vocabulary()
 
         await self._change("continue", continue_and_look, EngineView.was_continued)
@@ -352,7 +355,7 @@ class Engine:
         effect: Callable[[EngineView], EngineView],
         intent: Callable[[str], Intent] | None = None,
     ) -> None:
-        """One call and its effect. Whatever keeps it from being confirmed leaves the engine broken (I6)."""
+        """Make one call and record its effect. A call not confirmed, for any reason, leaves the engine broken (I6)."""
         client, incarnation, started = self._client, self.view.incarnation, time.monotonic()
         version = self.view.version
         assert client is not None, f"{call} without an engine"
@@ -381,12 +384,12 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------- its view
     def broke(self, reason: str, unknown_tags: Sequence[str] = ()) -> None:
-        """This incarnation can't be used any more: it will be killed."""
+        """Mark this incarnation as broken: the planner has it killed."""
         if not self.view.is_absent and self.view.broken is None:
             self._set(self.view.broke(reason, tuple(unknown_tags)))
 
     def doubt(self, version: WeightVersion, reason: str, unknown_tags: Sequence[str] = ()) -> None:
-        """The incarnation was not shown to hold the weights that it should: it will be killed, if it has not ended."""
+        """Record that the engine was not shown to hold the weights it should: it is killed, if it has not ended."""
         if self.view.broken is None:
             self._set(self.view.was_doubted(version, reason, tuple(unknown_tags)))
 
@@ -426,7 +429,7 @@ class Engine:
 def _intent(
     call: Literal["release", "resume", "update"], *, tags: tuple[str, ...], version: WeightVersion | None = None
 ) -> Callable[[str], Intent]:
-    """Of an incarnation that is known when the call is made."""
+    """Return a function that makes the intent for an incarnation known only when the call is made."""
     return lambda incarnation: Intent(incarnation=incarnation, call=call, tags=tags, version=version)
 
 

@@ -1,7 +1,7 @@
-"""What is told of the end of an engine or a trainer: as much of its last lines as can quote no prompt and no response.
+"""This module reports how an engine or a trainer ended, with no line that could quote a prompt or a response.
 
-What a process writes before anybody has asked it for anything quotes neither, and says what is wrong with its start.
-Later on a traceback is told by the type of the exception and where it was raised. All of it is in the container's log.
+Lines written before the first request quote neither, and explain a failed start. Later a traceback is reported only as
+the exception's type and place. All lines are in the container's log.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ KIND = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning))(
 
 
 def last_words(tail: Sequence[str], *, was_asked: bool) -> str:
-    """tail: its last lines. was_asked: whether it may have seen a prompt or a response."""
+    """Return the report of a process's end. tail: its last lines. was_asked: it may have seen a prompt or response."""
     if not was_asked:
         return f"last words: {' | '.join(tail[-LINES_TOLD:])}"
     return f"{failure_in(tail) or 'it left no traceback'}; the log of container gpu has its last words"
 
 
 def failure_in(tail: Sequence[str]) -> str | None:
-    """Type and place of the exception in the last traceback, None where there is none."""
+    """Return type and place of the exception in the last traceback, or None."""
     place = failure = None
     for line in tail:
         if found := PLACE.match(line):

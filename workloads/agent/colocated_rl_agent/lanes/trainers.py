@@ -1,8 +1,8 @@
-"""The pod's trainer ranks: their processes, what is known of them, and the requests that move them.
+"""The trainer lane runs the pod's trainer ranks: their processes, their views, and the requests that move them.
 
 Every request goes to all ranks of the pod at once, because training is collective. A rank whose request fails or is not
 answered in time is broken, and then all of them are stopped: a rank alone can't rejoin its group. But a checkpoint or
-a model for which a volume has no room costs no trainer: it is asked for again, until there is room. A rank that died
+a model for which a volume has no room costs no trainer: the request is repeated until there is room. A rank that died
 keeps its lineage and its exit code, and is not started again in that lineage: the operator decides on a new one.
 """
 
@@ -41,17 +41,19 @@ from colocated_rl_api.weights import finished_model
 
 LOG = logging.getLogger(__name__)
 
-START_POLL_S = 0.1  # a trainer has no way to say that it has loaded
-NOT_EXECUTABLE = 127  # as shells say it
-MOST_METRICS = 32  # of a step, in the log
+START_POLL_S = 0.1  # a trainer has no way to report that it has loaded
+NOT_EXECUTABLE = 127  # the exit code that shells use
+MOST_METRICS = 32  # logged per step
 KEEP_AGAIN_S = 2.0  # after the first refusal of a checkpoint or model, and twice as long after each further one
 KEEP_AGAIN_MOST_S = 30.0
 
 
 class Trainers:
-    """changed: a view is another one. failed: (reason, message) for the pod's problem. made_good: that reason is over.
+    """The Trainers hold the views of the pod's ranks and make their requests.
 
-    keep_after: back-off after a checkpoint or the model was refused, on the clock of `time.monotonic`.
+    changed: called when a view has changed. failed: called with (reason, message) for the pod's problem. made_good:
+    called with the reason that is over. keep_after: end of the back-off after a checkpoint or the model was refused, on
+    the clock of `time.monotonic`.
     """
 
     def __init__(
@@ -72,10 +74,10 @@ class Trainers:
         self._changed = changed
         self._failed = failed
         self._made_good = made_good
-        self._refusals = 0  # of a checkpoint or the model, in a row
+        self._refusals = 0  # in a row, of a checkpoint or the model
         self.keep_after = 0.0
         self._exits: dict[str, ChildExited] = {}  # can come before the answer to the start
-        self._unasked: set[str] = set()  # incarnations that were started here, and have not loaded a checkpoint yet
+        self._unasked: set[str] = set()  # incarnations started here that have not loaded a checkpoint yet
         self._stopping = False
         self._one_gone = asyncio.Event()
         spec = settings.job.spec
@@ -95,7 +97,7 @@ class Trainers:
 
     @property
     def exported(self) -> WeightVersion | None:
-        """What every rank of the pod says."""
+        """Return the version that every rank of the pod reports as exported, or None."""
         said = {view.exported for view in self.views}
         return said.pop() if len(said) == 1 else None
 
@@ -139,7 +141,7 @@ class Trainers:
                 self.exited(exited)
 
     async def wait_until_loaded(self) -> None:
-        """Until every rank has loaded its checkpoint, or one is gone. The caller minds the deadline."""
+        """Wait until every rank has loaded its checkpoint, or one can't. The caller enforces the deadline."""
         started = time.monotonic()
         while True:
             for view in self.views:
@@ -154,7 +156,7 @@ class Trainers:
         log(LOG, "trainers loaded", step=self.views[0].step, took_s=round(time.monotonic() - started, 4))
 
     async def stop(self, reason: str) -> None:
-        """Every rank of the pod, until all are reaped."""
+        """Stop every rank of the pod and wait until all are reaped."""
         level = logging.WARNING if any(view.broken for view in self.views) else logging.INFO
         log(LOG, "trainers stopped", level, reason=reason)
         self._stopping = True
@@ -186,7 +188,7 @@ class Trainers:
         self._one_gone.set()
 
     async def attach(self, children: Mapping[str, ChildStatus]) -> None:
-        """What the runner says of the ranks, after a restart of either side."""
+        """Match the views to the runner's report of the ranks, after a restart of either side."""
         started = {record.rank: record for record in self._journal.memory.trainers}
         for rank in self._settings.ranks:
             child, record, view = children.get(trainer_name(rank)), started.get(rank), self._views[rank]
@@ -215,7 +217,7 @@ class Trainers:
         await self._ask("onload", lambda rank: self._clients[rank].onload(), lacks=_other_state(TrainerState.ONLOADED))
 
     async def offload(self, verify: Callable[[], Awaitable[None]]) -> None:
-        """verify: raises MemoryHeld if the devices are not as they must be afterwards."""
+        """Offload all ranks. verify: raises MemoryHeld if the devices still hold too much memory afterwards."""
         await self._ask(
             "offload",
             lambda rank: self._clients[rank].offload(),
@@ -277,7 +279,7 @@ class Trainers:
         log(LOG, "checkpoint saved", step=step, took_s=round(time.monotonic() - started, 4))
 
     async def finish(self, version: WeightVersion) -> None:
-        """Rank 0 leaves the job's model."""
+        """Have rank 0 save the job's final model."""
         directories, started = self._settings.directories, time.monotonic()
         export = export_directory(directories.weights, version)
         try:
@@ -298,13 +300,13 @@ class Trainers:
         log(LOG, "model left", version=str(version), took_s=round(time.monotonic() - started, 4))
 
     def export_torn(self, version: WeightVersion, reason: str) -> None:
-        """Whoever has written it, or agreed to it, can't go on; others have another one."""
+        """Mark all ranks that report this export as broken; ranks with another export go on."""
         for view in self.views:
             if view.exported == version:
                 self.broke(view.rank, f"its export can't be used: {reason}")
 
     def broke(self, rank: int, reason: str) -> None:
-        """This rank can't go on: it will be stopped."""
+        """Mark this rank as broken: the planner has it stopped."""
         view = self._views[rank]
         if view.is_alive and view.broken is None:
             self._set(view.broke(reason))
@@ -318,10 +320,10 @@ class Trainers:
         verify: Callable[[], Awaitable[None]] | None = None,
         may_wait: bool = False,
     ) -> dict[int, TrainerStatus]:
-        """Answers of all ranks, which become facts together. One that did not answer is broken.
+        """Ask all ranks and return their answers, which become facts together. A rank that did not answer is broken.
 
-        lacks: of an answer, what was asked for and is not so; "" if it is. Such a rank is broken too: it says yes to
-        whatever it is asked. may_wait: a refusal that changed nothing breaks nobody. Raises NothingDone then.
+        lacks: returns what an answer lacks of the request, or "". Such a rank is broken too: it confirms any request.
+        may_wait: a refusal that changed nothing breaks no rank, and NothingDone is raised.
         """
         answers: dict[int, TrainerStatus] = {}
         refusals: list[NothingDone] = []
@@ -354,8 +356,8 @@ class Trainers:
         return {rank: status for rank, status in answers.items() if not lacks(status)}
 
     def _put_off(self, error: NothingDone) -> str:
-        """What to say of it."""
-        # ranks of other pods wait in the next try for this one's, so long and no longer
+        """Set the back-off after a refusal, and return the message for the pod's problem."""
+        # in the next try, ranks of other pods wait only this long for those of this pod
         most_s = min(KEEP_AGAIN_MOST_S, self._settings.job.spec.switch.trainer_progress_seconds / 2)
         self.keep_after = time.monotonic() + min(KEEP_AGAIN_S * 2.0 ** min(self._refusals, 16), most_s)
         self._refusals += 1
