@@ -1,1 +1,1 @@
-"""What the agent reads and writes on volumes: journal, exports, batches."""
+"""This room reads and writes the agent's files on volumes: journal, exports, batches."""

@@ -1,4 +1,4 @@
-"""Shards of sealed batches: fetched from the rollout controller, checked, and written where the trainers read.
+"""This module fetches shards of sealed batches from the rollout controller, checks them, and writes them for trainers.
 
 A shard is immutable and served any number of times, so a failed fetch is simply tried again, after a back-off.
 """
@@ -20,7 +20,7 @@ from colocated_rl_member.data import DataClient
 FETCH_AGAIN_S = 1.0
 MAX_SHARD_BYTES = 16 * 1024**3
 PIECE_BYTES = 1024 * 1024
-SILENCE = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=30)  # an address that is gone may not even refuse
+SILENCE = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=30)  # a gone address may not even refuse
 
 
 class ShardUnavailable(Exception):
@@ -28,9 +28,10 @@ class ShardUnavailable(Exception):
 
 
 class Shards:
-    """The shards of a pod's ranks.
+    """The Shards are those of a pod's ranks.
 
-    step: whose shards are there for every rank. fetch_after: back-off, on the clock of `time.monotonic`.
+    step: the step whose shards are there for every rank. fetch_after: end of the back-off, on the clock of
+    `time.monotonic`.
     """
 
     def __init__(self, client: DataClient, directory: Path, ranks: range, *, deadline_s: float) -> None:
@@ -42,7 +43,7 @@ class Shards:
         self.fetch_after = 0.0
 
     async def fetch(self, endpoint: Endpoint, step: int) -> None:
-        """Raises ShardUnavailable."""
+        """Fetch the shards of a step for all ranks, and remove those of earlier steps. Raises ShardUnavailable."""
         try:
             await asyncio.to_thread(remove_shards, self._directory, below=step)
             for rank in self._ranks:
@@ -60,14 +61,14 @@ def shard_path(directory: Path, *, step: int, rank: int) -> Path:
 
 
 def scores_path(directory: Path, *, step: int, rank: int) -> Path:
-    """Where the rank keeps what its reference says of the batch: the agent only names it, and removes it in time."""
+    """Return where a rank keeps its reference scores of the batch: the agent only names and later removes the file."""
     return directory / f"batch-{step}-{rank}.scores"
 
 
 async def fetch_shard(
     client: DataClient, endpoint: Endpoint, directory: Path, *, step: int, rank: int, deadline_s: float
 ) -> Path:
-    """Fetch one rank's shard of the batch; on return the file is whole. Raises ShardUnavailable."""
+    """Fetch one rank's shard of the batch and return its path; the file is whole then. Raises ShardUnavailable."""
     path = shard_path(directory, step=step, rank=rank)
     what = f"shard {rank} of batch {step} from {endpoint.pod} at {endpoint.address}:{endpoint.port}"
     draft = path.with_suffix(".draft")
@@ -87,7 +88,7 @@ async def fetch_shard(
                     if size > MAX_SHARD_BYTES:
                         raise ShardUnavailable(f"{what}: larger than {MAX_SHARD_BYTES} bytes")
                     digest.update(piece)
-                    await asyncio.to_thread(stream.write, piece)  # gigabytes: a disk that lags behind holds its writer
+                    await asyncio.to_thread(stream.write, piece)  # gigabytes: a slow disk blocks its writer
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise ShardUnavailable(f"{what}: {failure_of(error)}") from error
     if digest.hexdigest() != expected:
@@ -99,7 +100,7 @@ async def fetch_shard(
 
 
 def remove_shards(directory: Path, *, below: int) -> None:
-    """Of steps before `below`, and what stands beside them."""
+    """Remove shards of steps before `below`, with their scores and drafts."""
     for path in directory.glob("batch-*-*"):
         step = path.name.split("-")[1]
         if step.isdigit() and int(step) < below:

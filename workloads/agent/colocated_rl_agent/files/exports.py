@@ -1,10 +1,11 @@
-"""Exports in the pod's weights volume: whether one is whole, and the removal of older ones.
+"""This module verifies exports in the pod's weights volume and removes older ones.
 
-The trainer writes them, the agent trusts nothing it has not read: an engine takes missing tensors, wrong names and torn
-files in silence and reports success (H51, H52), so every file is compared with the manifest before an engine sees it.
+The trainer writes them, and the agent trusts only files it has read: an engine silently accepts missing tensors, wrong
+names and torn files and reports success (H51, H52), so every file is compared with the manifest before an engine loads
+it.
 
-The volume may be one of the network, shared with other pods. What it says is remembered: the agent's loop looks there,
-and only what changes exports makes the agent look at the volume again.
+The volume may be a network volume shared with other pods. Its listing is cached: the agent's loop reads the cache, and
+the agent lists the volume again only after actions that may change exports.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from colocated_rl_agent.files.volume import (
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, Probe, TensorEntry, algorithm_of
 
-MAX_THREADS = 8  # that hash
+MAX_THREADS = 8  # for hashing
 PIECE_BYTES = 256 * 1024
-VERIFY_AGAIN_S = 1.0  # after the first failure, and twice as long after each further one: all files are read
+VERIFY_AGAIN_S = 1.0  # after the first failure, doubled after each further one: a try reads all files
 VERIFY_AGAIN_MOST_S = 30.0
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024  # also of an index
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
@@ -43,16 +44,16 @@ _HASHES: Mapping[Algorithm, Callable[[], Any]] = {Algorithm.XXH3_128: xxhash.xxh
 
 
 class ExportTorn(Exception):
-    """The files of an export are not what its manifest says, or there is none. Only a new export helps; or a volume
-    that other pods share may not show them yet.
+    """The files of an export differ from its manifest, or there is no manifest. Only a new export helps, unless a
+    volume shared with other pods does not show the files yet.
     """
 
 
 class Exports:
-    """The exports that a pod sees. probe: each must have one.
+    """The Exports are those that a pod sees. probe: each must have a probe.
 
-    whole: the newest one that was compared with its manifest. there: all that the volume has; None: not known since
-    something may have changed. verify_after: back-off, on the clock of `time.monotonic`.
+    whole: manifest of the newest verified export. there: all versions in the volume; None: unknown since a possible
+    change. verify_after: end of the back-off, on the clock of `time.monotonic`.
     """
 
     def __init__(self, volume: VolumeDirectory, *, probe: bool) -> None:
@@ -65,7 +66,7 @@ class Exports:
         self._changes = 0
 
     async def verify(self, version: WeightVersion) -> Manifest:
-        """Raises ExportTorn, VolumeSilent."""
+        """Verify the export and return its manifest. Raises ExportTorn, VolumeSilent."""
         try:
             self.whole = await self._compare(version)
         except (ExportTorn, VolumeSilent):
@@ -76,7 +77,7 @@ class Exports:
         return self.whole
 
     async def probe(self, version: WeightVersion) -> Probe:
-        """Also of an older one, which an engine still serves. Raises ExportTorn, VolumeSilent."""
+        """Return the probe of an export, or of an older one still served. Raises ExportTorn, VolumeSilent."""
         known = self.whole if self.whole is not None and self.whole.version == version else None
         manifest = known or await self._compare(version)
         assert manifest.probe is not None, "asked for where exports must have one"
@@ -90,7 +91,7 @@ class Exports:
         return manifest
 
     async def look(self) -> None:
-        """Which ones there are. Raises VolumeSilent, OSError."""
+        """List the exports in the volume. Raises VolumeSilent, OSError."""
         root, changes = self._volume.place, self._changes
         found = await self._volume.call("list exports", lambda _: exports_in(root))
         if changes == self._changes:
@@ -101,11 +102,11 @@ class Exports:
         self._changes += 1
 
     def has_others_than(self, keep: WeightVersion | None) -> bool | None:
-        """None: not known."""
+        """Return whether the volume holds exports besides `keep`; None: unknown."""
         return None if self.there is None else bool(self.there - {keep})
 
     async def remove_others_than(self, keep: WeightVersion) -> None:
-        """Raises VolumeSilent, OSError."""
+        """Remove all exports but `keep`. Raises VolumeSilent, OSError."""
         root = self._volume.place
         await self._volume.call("remove exports", lambda beat: remove_exports(root, keep, beat))
 
@@ -122,7 +123,7 @@ def verify_export(root: Path, version: WeightVersion, beat: Beat = lambda: None)
         raise ExportTorn(f"{directory} holds version {manifest.version}")
     try:
         tensors = _read_files(directory, manifest, beat)
-    except OSError as error:  # a trainer's files may be its own alone, or gone again
+    except OSError as error:  # a trainer's files may be readable only by itself, or removed meanwhile
         raise ExportTorn(f"{directory} can't be read: {error}; the agent reads it through the pod's group") from error
     if tensors != manifest.tensors:
         different = sorted(
@@ -133,7 +134,7 @@ def verify_export(root: Path, version: WeightVersion, beat: Beat = lambda: None)
 
 
 def _read_files(directory: Path, manifest: Manifest, beat: Beat) -> dict[str, TensorEntry]:
-    """What they hold, once their digests agree. Raises ExportTorn, OSError."""
+    """Return the tensors in the files once their digests agree. Raises ExportTorn, OSError."""
     files = {path.name for path in directory.glob("*.safetensors")}
     if files != set(manifest.digests):
         raise ExportTorn(f"{directory} holds {sorted(files)}, its manifest names {sorted(manifest.digests)}")
@@ -152,7 +153,7 @@ def _read_files(directory: Path, manifest: Manifest, beat: Beat) -> dict[str, Te
 
 
 def exports_in(root: Path) -> dict[WeightVersion, Path]:
-    """By version. The volume may be new: then the first look makes the place for them."""
+    """Return the export directories by version. The first call on a new volume makes the root."""
     root.mkdir(exist_ok=True)
     found = ((_version_in(path.name), path) for path in root.iterdir() if path.is_dir())
     return {version: path for version, path in found if version is not None}
@@ -181,7 +182,7 @@ def _manifest(directory: Path) -> Manifest:
 
 
 def _require_that_index_names(directory: Path, files: set[str]) -> None:
-    """Where there is an index, an engine reads the files that it names and no others, in silence (H52)."""
+    """Require that an index, if there is one, names all files: an engine silently reads no others (H52)."""
     index = directory / INDEX
     if not index.exists():
         return
@@ -197,7 +198,7 @@ def _require_that_index_names(directory: Path, files: set[str]) -> None:
 
 
 def _digest(named: tuple[Path, Digest], *, beat: Beat) -> Digest:
-    """Of a file, by the algorithm of the other one."""
+    """Return the digest of a file, by the algorithm of the digest named with it."""
     path, other = named
     algorithm = algorithm_of(other)
     digest, piece = _HASHES[algorithm](), memoryview(bytearray(PIECE_BYTES))
@@ -209,7 +210,7 @@ def _digest(named: tuple[Path, Digest], *, beat: Beat) -> Digest:
 
 
 def _tensors(path: Path) -> dict[str, TensorEntry]:
-    """Names, dtypes and shapes of a safetensors file, from its header."""
+    """Return names, dtypes and shapes of a safetensors file, from its header. Raises ExportTorn, OSError."""
     with path.open("rb") as stream:
         start = stream.read(8)
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0

@@ -1,10 +1,10 @@
-"""What the agent must remember across its own restarts: epochs, incarnations, and calls that can't be repeated.
+"""The journal keeps what must survive agent restarts: epochs, incarnations, and calls that can't be repeated.
 
-A record is durable before the effect it announces (`intend`) and after the effect it reports (`confirm`). Everything is
-tied to an incarnation id of the runner: what this file does not know is not the agent's and gets killed, and an intent
-without an outcome means that nobody knows (I6). Bounded: it is rewritten as its own meaning when it is opened and after
-every REWRITE_AFTER records. A torn last record is what a crash leaves and counts as never written; anything else that
-can't be read stops the agent, because forgetting the epoch would let an operator of the past in (I5).
+A record is durable before the effect it announces (`intend`) and after the effect it reports (`confirm`). Every record
+of a process carries its incarnation id from the runner: a process that the journal does not know is killed, and an
+intent without an outcome means that the outcome is unknown (I6). Its size is bounded: it is rewritten as the shortest
+equal journal when it is opened and after every REWRITE_AFTER records. A torn last record is left by a crash and counts
+as never written; any other damage stops the agent, because forgetting the epoch would admit a stale operator (I5).
 
 Appending blocks for one fsync, a few times a switch.
 """
@@ -99,7 +99,7 @@ _record: TypeAdapter[Record] = TypeAdapter(Record)
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """What is remembered of the newest engine. `pending`: a call whose outcome was not written down."""
+    """An EngineRecord holds the state of the newest engine. `pending`: a call whose outcome was not recorded."""
 
     started: EngineStarted
     view: EngineView
@@ -112,13 +112,13 @@ class EngineRecord:
 
 @dataclass(frozen=True)
 class JournalState:
-    """The meaning of a journal."""
+    """A JournalState is the state that a journal's records add up to."""
 
     epoch: int = 0
     engine: EngineRecord | None = None
     trainers: tuple[TrainerStarted, ...] = ()  # newest of each rank
     pool_tokens: int | None = None
-    agreed: tuple[WeightVersion, str] | None = None  # newest checksum that the group agreed on, and of what
+    agreed: tuple[WeightVersion, str] | None = None  # newest version with a checksum that the group agreed on
 
     def after(self, record: Record) -> JournalState:
         match record:
@@ -144,7 +144,7 @@ class JournalState:
                 return replace(self, engine=replace(engine, view=_effect(engine.view, engine.pending), pending=None))
 
     def records(self) -> list[Record]:
-        """The shortest journal of this meaning."""
+        """Return the shortest journal with this state."""
         records: list[Record] = [EpochAccepted(epoch=self.epoch)] if self.epoch else []
         if self.pool_tokens is not None:
             records.append(PoolMeasured(tokens=self.pool_tokens))
@@ -177,13 +177,13 @@ def _fresh(started: EngineStarted) -> EngineView:
 
 
 def _history(engine: EngineRecord) -> list[Intent]:
-    """Calls that lead from a fresh engine to what is remembered of it."""
+    """Return the calls that lead from a fresh engine to its recorded view."""
     start = _fresh(engine.started)
     if engine.view.tags == start.tags and engine.view.version == start.version:
         return []
     update = Intent(incarnation=engine.incarnation, call="update", version=engine.view.version)
     if not engine.view.released:
-        return [update]  # resident: nothing ever was
+        return [update]  # resident: it never releases anything
     calls = [Intent(incarnation=engine.incarnation, call="release", tags=start.tags_in(TagState.MAPPED))]
     if resumed := engine.view.tags_in(TagState.MAPPED):
         calls.append(Intent(incarnation=engine.incarnation, call="resume", tags=resumed))
@@ -193,10 +193,10 @@ def _history(engine: EngineRecord) -> list[Intent]:
 
 
 class Journal:
-    """The file, held open for appending."""
+    """A Journal is the file, held open for appending."""
 
     def __init__(self, directory: Path, *, rewrite_after: int = REWRITE_AFTER) -> None:
-        """Raises JournalUnreadable, OSError."""
+        """Read and rewrite the journal in `directory`. Raises JournalUnreadable, OSError."""
         self._rewrite_after = rewrite_after
         self._path = directory / FILE
         self.memory = _read(self._path)
@@ -219,23 +219,23 @@ class Journal:
         self._append(PoolMeasured(tokens=tokens))
 
     def checksum_agreed(self, version: WeightVersion, checksum: str) -> None:
-        """Written once, however often it is told."""
+        """Record an agreed checksum once, however often it is reported."""
         if self.memory.agreed != (version, checksum):
             self._append(ChecksumAgreed(version=version, checksum=checksum))
 
     def intend(self, intent: Intent) -> None:
-        """Before the call."""
+        """Record the intent before the call."""
         self._append(intent)
 
     def confirm(self, incarnation: str) -> None:
-        """After the call took effect."""
+        """Record the outcome after the call took effect."""
         self._append(Outcome(incarnation=incarnation))
 
     def close(self) -> None:
         os.close(self._file)
 
     def _append(self, record: Record) -> None:
-        """Raises OSError; the record was not written then, nor a part of it: the next one would be glued to that."""
+        """Append a record durably. Raises OSError with no part of it left, to which the next one would be glued."""
         line, size = _line(record), os.fstat(self._file).st_size
         try:
             if os.write(self._file, line) < len(line):
@@ -249,11 +249,11 @@ class Journal:
         if self._appended >= self._rewrite_after:
             try:
                 self._rewrite()
-            except OSError as error:  # the record is written: only the file is longer than it need be
+            except OSError as error:  # the record is written: the file is only longer than necessary
                 log(LOG, "journal not rewritten, it goes on as it is", logging.WARNING, reason=str(error))
 
     def _rewrite(self) -> None:
-        """Raises OSError; what is appended goes to the file that is in its place, whichever that is."""
+        """Replace the file by the shortest equal journal. Raises OSError; appends go on to the file then in place."""
         draft = self._path.with_suffix(".draft")
         file = os.open(draft, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -290,6 +290,6 @@ def _read(path: Path) -> JournalState:
             memory = memory.after(_record.validate_python(parsed))
         except (ValueError, ValidationError) as error:
             if number == len(lines) and not torn:
-                break  # a block that was written in part can end with the newline of the record
+                break  # a partly written block can end with the record's newline
             raise JournalUnreadable(f"{path}, line {number} can't be read: replace this pod") from error
     return memory

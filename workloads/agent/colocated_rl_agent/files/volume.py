@@ -1,8 +1,8 @@
-"""Calls of a file system that may never answer: a network volume that is away holds whoever asks it.
+"""This module calls file systems that may never answer: an unreachable network volume blocks its callers.
 
-So the agent's loop makes none of them. Each has a thread of its own, that nobody waits for longer than it gets on, and
-that does not hold up the end of the process. A call that was given up goes on, and may even take effect later; until
-all of those have ended no other begins, so threads don't pile up behind a volume that is away.
+So the agent's loop makes no such call. Each call has a thread of its own, which is awaited only while it makes progress
+and does not hold up the end of the process. An abandoned call goes on, and may even take effect later; no other begins
+until all of those have ended, so threads don't pile up behind an unreachable volume.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 U = TypeVar("U")
-Beat = Callable[[], None]  # from within a long call: it gets on
+Beat = Callable[[], None]  # called from within a long call to report progress
 
-SILENT_S = 30.0  # a call that got on by nothing for so long is given up
+SILENT_S = 30.0  # a call without progress for so long is abandoned
 
 
 class VolumeSilent(Exception):
@@ -27,7 +27,7 @@ class VolumeSilent(Exception):
 
 
 class VolumeDirectory:
-    """One directory of a volume, and the calls of it that are under way."""
+    """A VolumeDirectory is one directory of a volume with its calls in progress."""
 
     def __init__(self, place: Path, *, silent_s: float = SILENT_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.place = place
@@ -36,7 +36,7 @@ class VolumeDirectory:
         self._given_up: dict[Future[Any], str] = {}
 
     async def call(self, what: str, work: Callable[[Beat], T]) -> T:
-        """Its result, or what it raises. what: verb phrase for the message. Raises VolumeSilent."""
+        """Return the result of `work`, or raise its error. what: verb phrase for the message. Raises VolumeSilent."""
         self._given_up = {call: name for call, name in self._given_up.items() if not call.done()}
         for name in self._given_up.values():
             raise VolumeSilent(self._words(name))
@@ -67,14 +67,14 @@ class VolumeDirectory:
 
 
 def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """Not in a pool of the standard library, whose threads the end of a process waits for."""
+    """Run `work` in a daemon thread: the end of a process waits for the threads of the standard library's pools."""
     result = Future[T]()
-    result.set_running_or_notify_cancel()  # who waits may go, the call can't be taken back
+    result.set_running_or_notify_cancel()  # a waiter may leave, the call can't be cancelled
 
     def run() -> None:
         try:
             result.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - of whoever waits for it
+        except BaseException as error:  # noqa: BLE001 - it is raised in the waiter
             result.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -82,7 +82,7 @@ def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
 
 def in_threads(name: str, work: Callable[[U], T], items: Iterable[U], *, at_once: int) -> list[T]:
-    """Of each item, in order; in so many threads, however many items there are. Raises what one that failed raised."""
+    """Return the results for all items, in order, with `at_once` threads. Raises the error of a failed one."""
     left, taking, made = enumerate(items), threading.Lock(), dict[int, T]()
 
     def take() -> tuple[int, U] | None:
