@@ -1,1 +1,1 @@
-"""The only code that calls an engine or a trainer. Translates their answers and errors, decides nothing."""
+"""The drivers are the only code that calls engines and trainers. They translate answers and errors, decide nothing."""

@@ -1,4 +1,4 @@
-"""What can become of a call to an engine or a trainer, and the deadline that every one of them has."""
+"""This module defines the outcomes of a call to an engine or a trainer, and gives every call a deadline."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from colocated_rl_api.logs import failure_of
 
 class DriverError(Exception):
     """DriverError
-    ├─ CallRefused      the neighbour answered no, the effect did not happen as asked
-    │  └─ NothingDone   and it is what it was: the same may be asked of it again
+    ├─ CallRefused      the neighbour refused: the effect did not happen as asked
+    │  └─ NothingDone   and nothing changed: the same call may be sent again
     ├─ OutcomeUnknown   no answer in time, or the connection broke: the effect may hold or not. Never send it again
-    └─ Unsuitable       it answers, but is not what a switch needs: the message names the flag or package to change
+    └─ Unsuitable       it answers, but does not fit a switch: the message names the flag or package to change
     """
 
 
 class CallRefused(DriverError):
-    """said: the neighbour's own words, for who acts on them. They may quote what it was asked: nobody tells them."""
+    """The neighbour refused. said: its message, for code to act on. Never log or show it: it may quote the request."""
 
     def __init__(self, message: str, *, said: str = "") -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
 async def read_body(answer: aiohttp.ClientResponse, call: str, *, most_bytes: int) -> bytes:
-    """All of it. Raises OutcomeUnknown for one that is larger than any of its kind."""
+    """Return the whole body. Raises OutcomeUnknown if it is larger than `most_bytes`."""
     body = bytearray()
     async for piece in answer.content.iter_any():
         body += piece
@@ -56,7 +56,7 @@ async def read_body(answer: aiohttp.ClientResponse, call: str, *, most_bytes: in
 
 
 def read_answer(model: type[AnswerT], answer: object, call: str) -> AnswerT:
-    """Raises OutcomeUnknown for an answer that is not what this call answers."""
+    """Return the answer as a model. Raises OutcomeUnknown for one of another shape."""
     try:
         return model.model_validate(answer)
     except ValidationError as error:
@@ -64,13 +64,13 @@ def read_answer(model: type[AnswerT], answer: object, call: str) -> AnswerT:
 
 
 def wrong_fields(error: ValidationError) -> str:
-    """Of an answer, by their names: their values may quote anything."""
+    """Return the names of an answer's invalid fields, without values: those may quote anything."""
     return ", ".join(".".join(map(str, item["loc"])) for item in error.errors(include_input=False)) or "its body"
 
 
 @asynccontextmanager
 async def within(deadline_s: float | None, call: str) -> AsyncIterator[None]:
-    """Give a call until the deadline. Raises OutcomeUnknown past it, or when the connection fails."""
+    """Limit a call to the deadline. Raises OutcomeUnknown past it, or when the connection fails."""
     try:
         async with asyncio.timeout(deadline_s):
             yield

@@ -1,8 +1,8 @@
-"""SGLang 0.5.23: its command, its calls, and what it must be before a switch is safe with it.
+"""This driver starts and calls SGLang 0.5.23, and checks its settings before a switch relies on it.
 
-One caller is assumed, this agent: the engine listens on loopback with an admin key of its own incarnation. Every call
+It assumes one caller, this agent: the engine listens on loopback with an admin key of its own incarnation. Every call
 has a deadline; past it the outcome is unknown and the caller replaces the engine. Nothing is ever sent twice here.
-Unknown fields and tags are ignored by the engine with 200 (H42), so bodies are built in this file alone.
+The engine ignores unknown fields and tags with 200 (H42), so only this file builds bodies.
 `/server_info` shows the admin key: it is parsed for a few fields and never kept or logged (H60).
 """
 
@@ -23,12 +23,12 @@ from colocated_rl_agent.planner.views import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from colocated_rl_api.rungs import WeightVersion
 
 SUPPORTED_VERSIONS = ("0.5.23",)
-FLUSH_MARGIN = 0.8  # the engine's own flush timeout, of the deadline: its answer must come before ours gives up
+FLUSH_MARGIN = 0.8  # the engine's flush timeout as a share of our deadline: its answer must come first
 MAX_ANSWER_BYTES = 64 * 1024 * 1024  # with a checksum it names each tensor of each rank
 MAX_ERROR_BYTES = 1000
 SEE_LOG = "the engine's log says why"
 ENGINE_KEEP_ALIVE_S = 75
-IDLE_CONNECTION_S = 15.0  # ours, well below the engine's: a request on a connection that it just closed is lost
+IDLE_CONNECTION_S = 15.0  # well below the engine's: a request on a connection that the engine just closed is lost
 
 LOOPBACK = "127.0.0.1"
 PREFILL_GRAPHS = "--cuda-graph-backend-prefill"  # by default breakable, which can't be released: refused at the start
@@ -41,7 +41,7 @@ Method = Literal["GET", "POST"]
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """How an engine is started on an export. `admin_key` goes into a file, because arguments can be read by anybody."""
+    """An EngineCommand starts an engine on an export. `admin_key` goes into a file: anybody can read arguments."""
 
     argv: tuple[str, ...]
     env: dict[str, str | None]
@@ -58,12 +58,12 @@ def engine_command(
     extra: Sequence[str],
     pool_tokens: int | None = None,
 ) -> EngineCommand:
-    """`config`: written by `engine_config`. `extra`: spec.rollout.engineArgs, which may not set any of ours.
+    """Return the command of an engine.
 
-    `saved_tags`: device memory that it will give up and take back; others go without what that costs.
-
-    `pool_tokens`: KV pool of the pod's first engine, for those that replace it: budgets were checked with that one, and
-    a replacement starts beside what the trainer leaves on the device.
+    `config`: written by `engine_config`. `extra`: spec.rollout.engineArgs, which may not set any flag set here.
+    `saved_tags`: device memory that the engine will release and resume; other memory avoids the cost of that.
+    `pool_tokens`: KV pool of the pod's first engine, for its replacements: budgets were checked with that one, and a
+    replacement starts beside the trainer's remaining memory on the device.
     """
     argv = [
         "python3", "-m", "sglang.launch_server",
@@ -84,7 +84,7 @@ def engine_command(
         if not _sets(extra, flag):
             argv += [flag, value]
     if gpus > 1 and not any(_sets(extra, flag) for flag in PARALLELISM):
-        argv += [PARALLELISM[0], str(gpus)]  # an engine's own default leaves all devices but one idle
+        argv += [PARALLELISM[0], str(gpus)]  # the engine's default leaves all devices but one idle
     env: dict[str, str | None] = {
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # a crash takes 70 s otherwise (H56)
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
@@ -105,12 +105,12 @@ def engine_command(
 
 
 def _sets(words: Sequence[str], flag: str) -> bool:
-    """Whether a command line sets the flag, perhaps abbreviated."""
+    """Return whether a command line sets the flag, perhaps abbreviated."""
     return any(word.startswith("--") and flag.startswith(word.partition("=")[0]) for word in words)
 
 
 def engine_config(admin_key: str) -> str:
-    """The engine's configuration file (YAML), which holds what may not stand on a command line."""
+    """Return the engine's configuration file (YAML), for values that must not stand on a command line."""
     return f'admin-api-key: "{admin_key}"\n'
 
 
@@ -160,11 +160,11 @@ class ServerInfo(_EngineAnswer):
 
     @property
     def pool_tokens(self) -> int | None:
-        """Size of the KV pool."""
+        """Return the size of the KV pool in tokens; None: the engine does not report it."""
         return self.internal_states[0].memory_usage.token_capacity if self.internal_states else None
 
     def mapped_bytes(self, tags: Collection[str]) -> int | None:
-        """What weights and KV pool, as far as they are among the tags, map of each device; None: it does not say."""
+        """Return the bytes that weights and KV pool, if among the tags, map on each device; None: not reported."""
         usage = self.internal_states[0].memory_usage if self.internal_states else _MemoryUsage()
         sizes = {WEIGHTS: usage.weight, KV_CACHE: usage.kvcache}
         return int(sum(size for tag, size in sizes.items() if tag in tags) * GIB) or None
@@ -192,10 +192,7 @@ class _Generated(_EngineAnswer):
 
 
 class SGLang:
-    """One incarnation of an engine.
-
-    call_s: deadline of each call that changes something.
-    """
+    """An SGLang is the client of one engine incarnation. call_s: deadline of each call that changes something."""
 
     def __init__(self, session: aiohttp.ClientSession, *, url: str, admin_key: str, call_s: float) -> None:
         self._session = session
@@ -205,18 +202,18 @@ class SGLang:
 
     # ------------------------------------------------------------------------------------------------ what it is
     async def is_up(self, *, deadline_s: float = 2.0) -> bool:
-        """Started and healthy, paused or not. Raises OutcomeUnknown while nobody listens."""
+        """Return whether it is started and healthy, paused or not. Raises OutcomeUnknown while nothing listens."""
         return await self._status("/ping", deadline_s) == 200
 
     async def takes_requests(self, *, deadline_s: float = 2.0) -> bool:
-        """Up and not paused; with `is_up` this tells whether it is paused. Raises OutcomeUnknown."""
+        """Return whether it is up and not paused; up without this means paused. Raises OutcomeUnknown."""
         return await self._status("/ready", deadline_s) == 200
 
     async def model_info(self) -> ModelInfo:
         return read_answer(ModelInfo, await self._call("GET", "/model_info"), "/model_info")
 
     async def weight_version(self) -> WeightVersion:
-        """Raises CallRefused if it has none of ours (H22)."""
+        """Return the version of its weights. Raises CallRefused if it has no version of ours (H22)."""
         info = await self.model_info()
         try:
             return WeightVersion.parse(info.weight_version)
@@ -224,9 +221,10 @@ class SGLang:
             raise CallRefused(f"engine serves {info.model_path}: {error}") from error
 
     async def require_suitable(self, *, memory_saver: bool, gpus: int) -> ServerInfo:
-        """Raises Unsuitable with the flag or the package to change. memory_saver: whether it must have one.
+        """Return the engine's settings. Raises Unsuitable with the flag or the package to change.
 
-        gpus: devices of the pod, all of which it has to span: on others nothing would come free in a switch.
+        memory_saver: whether it must have one. gpus: devices of the pod, all of which the engine must span: on others
+        nothing would come free in a switch.
         """
         try:
             info = ServerInfo.model_validate(await self._call("GET", "/server_info"))
@@ -265,10 +263,10 @@ class SGLang:
         return info
 
     async def vocabulary(self) -> int | None:
-        """How many token ids it knows: of others in a prompt it dies. None: it does not say. Not while it is paused.
+        """Return the number of token ids it knows: others in a prompt kill it. None: unknown. Don't call while paused.
 
-        No route says it, but a refusal of a bias for another one does, before the scheduler hears of the request. An
-        engine whose answer is late is none the worse for it: it is asked again when it next continues.
+        No route reports it, but a refusal of a bias for an invalid id does, before the request reaches the scheduler. A
+        late answer does no harm: the engine is asked again when it next continues.
         """
         bias = {"max_new_tokens": 1, "logit_bias": {"-1": 0.0}}
         try:
@@ -288,19 +286,19 @@ class SGLang:
         await self._call("POST", "/abort_request", {"rid": rid, "abort_all": False})
 
     async def pause(self) -> None:
-        """Call it when nothing is in flight: it takes whole seconds otherwise (H55)."""
+        """Pause generation. Call it when nothing is in flight: it takes whole seconds otherwise (H55)."""
         await self._call("POST", "/pause_generation", {"mode": "abort"})
 
     async def flush(self) -> None:
-        """The scheduler itself says idle. Raises CallRefused if it is not within the deadline."""
+        """Flush the cache: success proves an idle scheduler. Raises CallRefused if it is not idle by the deadline."""
         await self._call("POST", f"/flush_cache?timeout={self._call_s * FLUSH_MARGIN:g}", {})
 
     async def release(self, tags: Sequence[str]) -> None:
-        """Only drained, and never twice: the engine dies of both (H2, H10)."""
+        """Release memory. Call it only when drained, and never twice: either mistake kills the engine (H2, H10)."""
         await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Only tags that were released: the engine dies of others."""
+        """Resume memory. Name only tags that were released: others kill the engine."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
     async def update(self, directory: Path, version: WeightVersion) -> None:
@@ -317,7 +315,7 @@ class SGLang:
             raise CallRefused(f"update to {version}: it did not succeed; {SEE_LOG}", said=answer.message)
 
     async def checksum(self) -> str:
-        """Of the weights as they are in memory, which must not be released. Raises CallRefused."""
+        """Return the checksum of the weights in memory, which must not be released. Raises CallRefused."""
         path = "/weights_checker"  # its other actions overwrite weights
         answer = read_answer(ChecksumAnswer, await self._call("POST", path, {"action": "checksum"}), path)
         if not answer.success or answer.per_engine_checksum is None:
@@ -328,11 +326,11 @@ class SGLang:
         await self._call("POST", "/continue_generation", {})
 
     async def repair(self) -> None:
-        """After a health probe that failed while it was off it refuses requests until one succeeds (H56)."""
+        """Run a health probe: after one failed during a pause, the engine refuses requests until one succeeds (H56)."""
         await self._call("GET", "/health_generate")
 
     async def input_logprobs(self, input_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probability of each token but the first given those before it, temperature 1, in nats."""
+        """Return the log-probability of each token but the first given those before it, temperature 1, in nats."""
         body = {
             "input_ids": list(input_ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -351,7 +349,7 @@ class SGLang:
             return answer.status
 
     async def _call(self, method: Method, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The answer of a 200, parsed. Raises CallRefused, OutcomeUnknown."""
+        """Return the parsed answer of a 200. Raises CallRefused, OutcomeUnknown."""
         call = path.partition("?")[0]
         async with (
             within(self._call_s, call),

@@ -1,8 +1,8 @@
-"""A trainer rank over its Unix socket: `colocated_rl_api.trainer_wire`.
+"""This driver calls a trainer rank over its Unix socket, by `colocated_rl_api.trainer_wire`.
 
-Requests are idempotent and awaited: the answer is the event. While one is awaited the rank is asked for a sign of life:
-how long a step takes nobody knows, so its deadline counts from the last progress, and a rank that does not even answer
-has lost its lease. One that fails is stopped by the caller; the operator then starts a new lineage.
+Requests are idempotent and awaited: the answer is the event. While a request is awaited, the driver polls the rank's
+state: the length of a step is unknown, so its deadline counts from the last progress, and a rank that does not even
+answer loses its lease. The caller stops a rank that fails; the operator then starts a new lineage.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from colocated_rl_api.trainer_wire import (
     TrainRequest,
 )
 
-STATE_S = 10.0  # answered at any time, also during a step
+STATE_S = 10.0  # the state is answered at any time, also during a step
 HEARTBEAT_S = 5.0
 LEASE_S = 120.0  # without an answer; a long call into a device can hold a Python program for a while
 MAX_STATUS_BYTES = 1024 * 1024
@@ -60,7 +60,7 @@ def trainer_environment(
     rendezvous: Rendezvous,
     gpus: int,
 ) -> dict[str, str | None]:
-    """What a rank is told at its start."""
+    """Return the environment variables of a starting rank."""
     return {
         TrainerEnvironment.SOCKET: str(socket),
         TrainerEnvironment.CONFIG: str(config),
@@ -82,10 +82,10 @@ def model_directory(root: Path, job: JobFile) -> Path:
 
 
 class TrainerRank:
-    """One incarnation of a rank.
+    """A TrainerRank is the client of one rank.
 
-    progress_s: deadline of each request that takes work, from its last progress. lease_s: from the last sign of life.
-    must_score: the job has a reference.
+    progress_s: deadline of each request that takes work, from its last progress. lease_s: deadline from the rank's last
+    answer. must_score: the job has a reference model.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class TrainerRank:
         await self._session.close()
 
     async def status(self) -> TrainerStatus:
-        """Raises OutcomeUnknown while the socket is not there yet."""
+        """Return the rank's status. Raises OutcomeUnknown while the socket is not there yet."""
         return await self._call("GET", "/v1/state", None, STATE_S)
 
     async def onload(self) -> TrainerStatus:
@@ -138,7 +138,7 @@ class TrainerRank:
         return await self._work("/v1/finish", body)
 
     async def _work(self, path: str, body: BaseModel | Mapping[str, object]) -> TrainerStatus:
-        """Raises OutcomeUnknown past a deadline, and CallRefused, NothingDone, Unsuitable."""
+        """Send a request and await it. Raises OutcomeUnknown past a deadline; CallRefused, NothingDone, Unsuitable."""
         request = asyncio.create_task(self._call("POST", path, body, None), name=path)
         alive = progressed = self._clock()
         progress = 0
@@ -172,7 +172,7 @@ class TrainerRank:
         body: BaseModel | Mapping[str, object] | None,
         deadline_s: float | None,
     ) -> TrainerStatus:
-        """deadline_s: None if the caller minds it."""
+        """Send one request and return the status. deadline_s: None if the caller enforces one. Raises DriverError."""
         payload = body.model_dump(mode="json", by_alias=True) if isinstance(body, BaseModel) else body
         async with (
             within(deadline_s, f"trainer {path}"),
