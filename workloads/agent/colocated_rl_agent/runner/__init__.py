@@ -1,4 +1,4 @@
-"""Processes in the GPU container and what they hold of its devices.
+"""This room starts processes in the GPU container and measures the device memory they hold.
 
 `runner` is copied into an image that has none of our packages: standard library only. `runner_link` is the agent's end
 of its socket.

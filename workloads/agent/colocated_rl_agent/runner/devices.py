@@ -1,8 +1,9 @@
-"""Memory of the pod's devices, as the runner reads it, and the two places where a switch depends on it.
+"""This module checks the memory of the pod's devices, as the runner reads it, after a release and after an offload.
 
 An engine answers a release with 200 whether or not it freed anything (H43), and an offload may leave more behind than
-it says. So a release counts only if most of what weights and KV pool mapped came free, and an offload only if there is
-room for all that the release had freed. Where a device can't tell, nothing is made up: unmeasured is None, and goes on.
+the trainer reports. So a release counts only if most bytes mapped by weights and KV pool came free, and an offload only
+if there is room for all bytes that the release had freed. No value is made up for a device that can't be measured: it
+is None, and the switch goes on.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from collections.abc import Mapping
 from colocated_rl_agent.runner.runner_link import RunnerLink
 from colocated_rl_api.facts import DeviceFacts
 
-FREED_SHARE = 0.9  # of what the engine says that it maps; the rest is rounding and what others do meanwhile
+FREED_SHARE = 0.9  # of the bytes that the engine reports as mapped; the rest is rounding and other users of the device
 GIB = 2**30
 
 
 class MemoryHeld(Exception):
-    """Memory that should be free is not."""
+    """Device memory that should be free is still in use."""
 
 
 class Devices:
-    """facts: as they were read last. gpus: of this pod; without any, nothing is read."""
+    """The Devices are the pod's GPUs. facts: as they were read last. gpus: their number; with 0, nothing is read."""
 
     def __init__(self, runner: RunnerLink, *, gpus: int) -> None:
         self._runner = runner
@@ -29,7 +30,9 @@ class Devices:
         self.facts: tuple[DeviceFacts, ...] = ()
 
     async def read(self, *, nobody: bool = False) -> tuple[DeviceFacts, ...]:
-        """nobody: no engine, and no trainer on a device; what is used then is the residue. Raises RunnerError."""
+        """Read and return the facts. nobody: no engine and no trainer is on a device, so bytes in use are the residue.
+        Raises RunnerError.
+        """
         if self._gpus == 0:
             return ()
         residues = {device.index: device.residue_bytes for device in self.facts}
@@ -48,7 +51,9 @@ class Devices:
 def freed_bytes(
     before: tuple[DeviceFacts, ...], after: tuple[DeviceFacts, ...], *, mapped_bytes: int | None
 ) -> dict[int, int]:
-    """What came free on each device that can tell. mapped_bytes: of the engine on each. Raises MemoryHeld."""
+    """Return the bytes freed on each device that can be measured. mapped_bytes: mapped by the engine on each device
+    before. Raises MemoryHeld.
+    """
     used = {device.index: device.used_bytes for device in before}
     freed: dict[int, int] = {}
     for device in after:
@@ -65,7 +70,7 @@ def freed_bytes(
 
 
 def require_room(devices: tuple[DeviceFacts, ...], needed: Mapping[int, int]) -> None:
-    """needed: bytes that the engine gave up on each device, and wants back. Raises MemoryHeld."""
+    """Require free memory for the engine. needed: bytes that it freed on each device. Raises MemoryHeld."""
     for device in devices:
         if device.total_bytes is None or device.used_bytes is None or device.index not in needed:
             continue

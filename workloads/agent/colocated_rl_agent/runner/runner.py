@@ -1,24 +1,25 @@
 #!/usr/bin/env python3
-"""Starts, signals and reaps the processes of a GPU container, as its entry point. One file, standard library, >= 3.9.
+"""The runner starts, signals and reaps the processes of a GPU container, as its entry point.
 
-It is copied into a vendor's image at run time, so it asks nothing of that image but a Python. It decides nothing: the
-agent says what runs. Children outlive the agent's restarts, never the runner. Each child is a process group with an
-environment of its own, and gets an incarnation id; a child is gone when nothing that it started is left, in its group
-or in another one, not when its leader died: each of them may hold device memory. COLOCATE_INCARNATION in a process's
-environment says whose it is.
+It is one file on the standard library of Python 3.9 or newer: copied into a vendor's image at run time, it needs only a
+Python there. It decides nothing: the agent decides what runs. Children outlive the agent's restarts, never the runner.
+Each child is a process group with an environment of its own, and gets an incarnation id; a child is gone when no
+process that it started is left, in its group or in another one, not when its leader died: each of them may hold device
+memory. COLOCATE_INCARNATION in a process's environment names its child.
 
-Its output goes to standard output, each line behind `[name]`, and the last lines are kept for messages. Standard output
-of the container is read by people, so values that the agent calls secret are replaced. Where nobody reads it, as while
-a container runtime is being replaced, neither runner nor children wait: past MAX_UNREAD lines are lost, and counted.
+A child's output goes to standard output, each line behind `[name]`, and the last lines are kept for messages. People
+read the container's standard output, so values that the agent declares secret are replaced. When nobody reads it, as
+while a container runtime is being replaced, neither runner nor children wait: past MAX_UNREAD, lines are dropped and
+counted.
 
-The socket: `COLOCATE_RUNNER_SOCKET`, or /run/colocate/sock/runner.sock, mode 0660. What was started here is turned
-away: only the agent may use it, one at a time, and a newer connection replaces an older one. JSON lines of at most
-MAX_LINE bytes. First comes
+The socket is `COLOCATE_RUNNER_SOCKET`, or /run/colocate/sock/runner.sock, mode 0660. Processes started here are turned
+away: only the agent may use it, one at a time, and a newer connection replaces an older one. Messages are JSON lines of
+at most MAX_LINE bytes. The first one is
 
     {"event": "hello", "protocol": 1, "runner": ID, "terminating": false, "children": [CHILD, ...]}
 
 CHILD is the newest incarnation of a name: {"name", "incarnation", "running", "pid", "code", "tail"}; `code` is the exit
-code once it is gone (negative: signal), `tail` its last lines. Requests carry an `id`, answers repeat it:
+code once the child is gone (negative: signal), `tail` its last lines. Requests carry an `id`, answers repeat it:
 
     {"id": 1, "op": "start", "name": "engine-0", "argv": [...], "env": {"A": "b", "C": null}, "secrets": ["..."]}
         -> {"id": 1, "ok": true, "incarnation": ID}     env is laid over the container's; null removes a variable
@@ -27,13 +28,13 @@ code once it is gone (negative: signal), `tail` its last lines. Requests carry a
     {"id": 4, "op": "devices"} -> {"id": 4, "ok": true, "devices": [{"index", "total_bytes", "used_bytes"}]}  or null
     {"id": 5, "op": "exit", "code": 0}   ends all children, then itself with that code
 
-A refused request is answered {"id", "ok": false, "error", "message"}. Events come unasked:
+The answer to a refused request is {"id", "ok": false, "error", "message"}. Events come without a request:
 
-    {"event": "exited", "name", "incarnation", "code", "tail"}   nothing of it is left
+    {"event": "exited", "name", "incarnation", "code", "tail"}   no process of the child is left
     {"event": "terminating", "children_end_in_s"}                the container got SIGTERM
 
-On SIGTERM children go on, because native sidecars are told last: the agent hands partial samples back first and then
-says `exit`. Without its word children are ended RESERVE_S before the end of `COLOCATE_GRACE_S` (60).
+On SIGTERM children go on, because native sidecars get it last: the agent hands partial samples back first and then
+requests `exit`. Without that request children are ended RESERVE_S before the end of `COLOCATE_GRACE_S` (60).
 """
 
 from __future__ import annotations
@@ -64,25 +65,25 @@ MARK = "COLOCATE_INCARNATION"
 RESERVE_S = 20.0  # of the grace period, for children to end
 MAX_GRACE_S = 24 * 3600.0
 PROTOCOL = 1
-MAX_LINE = 1024 * 1024  # of a request
-MAX_UNSENT = 4 * 1024 * 1024  # to an agent that does not read: past it the connection is dropped
-MAX_UNREAD = 4 * 1024 * 1024  # of our output
-MAX_OUTPUT_LINE = 8 * 1024  # of a child; the rest becomes a line of its own
-READ_BYTES = 64 * 1024  # at a time; what a pipe holds
-LAST_READS = 4  # of a child that is gone: what left its group may hold the pipe, and write for ever
+MAX_LINE = 1024 * 1024  # bytes of a request
+MAX_UNSENT = 4 * 1024 * 1024  # bytes to an agent that does not read: past it the connection is dropped
+MAX_UNREAD = 4 * 1024 * 1024  # bytes of the runner's output
+MAX_OUTPUT_LINE = 8 * 1024  # bytes of a child's line; the rest becomes a line of its own
+READ_BYTES = 64 * 1024  # at a time: the capacity of a pipe
+LAST_READS = 4  # from a child that is gone: a process that left its group may hold the pipe and write for ever
 TAIL_LINES = 40
 TAIL_LINE_CHARS = 400
 KILL_AGAIN_S = 1.0  # a process that forks while its group is killed can be missed
-LOOKS, LOOK_AGAIN_S = 50, 0.001  # at the environment of a process that shows none
+LOOKS, LOOK_AGAIN_S = 50, 0.001  # reads of the environment of a process that shows none
 EXIT_BUDGET_S = 10.0  # from `exit` to the runner's own end, even if a child can't be reaped (device driver)
-LAST_WORDS_S = 2.0  # then, for a reader to take what is unread
+LAST_WORDS_S = 2.0  # after that, for a reader to take the unread output
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
 class CommandRefused(Exception):
-    """A request that is not carried out. `error` is stable."""
+    """The runner refuses a request. `error` is a stable name for programs."""
 
     def __init__(self, error: str, message: str) -> None:
         super().__init__(message)
@@ -90,7 +91,7 @@ class CommandRefused(Exception):
 
 
 class Output:
-    """Standard output, to which nothing here ever waits to write, once it does not block."""
+    """Output writes to standard output, which must be set non-blocking, so that no writer ever waits."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -126,7 +127,7 @@ OUTPUT = Output(1)
 
 
 class Child:
-    """One incarnation of a name."""
+    """A Child is one incarnation of a name."""
 
     def __init__(self, name: str, incarnation: str, process: subprocess.Popen[bytes], secrets: list[bytes]) -> None:
         assert process.stdout is not None
@@ -138,13 +139,13 @@ class Child:
         self.longest_secret = max(map(len, secrets), default=0)
         self.partial = b""
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
-        self.code: int | None = None  # of the leader, once reaped
-        self.gone = False  # the group is empty
+        self.code: int | None = None  # exit code of the leader, once reaped
+        self.gone = False  # no process of it is left
         self.kill_at: float | None = None
-        self.strays: dict[int, str] = {}  # what left its group and has not ended yet: when it began, by pid
+        self.strays: dict[int, str] = {}  # start time by pid of processes that left its group and have not ended
 
     def signal(self, number: int) -> None:
-        if self.gone:  # its number may be another's by now
+        if self.gone:  # its group id may be in use again
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
@@ -159,7 +160,7 @@ class Child:
         return False
 
     def read_output(self) -> bool:
-        """Pass on what the child wrote; False at the end of its output."""
+        """Pass on the child's output, and return False at its end."""
         try:
             data = os.read(self.output.fileno(), READ_BYTES)
         except BlockingIOError:
@@ -169,7 +170,7 @@ class Child:
             written = written.replace(secret, b"***")
         lines = written.split(b"\n")
         self.partial = lines.pop()
-        while len(self.partial) > MAX_OUTPUT_LINE + self.longest_secret:  # one that has begun at its end stays whole
+        while len(self.partial) > MAX_OUTPUT_LINE + self.longest_secret:  # a secret that begins at the end stays whole
             lines.append(self.partial[:MAX_OUTPUT_LINE])
             self.partial = self.partial[MAX_OUTPUT_LINE:]
         if not data and self.partial:
@@ -180,7 +181,7 @@ class Child:
         return bool(data)
 
     def _pass_on(self, line: bytes) -> None:
-        text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]  # of a progress bar its last state
+        text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]  # keeps a progress bar's last state
         self.tail.append(text[:TAIL_LINE_CHARS])
         OUTPUT.write(f"[{self.name}] {text}")
 
@@ -196,7 +197,7 @@ class Child:
 
 
 class AgentConnection:
-    """The connection of the agent."""
+    """An AgentConnection is the socket connection of the agent."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -205,7 +206,7 @@ class AgentConnection:
         self.unsent = b""
 
     def requests(self) -> list[bytes] | None:
-        """Whole lines that have arrived; None when the agent is gone or sends too much."""
+        """Return the whole lines that have arrived; None if the agent is gone or sends too much."""
         try:
             data = self.connection.recv(65536)
         except BlockingIOError:
@@ -218,7 +219,7 @@ class AgentConnection:
         return None if len(self.received) > MAX_LINE else lines
 
     def flush(self) -> bool:
-        """Send what can be sent; False when the agent is gone or does not read."""
+        """Send as much as the socket takes, and return False if the agent is gone or does not read."""
         try:
             while self.unsent:
                 self.unsent = self.unsent[self.connection.send(self.unsent) :]
@@ -230,15 +231,15 @@ class AgentConnection:
 
 
 class Runner:
-    """One loop in one thread: nothing here is called from two places at once."""
+    """The Runner is one loop in one thread: no method runs twice at the same time."""
 
     def __init__(self, socket_path: str, grace_s: float) -> None:
         self.id = uuid.uuid4().hex[:16]
         self.grace_s = grace_s
         self.children: dict[str, Child] = {}  # newest incarnation of each name
-        self.groups: dict[int, Child] = {}  # not yet gone, by pid of the leader
+        self.groups: dict[int, Child] = {}  # children not yet gone, by pid of the leader
         self.agent: AgentConnection | None = None
-        self.terminate_at: float | None = None  # when children end without the agent's word
+        self.terminate_at: float | None = None  # when children are ended without a request of the agent
         self.exit_code: int | None = None
         self.exit_by: float | None = None
         self.selector = selectors.DefaultSelector()
@@ -246,10 +247,10 @@ class Runner:
         self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self.wakeup = wake_on_signals()
         self.selector.register(self.wakeup, selectors.EVENT_READ, self._on_signal)
-        self.output_waits = False  # for its reader
+        self.output_waits = False  # output waits for its reader
 
     def run(self) -> int:
-        """Serve until told to exit; the exit code."""
+        """Serve until the runner is to exit, and return the exit code."""
         while True:
             self._mind_output()
             for key, _ in self.selector.select(self._until_next_deadline()):
@@ -396,7 +397,7 @@ class Runner:
         return child.incarnation
 
     def _on_output(self, child: Child) -> None:
-        if child.output.closed:  # its end was seen first, in the same turn of the loop
+        if child.output.closed:  # closed at its end, earlier in the same turn of the loop
             return
         if not child.read_output():
             self._close_output(child)
@@ -407,7 +408,7 @@ class Runner:
             child.output.close()
 
     def _reap(self) -> None:
-        """Collect every dead process: leaders, their orphans, and what became ours because we are the first process."""
+        """Reap every dead process: leaders, their orphans, and orphans that the runner adopts as the first process."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -419,7 +420,7 @@ class Runner:
             if child is not None and child.code is None:
                 child.code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
                 child.process.returncode = child.code
-                child.signal(signal.SIGKILL)  # a rank without its leader serves nobody and holds memory
+                child.signal(signal.SIGKILL)  # a rank without its leader is useless and holds memory
                 child.kill_at = time.monotonic() + KILL_AGAIN_S
         for child in list(self.groups.values()):
             if child.code is not None and child.group_is_empty() and not kill_strays(child.incarnation, child.strays):
@@ -442,7 +443,7 @@ class Runner:
     def _on_signal(self) -> None:
         numbers = os.read(self.wakeup, 1024)
         is_told = (signal.SIGTERM in numbers or signal.SIGINT in numbers) and self.terminate_at is None
-        if is_told:  # before the exits of those that were told with it: they have not failed
+        if is_told:  # reported before the exits of children that got the signal too: they have not failed
             wait_s = max(0.0, self.grace_s - RESERVE_S)
             self.terminate_at = time.monotonic() + wait_s
             log("runner terminating", children_end_in_s=wait_s)
@@ -479,9 +480,10 @@ class Runner:
 
 
 def kill_strays(incarnation: str, known: dict[int, str]) -> bool:
-    """Whether something is left of a child whose group is empty: launchers give their workers groups of their own.
+    """Kill what is left of a child whose group is empty, and return whether anything is. Launchers give their workers
+    groups of their own.
 
-    known: those that were found before, which show no mark any more while they end, and still hold their devices.
+    known: processes found before, which show no mark any more while they end, and still hold their devices.
     """
     mark = f"{MARK}={incarnation}".encode()
     for process in pathlib.Path("/proc").glob("[0-9]*"):
@@ -496,7 +498,7 @@ def kill_strays(incarnation: str, known: dict[int, str]) -> bool:
 
 
 def environment(process: pathlib.Path) -> list[bytes]:
-    """Of a directory in /proc. Raises OSError.
+    """Return the environment of a process, by its directory in /proc. Raises OSError.
 
     A process shows none for the moment in which it becomes another program (Linux, fs/proc/base.c: environ_read).
     """
@@ -504,13 +506,13 @@ def environment(process: pathlib.Path) -> list[bytes]:
         shown = (process / "environ").read_bytes()
         if shown:
             break
-        (process / "exe").readlink()  # what has ended, or is the kernel's, has none
+        (process / "exe").readlink()  # raises for an ended or a kernel process
         time.sleep(LOOK_AGAIN_S)
     return shown.split(b"\0")
 
 
 def begun(pid: int) -> str | None:
-    """When a process began, which no other one of its number did; None when nothing but its exit code is left."""
+    """Return a process's start time, which no other process of its pid has; None if only its exit code is left."""
     try:
         state, *others = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         threads = [*pathlib.Path(f"/proc/{pid}/task").iterdir()]
@@ -531,21 +533,21 @@ def listen(path: str) -> socket.socket:
 
 
 def was_started_here(connection: socket.socket) -> bool:
-    """Whether a child, or what it started, is at the other end: trainers run people's code, in the pod's group."""
+    """Return whether a child or its descendant is at the other end: trainers run users' code, in the pod's group."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, user = map(int, struct.unpack("3i", credentials)[:2])
     if user != os.getuid():  # the agent's container has a user of its own; privileges can't be gained here
         return False
-    while pid not in (0, os.getpid()):  # 0: in no process namespace of ours
+    while pid not in (0, os.getpid()):  # 0: outside this process namespace
         try:
             pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
-            return True  # gone already, which no agent is
+            return True  # it has ended already, so it is not the agent
     return pid != 0
 
 
 def wake_on_signals() -> int:
-    """A descriptor that becomes readable with the numbers of the signals that arrived."""
+    """Return a descriptor that becomes readable with the numbers of the signals that arrived."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
@@ -569,12 +571,12 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_runner() -> None:
-    """In the child, before exec: no child outlives its runner, or nobody could ever stop it."""
+    """Tie the child's life to the runner's, in the child before exec: nobody could stop a child that outlives it."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def device_memory() -> list[dict[str, int]] | None:
-    """Memory of each GPU of this container, in bytes, for all its users; None where no NVIDIA driver answers."""
+    """Return the memory of each GPU of this container, in bytes, for all users; None if no NVIDIA driver answers."""
 
     class NvmlMemory(ctypes.Structure):
         _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
@@ -608,7 +610,7 @@ def log(event: str, **fields: Any) -> None:
 
 def main() -> int:
     os.umask(0o007)  # files are shared with the agent through the pod's group
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # where it is not the first process, orphans still come to it
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans come to it even if it is not the first process
     os.set_blocking(OUTPUT.descriptor, False)
     runner = Runner(os.environ.get(SOCKET, DEFAULT_SOCKET), float(os.environ.get(GRACE, DEFAULT_GRACE_S)))
     log("runner started", runner=runner.id)

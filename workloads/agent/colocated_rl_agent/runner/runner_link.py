@@ -1,8 +1,8 @@
-"""The agent's end of the runner's socket: what runs in the GPU container, and the way to change it.
+"""The runner link is the agent's end of the runner's socket: it reports and changes the GPU container's processes.
 
-Connects, and connects again for as long as it lives: the agent starts before the GPU container does, and either may be
-restarted alone. While there is no connection nothing is known of the children, and every call raises. Protocol:
-`runner.py`.
+It connects, and reconnects for as long as it lives: the agent starts before the GPU container does, and either may be
+restarted alone. Without a connection the state of the children is unknown, and every call raises. `runner.py` describes
+the protocol.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ LOG = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0  # the runner answers at once; only a stalled container is slower
 RECONNECT_S = 0.1
-KILLED = -9  # exit code; also what a container that ends does to what is left in it
+KILLED = -9  # exit code of SIGKILL, which an ending container also sends to its remaining processes
 REAP_S = 30.0  # from SIGKILL to an empty process group; a device driver can hold on to a process
 MAX_LINE_BYTES = 4 * 1024 * 1024
 
 
 class RunnerError(Exception):
     """RunnerError
-    ├─ RunnerUnreachable  no connection, or no answer: the outcome is unknown, the next hello tells
-    └─ RunnerRefused      the runner says why it did nothing
+    ├─ RunnerUnreachable  no connection, or no answer: the outcome is unknown until the next hello
+    └─ RunnerRefused      the runner did nothing, and its message has the reason
     """
 
 
@@ -100,7 +100,10 @@ _event: TypeAdapter[RunnerHello | ChildExited | RunnerTerminating] = TypeAdapter
 
 
 class RunnerLink:
-    """on_event: called on the event loop, in order, with everything the runner says unasked. call_s: for an answer."""
+    """A RunnerLink calls the runner and passes on its events.
+
+    on_event: called on the event loop with every event, in order. call_s: deadline of an answer.
+    """
 
     def __init__(self, path: Path, on_event: Callable[[RunnerEvent], None], *, call_s: float = CALL_DEADLINE_S) -> None:
         self._path = path
@@ -133,9 +136,9 @@ class RunnerLink:
     async def start(
         self, name: str, argv: Sequence[str], env: Mapping[str, str | None], *, secrets: Sequence[str] = ()
     ) -> str:
-        """Start a child; its incarnation. Raises RunnerError; after RunnerUnreachable it may run all the same.
+        """Start a child and return its incarnation. Raises RunnerError; after RunnerUnreachable it may run anyway.
 
-        So the connection ends with a start that was not answered: the next hello says what runs.
+        So a start without an answer closes the connection: the next hello reports the children.
         """
         try:
             answer = await self._call("start", name=name, argv=list(argv), env=dict(env), secrets=list(secrets))
@@ -146,15 +149,15 @@ class RunnerLink:
         return str(answer["incarnation"])
 
     async def stop(self, name: str, *, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after grace_s. The exit comes as an event."""
+        """Send SIGTERM, and SIGKILL after grace_s. The exit comes as an event."""
         await self._call("stop", name=name, grace_s=grace_s)
 
     async def kill(self, name: str) -> None:
-        """SIGKILL to the whole process group. The exit comes as an event."""
+        """Send SIGKILL to the whole process group. The exit comes as an event."""
         await self._call("kill", name=name)
 
     async def devices(self) -> tuple[Device, ...]:
-        """Memory of each GPU; empty where it can't be measured."""
+        """Return the memory of each GPU; empty if it can't be measured."""
         answer = await self._call("devices")
         return tuple(Device.model_validate(device) for device in answer["devices"] or ())
 
@@ -177,13 +180,13 @@ class RunnerLink:
         finally:
             self._answers.pop(number, None)
             if answer.done() and not answer.cancelled():
-                answer.exception()  # known, also when it was the sending that failed
+                answer.exception()  # mark it as retrieved, also if the sending failed
         if not result["ok"]:
             raise RunnerRefused(result["error"], result["message"])
         return result
 
     async def _read(self, reader: asyncio.StreamReader) -> str:
-        """Dispatch lines until the connection ends; why it ended."""
+        """Dispatch lines until the connection ends, and return why it ended."""
         while True:
             try:
                 line = await reader.readline()
