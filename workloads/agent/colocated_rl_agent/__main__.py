@@ -1,4 +1,4 @@
-"""The agent of a GPU pod: `python -m colocated_rl_agent`. Exit code 0 after SIGTERM, else 1.
+"""`python -m colocated_rl_agent` runs the agent of a GPU pod. Its exit code is 0 after SIGTERM, else 1.
 
 `python -m colocated_rl_agent install-runner DIRECTORY` copies the runner to where the GPU container starts it.
 """
@@ -31,7 +31,7 @@ UMASK = 0o007  # files are shared with the GPU container through the pod's group
 
 
 async def serve(settings: AgentSettings) -> None:
-    """One agent until it ends. Raises what its parts raise, in a group or alone."""
+    """Run one agent until it ends. Raises the errors of its parts, in a group or alone."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False

@@ -1,8 +1,8 @@
-"""The agent's loop: look, choose, act, tell. What to do is `facts.next_action`'s to say.
+"""The agent's loop looks, chooses, acts and reports. `planner.next_actions` decides what to do.
 
-Owns the order of things in the pod: one action at a time in each lane, woken by events (a target, an exit, an answer,
-the last request in flight) and by deadlines, never by a poll. A gate whose engine is lost closes before anything else
-happens. When the agent ends, engine and trainers go on; the next agent finds them through runner and journal.
+It owns the order of actions in the pod: one at a time in each lane, woken by events (a target, an exit, an answer, the
+end of the last request in flight) and by deadlines, never by a poll. A gate whose engine is lost closes before anything
+else happens. When the agent ends, engine and trainers go on; the next agent finds them through runner and journal.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ LOG = logging.getLogger(__name__)
 
 RUNNER_AGAIN_S = 0.5
 VOLUME_AGAIN_S = 2.0
-END_S = 5.0  # for an engine call under way when the agent ends: an interrupted one costs the engine
+END_S = 5.0  # for an engine call in progress when the agent ends: interrupting it costs the engine
 
 
 class Agent:
-    """One agent process, from `run` to its end."""
+    """An Agent is one agent process, from `run` to its end."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Agent:
         registry.register(BelowTarget(self._below_target))
 
     async def run(self) -> None:
-        """Until `end`. Raises what a part of the agent raises: the process ends, and its container starts again."""
+        """Run until `end`. Raises the error of any part: the process ends, and its container starts again."""
         try:
             async with self.server, asyncio.TaskGroup() as self._tasks:
                 await self._live()
@@ -162,7 +162,7 @@ class Agent:
                 task.cancel()
 
     def end(self) -> None:
-        """The agent's own end: engine and trainers go on, the gate does not."""
+        """End the agent: engine and trainers go on, the gate does not."""
         self._ending = True
         self._wake_up()
 
@@ -193,9 +193,9 @@ class Agent:
         )
 
     def _look_at_exports(self, target: PodTarget | None) -> tuple[WeightVersion | None, bool, bool | None]:
-        """Which one is whole; whether others than the target's are there; whether there is no room for a next one.
+        """Return the whole export, whether there are others than the target's, and whether a next one finds no room.
 
-        Of what is known of the volume: nothing here may wait for it.
+        It reads the cached listing: nothing here may wait for the volume.
         """
         settings, exports = self._settings, self._exports
         if not settings.reads_exports:
@@ -219,7 +219,7 @@ class Agent:
         )
 
     def _advance(self) -> float | None:
-        """Do what can be done now; when to look again if nothing happens before."""
+        """Begin the actions that can begin now, and return when to look again if nothing happens before."""
         view, target = self._view(), self.server.target
         if target is not None and self._runner_known:
             self._climb.stands(self._ladder.standing(view.facts(), target.version), epoch=target.epoch, now=view.now)
@@ -229,7 +229,7 @@ class Agent:
         return min((until for until in untils if until is not None), default=None)
 
     def _begin(self, choice: do.Action | do.Wait, *, now: float) -> float | None:
-        """When to choose again if nothing happens before."""
+        """Begin one action, and return when to choose again if nothing happens before."""
         match choice:
             case do.Wait(until=until):
                 return until
@@ -248,7 +248,7 @@ class Agent:
         if running is not None:
             action, task = running
             if chosen.overrides and not action.overrides:
-                task.cancel()  # the lane is free when it has ended, and this is chosen again
+                task.cancel()  # its end frees the lane, and then the planner chooses this action again
             return
         task = self._tasks.create_task(self._run_lane(chosen), name=type(chosen).__name__)
         self._lanes[chosen.lane] = chosen, task
@@ -264,7 +264,7 @@ class Agent:
             self._fail("VolumeSilent", str(error))
             await asyncio.sleep(VOLUME_AGAIN_S)
         finally:
-            if isinstance(action, do.Export | do.StopTrainers | do.RemoveExports):  # who is stopped may have written
+            if isinstance(action, do.Export | do.StopTrainers | do.RemoveExports):  # a stopped rank may have written
                 self._exports.may_have_changed()
                 self._look_again.set()
             log(
@@ -377,7 +377,7 @@ class Agent:
             await self._exports.verify(version)
         except ExportTorn as error:
             self._trainers.export_torn(version, str(error))
-            if not self._trainers.views:  # they are in other pods, and only a look at the files again can tell
+            if not self._trainers.views:  # trainers are in other pods, and only reading the files again can help
                 self._fail("ExportTorn", f"{error}; they are read again, and the engine serves what it has meanwhile")
         else:
             self._problems.made_good("ExportTorn")
@@ -393,7 +393,7 @@ class Agent:
             await asyncio.sleep(VOLUME_AGAIN_S)
 
     async def _look_at_volume(self) -> None:
-        """At its start, and after all that may have changed what exports there are."""
+        """List the exports at the start, and after each action that may have changed them."""
         while True:
             self._look_again.clear()
             try:
@@ -419,7 +419,7 @@ class Agent:
             await self._engine.check_probe(probe)
 
     async def _require_room(self) -> None:
-        """For the engine's memory, when the trainers say that they have offloaded. Raises MemoryHeld, RunnerError."""
+        """Require room for the engine's memory after the trainers report an offload. Raises MemoryHeld, RunnerError."""
         require_room(await self._devices.read(), self._engine.freed_bytes)
 
     async def _end_pod(self, code: int) -> None:
@@ -428,13 +428,13 @@ class Agent:
         self._stopped = code == 0
 
     async def _finish_engine_call(self) -> None:
-        """An engine call that can't be repeated is given the time to end: interrupted, it would cost the engine."""
+        """Let an engine call that can't be repeated end: interrupting it would cost the engine."""
         action, task = self._lanes.get(do.Lane.ENGINE, (None, None))
         if task is not None and isinstance(action, do.Release | do.Resume | do.Update):
             await asyncio.wait({task}, timeout=END_S)
 
     async def _hand_back(self) -> None:
-        """What is in flight when the agent ends comes back with its tokens, not as a broken connection."""
+        """Abort requests in flight when the agent ends, so that callers get their tokens and no broken connection."""
         if self._gate.is_open:
             self._close_gate()
         if self._gate.in_flight and not self._engine.view.is_absent:
@@ -474,7 +474,7 @@ class Agent:
         self._wake_up()
 
     def _detach(self) -> None:
-        """Nothing is known of the children until they were looked at."""
+        """Close the gate and treat the children's state as unknown until they are attached again."""
         self._runner_known = False
         if self._attaching is not None:
             self._attaching.cancel()
@@ -507,7 +507,7 @@ class Agent:
         )
 
     def _below_target(self) -> tuple[Rung, float] | None:
-        """The rung where the pod stands, and for how many seconds, while its target is above it."""
+        """Return the pod's rung and for how many seconds it has stood there, or None if the target is not above it."""
         target, rung, since = self.server.target, self._climb.rung, self._climb.since
         if target is None or target.goal is Goal.STOP or since is None or self._ladder.reaches(rung, target.rung):
             return None

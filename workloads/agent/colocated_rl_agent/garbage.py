@@ -1,7 +1,7 @@
-"""How often an agent looks for garbage: seldom, because a gate makes none.
+"""This module makes the garbage collector run seldom, because a gate makes no garbage cycles.
 
-Requests and connections end without a cycle that only the collector could find. Looking for one after every 700
-objects, and at all that was imported, took more than a tenth of a gate's CPU time.
+Requests and connections end without a cycle that only the collector could find. A collection after every 700 objects,
+over all imported objects too, took more than a tenth of a gate's CPU time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ AFTER_OBJECTS = 10_000
 
 
 def look_seldom() -> None:
-    """Once, when all is imported: it is not looked at again."""
+    """Exclude all objects made so far from collection, and collect seldom. Call it once, after all imports."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(AFTER_OBJECTS)

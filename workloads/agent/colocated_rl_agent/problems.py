@@ -1,4 +1,4 @@
-"""Why the pod comes no nearer to its target, for the operator's status: what failed last, or what is waited for."""
+"""This module reports why the pod makes no progress to its target: the last failure, or the wait in progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ MESSAGE_CHARS = 1024
 
 
 class Problems:
-    """A failure counts until a rung is gained or it is made good, a wait while it lasts; a failure is told first."""
+    """Problems holds the pod's problem for the operator's status.
+
+    A failure counts until a rung is gained or the failed work is done after all, a wait while it lasts. A failure comes
+    before a wait.
+    """
 
     def __init__(self) -> None:
         self._failure: Problem | None = None
@@ -35,12 +39,12 @@ class Problems:
         self._failure = None
 
     def made_good(self, reason: str) -> None:
-        """What failed for this reason has been done after all."""
+        """Clear a failure with this reason, since the failed work has been done after all."""
         if self._failure is not None and self._failure.reason == reason:
             self._failure = None
 
     def chosen(self, choices: Iterable[Action | Wait]) -> None:
-        """What the agent does next: a wait may have a reason that somebody should know."""
+        """Record the wait with a reason among the chosen actions, if there is one."""
         waits_for = None
         for choice in choices:
             if isinstance(choice, Wait) and choice.reason:

@@ -1,7 +1,7 @@
-"""Everything the agent is told from outside, read once at start.
+"""The agent's settings are read once at start.
 
-Environment (written by the operator): who this pod is. Command line: where files and ports are, which a pod never has
-to say. The job's own file: the rest.
+The environment, written by the operator, identifies the pod. The command line sets where files and ports are, for which
+a pod needs only the defaults. The job's own file has the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TAG_OF = {EngineMemory.WEIGHTS: WEIGHTS, EngineMemory.KV_CACHE: KV_CACHE, Engine
 
 @dataclass(frozen=True)
 class Directories:
-    """The same for the agent and for the GPU container, whose children get them by name."""
+    """The Directories are the same in the agent's and the GPU container, whose children get them by name."""
 
     job_file: Path
     trainer_config: Path
@@ -86,21 +86,21 @@ class AgentSettings:
 
     @property
     def shares_weights(self) -> bool:
-        """With other pods, on one volume: rank 0 of the job writes for all."""
+        """Return whether the pod shares the weights volume with other pods: then rank 0 of the job writes for all."""
         return self.job.spec.placement is Placement.DISAGGREGATED
 
     @property
     def tends_exports(self) -> bool:
-        """Whether this agent makes room for exports: one of its ranks writes them."""
+        """Return whether this agent makes room for exports, because one of its ranks writes them."""
         return bool(self.ranks) and (0 in self.ranks or not self.shares_weights)
 
     @property
     def reads_exports(self) -> bool:
-        """Whether it compares them with their manifest; where not, one beside rank 0 does."""
+        """Return whether it compares exports with their manifest; if not, the agent beside rank 0 does."""
         return self.tends_exports or self.has_engine
 
     def weights_of(self, version: WeightVersion) -> Path:
-        """Directory that an engine starts on."""
+        """Return the directory from which an engine starts with this version."""
         if self.rules.ladder.trains:
             return export_directory(self.directories.weights, version)
         return self.directories.model / self.job.spec.model.path
@@ -111,12 +111,12 @@ class AgentSettings:
 
     @property
     def saved_tags(self) -> tuple[str, ...]:
-        """Tags whose device memory the engine must be able to give up."""
+        """Return the tags whose device memory the engine must be able to release."""
         return tuple(tag for tag in TAGS if tag not in self.keeps) if self.gpus and self.rules.releases else ()
 
     @property
     def ranks(self) -> range:
-        """Trainer ranks of this pod, as the whole group counts them: one for each device, one without."""
+        """Return the group-wide trainer ranks of this pod: one for each device, or one if there is none."""
         each = 0 if self.role == names.ROLE_ENGINE else max(1, self.gpus)
         return range(self.replica * each, (self.replica + 1) * each)
 
@@ -133,18 +133,18 @@ class AgentSettings:
             ladder=spec.ladder,
             settle_s=spec.switch.settle_seconds,
             checkpoint_every=spec.checkpoint.every_steps,
-            verify=asked if is_compared else Verify.VERSION,  # with nothing: nobody says what is right
+            verify=asked if is_compared else Verify.VERSION,  # nothing to compare with
             waits=spec.rollout.interruption is Interruption.WAIT,
         )
 
 
 def kept_tags(offload: Collection[EngineMemory]) -> tuple[str, ...]:
-    """Of the engine's memory, what a switch leaves mapped; () where nothing is ever released."""
+    """Return the tags of engine memory that a switch leaves mapped; () if the job never releases any."""
     return tuple(tag for memory, tag in TAG_OF.items() if memory not in offload) if offload else ()
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> AgentSettings:
-    """Raises SettingsError."""
+    """Return the settings from command line, environment and job file. Raises SettingsError."""
     parser = argparse.ArgumentParser(prog="python -m colocated_rl_agent", description="The agent of a GPU pod.")
     parser.add_argument("--root", type=Path, default=Path("/"), help="what all directories are in")
     parser.add_argument("--engine-port", type=int, default=names.ENGINE_PORT)
