@@ -1,5 +1,5 @@
-"""A member's end of the operator's connection, shared by the agent and the rollout controller.
+"""This package is a member's end of the operator's connection, shared by the agent and the rollout controller.
 
-`server` holds the ports of a member, `fence` the epochs it accepts, `tls` who may speak to it, `room` how many may,
-`data` how members reach one another's data ports. No member's own behaviour is here: it comes in as callables.
+`server` holds a member's ports, `fence` the epochs it accepts, `tls` authenticates callers, `room` bounds their number,
+and `data` reaches other members' data ports. A member's own behaviour comes in as callables.
 """

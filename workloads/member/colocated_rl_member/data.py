@@ -1,7 +1,7 @@
-"""Data ports: an application that asks for the data token, and the way to reach another member's.
+"""This module makes the application of a data port, which requires the data token, and calls other members' ports.
 
-Authority comes before anything else on a data port: a request without the token is answered before its body is read,
-and a connection on which it was not shown ends soon.
+A data port checks the token before anything else: a request without it is answered before its body is read, and a
+connection that has not shown it ends soon.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.connection import error_body
 from colocated_rl_member.tls import MemberTls
 
-DATA_IDLE_S = 900.0  # of a connection to a data port; callers keep theirs for less, or it would close under a request
+DATA_IDLE_S = 900.0  # for a data port's connection; callers keep theirs for less, or it could close under a request
 
 
 NO_TOKEN = error_body(401, "the data token of the job is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
 
 
 class StandaloneDataPort(Protocol):
-    """A data port that serves itself, without an application; it asks for the token too."""
+    """A StandaloneDataPort serves itself, without an application; it requires the token too."""
 
     def listening(self, host: str, port: int, context: ssl.SSLContext) -> AbstractAsyncContextManager[int]:
-        """While it is entered; yields the port, which 0 leaves to the machine."""
+        """Return a context that listens while it is entered, and yields the port; port 0 takes a free one."""
 
 
 class Strangers:
-    """Connections on which nobody has shown the token yet: each has a moment, or they could take all the room."""
+    """Strangers are connections that have not shown the token yet. Each has a deadline, or they could fill the port."""
 
     def __init__(self) -> None:
         self._leave: dict[web.RequestHandler, asyncio.TimerHandle] = {}
@@ -50,20 +50,20 @@ class Strangers:
     def _hang_up_on(self, who: web.RequestHandler) -> None:
         del self._leave[who]
         if who.transport is not None:
-            who.transport.abort()  # a polite end of TLS would wait for the other side
+            who.transport.abort()  # a regular end of TLS would wait for the other side
 
 
 STRANGERS = web.AppKey("strangers", Strangers)
 
 
 def data_application(tls: MemberTls, *, max_request_bytes: int) -> web.Application:
-    """An application for a data port, to which a member adds its routes."""
+    """Return an application for a data port, to which a member adds its routes."""
 
     @web.middleware
     async def ask_for_token(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not tls.admits(request.headers.get("Authorization")):
             refusal = web.json_response(NO_TOKEN, status=401, headers={"WWW-Authenticate": "Bearer"})
-            refusal.force_close()  # who has no token keeps no connection
+            refusal.force_close()  # a caller without the token keeps no connection
             return refusal
         request.app[STRANGERS].is_none(request.protocol)
         return await handler(request)
@@ -74,7 +74,7 @@ def data_application(tls: MemberTls, *, max_request_bytes: int) -> web.Applicati
 
 
 class DataClient:
-    """Calls data ports of the job's members by address; certificates are checked against the job's name."""
+    """A DataClient calls data ports of the job's members by address, and checks certificates against the job's name."""
 
     def __init__(self, session: aiohttp.ClientSession, tls: MemberTls, job_uid: str) -> None:
         self._session = session
@@ -85,7 +85,7 @@ class DataClient:
     def request(
         self, method: str, endpoint: Endpoint, path: str, *, headers: Mapping[str, str] | None = None, **options: Any
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """As `aiohttp.ClientSession.request`, on `path` at `endpoint`. Pass a timeout."""
+        """Request `path` at `endpoint`, as `aiohttp.ClientSession.request` does. Pass a timeout."""
         host = f"[{endpoint.address}]" if ":" in endpoint.address else endpoint.address
         return self._session.request(
             method,

@@ -1,7 +1,7 @@
-"""Which targets a member accepts: none of an older epoch, and none that is meant for another kind of member (I5).
+"""The fence rejects targets of an older epoch and targets meant for another kind of member (I5).
 
-The highest epoch is made durable before a target of it is acted on: a member that restarts still refuses what an
-operator of the past sends.
+The highest epoch is made durable before the member acts on a target of it: after a restart it still refuses targets
+from a stale operator.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ TargetT = TypeVar("TargetT", bound=PodTarget | RolloutTarget)
 
 
 class EpochFence(Generic[TargetT]):
-    """Holds the newest accepted target of one member.
+    """An EpochFence holds the newest accepted target of one member.
 
     remember_epoch: makes an epoch durable, and raises if it can't; called once per epoch, before `admit` returns.
-    unfit: why a target of this kind is not one for this member; "" if it is.
+    unfit: returns why this member can't take a target of its kind, or "".
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class EpochFence(Generic[TargetT]):
         self.target: TargetT | None = None
 
     def admit(self, target: PodTarget | RolloutTarget) -> TargetT | Refusal:
-        """Keep the target and return it, or say why not. Within an epoch the newer message wins."""
+        """Keep the target and return it, or return the refusal. Within an epoch the newer message wins."""
         if not isinstance(target, self._kind):
             return self._refusal(
                 target, "NotForThisMember", f"this member takes {self._kind.__name__}, not {target.type}"

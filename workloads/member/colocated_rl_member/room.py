@@ -1,7 +1,7 @@
-"""How many connections a port takes. Who comes beyond them is told so when it asks, and may come again later.
+"""This module bounds a port's connections. One too many gets 429 for its first request, and may come again later.
 
-Each connection costs a member memory, with TLS some 100 KB, whoever is at the other end. Handshakes that are under way
-are bounded by their deadline alone.
+Each connection costs a member memory, some 100 KB with TLS, whoever is at the other end. Only their deadline bounds
+handshakes in progress.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import cast
 
 from colocated_rl_member.connection import error_body
 
-TOLD_AT_MOST = 256  # at the same time; others are hung up on
-LINGER_S = 2.0  # to ask, and to see the answer
+TOLD_AT_MOST = 256  # at the same time; further connections are aborted
+LINGER_S = 2.0  # for the caller to send its request and read the answer
 BODY = json.dumps(error_body(429, "this port has no room for another connection: come again later")).encode()
 ANSWER = (
     b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
@@ -23,9 +23,9 @@ ANSWER = (
 
 
 class RoomFor:
-    """Makes the protocols of a port: its own for so many connections, beyond them such as turn away.
+    """A RoomFor makes a port's protocols: its own for up to `most` connections, beyond them ones that turn away.
 
-    held: how many of its own are open.
+    held: returns how many of its own are open.
     """
 
     def __init__(self, most: int, held: Callable[[], int], own: Callable[[], asyncio.BaseProtocol]) -> None:
@@ -37,7 +37,7 @@ class RoomFor:
 
 
 class _NoRoom(asyncio.Protocol):
-    """Answers when something was asked: before that, its end would reach a caller as a broken connection."""
+    """A _NoRoom answers after the first data: closing earlier would reach the caller as a broken connection."""
 
     def __init__(self, told: set[_NoRoom]) -> None:
         self._told = told

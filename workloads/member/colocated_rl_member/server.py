@@ -1,10 +1,10 @@
-"""The ports of a member: the operator's link, pages for people, metrics, and the member's own data port.
+"""The server runs a member's ports: the operator's link, pages for people, metrics, and the member's own data port.
 
-Owns the link: says hello, sends facts in full at once and on each change, hands accepted targets on. Facts are a state,
-so a slow operator gets the newest ones and skips what lay between. A newer connection of the operator replaces an
-older one: after a network fault the old one may look alive for seconds.
+It owns the link: it sends hello, sends facts in full at once and on each change, and passes accepted targets on. Facts
+are a state, so a slow operator gets the newest ones and skips those in between. A newer connection of the operator
+replaces an older one: after a network fault the old one may look alive for seconds.
 
-Refuses anybody but the operator on the control port, messages over MAX_MESSAGE_BYTES and messages that can't be read:
+On the control port it refuses all callers but the operator, messages over MAX_MESSAGE_BYTES and unreadable messages:
 that connection is closed, and the operator's next one starts with full facts. A connection on which no whole request
 head comes for IDLE_S is closed; on a data port, whose callers come in bursts, for DATA_IDLE_S, once they have shown
 the token. Connections of each port are bounded.
@@ -50,7 +50,7 @@ LOG = logging.getLogger(__name__)
 SEND_DEADLINE_S = 2 * HEARTBEAT_S
 SHUTDOWN_S = 1.0  # for connections that are still open when the member ends
 IDLE_S = 60.0
-HANDSHAKE_S = 10.0  # also for the token to be shown
+HANDSHAKE_S = 10.0  # also for the caller to show the token
 MAX_DATA_CONNECTIONS = 8192  # of a data port that is an application, and of pages: a gateway is on both, with half as
 # many turns of clients, and on the loopback with one for each episode that the job plays
 MAX_CONNECTIONS = 256  # of each other port
@@ -60,17 +60,17 @@ MAX_HEADERS = 64
 
 @dataclass(frozen=True)
 class Ports:
-    """Where a member listens; 0 takes a free port (tests on one machine)."""
+    """The Ports are those on which a member listens; 0 takes a free port (tests on one machine)."""
 
     control: int = names.CONTROL_PORT
     data: int = names.DATA_PORT
     metrics: int = names.METRICS_PORT
     pages: int = names.PAGES_PORT
-    host: str = EVERYWHERE  # or an address; the pages port is on the loopback whatever this says
+    host: str = EVERYWHERE  # or an address; the pages port is always on the loopback
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """A flag for each, with the pod's value as its default."""
+        """Add a flag for each port, with the pod's value as its default."""
         default = cls()
         parser.add_argument("--host", default=default.host, help="address to listen on; all of them when absent")
         for port in ("control", "data", "metrics", "pages"):
@@ -82,17 +82,18 @@ class Ports:
 
 
 class MemberServer(Generic[TargetT]):
-    """Serves one member while its context is entered. Everything runs on the event loop that entered it.
+    """A MemberServer serves one member while its context is entered, on the event loop that entered it.
 
     hello: sent to each operator, with the highest epoch of that moment; its `highest_epoch` is where the fence starts.
-    kind: of the targets that this member takes.
-    facts: the member's state now; called whenever it is to be sent or shown.
+    kind: type of the targets that this member takes.
+    facts: returns the member's current state; called whenever it is to be sent or shown.
     accept: takes a target that passed the fence; must not block.
     remember_epoch: makes an epoch durable before a target of it is accepted.
-    unfit: why a target of this kind is not one for this member; "" if it is.
-    data: application of the data port (`data_application`), or a port that serves itself; None when there is none.
-    pages: further routes for people, on the pod's loopback. around_pages: what stands before all of them.
-    idle_s, data_idle_s: for a caller to send the head of a request. data_connections: of an application, and of pages.
+    unfit: returns why this member can't take a target of its kind, or "".
+    data: application of the data port (`data_application`), or a port that serves itself; None if there is none.
+    pages: further routes for people, on the pod's loopback. around_pages: middlewares of all pages.
+    idle_s, data_idle_s: time for a caller to send the head of a request. data_connections: bound of connections to a
+    data application, and to pages.
     """
 
     def __init__(
@@ -138,11 +139,11 @@ class MemberServer(Generic[TargetT]):
 
     @property
     def target(self) -> TargetT | None:
-        """The newest target that passed the fence since the process started."""
+        """Return the newest target that passed the fence since the process started, or None."""
         return self._fence.target
 
     def publish(self) -> None:
-        """Facts have changed: the operator gets them, together with what else changes before they are on the wire."""
+        """Send changed facts to the operator, together with any changes before they are on the wire."""
         self._changed.set()
 
     # ------------------------------------------------------------------------------------------------- listening
@@ -183,11 +184,11 @@ class MemberServer(Generic[TargetT]):
     async def _listen(
         self, stack: AsyncExitStack, app: web.Application, host: str, port: int, context: ssl.SSLContext | None = None
     ) -> int:
-        """The port it listens on, until the stack ends."""
+        """Listen until the stack ends, and return the port."""
         runner = web.AppRunner(
             app,
             shutdown_timeout=SHUTDOWN_S,
-            handler_cancellation=True,  # a caller that is gone ends its handler: a gate aborts what it left
+            handler_cancellation=True,  # a gone caller cancels its handler: a gate then aborts the request
         )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -203,7 +204,7 @@ class MemberServer(Generic[TargetT]):
                 keepalive_timeout=self._data_idle_s if app is self._data else self._idle_s,
                 max_headers=MAX_HEADERS,
                 max_field_size=MAX_HEADER_BYTES,
-                auto_decompress=False,  # of a few bytes it would make any number
+                auto_decompress=False,  # a few bytes could become any number
             )
             if STRANGERS in app:
                 app[STRANGERS].connection_opened(made, within_s=first_s)
@@ -215,7 +216,7 @@ class MemberServer(Generic[TargetT]):
             ssl=context,
             ssl_handshake_timeout=first_s if context else None,
         )
-        stack.callback(server.close)  # before the runner ends what it still serves
+        stack.callback(server.close)  # before the runner ends connections in progress
         address: tuple[str, int] = server.sockets[0].getsockname()
         return address[1]
 

@@ -1,4 +1,4 @@
-"""What every member reads at its start: its environment, and the job's own file."""
+"""Every member reads its environment and the job's own file at its start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colocated_rl_api.member_wire import JobFile
 
 
 class SettingsError(Exception):
-    """The process can't start as it was told; the message names what to change."""
+    """The process can't start with its settings; the message names what to change."""
 
 
 def required(environment: Mapping[str, str], name: str) -> str:
@@ -23,7 +23,7 @@ def required(environment: Mapping[str, str], name: str) -> str:
 
 
 def read_job(path: Path) -> JobFile:
-    """Raises SettingsError."""
+    """Read the job file. Raises SettingsError."""
     try:
         return JobFile.read(path.read_bytes())
     except OSError as error:

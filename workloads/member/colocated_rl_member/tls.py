@@ -1,8 +1,8 @@
-"""Who may speak to a member: TLS contexts and the data token, read from the job's Secret.
+"""This module authenticates a member's callers with TLS contexts and the data token, read from the job's Secret.
 
-Three parties, three proofs. The operator shows a client certificate of the authority with its common name: the only
-right to send targets. Members of the job show the data token, which is good for data ports alone. Whoever connects
-checks the member's certificate against the authority and the job's name, never against an address, which changes.
+There are three parties with three proofs. The operator shows a client certificate of the authority with its common
+name: only that gives the right to send targets. Members of the job show the data token, which opens data ports alone.
+Every caller checks the member's certificate against the authority and the job's name, never an address, which changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MIN_TOKEN_CHARS = 16
 
 @dataclass(frozen=True)
 class MemberTls:
-    """The files of `names.TLS_DIR`. Raises ValueError or OSError at start when one of them can't serve."""
+    """A MemberTls holds the files of `names.TLS_DIR`. Raises ValueError or OSError at start if one is unusable."""
 
     directory: Path
     token: str
@@ -33,38 +33,38 @@ class MemberTls:
         return cls(directory, token)
 
     def control_context(self) -> ssl.SSLContext:
-        """Server side of the control port: a caller without a certificate of the authority gets no answer at all."""
+        """Return the control port's context: a caller without a certificate of the authority gets no answer at all."""
         context = self.data_context()
         context.load_verify_locations(self.directory / names.CA_FILE)
         context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     def data_context(self) -> ssl.SSLContext:
-        """Server side of the data port; callers prove themselves by the token."""
+        """Return the data port's context, without client certificates: callers show the token."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_cert_chain(self.directory / names.CERT_FILE, self.directory / names.KEY_FILE)
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Client side of another member's data port: trusts the authority and nothing else."""
+        """Return the context of a client of data ports, which trusts the authority and nothing else."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_verify_locations(self.directory / names.CA_FILE)
         return context
 
     def admits(self, authorization: str | None) -> bool:
-        """Whether an Authorization header carries the data token; takes the same time for each wrong one."""
+        """Return whether an Authorization header carries the data token, in the same time for every wrong one."""
         return hmac.compare_digest((authorization or "").encode(), self.authorization.encode())
 
     @property
     def authorization(self) -> str:
-        """The Authorization header of a caller of data ports."""
+        """Return the Authorization header for calls to data ports."""
         return f"Bearer {self.token}"
 
 
 def is_operator(peer_certificate: object) -> bool:
-    """Whether a verified peer certificate (`SSLSocket.getpeercert()`) is the operator's.
+    """Return whether a verified peer certificate (`SSLSocket.getpeercert()`) is the operator's.
 
     Members' own certificates come from the same authority, so being verified is not enough.
     """
