@@ -51,10 +51,10 @@ SEND_DEADLINE_S = 2 * HEARTBEAT_S
 SHUTDOWN_S = 1.0  # for connections that are still open when the member ends
 IDLE_S = 60.0
 HANDSHAKE_S = 10.0  # also for the caller to show the token
-MAX_DATA_CONNECTIONS = 8192  # of a data port that is an application, and of pages: a gateway is on both, with half as
-# many turns of clients, and on the loopback with one for each episode that the job plays
-MAX_CONNECTIONS = 256  # of each other port
-MAX_HEADER_BYTES = 8190  # of one header line
+MAX_DATA_CONNECTIONS = 8192  # per data port that is an application, and per pages port: a gateway is on both, with half
+# as many turns of clients, and on the loopback with one for each episode that the job plays
+MAX_CONNECTIONS = 256  # per other port
+MAX_HEADER_BYTES = 8190  # per header line
 MAX_HEADERS = 64
 
 

@@ -74,7 +74,7 @@ def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             result.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised in the waiter
+        except BaseException as error:  # noqa: BLE001 - of whoever waits for it
             result.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -136,7 +136,7 @@ class Call:
         self._connection.stalls_for(within_s)
 
     def _head(self, status: int, content_type: str, framing: str) -> bytes:
-        if b"expect" in self.headers and not self.is_whole:  # nobody knows whether its body will come
+        if b"expect" in self.headers and not self.is_whole:  # its body may never come
             self.keep_alive = False
         close = "" if self.keep_alive else "Connection: close\r\n"
         line = f"HTTP/1.1 {status} {PHRASES.get(status, '')}\r\nContent-Type: {content_type}\r\n"

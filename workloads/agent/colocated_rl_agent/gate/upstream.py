@@ -177,7 +177,7 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             if self._pieces and self._take is not None:
                 self._take(self._status, b"".join(self._pieces))
-        except Exception as error:  # noqa: BLE001 - an error in one answer must not reach another
+        except Exception as error:  # noqa: BLE001 - no error of one answer is another's
             lost = error
         self._pieces.clear()
         if lost is not None:
