@@ -1,4 +1,4 @@
-"""What a plan asks the shell to do. Values: `act` is the only one that carries them out."""
+"""Actions that a plan asks the shell to do. They are values: only `loop.act` carries them out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from colocated_rl_operator.planner.reasons import Waiting
 
 @dataclass(frozen=True)
 class CreatePod:
-    """Fill a seat. avoids: nodes on which the pod may not stand."""
+    """Create the pod that fills a seat. avoids: nodes on which it may not run."""
 
     seat: str
     attempt: int
@@ -18,9 +18,10 @@ class CreatePod:
 
 @dataclass(frozen=True)
 class DeletePod:
-    """Of that UID alone. grace_s: None for the pod's own, 0 to forget a pod whose node does not answer.
+    """Delete the pod with that UID and no other.
 
-    is_fault: people are told of it, by an event.
+    grace_s: None takes the pod's own grace; 0 forgets a pod whose node does not answer.
+    is_fault: an event reports the deletion to people.
     """
 
     name: str
@@ -35,7 +36,7 @@ PodAction = CreatePod | DeletePod
 
 @dataclass(frozen=True)
 class WaitFor:
-    """Nothing to do until something changes, or until the deadline that the plan's `wake_at` names."""
+    """Wait until something changes, or until the plan's `wake_at`."""
 
     reason: Waiting
     who: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
-"""What the job's failure policy says to what was seen to fail. Pure.
+"""Decide the action that follows a failure, by the job's failure policy. The module is pure.
 
-The first rule that matches is followed; where none does, the usual answer of the cause. Who is at fault, and so loses
-its pod where pods are the answer, is said here too: never a whole group that merely stands still together.
+The first rule that matches is followed; if none matches, the usual answer of the cause is. The module also decides
+which pods are at fault, and so are replaced if the action replaces pods: never a whole group that merely stands still
+together.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from colocated_rl_operator.planner.roster import is_silent
 
 MAX_AVOIDED = 8  # nodes of one job
 UNCOUNTED = ", which does not count against backoffLimit"
-QUEUE_S, MAX_QUEUE_S = 30.0, 600.0  # of a job whose pods did not come, at least; up to twice as long
+QUEUE_S, MAX_QUEUE_S = 30.0, 600.0  # at least, for a job whose pods did not come; up to twice as long
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A new climb. pods: that go with it."""
+    """A decision raises a new climb. pods: the pod actions that go with it."""
 
     climb: Climb
     message: str
@@ -39,7 +40,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Hold:
-    """What comes next has its time."""
+    """A hold delays the next climb until a moment."""
 
     until: float
     message: str
@@ -48,7 +49,10 @@ class Hold:
 
 @dataclass(frozen=True)
 class Failure:
-    """Something that went wrong. pods: at fault, none if that can't be told. tries: that came before it, in a row."""
+    """A failure records what went wrong.
+
+    pods: those at fault; empty if unknown. tries: the failures in a row before this one.
+    """
 
     cause: FailureCause
     message: str  # for people, without what is done about it
@@ -60,7 +64,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is done about a failure. rule: of the policy, from 0; None: the usual answer. counts: by rule or cause."""
+    """A verdict names the action that follows a failure.
+
+    rule: the index of the policy's rule; None: the usual answer. counts: against backoffLimit, by rule or cause.
+    """
 
     action: FailureAction
     rule: int | None = None
@@ -68,7 +75,7 @@ class Verdict:
 
     @property
     def by(self) -> str:
-        """For messages: who says so."""
+        """Name the rule that decided, for messages."""
         return "" if self.rule is None else f" (failurePolicy.rules[{self.rule}])"
 
 
@@ -103,13 +110,16 @@ def after_standstill(seen: Observation, now: Climb, since: float, message: str) 
 
 
 def after_difference(seen: Observation, now: Climb, message: str) -> Decision | Hold | None:
-    """Of weights that engines hold, or are not shown to: never after a back-off, in which they would serve."""
+    """Answer a difference between the engines' weights, or weights not confirmed.
+
+    The answer never waits for a back-off: meanwhile those weights would be served.
+    """
     failure = Failure(FailureCause.WEIGHTS_DIFFER, message, (), seen.now, now.tally.tries_at(now.step))
     return _answer(seen, now, Cause.WEIGHTS_DIFFER, failure)
 
 
 def after_loss(seen: Observation, now: Climb) -> Decision | Hold | None:
-    """Engines and pods, where a rule says something else than agents and roster do anyway."""
+    """Answer the loss of engines and pods, where a rule asks for more than agents and roster do anyway."""
     policy = seen.job.spec.failure_policy
     if policy is None or not policy.rules:
         return None
@@ -131,7 +141,7 @@ def after_loss(seen: Observation, now: Climb) -> Decision | Hold | None:
 
 
 def _answer(seen: Observation, now: Climb, cause: Cause, failure: Failure) -> Decision | Hold | None:
-    """The trainers start together again, after a while, in these pods or in others; or the job ends."""
+    """Start the trainers together again after a back-off, in these pods or in others, or end the job."""
     said = answer(seen, failure)
     if said.action is FailureAction.FAIL_JOB:
         return _fail(seen, now, failure, said)
@@ -157,7 +167,7 @@ def _answer(seen: Observation, now: Climb, cause: Cause, failure: Failure) -> De
 
 
 def after_absence(seen: Observation, now: Climb | None, message: str) -> Decision:
-    """Pods that did not come: nobody's devices wait for them."""
+    """Answer pods that did not come: all pods go, so that no device waits for them."""
     now = now or Climb(epoch=0, step=0, lineage=0, group="", cause=Cause.PODS_NOT_READY)
     failure = Failure(FailureCause.PODS_NOT_READY, message, (), seen.now, now.tally.tries_at(now.step))
     said = answer(seen, failure)
@@ -178,10 +188,10 @@ def after_absence(seen: Observation, now: Climb | None, message: str) -> Decisio
 
 
 def queue_s(seen: Observation, now: Climb) -> float:
-    """How long a job stays queued. Jobs that wait for each other's devices don't come back at one moment.
+    """Return the seconds a job stays queued: jobs that wait for each other's devices must not come back at one moment.
 
-    Of those that gave up as often, the oldest comes back first: while it is queued, others take the later half of their
-    time. No more than that half, or an old job for which there is never room would hold up all others.
+    Of jobs that gave up equally often, the oldest comes back first: while it is queued, others wait into the later half
+    of their range. They wait no longer, or an old job for which there is never room would hold up all others.
     """
     digest = hashlib.sha256(f"{seen.job.uid} {now.epoch}".encode()).digest()
     share = (int.from_bytes(digest[:4]) / 2**32 + seen.has_elder) / 2
@@ -189,10 +199,10 @@ def queue_s(seen: Observation, now: Climb) -> float:
 
 
 def after_replacement(seen: Observation, now: Climb) -> Decision:
-    """Pods were lost and made again, and no rule had a word about it.
+    """Answer pods that were lost and made again without a rule that matched.
 
-    It counts if one of them failed by itself. What the cluster took away, a person deleted, or nobody says a word of
-    any more, is no failure of the step either, and brings no later rule nearer.
+    The restart counts if one of them failed by itself. A pod that the cluster took away, that a person deleted, or
+    whose fate is unknown, is no failure of the step either, and does not bring a rule's maxTries nearer.
     """
     message, losses = _replaced(seen), [cause for cause in seen.memory.losses.values() if cause is not None]
     cause = next((cause for cause in losses if cause.counts), losses[0] if losses else None)
@@ -220,13 +230,13 @@ def after_replacement(seen: Observation, now: Climb) -> Decision:
 
 
 def _has_had_its_answer(seen: Observation, now: Climb, failure: Failure) -> bool:
-    """A pod whose seat is still empty, and the epoch was raised for it. With trainers: only while there is no group."""
+    """Return whether the epoch was already raised for pods that are gone; with trainers, only while no group exists."""
     is_known = failure.tries > 0 and all(pod.uid in seen.memory.gone for pod in failure.pods)
     return is_known and not (now.group and _has_trainers(seen, failure))
 
 
 def _has_trainers(seen: Observation, failure: Failure) -> bool:
-    """A pod of the lineage is at fault. To lose one of engines alone costs the trainers nothing."""
+    """Return whether a pod of the lineage is at fault: a loss of engines alone costs the trainers nothing."""
     lineage = role_of(seen.job.lineage_seats[0])
     return any(role_of(pod.seat) == lineage for pod in failure.pods)
 
@@ -241,7 +251,7 @@ def _answered(tally: FailureTally, failure: Failure, said: Verdict) -> FailureTa
 
 
 def _is_used_up(seen: Observation, now: Climb, *, counts: bool) -> bool:
-    """What does not count never ends a job, also not one whose limit was lowered meanwhile."""
+    """Return whether backoffLimit is used up. An uncounted failure never ends a job, even if the limit was lowered."""
     return counts and now.restarts >= seen.job.spec.backoff_limit
 
 
@@ -277,7 +287,7 @@ def _tallied(now: Climb, failure: Failure, said: Verdict, *, replaces: bool) -> 
     if replaces and said.action is FailureAction.REPLACE_POD_ELSEWHERE:
         nodes = dict.fromkeys(pod.node for pod in failure.pods if pod.node)
         avoids = (*(node for node in avoids if node not in nodes), *nodes)[-MAX_AVOIDED:]
-    is_first = bool(now.group)  # else its pods are on their way already, for another failure
+    is_first = bool(now.group)  # without a group, its pods are being made again already, for another failure
     return FailureTally(
         pod_restarts=tally.pod_restarts + (replaces and is_first),
         step_retries=tally.step_retries + (not replaces),
@@ -291,21 +301,21 @@ def _tallied(now: Climb, failure: Failure, said: Verdict, *, replaces: bool) -> 
 
 
 def _deletions(seen: Observation, failure: Failure, message: str) -> tuple[PodAction, ...]:
-    """Of the pods at fault that are still there."""
+    """Return the deletions of the pods at fault that still fill their seats."""
     current = {member.uid for member in seen.current.values()}
     return tuple(DeletePod(pod.name, pod.uid, None, message) for pod in failure.pods if pod.uid in current)
 
 
 def _finished(seen: Observation, now: Climb) -> int:
-    """The last finished step, as far as anybody knows."""
+    """Return the last finished step that the record or any member knows of."""
     done = now.step if seen.is_finished else now.step - 1
     return max(0, done, seen.trained_step, seen.rollout_facts.trained_step if seen.rollout_facts else 0)
 
 
 def rest_after_roll_back(seen: Observation, following: Climb) -> Hold | None:
-    """A step that was rolled back is tried again when its back-off is over, from when engines served again.
+    """Hold a step that was rolled back until its back-off is over, counted from when engines served again.
 
-    It is the only kind that has failed and is gone on to once more, whatever has been answered since.
+    Only a step that was rolled back has failed and is climbed to once more, whatever was answered since.
     """
     tally = following.tally
     if not tally.tries_at(following.step):
@@ -317,7 +327,7 @@ def rest_after_roll_back(seen: Observation, following: Climb) -> Hold | None:
 
 # ----------------------------------------------------------------------------------------------------- what has failed
 def death(seen: Observation, *, step: int, tries: int) -> Failure:
-    """Of a trainer, in the climb to `step`."""
+    """Describe the death of a trainer in the climb to `step`."""
     memory = seen.memory
     pods = tuple(member for member in seen.gpu_members if member.uid in memory.died) or seen.dead
     killed = [member for member in pods if member.memory_kills > memory.memory_kills.get(member.uid, 0)]
@@ -328,7 +338,10 @@ def death(seen: Observation, *, step: int, tries: int) -> Failure:
 
 
 def standstill(seen: Observation, *, since: float, tries: int, message: str) -> Failure:
-    """On one rung, past its deadline. Where all stand, who reports a problem is at fault."""
+    """Describe a standstill on one rung, past its deadline.
+
+    The pods that stand there are at fault; if all do, only those that report a problem.
+    """
     slowest = tuple(member for member in seen.gpu_members if seen.standings[member.name] is seen.slowest)
     if 1 < len(slowest) == len(seen.gpu_members):
         slowest = tuple(member for member in slowest if member.pod_facts and member.pod_facts.problem)
@@ -337,7 +350,7 @@ def standstill(seen: Observation, *, since: float, tries: int, message: str) -> 
 
 
 def lost_engines(seen: Observation) -> Iterator[Failure]:
-    """Not of pods whose trainer has ended too: the end of their container is both, and the trainer's has an answer."""
+    """Yield lost engines, except in pods whose trainer ended too: their container ended, and `death` answers that."""
     dead = {member.uid for member in seen.dead}
     for member in seen.gpu_members:
         failures = max((engine.failures for engine in member.pod_facts.engines), default=0) if member.pod_facts else 0
@@ -348,7 +361,7 @@ def lost_engines(seen: Observation) -> Iterator[Failure]:
 
 
 def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
-    """GPU pods that the cluster took away, or whose member is silent. One that somebody deleted is no failure."""
+    """Yield GPU pods lost for a known cause, or whose member is silent. One that a person deleted is no failure."""
     newest = {member.seat: member for member in sorted(seen.members, key=lambda member: member.attempt)}
     for seat in seen.job.gpu_seats:
         current, pod = seen.current.get(seat), newest.get(seat)
@@ -362,19 +375,19 @@ def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
 
 
 def _named(pods: tuple[Member, ...] | list[Member], usual: str) -> str:
-    """With what each says of it itself."""
+    """Name the pods, each with the problem that it reports, or `usual`."""
     problems = [(pod.name, pod.pod_facts.problem if pod.pod_facts else None) for pod in pods[:10]]
     return ", ".join(f"{name} ({problem.message[:200] if problem else usual})" for name, problem in problems)
 
 
 # -------------------------------------------------------------------------------------------------------- for messages
 def starts(seen: Observation) -> str:
-    """Whose start a climb begins with."""
+    """Name the processes whose start begins a climb."""
     return "the trainers start" if seen.job.ladder.trains else "the engines start"
 
 
 def _replaced(seen: Observation) -> str:
-    """Pods that no longer fill their seat, as far as they are still there to be asked why."""
+    """Name the pods that no longer fill their seat and still exist, each with the reason."""
     climbing = set(seen.job.gpu_seats)
     gone = [member for member in seen.members if member.seat in climbing and not member.is_usable]
     newest = {member.seat: member for member in sorted(gone, key=lambda member: member.attempt)}

@@ -1,7 +1,7 @@
-"""What one pass of the loop sees: the job, what was recorded of it, its pods and what their members say.
+"""An observation holds what one pass of the loop sees: the job, its recorded status, its pods and their members' facts.
 
-A value, complete and timestamped: the plan needs nothing else, so it can be replayed from a file. `now` and every
-moment beside it are seconds of one monotonic clock. `Memory` is what the operator remembers between passes: losing it
+It is a complete, timestamped value: the plan needs nothing else, so a pass can be replayed from a file. `now` and every
+moment beside it are seconds of one monotonic clock. `Memory` is what the operator remembers between passes: its loss
 in a restart costs patience (deadlines start again), never safety.
 """
 
@@ -29,7 +29,7 @@ from colocated_rl_operator.planner.reasons import Cause
 
 @dataclass(frozen=True)
 class Job:
-    """Identity and spec, as the API server has them."""
+    """A job is its identity and its spec, as the API server holds them."""
 
     namespace: str
     name: str
@@ -50,27 +50,27 @@ class Job:
 
     @property
     def gpu_seats(self) -> tuple[str, ...]:
-        """Of all pods that climb: with engines, trainers or both."""
+        """Return the seats of all pods that climb: those with engines, trainers or both."""
         return self.seats.gpu
 
     @property
     def trainer_seats(self) -> tuple[str, ...]:
-        """Of pods in which trainers have a place."""
+        """Return the seats of pods in which trainers have a place."""
         return self.seats.trainers
 
     @property
     def engine_seats(self) -> tuple[str, ...]:
-        """Of pods in which an engine has a place."""
+        """Return the seats of pods in which an engine has a place."""
         return self.seats.engines
 
     @property
     def reference_seats(self) -> tuple[str, ...]:
-        """Of pods of a reference with devices of its own, where there are samples for it to score."""
+        """Return the seats of a reference with devices of its own; none if there are no samples for it to score."""
         return self.seats.references
 
     @property
     def lineage_seats(self) -> tuple[str, ...]:
-        """Whose pods form a lineage: trainers that start together, or, where there are none, the engines."""
+        """Return the seats whose pods form a lineage: the trainers, which start together, or else the engines."""
         return self.trainer_seats or self.engine_seats
 
     @property
@@ -83,17 +83,17 @@ class Job:
 
     @property
     def ranks_per_pod(self) -> int:
-        """Trainer ranks in each GPU pod: one per device, one without devices."""
+        """Return the trainer ranks in each GPU pod: one per device, or one without devices."""
         return max(1, self.spec.gpus.count)
 
     def claim_name(self, volume: str) -> str:
-        """volume: `store`, `checkpoints` or `weights`."""
+        """Return the name of a volume's claim. volume: `store`, `checkpoints` or `weights`."""
         return names.claim_name(self.name, self.uid, volume)
 
 
 @dataclass(frozen=True)
 class FailureTally:
-    """Losses and failures that made the trainers start together again, and what was done about the newest."""
+    """A tally counts the losses and failures after which the trainers started again, and names the newest's answer."""
 
     pod_restarts: int = 0
     step_retries: int = 0
@@ -105,18 +105,18 @@ class FailureTally:
     avoids: tuple[str, ...] = ()  # nodes for GPU pods, the newest last
 
     def tries_at(self, step: int) -> int:
-        """Failures in a row that came before the next one, in a climb to `step`: none once an earlier one is done."""
+        """Return the failures in a row before the next one, in a climb to `step`: none once an earlier step is done."""
         return self.tries if step <= self.step else 0
 
 
 @dataclass(frozen=True)
 class Climb:
-    """The decision that an epoch stands for. In status before a target of it is sent."""
+    """A climb is the decision that an epoch stands for. It is in status before a target of it is sent."""
 
     epoch: int
     step: int
     lineage: int
-    group: str  # hash of the UIDs of the pods whose trainers form the lineage; "": nobody's yet
+    group: str  # hash of the UIDs of the pods whose trainers form the lineage; "": no group yet
     cause: Cause
     restarts: int = 0  # that count against backoffLimit
     tally: FailureTally = FailureTally()
@@ -127,7 +127,7 @@ class Climb:
 
 
 def rests(job: Job, climb: Climb | None) -> bool:
-    """No pod is wanted: the job is suspended or queued, or will be when its pods are gone."""
+    """Return whether no pod is wanted: the job is suspended or queued, or will be once its pods are gone."""
     return job.spec.suspend if climb is None else climb.cause.rests
 
 
@@ -136,7 +136,7 @@ _how_far = attrgetter("state", "incarnation", "step", "scored", "exported", "sav
 
 
 class PodPhase(StrEnum):
-    """As core/v1."""
+    """A pod's phase has the values of core/v1."""
 
     PENDING = "Pending"
     RUNNING = "Running"
@@ -147,7 +147,7 @@ class PodPhase(StrEnum):
 
 @dataclass(frozen=True)
 class Member:
-    """One pod of the job and what its member says. `facts` only while connected, with the pod's UID confirmed."""
+    """A member is one pod of the job. It has `facts` only while it is connected, with the pod's UID confirmed."""
 
     seat: str
     attempt: int
@@ -157,14 +157,14 @@ class Member:
     created_at: float  # or first seen by this process
     address: str | None = None
     ends_at: float | None = None  # when the grace of its deletion is over; None: not being deleted
-    is_ready: bool = False  # its node says that it answers there
+    is_ready: bool = False  # its node reports it ready
     is_gated: bool = False  # a queue holds it back from the scheduler
-    node: str | None = None  # where it stands, or stood
-    fate: FailureCause | None = None  # why it is lost, as the cluster says; None: it is not, or nobody says
+    node: str | None = None  # where it runs, or ran
+    fate: FailureCause | None = None  # why it is lost, as the cluster reports; None: not lost, or unknown
     memory_kills: int = 0  # restarts of its GPU container, if it ended for its memory the last time
-    trouble: str | None = None  # why its containers don't run, in kubelet's words and their last ones
+    trouble: str | None = None  # why its containers don't run: kubelet's message and their last one
     silent_since: float | None = None  # running, and not connected since
-    highest_epoch: int = 0  # that it ever accepted, as it says
+    highest_epoch: int = 0  # that it ever accepted, as it reports
     facts: PodFacts | RolloutFacts | None = None
     _stood: tuple[WeightVersion, Rung] | None = field(default=None, init=False, repr=False, compare=False)
     _trainers: int | None = field(default=None, init=False, repr=False, compare=False)
@@ -172,7 +172,10 @@ class Member:
     def saying(
         self, facts: PodFacts | RolloutFacts | None, *, highest_epoch: int, silent_since: float | None
     ) -> Member:
-        """The same pod with what its member says now. A thousand are made at each rung: anew, in five times as long."""
+        """Return the same pod with its member's present facts.
+
+        Each rung makes a thousand of these, and the constructor would take five times as long.
+        """
         found: Member = object.__new__(Member)
         said = {"facts": facts, "highest_epoch": highest_epoch, "silent_since": silent_since}
         vars(found).update(vars(self), **said, _stood=None, _trainers=None)
@@ -180,16 +183,16 @@ class Member:
 
     @property
     def is_usable(self) -> bool:
-        """Not ended and not being deleted."""
+        """Return whether the pod has not ended and is not being deleted."""
         return self.ends_at is None and self.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
 
     @property
     def answers(self) -> bool:
-        """Connected, and an agent has found its GPU container: without it nothing is known of engine and trainers.
+        """Return whether the member is connected and, if an agent, has found its GPU container.
 
-        Not one whose container was told to end, perhaps before anybody else says that its pod is drained: its trainers
-        end, and those of others with them, and none of that is a failure. Of a reference, which is no member: its node
-        says so.
+        Without that container nothing is known of engine and trainers. A member whose container was told to end does
+        not answer, perhaps before the cluster reports its pod as drained: its trainers end, and other pods' trainers
+        with them, and none of that is a failure. A reference is no member: it answers if its node reports it ready.
         """
         facts = self.facts
         if facts is None:
@@ -198,7 +201,7 @@ class Member:
 
     @property
     def is_reference(self) -> bool:
-        """On devices of its own: no member, so it has no facts and gets no target."""
+        """Return whether the pod is of a reference on devices of its own: no member, so without facts and targets."""
         return role_of(self.seat) == names.ROLE_REFERENCE
 
     @property
@@ -213,7 +216,7 @@ class Member:
 
     @property
     def trainers(self) -> int:
-        """Digest of how far its ranks are."""
+        """Return a digest of the progress of the pod's ranks."""
         digest = self._trainers
         if digest is None:
             ranks = self.pod_facts.trainers if self.pod_facts else ()
@@ -221,9 +224,9 @@ class Member:
         return digest
 
     def standing(self, ladder: Ladder, climb: Climb) -> Rung:
-        """Towards the climb's version. Facts from before its epoch don't count: they may be overtaken.
+        """Return the pod's rung towards the climb's version. Facts from before its epoch are ignored as stale.
 
-        A pod that reported under an older target may still be moving; its answer under this epoch says where it is.
+        A pod that reported under an older target may still be moving; its answer under this epoch shows where it is.
         """
         facts, stood = self.pod_facts, self._stood
         if facts is None or facts.epoch != climb.epoch:
@@ -239,7 +242,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Memory:
-    """Moments that this process saw. `reached` holds when the slowest pod first stood at a rung, in this epoch."""
+    """Memory holds moments this process saw. `reached`: when the slowest pod first reached a rung in this epoch."""
 
     epoch: int = 0
     raised: bool = False  # the epoch was raised by this process
@@ -248,17 +251,17 @@ class Memory:
     highest: dict[str, Rung] = field(default_factory=dict)  # where each pod has stood in this epoch, by UID
     progress: int = 0  # digest of what counts as progress
     progress_at: float = 0.0
-    unready_since: float | None = None  # not all members answer since; None: they do
+    unready_since: float | None = None  # since when not all members answer; None: they do
     awaited_since: float | None = None  # the same, while that may be their fault: podsReadyDeadlineSeconds runs
     last_switch_s: float | None = None  # None: no whole switch seen yet
     attempts: dict[str, int] = field(default_factory=dict)  # highest attempt seen, by seat
-    stopped: frozenset[str] = frozenset()  # UIDs of members that said that they had stopped
+    stopped: frozenset[str] = frozenset()  # UIDs of members that reported that they stopped
     died: frozenset[str] = frozenset()  # UIDs of pods whose trainers were the first to die
     died_at: float | None = None
     memory_kills: dict[str, int] = field(default_factory=dict)  # of each pod, by UID, when the epoch was raised
     gone: frozenset[str] = frozenset()  # UIDs of pods that were lost by then
     group: str = ""  # of the climb, as far as this process saw it whole
-    losses: dict[str, FailureCause | None] = field(default_factory=dict)  # of its pods, by UID: why, as told last
+    losses: dict[str, FailureCause | None] = field(default_factory=dict)  # of its pods, by UID: why, as reported last
 
 
 @dataclass(frozen=True)
@@ -269,7 +272,7 @@ class Observation:
     climb: Climb | None = None  # as recorded in status
     trained_step: int = 0  # newest step that every rank has finished, as recorded
     served: Version | None = None  # newest version that every engine served at once, as recorded
-    is_over: bool = False  # completed or failed, and every pod told
+    is_over: bool = False  # completed or failed, and every member has stopped
     started_at: float | None = None  # or resumed; None while the job is suspended
     finished_at: float | None = None  # completed or failed
     has_elder: bool = False  # an older job of this operator is queued
@@ -278,13 +281,13 @@ class Observation:
 
     @cached_property
     def current(self) -> dict[str, Member]:
-        """The pod that fills each seat; a seat without a usable pod is absent."""
+        """Return the pod that fills each seat; a seat without a usable pod is absent."""
         usable = sorted((member for member in self.members if member.is_usable), key=lambda member: member.attempt)
         return {member.seat: member for member in usable}
 
     @cached_property
     def gpu_members(self) -> tuple[Member, ...]:
-        """Of the filled GPU seats, by role and replica."""
+        """Return the members in the filled GPU seats, by role and replica."""
         return self._in(self.job.gpu_seats)
 
     @cached_property
@@ -301,7 +304,7 @@ class Observation:
 
     @cached_property
     def reference_members(self) -> tuple[Member, ...]:
-        """Of filled seats."""
+        """Return the reference pods that fill a seat."""
         return self._in(self.job.reference_seats)
 
     def _in(self, seats: tuple[str, ...]) -> tuple[Member, ...]:
@@ -317,13 +320,13 @@ class Observation:
 
     @cached_property
     def absent(self) -> tuple[str, ...]:
-        """Seats without a pod that answers."""
+        """Return the seats without a pod that answers."""
         seats = self.job.reference_seats if self.all_answer else self.job.seats.all
         return tuple(seat for seat in seats if seat not in self.current or not self.current[seat].answers)
 
     @cached_property
     def all_answer(self) -> bool:
-        """Every seat but those of a reference, which no climb waits for, is filled by a member that answers."""
+        """Return whether a member that answers fills every seat but a reference's, for which no climb waits."""
         return len(self.gpu_members) == len(self.job.gpu_seats) and (
             self.rollout_facts is not None and all(member.answers for member in self.gpu_members)
         )
@@ -334,7 +337,7 @@ class Observation:
 
     @cached_property
     def group(self) -> str | None:
-        """Hash of the UIDs of a lineage's pods in the order of their seats; None while a seat is empty."""
+        """Return a hash of the UIDs of a lineage's pods in the order of their seats; None while a seat is empty."""
         members = self.lineage_members
         if len(members) != len(self.job.lineage_seats):
             return None
@@ -342,7 +345,7 @@ class Observation:
 
     @cached_property
     def standings(self) -> dict[str, Rung]:
-        """By pod name."""
+        """Return the rung at which each GPU pod stands, by pod name."""
         climb, ladder = self.climb, self.job.ladder
         if climb is None:
             return {member.name: Rung.UNKNOWN for member in self.gpu_members}
@@ -350,25 +353,25 @@ class Observation:
 
     @cached_property
     def slowest(self) -> Rung:
-        """Of the whole group: an empty seat is unknown."""
+        """Return the lowest rung of the whole group; UNKNOWN while a seat is empty."""
         if len(self.gpu_members) != len(self.job.gpu_seats):
             return Rung.UNKNOWN
         return self.job.ladder.slowest(self.standings.values())
 
     @property
     def is_up(self) -> bool:
-        """The whole group stands at the top of its ladder."""
+        """Return whether the whole group stands at the top of its ladder."""
         return self.slowest is self.job.ladder.top
 
     @property
     def recorded_step(self) -> int:
-        """Newest sealed batch that the rollout controller told of."""
+        """Return the step of the newest sealed batch that the rollout controller reports."""
         facts = self.rollout_facts
         return facts.sealed.step if facts and facts.sealed else 0
 
     @property
     def is_finished(self) -> bool:
-        """The climb's step is done, as far as the store is concerned."""
+        """Return whether the climb's step is done, as far as the store is concerned."""
         return self.job.ladder.reaches(self.slowest, self.job.ladder.finished_at)
 
     @property
@@ -377,7 +380,7 @@ class Observation:
 
     @property
     def is_deaf(self) -> bool:
-        """The fault is on this side: every pod has answered before, its node says that it does, and we hear nobody."""
+        """Return whether the fault is the operator's: every pod has answered before and is ready, but none is heard."""
         seats = (*self.job.gpu_seats, ROLLOUT_SEAT)
         return (
             self.climb is not None
@@ -388,27 +391,27 @@ class Observation:
 
     @property
     def is_queued(self) -> bool:
-        """A queue decides when its pods may start. To give up meanwhile would cost the job its place in it."""
+        """Return whether a queue holds pods back. To give up meanwhile would cost the job its place in the queue."""
         return any(member.is_gated for member in self.current.values())
 
     @property
     def highest_epoch(self) -> int:
-        """Of the record and of every member."""
+        """Return the highest epoch in the record and of every member."""
         return max([self.climb.epoch if self.climb else 0, *(member.highest_epoch for member in self.members)])
 
     @property
     def saved_step(self) -> int:
-        """Newest durable checkpoint that a connected rank knows of."""
+        """Return the step of the newest durable checkpoint that a connected rank knows of."""
         return max((rank.saved or 0 for rank in self._ranks()), default=0)
 
     @property
     def finished(self) -> WeightVersion | None:
-        """What rank 0 has left as the job's model."""
+        """Return the version that rank 0 has saved as the job's final model."""
         return next((rank.finished for rank in self._ranks() if rank.rank == 0), None)
 
     @property
     def keeps_all(self) -> bool:
-        """A job that ended here would leave its last checkpoint, and a model if its trainer can leave one."""
+        """Return whether the last checkpoint is durable, and the final model saved if the trainer can save one."""
         if self.climb is None or self.saved_step < self.climb.step:
             return False
         first = next((rank for rank in self._ranks() if rank.rank == 0 and rank.is_alive), None)
@@ -416,18 +419,18 @@ class Observation:
 
     @property
     def replay_step(self) -> int:
-        """Oldest step that trainers may go back to, of what connected ranks say: batches after it are needed."""
+        """Return the oldest step to which a connected rank may go back: batches after it are needed."""
         told = [rank.saved if rank.replay_from is None else rank.replay_from for rank in self._ranks()]
         return min((step for step in told if step is not None), default=0)
 
     @property
     def trainer_died(self) -> bool:
-        """A rank of the climb's lineage has ended, and not because an agent ended it for another one."""
+        """Return whether a rank of the climb's lineage has ended, other than by an agent for another lineage."""
         return self.climb is not None and any(_has_died(rank, self.climb) for rank in self._ranks())
 
     @property
     def dead(self) -> tuple[Member, ...]:
-        """The pods of such ranks."""
+        """Return the pods of ranks of the climb's lineage that have died."""
         climb = self.climb
         return tuple(
             member
@@ -437,7 +440,7 @@ class Observation:
 
     @property
     def memory_kills(self) -> dict[str, int]:
-        """Of each pod that had any, by UID."""
+        """Return the memory kills of each pod that had any, by UID."""
         return {member.uid: member.memory_kills for member in self.gpu_members if member.memory_kills}
 
     def _ranks(self) -> Iterator[TrainerFacts]:
@@ -451,7 +454,7 @@ def _has_died(rank: TrainerFacts, climb: Climb) -> bool:
 
 
 def remember(seen: Observation) -> Observation:
-    """The observation with its memory brought up to its `now`."""
+    """Return the observation with its memory brought up to its `now`."""
     memory, now, ladder = seen.memory, seen.now, seen.job.ladder
     epoch = seen.climb.epoch if seen.climb else 0
     if epoch != memory.epoch:
@@ -497,18 +500,18 @@ def remember(seen: Observation) -> Observation:
     )
     found = replace(seen, memory=memory)
     vars(found).update({name: value for name, value in vars(seen).items() if name not in vars(found)})
-    return found  # with what was derived of the members, which no memory changes
+    return found  # keep values derived from the members: memory changes none of them
 
 
 def in_epoch(epoch: int, seen: Observation, memory: Memory, *, now: float) -> Memory:
-    """As an epoch begins: nobody has stood anywhere in it, and what has failed by then has had its answer."""
+    """Return the memory at the start of an epoch: no rung is reached in it, and earlier failures are answered."""
     gone = frozenset(member.uid for member in seen.members if not member.is_usable)
     memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, highest={}, progress_at=now)
     return replace(memory, memory_kills=seen.memory_kills, gone=gone)
 
 
 def _remember_deaths(seen: Observation, memory: Memory) -> Memory:
-    """The first to die is at fault: a death breaks the collectives of all others, which then die too."""
+    """Record the pods whose trainers died first, which are at fault: a death breaks all other ranks' collectives."""
     dead = seen.dead
     if dead and memory.died_at is None:
         return replace(memory, died=frozenset(member.uid for member in dead), died_at=seen.now)
@@ -518,9 +521,9 @@ def _remember_deaths(seen: Observation, memory: Memory) -> Memory:
 
 
 def _remember_losses(seen: Observation, memory: Memory) -> Memory:
-    """Why pods of the group are lost: most of them are gone by the time that the group is whole again.
+    """Record why pods of the group are lost: most of them are gone by the time that the group is whole again.
 
-    What was told stays: a pod that has failed may be deleted for it afterwards, without another word.
+    A recorded cause stays: a failed pod may be deleted afterwards, and its deletion reports no cause.
     """
     group = seen.climb.group if seen.climb else ""
     if group and seen.group == group:
@@ -533,15 +536,15 @@ def _remember_losses(seen: Observation, memory: Memory) -> Memory:
 
 
 def _switch_s(ladder: Ladder, epoch_at: float, reached: dict[Rung, float]) -> float:
-    """From the raise of the epoch to every gate open, without the time in which the group waited for its trainers."""
+    """Return the seconds from the raise of the epoch until every gate is open, less those of waiting for trainers."""
     training_s = sum(reached[ladder.next_barrier(rung)] - reached[rung] for rung in ladder.training)
     return reached[Rung.SERVING] - epoch_at - training_s
 
 
 def _progress(seen: Observation, highest: dict[str, Rung]) -> int:
-    """Changes when a pod stands higher than ever in this epoch, when a trainer changes, when a checkpoint is durable.
+    """Return a digest that changes when a pod stands higher than ever in this epoch, or when a trainer changes.
 
-    An engine that starts again and again is none: only what it leads to is.
+    A durable checkpoint is progress too. An engine that restarts again and again is none: only what it leads to is.
     """
     return hash(
         tuple(

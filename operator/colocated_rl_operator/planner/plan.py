@@ -1,11 +1,12 @@
-"""Says where every member should stand. Pure: called after every change, keeps nothing.
+"""Decide where every member should stand. The module is pure: it is called after every change and keeps no state.
 
 *The group may stand one barrier beyond its slowest member.* A member that has not reported under the present epoch, or
-does not answer, stands below all others: nothing new is granted until it is known again, and what was granted stays.
+does not answer, stands below all others: no further rung is granted until its standing is known again, and rungs that
+were granted stay granted.
 
-A `Climb` is the one thing that is decided rather than derived: towards which step and lineage, in which epoch. It is
-raised for a reason (`Cause`) and recorded before a target carries it. Everything else follows from facts, so losing
-either side costs a reconnect.
+A `Climb` is the only thing that is decided rather than derived: the step, lineage and epoch that the group climbs to.
+It is raised for a reason (`Cause`) and recorded before a target carries it. Everything else follows from facts, so the
+loss of either side costs a reconnect.
 """
 
 from __future__ import annotations
@@ -46,27 +47,27 @@ from colocated_rl_operator.planner.reasons import Cause, Waiting
 from colocated_rl_operator.planner.roster import clear, muster
 
 MARGIN_S = 30.0  # beyond the members' own deadlines: they act first, and report
-STOP_DEADLINE_S = 60.0  # members that have not stopped this long after they were told lose their pod
+STOP_DEADLINE_S = 60.0  # members that have not stopped this long after the target to stop lose their pod
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every member should stand, and which pods there should be."""
+    """A plan names where every member should stand, and which pods there should be."""
 
     climb: Climb | None  # None: nothing decided yet
     raises: bool = False  # `climb` is new: record it before any target is sent
     standings: Mapping[str, Rung] = field(default_factory=dict)
-    targets: Mapping[str, PodTarget | RolloutTarget] = field(default_factory=dict)  # without one: keep what you have
+    targets: Mapping[str, PodTarget | RolloutTarget] = field(default_factory=dict)  # without one: keep the last
     pods: tuple[PodAction, ...] = ()
     wait: WaitFor | None = None
-    message: str = ""  # of a raise: what happened, for people
+    message: str = ""  # for people, when `raises`: what happened
     is_over: bool = False  # every member has stopped: record the end
-    is_expired: bool = False  # it has been over for long enough: the job itself goes
+    is_expired: bool = False  # ttlSecondsAfterFinished is over: delete the job
     wake_at: float | None = None  # look again then, even if nothing changes
 
 
 def plan(seen: Observation) -> Plan:
-    """The whole decision, from one observation."""
+    """Return the whole decision that follows from one observation."""
     if seen.is_over:
         return _keep(seen)
     match _decide(seen):
@@ -83,7 +84,7 @@ def plan(seen: Observation) -> Plan:
 
 
 def stop(seen: Observation) -> Plan:
-    """Everybody ends, in the epoch as it is: the job is being deleted."""
+    """Return the plan of a job that is being deleted: every member stops, in the present epoch."""
     if seen.climb is None:
         return Plan(climb=None)
     targets = _stop_targets(seen, seen.climb, seen.current.values())
@@ -91,7 +92,7 @@ def stop(seen: Observation) -> Plan:
 
 
 def _keep(seen: Observation) -> Plan:
-    """A finished job, until its time is over. A pod that ran on without its member would hold its devices for ever."""
+    """Keep a finished job until its TTL is over; delete pods that still run, or they would hold devices for ever."""
     ttl_s, now, ended_at = seen.job.spec.ttl_seconds_after_finished, seen.now, seen.finished_at
     if ended_at is None:
         return Plan(climb=seen.climb, is_over=True)
@@ -107,7 +108,7 @@ def _keep(seen: Observation) -> Plan:
 
 
 def _follow(seen: Observation, *, raises: bool, message: str) -> Plan:
-    """What follows from the climb as it is."""
+    """Return the plan that follows from the climb as it is."""
     if seen.climb is not None and seen.climb.cause.goal is Goal.STOP:
         found = _stop(seen, seen.climb, since=seen.now if raises else seen.memory.epoch_at)
     else:
@@ -117,7 +118,7 @@ def _follow(seen: Observation, *, raises: bool, message: str) -> Plan:
 
 # ------------------------------------------------------------------------------------------------------- the decision
 def _decide(seen: Observation) -> Decision | Hold | None:
-    """A new climb, or None to go on with the present one."""
+    """Return a new climb, a hold before the next one, or None to go on with the present one."""
     now = seen.climb
     if now is not None and now.cause.goal is Goal.STOP:
         return _decide_after_stop(seen, now)
@@ -135,7 +136,7 @@ def _decide(seen: Observation) -> Decision | Hold | None:
 
 
 def _decide_after_stop(seen: Observation, now: Climb) -> Decision | Hold | None:
-    """A rest that has begun is finished before the job goes on: who was told to stop can't be told otherwise."""
+    """Finish a rest that has begun before the job goes on: a member's target to stop can't be taken back."""
     if now.cause.rests and not seen.members:
         return _decide_at_rest(seen, now)
     return raise_epoch(seen, now, now.cause, "the end is told again") if _is_contested(seen) else None
@@ -156,7 +157,7 @@ def _decide_at_rest(seen: Observation, now: Climb) -> Decision | Hold | None:
 
 
 def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
-    """No job goes on for longer than its spec allows."""
+    """Return the climb of a job that has run, or waited for its members, for longer than its spec allows."""
     spec, awaited_since, active_until = seen.job.spec, seen.memory.awaited_since, _active_until(seen)
     if active_until is not None and seen.now >= active_until:
         message = f"not complete {spec.active_deadline_seconds} s after its start: activeDeadlineSeconds is over"
@@ -188,7 +189,7 @@ def _decide_when_all_answer(seen: Observation, now: Climb) -> Decision | Hold | 
 
 
 def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | Hold | None:
-    """Every member reported under this epoch."""
+    """Decide for a group whose every member has reported under this epoch."""
     spec, up = seen.job.spec, seen.is_up
     if not seen.job.ladder.trains:
         is_recorded = seen.recorded_step >= spec.steps and _evaluating(seen) is None
@@ -201,7 +202,7 @@ def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | Hold | 
         held = listed([f"{name} {str(checksum)[:12]}" for name, checksum in _checksums(seen, now).items()])
         return after_difference(seen, now, f"engines hold different weights {now.version} ({held})")
     evaluated = _evaluating(seen) is None
-    may_train = evaluated or seen.job.ladder.serves_on  # there only the update waits
+    may_train = evaluated or seen.job.ladder.serves_on  # with `serves_on`, only the update waits
     if up and now.step < spec.steps and _has_next_batch(seen, now) and may_train:
         following = replace(now, step=now.step + 1)
         if seen.trainer_died:
@@ -221,13 +222,13 @@ def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | Hold | 
 
 
 def _holds_new_weights(seen: Observation) -> bool:
-    """Every engine holds the climb's; without engines nobody does."""
+    """Return whether every engine holds the climb's weights; False without engines."""
     ladder = seen.job.ladder
     return ladder.serves and ladder.reaches(seen.slowest, Rung.UPDATED)
 
 
 def _first(seen: Observation, now: Climb | None = None) -> Decision:
-    """A job without a record: new, or its status was lost. Then what members know is the record."""
+    """Return the first climb of a job that is new, or whose status was lost: then the members' facts are the record."""
     ranks = [rank for member in seen.gpu_members if member.pod_facts for rank in member.pod_facts.trainers]
     trained = seen.rollout_facts.trained_step if seen.rollout_facts else 0
     climb = replace(
@@ -240,7 +241,7 @@ def _first(seen: Observation, now: Climb | None = None) -> Decision:
 
 
 def _is_contested(seen: Observation) -> bool:
-    """This process has not raised the epoch, or somebody has gone beyond it."""
+    """Return whether this process has not raised the epoch yet, or a member has accepted a higher one."""
     return seen.climb is not None and (not seen.memory.raised or seen.highest_epoch > seen.climb.epoch)
 
 
@@ -251,14 +252,14 @@ def _has_next_batch(seen: Observation, now: Climb) -> bool:
 
 @dataclass(frozen=True)
 class Evaluating:
-    """An evaluation of the weights that all engines serve, which do not change before it is done or too late."""
+    """An evaluation measures the weights that all engines serve, which do not change until it is done or late."""
 
     step: int
     ends: float  # at the latest
 
 
 def _evaluating(seen: Observation) -> Evaluating | None:
-    """None: none is due, or it is done, or it was waited for long enough."""
+    """Return the evaluation that is due; None if none is due, or it is done, or its deadline is over."""
     evaluation, facts, climb, ladder = seen.job.spec.evaluation, seen.rollout_facts, seen.climb, seen.job.ladder
     if evaluation is None or climb is None:
         return None
@@ -275,13 +276,13 @@ def _evaluating(seen: Observation) -> Evaluating | None:
 
 
 def _keeps_gates_open(seen: Observation) -> Evaluating | None:
-    """What a group that has new weights for its engines waits for, and nothing else."""
+    """Return the evaluation that must finish before gates close for new weights, or None."""
     return _evaluating(seen) if seen.slowest is Rung.EXPORTED and seen.job.ladder.serves_on else None
 
 
 # ----------------------------------------------------------------------------------------------------------- deadlines
 def patience_s(ladder: Ladder, barrier: Rung, switch: Switch) -> float:
-    """How long a group may stand still below a barrier: the members' own deadlines on the way, and a margin."""
+    """Return for how many seconds a group may stand still below a barrier: its members' own deadlines, and a margin."""
     call, step = switch.engine_call_seconds, switch.trainer_progress_seconds
     match barrier:
         case Rung.SERVING if not ladder.trains:
@@ -293,7 +294,7 @@ def patience_s(ladder: Ladder, barrier: Rung, switch: Switch) -> float:
         case Rung.SCORED | Rung.TRAINED:
             return switch.trainer_start_seconds + step + MARGIN_S
         case Rung.EXPORTED if ladder.serves_on:
-            return max(2 * step, switch.engine_start_seconds) + MARGIN_S  # of one that was lost meanwhile
+            return max(2 * step, switch.engine_start_seconds) + MARGIN_S  # an engine lost meanwhile starts again
         case Rung.EXPORTED:
             return 2 * step + MARGIN_S
         case Rung.UPDATED:
@@ -340,11 +341,11 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
     climb, rollout, first = seen.climb, seen.rollout_member, seen.current.get(seen.job.lineage_seats[0])
     ladder = seen.job.ladder
     if climb is None or not climb.group:
-        return targets  # first there is a group
+        return targets  # without a group there is nobody to climb together
     if rollout is not None and rollout.facts is not None:
         targets[rollout.name] = _rollout_target(seen, climb)
     if first is None or first.address is None or rollout is None or rollout.address is None:
-        return targets  # no meeting place for the trainers, or no batches: everybody keeps what he has
+        return targets  # the trainers have no rendezvous, or no batches: every member keeps its last target
     common = PodTarget(
         epoch=climb.epoch,
         goal=Goal.CLIMB,
@@ -365,14 +366,17 @@ def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
         if member.pod_facts is None:
             continue
         if member.pod_facts.epoch != climb.epoch:
-            targets[member.name] = common  # first it says where it stands under this epoch
+            targets[member.name] = common  # it must first report its standing under this epoch
         elif seen.slowest is not Rung.UNKNOWN:
             targets[member.name] = granted
     return targets
 
 
 def _weights(seen: Observation, climb: Climb) -> WeightVersion | None:
-    """What engines in pods of their own may take: the climb's once they are written, until then what all served."""
+    """Return the weights that engines in pods of their own may load.
+
+    They are the climb's once every trainer has exported them, and until then the version that all engines served.
+    """
     ladder, trainers = seen.job.ladder, seen.trainer_members
     if ladder.placement is not Placement.DISAGGREGATED:
         return None
@@ -383,7 +387,10 @@ def _weights(seen: Observation, climb: Climb) -> WeightVersion | None:
 
 
 def _agreed(seen: Observation, climb: Climb) -> str | None:
-    """What more than half of all engines hold, once every one holds the climb's weights; None where nobody compares."""
+    """Return the checksum that more than half of all engines hold, once every one holds the climb's weights.
+
+    None before that, without such a majority, or if the job does not compare its engines.
+    """
     if not (seen.job.spec.compares_engines and seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)):
         return None
     (checksum, engines), *_ = Counter(_checksums(seen, climb).values()).most_common()
@@ -391,7 +398,7 @@ def _agreed(seen: Observation, climb: Climb) -> str | None:
 
 
 def _checksums(seen: Observation, climb: Climb) -> dict[str, str | None]:
-    """By pod name, of the climb's weights."""
+    """Return each engine's checksum of the climb's weights, by pod name."""
     return {
         member.name: engine.checksum
         for member in seen.gpu_members
@@ -402,7 +409,7 @@ def _checksums(seen: Observation, climb: Climb) -> dict[str, str | None]:
 
 
 def _rejections(seen: Observation, climb: Climb) -> str:
-    """Which pods start no engine on the climb's weights any more, and why the first does not; "": all do."""
+    """Name the pods that no longer start an engine on the climb's weights, with the first one's reason; "" if none."""
     told = {
         member.name: engine.rejected.message
         for member in seen.gpu_members
@@ -414,7 +421,7 @@ def _rejections(seen: Observation, climb: Climb) -> str:
 
 
 def _granted(seen: Observation) -> Rung:
-    """One barrier beyond the slowest; but no gate closes on an evaluation of the weights behind it."""
+    """Return the rung one barrier beyond the slowest; gates stay open while the served weights are evaluated."""
     return Rung.EXPORTED if _keeps_gates_open(seen) else seen.job.ladder.next_barrier(seen.slowest)
 
 
@@ -439,10 +446,11 @@ def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
 
 # ------------------------------------------------------------------------------------------------------------ stopping
 def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
-    """Everybody ends, GPU pods first: the rollout controller is there to keep what they hand back.
+    """Stop every member, GPU pods first: the rollout controller stays to keep what they hand back.
 
-    Who does not end in time, or has not begun, loses its pod, so that no GPU stays taken. Pods that ended stay for
-    their logs, unless the job is suspended. A reference loses its pod at once: it has nothing to hand back.
+    A member that does not stop in time, or whose pod never ran, loses its pod, so that no GPU stays taken. Pods that
+    ended stay for their logs, unless the job is suspended. A reference loses its pod at once: it has nothing to hand
+    back.
     """
     running = [member for member in seen.current.values() if not _has_stopped(seen, member)]
     references = [member for member in running if member.is_reference]
@@ -472,7 +480,7 @@ def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
 
 
 def _has_stopped(seen: Observation, member: Member) -> bool:
-    """It said so, perhaps before its connection ended."""
+    """Return whether the member has reported that it stopped, perhaps before its connection ended."""
     return member.uid in seen.memory.stopped or (member.facts is not None and member.facts.stopped)
 
 
@@ -493,7 +501,7 @@ def _let_go(reference: Member) -> DeletePod:
 
 
 def _leave(seen: Observation) -> Plan:
-    """Nobody runs any more, or has been told anything yet: the pods go, and the job rests."""
+    """Delete the pods of a job that rests: none of its members runs any more, or none has had a target yet."""
     pods, wake_at = clear(seen)
     wait = WaitFor(Waiting.STOPPING, tuple(member.name for member in seen.members)) if seen.members else None
     return Plan(climb=seen.climb, standings=seen.standings, pods=pods, wait=wait, wake_at=wake_at)
@@ -521,12 +529,12 @@ def _why_absent(member: Member | None) -> str:
     if member.pod_facts and member.pod_facts.ending:
         return "its container was told to end"
     problem = member.facts.problem if member.facts else None
-    silence = "not ready" if member.is_reference else "no connection"  # its model is being loaded
+    silence = "not ready" if member.is_reference else "no connection"  # it is still loading its model
     return member.trouble or (problem.message if problem else f"pod {member.phase}, {silence}")
 
 
 def _laggards(seen: Observation) -> str:
-    """The slowest, with what they say of it themselves."""
+    """Name the slowest members, each with the problem that it reports."""
     slowest = [member for member in seen.gpu_members if seen.standings[member.name] is seen.slowest]
     problems = {member.name: member.pod_facts.problem for member in slowest if member.pod_facts}
     return listed([f"{name} ({problem.message[:200]})" if problem else name for name, problem in problems.items()])

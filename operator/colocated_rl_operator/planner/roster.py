@@ -1,17 +1,17 @@
-"""Which pods the job should have: one usable pod in each seat.
+"""Decide which pods the job should have: one usable pod in each seat.
 
 A pod that ended, or whose member stays silent, is replaced by a pod with the next attempt number; one that ended keeps
-its logs. Where kubelet says that a container does not run, it is left to kubelet's restarts for longer: another pod
-would most likely fail in the same way, and with the pod its log goes. If nobody at all answers, the fault is more
-likely the operator's own network: then silence replaces nobody, and podsReadyDeadlineSeconds decides, which does not
-run while every node says that its pod of the job answers.
+its logs. Where kubelet reports that a container does not run, the pod is left to kubelet's restarts for longer: another
+pod would most likely fail in the same way, and the log would go with this one. If no member answers at all, the fault
+is more likely in the operator's own network: then silence replaces no pod, and podsReadyDeadlineSeconds decides. That
+deadline does not run while every node reports its pod of the job as ready.
 
-A GPU pod's seat is filled again at once, even while the old pod is still ending: epoch, lineage and pod UID fence it,
-and it owns no exclusive volume. In a queue's group it counts until it has failed, and the queue would delete the new
-one as one too many: there the seat waits, as long as an ending may take. The store's volume admits one pod, so the
-rollout seat waits until the old pod is gone, and that pod is never forced.
+A GPU pod's seat is filled again at once, even while the old pod is still ending: epoch, lineage and pod UID fence the
+old pod, and it owns no exclusive volume. In a queue's pod group the old pod counts until it has failed, and the queue
+would delete the new one as surplus: there the seat waits for as long as the deletion may take. The store's volume
+admits one pod, so the rollout seat waits until the old pod is gone, and that pod is never force-deleted.
 
-A reference with devices of its own is no member: kubelet starts it again, and its node's loss takes its pod away.
+A reference with devices of its own is no member: kubelet restarts it, and the loss of its node removes its pod.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.planner.observation import Member, Observation, PodPhase
 
-SILENCE_S = 30.0  # a running member may be away this long: the network heals
-RESTARTS_S = 300.0  # or this long, while kubelet starts its containers again and again
+SILENCE_S = 30.0  # a running member may stay silent this long: the network heals
+RESTARTS_S = 300.0  # or this long, while kubelet restarts its containers again and again
 FORCE_AFTER_S = 30.0  # past the grace of a deletion: the node does not answer
 MAX_DELAY_S = 60.0  # between two attempts at one seat
 MAX_DOUBLINGS = 6  # of that delay, from one second
 
 
 def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
-    """Actions that bring every seat nearer to a usable pod, and when to look again."""
+    """Return the actions that bring every seat nearer to a usable pod, and when to look again."""
     actions: list[PodAction] = []
     wake: list[float] = []
     for pod in seen.members:
@@ -51,7 +51,7 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
 
 
 def clear(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
-    """Actions that leave no pod, and when to look again."""
+    """Return the actions that delete every pod, and when to look again."""
     actions: list[PodAction] = []
     wake: list[float] = []
     for pod in seen.members:
@@ -64,7 +64,7 @@ def clear(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
 
 
 def _force_delete(pod: Member, ends_at: float, now: float, actions: list[PodAction], wake: list[float]) -> None:
-    """Force a GPU pod that does not end within its grace."""
+    """Force-delete a GPU pod that does not end within its grace; add the deadline to `wake` if it is still ahead."""
     if pod.seat == ROLLOUT_SEAT:
         return
     if now >= ends_at + FORCE_AFTER_S:
@@ -75,7 +75,10 @@ def _force_delete(pod: Member, ends_at: float, now: float, actions: list[PodActi
 
 
 def is_silent(seen: Observation, pod: Member, wake: list[float] | None = None) -> bool:
-    """For too long, while somebody is heard. wake: gets when it will be."""
+    """Return whether the pod has been silent for too long while another member is heard.
+
+    wake: receives the moment at which the silence becomes too long.
+    """
     if pod.phase is not PodPhase.RUNNING or pod.silent_since is None or not seen.hears_anybody:
         return False
     until = pod.silent_since + (RESTARTS_S if pod.trouble else SILENCE_S)
@@ -90,7 +93,7 @@ def _why(pod: Member, now: float) -> str:
 
 
 def _is_held(seat: str, pods: list[Member], seen: Observation, wake: list[float]) -> bool:
-    """By a pod that is still ending: it has the store's volume, or its place in a queue's group."""
+    """Return whether an ending pod holds the seat, by the store's volume or by its place in a queue's group."""
     ending = [pod for pod in pods if pod.ends_at is not None]
     if seat == ROLLOUT_SEAT or not ending:
         return bool(ending)

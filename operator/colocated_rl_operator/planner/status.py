@@ -1,4 +1,4 @@
-"""The job's status, from what was seen and planned. Pure.
+"""Derive the job's status from the observation and the plan. The module is pure.
 
 Conditions follow what kstatus reads (Flux, `helm --wait`): `Ready` is True from the first time that every engine serves
 a lineage until that lineage is lost, through all ordinary switches, and for good once the job is complete; `Stalled`
@@ -49,7 +49,7 @@ from colocated_rl_operator.planner.reasons import (
 )
 
 PROGRESS_S = 10.0
-BRIEF_OUTAGE_S = 5.0  # members that are away for less (a take-over, a restarted agent) change no word
+BRIEF_OUTAGE_S = 5.0  # a shorter absence (a take-over, a restarted agent) does not change the status
 MAX_OUT_OF_LINE = 10
 
 
@@ -86,7 +86,7 @@ SCORING: dict[ReferencePlacement, str] = {
 
 @dataclass(frozen=True)
 class Stall:
-    """What a person must put right."""
+    """A stall is a fault that a person must put right."""
 
     reason: Reason
     message: str
@@ -95,10 +95,13 @@ class Stall:
 def report(
     seen: Observation, plan: Plan, *, before: ColocatedRLJobStatus, at: datetime, stall: Stall | None = None
 ) -> ColocatedRLJobStatus:
-    """The status to write. before: the one written last. at: wall clock, for people. stall: an object was refused."""
+    """Return the status to write.
+
+    before: the status written last. at: wall clock, for people. stall: set if an object was refused.
+    """
     climb, now, ladder = plan.climb, seen.climb, seen.job.ladder
     is_resting = rests(seen.job, climb)
-    # what was reached counts, also when the same look leads to the next climb, which has no answers yet
+    # what was reached counts, even if the same pass leads to the next climb, under which no member has answered yet
     served = now.version if now and seen.is_up else seen.served
     step = before.step
     if not ladder.trains:
@@ -160,7 +163,7 @@ def all_done(job: Job, model: str | None) -> str:
 
 
 def is_brief_outage(seen: Observation, before: ColocatedRLJobStatus) -> bool:
-    """Members that answered before are away for a moment."""
+    """Return whether members that answered before have been away for less than BRIEF_OUTAGE_S."""
     since = seen.memory.unready_since
     if since is None or seen.now >= since + BRIEF_OUTAGE_S:
         return False
@@ -170,12 +173,12 @@ def is_brief_outage(seen: Observation, before: ColocatedRLJobStatus) -> bool:
 
 
 def backs_off(status: ColocatedRLJobStatus) -> bool:
-    """What is done about a failure has its time."""
+    """Return whether the job waits for a back-off after a failure."""
     return any(item.reason == Reason.BACKING_OFF for item in status.conditions)
 
 
 def invalid(message: str, *, generation: int, before: ColocatedRLJobStatus, at: datetime) -> ColocatedRLJobStatus:
-    """Of a job whose spec breaks a rule that the API server could not see. What runs of it stays as it is."""
+    """Return the status of a job whose spec breaks a rule that the API server can't check. Its running pods stay."""
     stamp = _Stamp(before.conditions, generation, at)
     fresh = [
         stamp(ConditionType.READY, False, Reason.INVALID_SPEC, message),
@@ -187,7 +190,7 @@ def invalid(message: str, *, generation: int, before: ColocatedRLJobStatus, at: 
 
 
 def leaving(*, before: ColocatedRLJobStatus, at: datetime) -> ColocatedRLJobStatus:
-    """Of a job that is being deleted, once its members were told and its pods are going."""
+    """Return the status of a job that is being deleted, once its members were told to stop and its pods are going."""
     stamp = _Stamp(before.conditions, before.observed_generation or 0, at)
     ready = stamp(ConditionType.READY, False, Reason.DELETED, "members were told to stop, pods are going")
     kept = [condition for condition in before.conditions if condition.type != ready.type]
@@ -195,7 +198,7 @@ def leaving(*, before: ColocatedRLJobStatus, at: datetime) -> ColocatedRLJobStat
 
 
 def is_urgent(before: ColocatedRLJobStatus, after: ColocatedRLJobStatus) -> bool:
-    """Something changed that a program or a person may be waiting for."""
+    """Return whether anything changed that a program or a person may be waiting for."""
     return _key(before) != _key(after)
 
 
@@ -229,7 +232,7 @@ def _phase(
     if climb.cause is Cause.ALL_STEPS_DONE:
         return Phase.COMPLETE if plan.is_over else (before.phase or Phase.ROLLOUT)
     if not climb.group and climb.cause is not Cause.POD_REPLACED:
-        return Phase.PENDING  # resumed, and not everybody is back
+        return Phase.PENDING  # resumed, and not all members are back
     if not answering:
         return Phase.RECOVERING
     if slowest is seen.job.ladder.top:
@@ -260,7 +263,7 @@ def _holder(phase: Phase, ladder: Ladder) -> Holder:
 
 # ---------------------------------------------------------------------------------------------------------- conditions
 class _Stamp:
-    """Makes conditions whose time moves only when their status does."""
+    """A stamp makes conditions whose transition time changes only with their status."""
 
     def __init__(self, before: list[Condition], generation: int, at: datetime) -> None:
         self._before = {condition.type: condition for condition in before}
@@ -268,14 +271,14 @@ class _Stamp:
         self._at = at
 
     def words_of(self, kind: ConditionType) -> str:
-        """As they were told before."""
+        """Return the condition's last message."""
         return self._before[kind].message if kind in self._before else ""
 
     def __call__(self, kind: ConditionType, value: bool, reason: Told, message: str) -> Condition:
         status = ConditionStatus.TRUE if value else ConditionStatus.FALSE
         old = self._before.get(kind)
         if old and old.status is status and old.reason == reason and not message:
-            message = old.message  # the pass that made the decision knew the words
+            message = old.message  # only the pass that made the decision has a message
         return Condition(
             type=kind,
             status=status,
@@ -299,7 +302,10 @@ def _conditions(
     whole: bool,
     model: str | None,
 ) -> list[Condition]:
-    """answering: everybody whom a climb waits for. whole: and a reference on devices of its own."""
+    """Return all conditions.
+
+    answering: every member answers that a climb waits for. whole: so does a reference on devices of its own.
+    """
     stamp = _Stamp(before, seen.job.generation, at)
     is_complete, is_failed = phase is Phase.COMPLETE, phase is Phase.FAILED
     cause = plan.climb.cause if plan.climb else None
@@ -388,7 +394,7 @@ def _model(seen: Observation) -> str | None:
 
 
 def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
-    """Pods that report a problem, and GPU pods that don't stand where most of their role do."""
+    """Return pods that report a problem, and GPU pods that don't stand at the most common rung of their role."""
     usual: dict[str, Rung | None] = {}
     if len(set(plan.standings.values())) > 1:
         usual = {role: _most_common(seen, plan, role) for role in {role_of(seat) for seat in seen.job.gpu_seats}}
@@ -446,7 +452,7 @@ def _rollout(seen: Observation) -> RolloutStatus | None:
 
 
 def _reference(seen: Observation) -> ReferenceStatus | None:
-    """None also where it has nothing to say: nothing is trained on the trainers' devices, or nothing generated."""
+    """Return the reference's status; None without one, or if it scores nothing: no training, or no rollout."""
     job, facts = seen.job, seen.rollout_facts
     if job.ladder.scores:
         return ReferenceStatus(placement=ReferencePlacement.WITH_TRAINER)
