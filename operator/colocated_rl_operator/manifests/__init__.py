@@ -1,1 +1,1 @@
-"""The objects of a job, rendered from its spec. Pure."""
+"""Render the objects of a job from its spec. Pure."""

@@ -1,4 +1,4 @@
-"""What a job has beside its pods: configuration, keys, volumes, and who may reach it. Pure: a job in, objects out."""
+"""Render a job's objects other than pods: configuration, keys, volumes and network policies. Pure."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from colocated_rl_operator.planner.observation import Job
 
 
 def applied(job: Job, *, operator_namespace: str) -> list[Object]:
-    """All that is kept as it is here; the Secret and the claims are made once."""
+    """Return the objects that are applied again and again; the Secret and the claims are created once."""
     policies = [network_policy(job, operator_namespace=operator_namespace)]
     return [config(job), *policies, *([reference_policy(job)] if job.reference_seats else [])]
 
 
 def config(job: Job) -> Object:
-    """The job as its members read it, and the trainer's configuration as it was written."""
+    """Return the ConfigMap with the job as its members read it, and the trainer's configuration as it was written."""
     job_file = JobFile(name=job.name, namespace=job.namespace, uid=job.uid, created=job.created, spec=job.spec)
     return {
         "apiVersion": "v1",
@@ -39,9 +39,9 @@ def config(job: Job) -> Object:
 
 
 def claims(job: Job) -> list[Object]:
-    """Volumes of the store, of checkpoints and of weights for engines in other pods than trainers.
+    """Return the claims for the store, for checkpoints, and for weights if engines and trainers have pods of their own.
 
-    A retained one has no owner, so that deleting the job leaves it.
+    A retained claim has no owner, so that deleting the job leaves it.
     """
     spec = job.spec
     found = [
@@ -54,7 +54,7 @@ def claims(job: Job) -> list[Object]:
 
 
 def irreplaceable(job: Job) -> dict[str, str]:
-    """Claims of a job that has begun whose content nobody can make again, by name, with what that is."""
+    """Return the claims of a job that has begun whose content can't be made again: their content, by claim name."""
     found = {job.claim_name("store"): "its samples, sealed batches and place in the prompts"}
     if job.ladder.trains:
         found[job.claim_name("checkpoints")] = "its trained weights and the optimizer's state"
@@ -77,11 +77,11 @@ def _claim(job: Job, name: str, volume: Claimed, *, many_pods: bool) -> Object:
 
 
 def network_policy(job: Job, *, operator_namespace: str) -> Object:
-    """Who may reach the job's pods: the operator control ports, pods of the job data ports, anybody metrics.
+    """Return the job's policy: the operator may reach control ports, the job's pods data ports, anybody metrics.
 
-    The trainers' process group asks nobody for a password: its ports, of which the kernel picks some, are open among
-    the job's pods with trainers alone. The rollout pod, where rewards run, is none of them. A reference has a policy of
-    its own: what one policy allows another one can't forbid.
+    The trainers' process group authenticates nobody: its ports, some of them picked by the kernel, are open only among
+    the job's pods with trainers. The rollout pod, where rewards run, is none of them. A reference has a policy of its
+    own: one policy can't forbid what another one allows.
     """
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}},
@@ -101,7 +101,7 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
 
 
 def reference_policy(job: Job) -> Object:
-    """Who may reach a reference: the rollout controller, which asks it, and anybody its metrics."""
+    """Return the policy of a reference: only the rollout controller reaches its data port, and anybody its metrics."""
     own = {names.JOB_UID_LABEL: job.uid}
     return _policy(
         job,
@@ -113,7 +113,7 @@ def reference_policy(job: Job) -> Object:
 
 
 def _policy(job: Job, name: str, selector: Object, *ingress: Object) -> Object:
-    """Nothing but `ingress` reaches the pods that `selector` selects."""
+    """Return a policy under which nothing but `ingress` reaches the pods that `selector` selects."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -132,7 +132,10 @@ def _tcp(first: int, last: int | None = None) -> Object:
 
 
 def tls_secret(job: Job, files: Mapping[str, str]) -> Object:
-    """files: by the names of `names.TLS_DIR`. Created once, never changed, never read by the operator."""
+    """Return the TLS Secret, which is created once, never changed, and never read by the operator.
+
+    files: by their names in `names.TLS_DIR`.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Secret",

@@ -1,7 +1,7 @@
-"""Lays what a job says of its pods over a pod as the operator renders it. Pure.
+"""Lay a job's pod template over a pod as the operator renders it. Pure.
 
-What the operator needs is never replaced: `pod_template` has no field for it, or refuses it. What is merely usual, the
-annotations below and a container's homes and caches, gives way to the job's own word.
+What the operator needs is never replaced: `pod_template` has no field for it, or refuses it. Mere defaults, the labels
+and annotations below and a container's homes and caches, give way to the template.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Object = dict[str, Any]
 
 USUAL_LABELS = {"sidecar.istio.io/inject": "false"}
 USUAL_ANNOTATIONS = {
-    # an eviction costs the whole group a climb: only where nothing else helps
+    # an eviction costs the whole group a climb: evict only where nothing else helps
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
-    # members do their own TLS, by pod address, and a mesh's sidecar would outlive a pod that is done
+    # members do their own TLS, by pod address, and a mesh's sidecar would outlive a finished pod
     "linkerd.io/inject": "disabled",
 }
 
@@ -29,7 +29,7 @@ GROUP_SIZE = "kueue.x-k8s.io/pod-group-total-count"
 
 @dataclass(frozen=True)
 class QueueGroup:
-    """What a queue has to find on each pod of a group."""
+    """A queue group holds the labels and annotations that a queue must find on each pod of the group."""
 
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
@@ -39,12 +39,12 @@ NO_GROUP = QueueGroup()
 
 
 def queue_group(template: PodTemplate, *, name: str, size: int) -> QueueGroup:
-    """Of pods that wait in a queue of Kueue; none of those that do not."""
+    """Return the group of pods that wait in a queue of Kueue; NO_GROUP if the template names none."""
     return QueueGroup({GROUP_LABEL: name}, {GROUP_SIZE: str(size)}) if template.queue else NO_GROUP
 
 
 def lay(template: PodTemplate, *, over: Object, avoids: Sequence[str] = ()) -> Object:
-    """The pod with what its job says of it. avoids: nodes on which it may not stand, whatever the job says."""
+    """Return the pod `over` with the template laid over it. avoids: nodes it may not run on in any case."""
     metadata, spec = dict(over["metadata"]), dict(over["spec"])
     metadata["labels"] = USUAL_LABELS | template.metadata.labels | metadata["labels"]
     metadata["annotations"] = USUAL_ANNOTATIONS | template.metadata.annotations | metadata.get("annotations", {})
@@ -74,9 +74,9 @@ _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 def _affinity(spec: PodSpec, said: Object, avoids: Sequence[str]) -> Object:
-    """By the nodes' names and not a label that a node may lack; the API takes one name in each requirement.
+    """Return the affinity `said` that also avoids nodes by name: a node may lack the host name label.
 
-    Terms are alternatives: the nodes are taken out of each.
+    The API takes one name in each requirement. Terms are alternatives, so each of them must exclude the nodes.
     """
     if not avoids:
         return said

@@ -1,12 +1,13 @@
-"""The pods of a job, as the API server is to have them, and how all its objects are named. Pure.
+"""Render the pods of a job, and name all its objects. Pure.
 
-Every pod passes the restricted pod security profile: no root, no capabilities, a read-only root file system, volumes
-for all that is written. Agent and GPU container have different users and one group, so that the agent's journal and
-keys are out of reach of engine and trainer, and what both write they share. Reward code is other people's: it has a
-container of its own beside the rollout controller, another user, and none of its volumes but a socket.
+Every pod passes the restricted pod security profile: no root, no capabilities, a read-only root file system, and
+volumes for everything that is written. Agent and GPU container have different users and one group, so that engine and
+trainer can't reach the agent's journal and keys, while all share what they write for each other. Reward code comes from
+other people: it has a container of its own beside the rollout controller, another user, and none of that one's volumes
+but a socket.
 
-Names of everything but pods contain the job's UID: what an earlier job of the same name left behind, or what somebody
-made in advance, is never taken for ours. What pods need beside them is in `belongings`.
+The name of every object but a pod contains the job's UID: an object that an earlier job of the same name left behind,
+or that somebody made in advance, is never taken for ours. `belongings` renders the objects that pods need.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ REWARDS_USER = 65534
 GROUP = 65532
 GPU_GRACE_S = 60
 ROLLOUT_GRACE_S = 30
-REFERENCE_GRACE_S = 5  # it has nothing to tidy
-DEVICES = "gpus"  # the claim of a GPU pod, where devices are claimed and not counted
+REFERENCE_GRACE_S = 5  # it has nothing to clean up
+DEVICES = "gpus"  # the device claim of a GPU pod, where devices are claimed and not counted
 
 LAST_WORDS = "FallbackToLogsOnError"  # the end of the log goes into the pod's status: it outlives the pod there
 NO_WORDS = "File"  # of containers that run other people's code, whose log may quote prompts and responses
@@ -48,7 +49,7 @@ RESTRICTED = {
 
 @dataclass(frozen=True)
 class PodImages:
-    """What containers run when the job does not say."""
+    """Pod images are those that containers run if the job names none."""
 
     agent: str
     rollout: str
@@ -62,7 +63,7 @@ def pod_name(job: Job, seat: str, attempt: int) -> str:
 
 
 def seat_and_attempt(job: Job, name: str) -> tuple[str, int] | None:
-    """Inverse of `pod_name`, because labels may change and names never do; None for a name that we did not make."""
+    """Invert `pod_name`: labels may change, and names never do. Return None for a name that we did not make."""
     roles = "|".join((*names.GPU_ROLES, names.ROLE_REFERENCE))
     match = re.fullmatch(rf"{job.name}-({ROLLOUT_SEAT}|({roles})-\d{{1,4}})-(\d{{1,9}})", name)
     return (match[1], int(match[3])) if match else None
@@ -100,7 +101,7 @@ def metadata_of(job: Job, name: str, labels: Mapping[str, str] | None = None, *,
 
 # ---------------------------------------------------------------------------------------------------------------- pods
 def pod(job: Job, seat: str, attempt: int, images: PodImages, *, avoids: Sequence[str] = ()) -> Object:
-    """The pod that fills a seat. avoids: nodes on which it may not stand."""
+    """Return the pod that fills a seat. avoids: nodes on which it may not run."""
     templates = job.spec.pod_templates
     if seat == ROLLOUT_SEAT:
         template, group = templates.rollout, overlay.NO_GROUP
@@ -138,7 +139,7 @@ def _pod_spec(*, grace_s: int, claims: Sequence[Object] = ()) -> Object:
 
 
 def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
-    """Of a pod with engine and trainers, or with either where they are apart. Only trainers write what they share."""
+    """Return the spec of a pod with engine, trainers or both. Only one with trainers can write the shared weights."""
     spec, trains = job.spec, role != names.ROLE_ENGINE
     gpus = spec.gpus if trains else spec.engine_gpus
     grace_s = spec.pod_templates.gpu.spec.termination_grace_period_seconds or GPU_GRACE_S
@@ -221,7 +222,7 @@ def _gpu_image(job: Job, gpus: Gpus, images: PodImages) -> Object:
 
 
 def _reference_spec(job: Job, images: PodImages) -> Object:
-    """Of a reference: no member, so without an agent. What its node takes with it is made again soon elsewhere."""
+    """Return the spec of a reference: no member, so without an agent. If its node is lost, it is soon made again."""
     gpus = job.spec.reference_gpus
     lost = [
         {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
@@ -234,7 +235,7 @@ def _reference_spec(job: Job, images: PodImages) -> Object:
             {
                 "name": names.GPU_CONTAINER,
                 **_gpu_image(job, gpus, images),
-                "terminationMessagePolicy": LAST_WORDS,  # what runs in it is ours
+                "terminationMessagePolicy": LAST_WORDS,  # this container runs only our code
                 "command": ["python3", "-P", "-m", "colocated_rl_trainer.ref_policy"],
                 "securityContext": RESTRICTED,
                 "resources": _gpu_resources(gpus),
@@ -298,7 +299,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
 
 
 def _rollout_sources(job: Job, images: PodImages) -> tuple[list[Object], list[Object], list[Object]]:
-    """Sidecars, mounts of the rollout controller and volumes. A recording needs neither prompts nor rewards."""
+    """Return sidecars, mounts of the rollout controller and volumes. A recording needs neither prompts nor rewards."""
     recorded, prompts = job.spec.recorded, job.spec.rollout.prompts
     if recorded is not None:
         mount = _mount("recorded", names.RECORDED_DIR, read_only=True)
@@ -313,7 +314,7 @@ def _rollout_sources(job: Job, images: PodImages) -> tuple[list[Object], list[Ob
 
 
 def _rewards_container(job: Job, images: PodImages) -> Object:
-    """Where prompts are made and rewards computed: a sidecar, so that it ends with the rollout controller."""
+    """Return the container for prompts and rewards: a sidecar, so that it ends with the rollout controller."""
     prompts = job.spec.rollout.prompts
     return {
         "name": names.REWARDS_CONTAINER,
@@ -352,7 +353,7 @@ def _identity() -> list[Object]:
 
 
 def _cache_env(directory: str) -> dict[str, str]:
-    """For a user without a passwd entry and a read-only root: who it is, and where libraries keep their caches."""
+    """Return the user's name and the cache directories, for a user without a passwd entry and a read-only root."""
     return {
         "HOME": directory,
         "USER": "colocate",
@@ -367,24 +368,24 @@ def _cache_env(directory: str) -> dict[str, str]:
 
 
 def _ports(*of: str) -> list[Object]:
-    """All, or those that are named."""
+    """Return the ports that are named, or all."""
     ports = {"control": names.CONTROL_PORT, "data": names.DATA_PORT, "metrics": names.METRICS_PORT}
     return [{"name": name, "containerPort": ports[name], "protocol": "TCP"} for name in of or ports]
 
 
 def _probe(*, period_s: int, failures: int, path: str = "/healthz") -> Object:
-    """Of the member process, never of an engine: an engine's own health route generates tokens (H16)."""
+    """Return a probe of the member process, never of an engine: an engine's own health route generates tokens (H16)."""
     get = {"path": path, "port": names.METRICS_PORT}
     return {"httpGet": get, "periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
 
 
 def _fixed(*, cpu: str, memory: str) -> Object:
-    """Of a container of ours. No limit of CPU: who is throttled in the data path makes devices wait for it."""
+    """Return the resources of a container of ours. CPU has no limit: devices would wait for a throttled data path."""
     return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}}
 
 
 def _resources(resources: Resources) -> Object:
-    """What a field does not request is requested up to its limit."""
+    """Return the resources; one without a request is requested up to its limit."""
     return {"requests": {**resources.limits, **resources.requests}, "limits": dict(resources.limits)}
 
 
@@ -420,14 +421,14 @@ def _claimed(name: str, claim: str, *, read_only: bool = False) -> Object:
 
 
 def _weights(job: Job, *, trains: bool) -> Object:
-    """Where exports are: in memory that a pod's engine and trainers share, or on a volume of all GPU pods."""
+    """Return the volume for exports: memory that a pod's engine and trainers share, or a claim of all GPU pods."""
     if job.spec.placement is Placement.DISAGGREGATED:
         return _claimed("weights", job.claim_name("weights"), read_only=not trains)
     return _empty("weights", medium="Memory", sizeLimit=job.spec.weight_sync.size_limit)
 
 
 def _reward_token(name: str, secret: str) -> Object:
-    """Of somebody else's Secret, the one entry that is ours to use."""
+    """Return the volume with the one entry of the user's Secret that is ours to use."""
     items = [{"key": names.REWARD_TOKEN_FILE, "path": names.REWARD_TOKEN_FILE}]
     return {"name": name, "secret": {"secretName": secret, "items": items, "defaultMode": 0o440}}
 

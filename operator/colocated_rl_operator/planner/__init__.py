@@ -1,1 +1,1 @@
-"""Where every member should stand, which pods there should be, and what the status says of it. Pure."""
+"""Decide where every member should stand, which pods there should be, and what the status reports. Pure."""
