@@ -1,1 +1,1 @@
-"""The only code that speaks to the API server and to members. Translates their errors, decides nothing."""
+"""Speak to the API server and to members. No other code does; this room translates errors and decides nothing."""

@@ -1,9 +1,9 @@
-"""The operator's own certificate authority: who may send targets, and who is a member of which job.
+"""Issue certificates that prove who may send targets, and who is a member of which job.
 
-Made at the first start and kept in a Secret of the operator's namespace, never in a chart, which would make another
-one at each rendering. The operator's client certificate is made anew at each start, never leaves the process and lasts
-as long as that may run; its common name is the only right to send targets. A job's certificate is good for serving
-under the job's name alone.
+The operator's own authority is made at the first start and kept in a Secret of the operator's namespace, never in a
+chart, which would make another one at each rendering. The operator's client certificate is made anew at each start,
+never leaves the process and lasts as long as the process may run; its common name alone grants the right to send
+targets. A job's certificate is valid only for serving under the job's name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SecretApi(Protocol):
 
 @dataclass(frozen=True)
 class Authority:
-    """Key and certificate, in memory."""
+    """An authority is a key and its certificate, in memory."""
 
     key: ec.EllipticCurvePrivateKey
     certificate: x509.Certificate
@@ -61,7 +61,7 @@ class Authority:
 
     @classmethod
     def read(cls, files: dict[str, bytes]) -> Authority:
-        """Raises ValueError or KeyError if the files are no authority."""
+        """Return the authority in the files. Raises ValueError or KeyError if they hold none."""
         key = serialization.load_pem_private_key(files[CA_KEY_FILE], password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ValueError(f"{CA_KEY_FILE} is not an elliptic curve key")
@@ -71,7 +71,7 @@ class Authority:
         return {names.CA_FILE: _certificate_pem(self.certificate), CA_KEY_FILE: _key_pem(self.key)}
 
     def job_files(self, job_uid: str) -> dict[str, str]:
-        """Files of `names.TLS_DIR` for every member of the job: one certificate, one data token."""
+        """Return the files of `names.TLS_DIR`, which all members of the job share: one certificate, one data token."""
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._issue(
             job_uid, key, JOB_LIFE, ExtendedKeyUsageOID.SERVER_AUTH, names.member_server_name(job_uid)
@@ -90,7 +90,7 @@ class Authority:
         )
 
     def operator_context(self) -> ssl.SSLContext:
-        """Client side of members' control ports: trusts this authority alone, shows the operator's certificate."""
+        """Return the client side of control ports: it trusts this authority alone, shows the operator's certificate."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = names.OPERATOR_CLIENT_NAME
         certificate = self._issue(name, key, AUTHORITY_LIFE, ExtendedKeyUsageOID.CLIENT_AUTH, name)
@@ -123,7 +123,7 @@ class Authority:
 
 
 async def find_authority(api: SecretApi, namespace: str) -> Authority:
-    """The one in the operator's namespace, made now if there is none."""
+    """Return the authority in the operator's namespace; create it if there is none. Raises ApiError."""
     try:
         return _from_secret(await api.read_secret(namespace, SECRET_NAME), namespace)
     except NotFound:

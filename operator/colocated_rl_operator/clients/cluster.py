@@ -1,7 +1,7 @@
-"""Where the API server is, and how the operator proves who it is.
+"""Find the API server, and the credentials with which the operator authenticates.
 
-In a pod: KUBERNETES_SERVICE_HOST and _PORT, which need no DNS, and the service account's files. During development:
-the current context of KUBECONFIG. The token file is read again for each request, because kubelet rotates it.
+In a pod they are KUBERNETES_SERVICE_HOST and _PORT, which need no DNS, and the service account's files; during
+development, the current context of KUBECONFIG. The token file is read for each request, because kubelet rotates it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """`certificate_pem` holds the client's certificate and key, one after the other."""
+    """A server and the credentials for it. `certificate_pem`: the client's certificate, followed by its key."""
 
     server: str
     ca_pem: str | None = None
@@ -51,7 +51,7 @@ class ClusterAccess:
 
 
 def find_cluster(environment: Mapping[str, str], *, service_account: Path = SERVICE_ACCOUNT) -> ClusterAccess:
-    """Raises BadSetting when neither way leads to an API server."""
+    """Return the access by service account, or else by KUBECONFIG. Raises BadSetting if there is neither."""
     host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
     if host and (service_account / "token").exists():
         return ClusterAccess(

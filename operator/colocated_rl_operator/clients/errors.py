@@ -1,4 +1,4 @@
-"""What can go wrong between the operator and its neighbours, and what the operator does then.
+"""Name what can go wrong between the operator and its neighbours, and what the operator does then.
 
 OperatorError
 ├─ BadSetting          whoever deployed it     -> exits at start with one line
@@ -25,7 +25,7 @@ RETRY_S, MAX_RETRY_S = 1.0, 10.0
 
 
 class OperatorError(Exception):
-    """Base of all; the message says what was attempted, on what, and what happens next."""
+    """Base of all errors: the message states what was attempted, on what, and what happens next."""
 
 
 class BadSetting(OperatorError):
@@ -34,7 +34,7 @@ class BadSetting(OperatorError):
 
 
 class JobInvalid(OperatorError):
-    """The spec breaks a rule that the API server could not see, or the record is in words of a newer operator."""
+    """The spec breaks a rule that the API server can't check, or a newer operator wrote the record."""
 
 
 class VolumeLost(OperatorError):
@@ -42,26 +42,26 @@ class VolumeLost(OperatorError):
 
 
 class JobGone(OperatorError):
-    """There is no such job any more, whatever a watch says."""
+    """The job no longer exists, whatever a watch reports."""
 
 
 class ApiError(OperatorError):
-    """An answer of the API server other than success. `status` is its HTTP status; None: no answer."""
+    """The API server answered with an error, or not at all. `status` is its HTTP status; None: no answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
 
     def again_s(self, *, failing_s: float) -> float:
-        """When to try again what has ended so for `failing_s`: later each time, but soon where nobody answers.
+        """Return the seconds until the next try: more the longer it fails (`failing_s`), but few without an answer.
 
-        A server that is away comes back for all, and devices may be idle until then.
+        A server that is away comes back for all jobs at once, and devices may be idle until then.
         """
         return RETRY_S if self.status is None else min(max(RETRY_S, failing_s), MAX_RETRY_S)
 
 
 class ApiUnreachable(ApiError):
-    """No answer, or one that says "later" (429, 5xx, an expired token, a quota that two counted at once)."""
+    """The API server gave no answer, or a passing error (429, 5xx, expired token, a quota that two counted at once)."""
 
 
 class Conflict(ApiError):
@@ -69,7 +69,7 @@ class Conflict(ApiError):
 
 
 class NotFound(ApiError):
-    """No such object; `is_kind_known` is False when the API server does not even serve that kind (no CRD yet)."""
+    """The object does not exist; `is_kind_known` is False if the API server does not serve its kind (no CRD yet)."""
 
     def __init__(self, message: str, status: int | None = None, *, is_kind_known: bool = True) -> None:
         super().__init__(message, status)
@@ -77,7 +77,7 @@ class NotFound(ApiError):
 
 
 class NotAdmitted(ApiError):
-    """Not admitted: quota, pod security, a webhook, a missing right, a name that is taken."""
+    """The cluster refused the object: quota, pod security, a webhook, a missing right, a name that is taken."""
 
 
 class StaleEpoch(OperatorError):
@@ -85,10 +85,10 @@ class StaleEpoch(OperatorError):
 
 
 class ContractBroken(OperatorError):
-    """A member says what no member may say."""
+    """A member sent a message that no member may send."""
 
 
 def first(errors: BaseExceptionGroup[Error]) -> Error:
-    """Of a group, and of groups in it: the one to tell of."""
+    """Return the first error of a group, or of groups in it: the one to report."""
     error = errors.exceptions[0]
     return first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,7 +1,7 @@
-"""Kubernetes Events about jobs: one object per thing that happened, a count when it happens again.
+"""Write Kubernetes Events about jobs: one object for each thing that happens, with a count if it happens again.
 
-Written after the status that it belongs to was accepted. Losing one is no error of the job: it is logged, and that is
-all. Reasons come from `reasons` and are stable.
+An event is written after the status that it belongs to was accepted. The loss of an event is no error of the job: it is
+only logged. Reasons come from `reasons` and are stable.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from colocated_rl_operator.clients.errors import ApiError, NotFound
 LOG = logging.getLogger(__name__)
 
 REMEMBERED = 4096
-SERIES_S = 600.0  # the same thing after this long is news again
+SERIES_S = 600.0  # the same event after this long is a new one
 MAX_NOTE_BYTES = 1024
 
 
 class EventApi(Protocol):
-    """The calls of `kube.Kube` that are needed here."""
+    """The calls of `kube.Kube` that events need."""
 
     async def create_event(self, namespace: str, event: dict[str, Any]) -> dict[str, Any]: ...
     async def repeat_event(self, namespace: str, name: str, series: dict[str, Any]) -> dict[str, Any]: ...
@@ -35,7 +35,7 @@ class EventApi(Protocol):
 
 @dataclass(frozen=True)
 class About:
-    """The job that an event regards."""
+    """The job that an event regards, by namespace, name and UID."""
 
     namespace: str
     name: str
@@ -61,12 +61,12 @@ class Events:
     async def tell(
         self, about: About, kind: Literal["Normal", "Warning"], reason: str, note: str, *, action: str
     ) -> None:
-        """action: CamelCase verb phrase, what the operator does about it."""
+        """Write an event about a job. action: what the operator does about it, as a CamelCase verb phrase."""
         key, now = (about, reason, note), self._now()
         written = self._written.get(key)
         try:
             if written is not None and (now - written.at).total_seconds() < SERIES_S:
-                with contextlib.suppress(NotFound):  # somebody deleted it: it is news again
+                with contextlib.suppress(NotFound):  # somebody deleted it: write a new one
                     await self._repeat(about, written, now)
                     return
             short = note.encode()[:MAX_NOTE_BYTES].decode(errors="ignore")

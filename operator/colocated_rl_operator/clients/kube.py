@@ -1,4 +1,4 @@
-"""The only door to the API server. Plain HTTP: the calls are few, and each is written down here.
+"""Call the API server, which no other module does. It is plain HTTP: the calls are few, and all are listed here.
 
 | call | group and resource | verb | namespace |
 |---|---|---|---|
@@ -20,9 +20,9 @@ kopf adds: colocatedrljobs list, watch, patch (its finalizer) and pods list, wat
 references that block deletion need update on colocatedrljobs/finalizers. Applying needs create as well as patch: the
 server asks for both when the object is new.
 
-Answers are translated into `errors`; nobody above sees HTTP. Every call has a deadline and a bounded answer. What hangs
-is a webhook as a rule, over one kind of object in some namespaces: of each kind there, few calls are under way at once,
-so they hold up none of another kind or namespace.
+Answers are translated into `errors`; no caller sees HTTP. Every call has a deadline and a bounded answer. A call that
+hangs does so in a webhook as a rule, for one kind of object in some namespaces. So few calls of one kind and namespace
+are under way at once, and they hold up none of another kind or namespace.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from colocated_rl_operator.clients.errors import (
 )
 
 REQUEST_DEADLINE_S = 20.0  # waiting for its turn included
-MAKING_DEADLINE_S = 65.0  # where webhooks are asked, each for up to 30: the server itself gives up after 60
+MAKING_DEADLINE_S = 65.0  # of calls that reach webhooks, each for up to 30: the server itself gives up after 60
 APPLY = "application/apply-patch+yaml"
 AT_ONCE = 32  # of one kind and namespace
 MAX_ANSWER_BYTES = 64 * 1024 * 1024  # a list of the pods of the largest job
@@ -64,16 +64,16 @@ _PLURALS = {
 
 
 class Kube:
-    """Speaks to one API server while its context is entered.
+    """A connection to one API server, open while its context is entered.
 
-    count: told the verb, resource and status code of each answer (metrics); code 0 when there was none.
+    count: called with the verb, resource and status code of each answer (metrics); code 0 if there was none.
     """
 
     def __init__(self, access: ClusterAccess, *, count: Callable[[str, str, int], None] | None = None) -> None:
         self._access = access
         self._count = count or (lambda verb, resource, code: None)
         self._session: aiohttp.ClientSession | None = None
-        self._turns = WeakValueDictionary[tuple[str, str], asyncio.Semaphore]()  # those that somebody has or awaits
+        self._turns = WeakValueDictionary[tuple[str, str], asyncio.Semaphore]()  # those that a call holds or awaits
 
     async def __aenter__(self) -> Self:
         secure = self._access.server.startswith("https:")
@@ -95,7 +95,7 @@ class Kube:
         return await self._call("get", names.PLURAL, _job_path(namespace, name))
 
     async def list_jobs(self, namespace: str | None) -> list[Body]:
-        """None: of all namespaces."""
+        """Return all jobs of a namespace; None: of all namespaces."""
         answer = await self._call("get", names.PLURAL, _jobs_path(namespace))
         items: list[Body] = answer["items"]
         return items
@@ -111,13 +111,13 @@ class Kube:
         )
 
     async def delete_job(self, namespace: str, name: str, *, uid: str) -> None:
-        """That very job, if it is still there."""
+        """Delete the job with that UID, if it still exists."""
         options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         with contextlib.suppress(NotFound, Conflict):
             await self._call("delete", names.PLURAL, _job_path(namespace, name), options)
 
     async def drop_finalizer(self, namespace: str, name: str, *, uid: str) -> None:
-        """Ours, of that very job, if it is being deleted and has it still."""
+        """Remove our finalizer from the job with that UID, if it is being deleted and still has it."""
         with contextlib.suppress(NotFound):
             job = await self.read_job(namespace, name)
             metadata, finalizers = job["metadata"], job["metadata"].get("finalizers", [])
@@ -143,12 +143,12 @@ class Kube:
         return items
 
     async def create_pod(self, namespace: str, pod: Body, *, dry_run: bool = False) -> Body:
-        """dry_run: the server and all its admission say what they think of it, and nothing is made."""
+        """Create a pod. dry_run: the server and its admission judge the pod, and nothing is made."""
         query = {"fieldManager": names.FIELD_MANAGER, **({"dryRun": "All"} if dry_run else {})}
         return await self._call("post", "pods", _core_path(namespace, "pods"), pod, query=query)
 
     async def delete_pod(self, namespace: str, name: str, *, uid: str, grace_s: int | None = None) -> None:
-        """Of that very pod: another one of the same name stays. Grace 0 forgets a pod whose node does not answer."""
+        """Delete the pod with that UID, no other of its name. Grace 0 forgets a pod whose node does not answer."""
         options: Body = {"preconditions": {"uid": uid}}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
@@ -157,7 +157,7 @@ class Kube:
 
     # ------------------------------------------------------------------------------------------------ other objects
     async def apply(self, namespace: str, body: Body) -> Body:
-        """Server-side apply: what we own becomes as in `body`, what others own stays. The same body changes nothing."""
+        """Apply server-side: fields that we own become as in `body`, others stay. The same body changes nothing."""
         version, kind = body["apiVersion"], body["kind"]
         plural = _PLURALS[version, kind]
         root = "/api/v1" if version == "v1" else f"/apis/{version}"
@@ -171,7 +171,7 @@ class Kube:
         )
 
     async def create_claim(self, namespace: str, claim: Body, *, dry_run: bool = False) -> Body:
-        """Raises Conflict if it is there. dry_run: nothing is made; the only way to ask, without a right to read."""
+        """Create a claim. Raises Conflict if it exists. dry_run: make nothing, to check without a right to read."""
         plural, query = "persistentvolumeclaims", {"dryRun": "All"} if dry_run else None
         return await self._call("post", plural, _core_path(namespace, plural), claim, query=query)
 
@@ -201,7 +201,7 @@ class Kube:
         return await self._call("post", "leases", _lease_path(namespace), lease)
 
     async def replace_lease(self, namespace: str, lease: Body) -> Body:
-        """Raises Conflict if the lease has another resourceVersion than `lease`."""
+        """Replace the lease. Raises Conflict if its resourceVersion is not that of `lease`."""
         return await self._call("put", "leases", f"{_lease_path(namespace)}/{lease['metadata']['name']}", lease)
 
     # -------------------------------------------------------------------------------------------------------- HTTP
@@ -246,7 +246,7 @@ class Kube:
         return answer_body
 
     def _turn(self, path: str, resource: str) -> asyncio.Semaphore:
-        namespace = path.partition("/namespaces/")[2].partition("/")[0]  # "": of all
+        namespace = path.partition("/namespaces/")[2].partition("/")[0]  # "": all namespaces
         return self._turns.setdefault((namespace, resource), asyncio.Semaphore(AT_ONCE))
 
 
@@ -261,7 +261,7 @@ def _translate(verb: str, path: str, code: int, content: bytearray) -> ApiError:
     match code:
         case 404:
             return NotFound(message, code, is_kind_known=is_named)
-        case 409 if verb != "post" or exists:  # else a quota was being counted by two at once: nothing was made
+        case 409 if verb != "post" or exists:  # else two requests counted a quota at once: nothing was made
             return Conflict(message, code)
         case 400 | 403 | 413 | 422:
             return NotAdmitted(message, code)

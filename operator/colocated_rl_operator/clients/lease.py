@@ -1,14 +1,14 @@
-"""Leadership: one Lease, renewed by a thread of its own that ends the process rather than lead a moment too long.
+"""Elect the leader by one Lease. A thread renews it, and ends the process rather than lead a moment too long.
 
-The thread renews only while the event loop's heartbeat is fresh: a blocked loop stops leading before anybody else may
-start. Another's lease is over when its record has not changed for its duration by our own monotonic clock; nobody's
-wall clock counts. A candidate that can't reach the API server waits; a leader that can't renew within its deadline
-ends. The deadline holds several attempts, so that one request that hangs does not cost the leadership, and one whose
-answer was lost is no rival's: after a conflict the record says whose it is. An orderly end empties the holder, so that
-a standby need not wait.
+The thread renews only while the event loop's heartbeat is fresh: a blocked loop stops leading before another process
+may start. Another process's lease is over when its record has not changed for its duration by our own monotonic clock;
+no wall clock counts. A candidate that can't reach the API server waits; a leader that can't renew within its deadline
+ends. The deadline holds several attempts, so that one hanging request does not cost the leadership. Nor does a renewal
+whose answer was lost: after a conflict, the record shows the holder. An orderly end empties the holder, so that a
+standby need not wait.
 
-A Lease does not fence: a process can be paused and wake late. The epoch does (see `plan`), and `confirm` is asked
-before an epoch is raised over somebody else's.
+A Lease does not fence: a process can be paused and wake late. The epoch does (see `plan`), and the loop awaits
+`confirm` before it raises an epoch over another process's.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from colocated_rl_operator.clients.errors import ApiError, Conflict, NotFound
 LOG = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-ATTEMPTS = 3  # at a renewal that fit into its deadline
+ATTEMPTS = 3  # at a renewal, within its deadline
 RELEASE_DEADLINE_S = 5.0
 
 
 class LeaseApi(Protocol):
-    """The calls of `kube.Kube` that are needed here."""
+    """The calls of `kube.Kube` that a lease needs."""
 
     async def read_lease(self, namespace: str, name: str) -> dict[str, Any]: ...
     async def create_lease(self, namespace: str, lease: dict[str, Any]) -> dict[str, Any]: ...
@@ -52,7 +52,10 @@ class LeaseTerms:
 
 
 class Lease:
-    """connect: opens an API connection in the thread's own loop. die: ends the process at once, with no clean-up."""
+    """The lease that this process competes for, and renews once it leads.
+
+    connect: opens an API connection in the thread's own loop. die: ends the process at once, with no clean-up.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class Lease:
         self._stopping = threading.Event()
         self._beat_at = time.monotonic()
         self._attempt_s = terms.renew_deadline_s / ATTEMPTS
-        self._watched: tuple[str, float] | None = None  # of another's lease: its version, and since when it has that
+        self._watched: tuple[str, float] | None = None  # another's lease: its version, and since when
         self._attempted_at = 0.0  # when the newest attempt at a renewal began
         self._renewed_at: float | None = None  # when the newest successful one began
         self._renewed = asyncio.Event()
@@ -78,11 +81,11 @@ class Lease:
 
     @property
     def age_s(self) -> float | None:
-        """Since the last renewal; None while candidate."""
+        """Return the seconds since the last renewal; None for a candidate."""
         return None if self._renewed_at is None else time.monotonic() - self._renewed_at
 
     async def acquire(self) -> None:
-        """Start competing; returns once this process leads. From then on `keep_beating` must run."""
+        """Start competing; return once this process leads. From then on `keep_beating` must run."""
         loop = asyncio.get_running_loop()
         # daemon: a process that ends for another reason does not wait for it
         self._thread = threading.Thread(target=self._run, args=(loop,), name="lease", daemon=True)
@@ -90,20 +93,20 @@ class Lease:
         await self._renewed.wait()
 
     async def keep_beating(self, *, interval_s: float = HEARTBEAT_S) -> NoReturn:
-        """Shows the thread that the event loop runs."""
+        """Show the thread, again and again, that the event loop runs."""
         while True:
             self._beat_at = time.monotonic()
             await asyncio.sleep(interval_s)
 
     async def confirm(self) -> None:
-        """Returns after a renewal that began after this call; a process that is no leader any more does not return."""
+        """Return after a renewal that began after this call; in a process that no longer leads, never return."""
         asked_at = time.monotonic()
         while self._renewed_at is None or self._renewed_at <= asked_at:
             self._renewed.clear()
             await self._renewed.wait()
 
     async def release(self) -> None:
-        """Stop renewing and let the next one have it. Only after the last target was sent."""
+        """Stop renewing and release the Lease. Call it only after the last target was sent."""
         self._stopping.set()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, RELEASE_DEADLINE_S)
@@ -126,7 +129,7 @@ class Lease:
                 await self._give_up(api, lease)
 
     async def _win(self, api: LeaseApi) -> dict[str, Any] | None:
-        """The lease, held by us; None when stopped before."""
+        """Return the lease once this process holds it; None if stopped before."""
         while not self._stopping.is_set():
             asked_at = time.monotonic()
             try:
@@ -136,7 +139,7 @@ class Lease:
                 log(LOG, "lease not taken, waiting as a candidate", logging.WARNING, reason=in_words(error))
                 taken = None
             if taken is not None:
-                self._beat_at = time.monotonic()  # nobody beats for a candidate
+                self._beat_at = time.monotonic()  # a candidate has no heartbeat
                 self._renewed_at = self._attempted_at = asked_at
                 log(LOG, "lease taken", transitions=taken["spec"]["leaseTransitions"])
                 return taken
@@ -144,7 +147,7 @@ class Lease:
         return None
 
     async def _try_to_take(self, api: LeaseApi) -> dict[str, Any] | None:
-        """None while it is another's."""
+        """Take the lease and return it; None while another process holds it."""
         asked_at = time.monotonic()
         namespace, name = self._terms.namespace, self._terms.name
         try:
@@ -166,7 +169,7 @@ class Lease:
         return not holder or holder == self._terms.identity or unchanged_s > lasts_s
 
     async def _renew(self, api: LeaseApi, lease: dict[str, Any]) -> dict[str, Any]:
-        """The next attempt, retry_s after the one before; or the end of the process."""
+        """Attempt the next renewal, retry_s after the last attempt, or end the process."""
         assert self._renewed_at is not None
         terms, ends_at = self._terms, self._renewed_at + self._terms.renew_deadline_s
         await self._pause(min(self._attempted_at + terms.retry_s, ends_at) - time.monotonic())
@@ -188,7 +191,7 @@ class Lease:
     async def _replace(self, api: LeaseApi, lease: dict[str, Any]) -> dict[str, Any]:
         try:
             return await api.replace_lease(self._terms.namespace, self._signed(lease, taken=False))
-        except Conflict:  # another's, or our own whose answer was lost
+        except Conflict:  # another process's write, or our own whose answer was lost
             found = await api.read_lease(self._terms.namespace, self._terms.name)
         if found["spec"].get("holderIdentity") != self._terms.identity:
             self._die("another process holds the lease: this one ends, and comes back as a candidate")
@@ -216,5 +219,5 @@ class Lease:
         return {**lease, "spec": spec}
 
     async def _pause(self, wait_s: float) -> None:
-        """wait_s, or less when stopping."""
+        """Wait for wait_s seconds, or less when stopping."""
         await asyncio.to_thread(self._stopping.wait, max(0.0, wait_s))

@@ -1,12 +1,13 @@
-"""One connection to a member: as much of WebSocket (RFC 6455) over TLS as the members' server speaks to its operator.
+"""Speak to one member: the part of WebSocket (RFC 6455) over TLS that the members' server uses with its operator.
 
-Written by hand because it is the operator's whole cost of a switch: a message is one call of `hear`, without a task, a
-queue or a turn of the event loop between the socket and whoever decides, and what is sent to a thousand members is
-made once. A text frame is one message; fragments, compression and binary frames were never offered and end it.
+It is written by hand because it is the operator's whole cost of a switch: a message is one call of `hear`, without a
+task, a queue or a turn of the event loop between the socket and the decision, and a frame for a thousand members is
+made once. A text frame is one message; fragments, compression and binary frames were never offered and end the
+connection.
 
-Memory is bounded: nothing above MAX_MESSAGE_BYTES is read, and little of it at once; and of what a slow member has not
-taken, only the newest frame is kept: frames carry targets, and a newer one replaces an older one. A member that takes
-nothing for SEND_DEADLINE_S, or from which nothing comes between two pings, is lost.
+Memory is bounded: no message above MAX_MESSAGE_BYTES is read, and little of one at once. Of the frames that a slow
+member has not taken, only the newest is kept: frames carry targets, and a newer one replaces an older one. A member
+that takes nothing for SEND_DEADLINE_S, or sends nothing between two pings, is lost.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Frame(NamedTuple):
 
 
 def make_frame(kind: int, payload: bytes) -> bytes:
-    """As a client sends it. It may go to many: masks are for proxies, and nobody between sees inside of TLS."""
+    """Return a client's frame. It may go to many members: masks are for proxies, which see nothing inside TLS."""
     size = len(payload)
     if size < SHORT:
         length = bytes([MASKED | size])
@@ -56,7 +57,7 @@ def make_frame(kind: int, payload: bytes) -> bytes:
 
 
 def read_frame(data: bytes, at: int) -> Frame | None:
-    """The frame of a server that begins at `at`; None while it is not whole. Raises ContractBroken."""
+    """Return the server's frame that begins at `at`; None while it is incomplete. Raises ContractBroken."""
     if len(data) < at + 2:
         return None
     kind, size, start = data[at] & 0x0F, data[at + 1], at + 2
@@ -84,7 +85,7 @@ _INBOX = memoryview(bytearray(64 * 1024))
 
 
 class Link(asyncio.BufferedProtocol):
-    """The operator's end of it. Into a buffer, because uvloop's TLS would allocate 256 KiB for each read otherwise."""
+    """The operator's end of a connection. It reads into a buffer: else uvloop's TLS allocates 256 KiB per read."""
 
     def __init__(self, *, host: str, ping_s: float, hear: Hear) -> None:
         self._loop = asyncio.get_running_loop()
@@ -93,31 +94,31 @@ class Link(asyncio.BufferedProtocol):
         self._hear = hear
         self._key = base64.b64encode(os.urandom(16))
         self._is_open = False
-        self._rest = b""  # of what came, before it is whole
-        self._late: bytes | None = None  # for a member that reads slowly
-        self._paused_at: float | None = None  # it does since
+        self._rest = b""  # bytes of a frame that is still incomplete
+        self._late: bytes | None = None  # the newest frame for a member that reads slowly
+        self._paused_at: float | None = None  # since when it reads slowly
         self._is_alive = True  # something came since the last ping
         self._beat: asyncio.TimerHandle | None = None
-        self._reason: Exception | None = None  # why it is over
-        self._spoke = asyncio.Event()  # the first message was heard, or it is over
+        self._reason: Exception | None = None  # why the link ended
+        self._spoke = asyncio.Event()  # the first message was heard, or the link has ended
         self._over = asyncio.Event()
         self._lost = self._loop.create_future()
 
     # ---------------------------------------------------------------------------------------------- used by its owner
     async def first_message(self) -> None:
-        """Returns when it was heard. Raises why there is none."""
+        """Return when the first message was heard. Raises the reason if there is none."""
         await self._spoke.wait()
         if self._reason is not None:
             raise self._reason
 
     async def ended(self) -> NoReturn:
-        """Raises why, when the connection is over."""
+        """Wait until the connection ends; raise the reason."""
         await self._over.wait()
         assert self._reason is not None
         raise self._reason
 
     def send(self, frame: bytes) -> None:
-        """A whole frame; the newest wins where the member reads slowly."""
+        """Send a whole frame; if the member reads slowly, only the newest is kept."""
         if self._reason is not None:
             return
         if self._paused_at is None:
@@ -126,7 +127,7 @@ class Link(asyncio.BufferedProtocol):
             self._late = frame
 
     async def close(self) -> None:
-        """Say goodbye, and wait briefly until it is gone. Nothing is heard any more."""
+        """Send a close frame, and wait briefly for the end of the connection. No further message is heard."""
         self._control(CLOSE, GOING_AWAY)
         self._end(ConnectionAbortedError("closed by the operator"))
         await asyncio.wait((self._lost,), timeout=CLOSE_S)
@@ -172,7 +173,7 @@ class Link(asyncio.BufferedProtocol):
 
     # ---------------------------------------------------------------------------------------------------------- within
     def _read(self, data: bytes) -> bytes:
-        """Hear every whole message; returns the rest."""
+        """Hear every whole message; return the rest."""
         at = 0
         if not self._is_open:
             at = data.find(b"\r\n\r\n") + 4
@@ -209,7 +210,7 @@ class Link(asyncio.BufferedProtocol):
             self._transport.write(make_frame(kind, payload))
 
     def _end(self, reason: Exception) -> None:
-        """Nothing is read or sent any more; the first reason stays."""
+        """End the link: nothing more is read or sent, and the first reason stays."""
         if self._reason is not None:
             return
         self._reason = reason
@@ -222,7 +223,7 @@ class Link(asyncio.BufferedProtocol):
 
 
 async def reach(host: str, port: int) -> socket.socket:
-    """A TCP connection. Raises OSError; the caller sets the deadline."""
+    """Open a TCP connection. Raises OSError; the caller sets the deadline."""
     reached = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     reached.setblocking(False)
     try:
@@ -234,9 +235,9 @@ async def reach(host: str, port: int) -> socket.socket:
 
 
 async def connect(reached: socket.socket, *, tls: ssl.SSLContext, server_name: str, ping_s: float, hear: Hear) -> Link:
-    """Returns when the first message was heard. Raises OSError or ContractBroken; the caller sets the deadline.
+    """Return a link once its first message was heard. Raises OSError or ContractBroken; the caller sets the deadline.
 
-    reached: is closed with the link, or when there comes none.
+    reached: the TCP connection, which is closed with the link, or if no link is made.
     """
     _, link = await asyncio.get_running_loop().create_connection(
         lambda: Link(host=server_name, ping_s=ping_s, hear=hear),

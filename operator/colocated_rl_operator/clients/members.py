@@ -1,14 +1,14 @@
-"""The only door to members: one long-lived connection to each, targets down, facts up.
+"""Keep one long-lived connection to each member, which no other module does: targets go down, facts come up.
 
 A connection is opened to the pod's address, checked against the authority and the job's TLS name, and counts only once
-the member has said the pod UID and job UID that we expect: a reused address is nobody we know. While it is up, the
-newest facts stand for the member; the moment it is lost, nothing does. Targets are a state too: the newest wins, the
-same one is not sent twice, and a new connection starts with none, so that nothing of an older epoch is ever repeated.
+the member has sent the pod UID and job UID that we expect: a reused address belongs to a stranger. While it is up, the
+newest facts stand for the member; once it is lost, nothing does. Targets are a state too: the newest wins, an equal one
+is not sent twice, and a new connection starts with none, so that no target of an older epoch is ever repeated.
 
-Handshakes take turns, because each costs time of the one event loop. A member that says nothing costs none, and soon
-has no turn.
+Handshakes take turns, because each costs time of the one event loop. A member that sends nothing costs none, and soon
+loses its turn.
 
-Nothing polls: each message calls `changed`, with the job whose loop has something to see.
+Nothing polls: each message calls `changed` with the UID of the job whose loop has something to see.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ from colocated_rl_operator.clients.link import (
 
 LOG = logging.getLogger(__name__)
 
-HANDSHAKE_DEADLINE_S = 10.0  # TLS, upgrade, hello; as much before it for the connection
+HANDSHAKE_DEADLINE_S = 10.0  # for TLS, upgrade and hello; the TCP connection has as much before
 RETRY_S, MAX_RETRY_S = 0.1, 2.0
 HANDSHAKES_AT_ONCE = 64
 TURN_S = 0.5  # many times what a handshake takes; one that takes longer goes on without a turn
-KINDS_OF_TARGETS = 4  # no pass sends as many: to the rollout controller, to pods new in the epoch, to the rest
+KINDS_OF_TARGETS = 4  # a pass sends fewer: to the rollout controller, to pods new in the epoch, to the rest
 
 Target = PodTarget | RolloutTarget
 Facts = PodFacts | RolloutFacts
 
 
 class Changed(Protocol):
-    """A member of the job has something new. hurry: the group may go on, or one is lost."""
+    """Report that a member of the job has something new. hurry: the group may go on, or a member is lost."""
 
     def __call__(self, job_uid: str, *, hurry: bool = True) -> None: ...
 
 
 @dataclass(frozen=True)
 class Address:
-    """One member of a job: pod and port."""
+    """The address of one member of a job: its pod and port."""
 
     pod: str
     pod_uid: str
@@ -80,7 +80,7 @@ class Address:
 
 @dataclass(frozen=True, eq=False)
 class MemberReport:
-    """What is known of a member now; the same object until that changes.
+    """The present knowledge of a member; the same object until that changes.
 
     facts: None unless connected. silent_since: monotonic; None while connected.
     """
@@ -92,7 +92,7 @@ class MemberReport:
 
 @dataclass(frozen=True, eq=False)
 class _Told:
-    """A target as it goes to each member that gets it."""
+    """A target and the frame that carries it to every member that gets it."""
 
     target: Target
     frame: bytes
@@ -105,7 +105,7 @@ class _Member:
     job: _Job
     address: Address
     answer: MemberReport
-    link: Link | None = None  # from its hello on
+    link: Link | None = None  # from its hello onwards
     told: _Told | None = None
     task: asyncio.Task[None] | None = None
 
@@ -114,13 +114,13 @@ class _Member:
 class _Job:
     uid: str
     members: dict[str, _Member] = field(default_factory=dict)  # by pod name
-    kept: Collection[Address] = ()  # as they were asked for
+    kept: Collection[Address] = ()  # as `keep` was called with
     heard_at: float | None = None
-    awaited: set[str] = field(default_factory=set)  # pods that have said nothing since they became so
+    awaited: set[str] = field(default_factory=set)  # pods that have sent nothing since they became awaited
     told: deque[_Told] = field(default_factory=lambda: deque(maxlen=KINDS_OF_TARGETS))  # newest first
 
     def tell(self, target: Target) -> _Told:
-        """The same object for an equal target."""
+        """Return a target's frame; the same object for an equal target."""
         for told in self.told:
             if told.target == target:
                 return told
@@ -129,11 +129,11 @@ class _Job:
 
 
 class Members:
-    """Every member of every job, while its context is entered.
+    """The connections to every member of every job, while its context is entered.
 
     tls: client side, with the operator's certificate. changed: called with a job's UID when one of its members has
-    something new. lost: called once for each connection that ended without our wish (metrics). rest: how the seconds
-    between two attempts at one member pass.
+    something new. lost: called once for each connection that we did not end (metrics). rest: sleeps for the seconds
+    between two attempts at one member.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Members:
 
     # ------------------------------------------------------------------------------------------- used by the job's loop
     def keep(self, job_uid: str, addresses: Collection[Address]) -> None:
-        """Have a connection to exactly these members of the job: open what is missing, close what is not wanted."""
+        """Keep connections to exactly these members of the job: open those that are missing, close all others."""
         job = self._jobs.get(job_uid) or _Job(job_uid)
         if addresses == job.kept:
             return
@@ -190,14 +190,14 @@ class Members:
             del self._jobs[job_uid]
 
     def answers(self, job_uid: str) -> dict[str, MemberReport]:
-        """By pod name."""
+        """Return the report of each member of the job, by pod name."""
         job = self._jobs.get(job_uid)
         return {} if job is None else {pod: member.answer for pod, member in job.members.items()}
 
     def send(self, job_uid: str, targets: Mapping[str, Target], awaited: Iterable[str] = ()) -> int:
-        """Give connected members their targets, by pod name; returns to how many something new is on its way.
+        """Send connected members their targets, by pod name; return to how many of them the target is new.
 
-        awaited: pods without which the group can't go on. `changed` hurries when each of them has said something more.
+        awaited: pods without which the group can't go on. `changed` hurries once each of them has sent a message.
         """
         job, sent = self._jobs.get(job_uid), 0
         if job is None:
@@ -218,7 +218,7 @@ class Members:
         return sent
 
     def heard_at(self, job_uid: str) -> float | None:
-        """When the newest message of any of the job's members came."""
+        """Return when the newest message of any of the job's members came."""
         job = self._jobs.get(job_uid)
         return None if job is None else job.heard_at
 
@@ -247,7 +247,7 @@ class Members:
                 delay_s = min(2 * delay_s, MAX_RETRY_S)
 
     def _forget(self, member: _Member, reason: str) -> bool:
-        """The connection is over: nothing stands for the member. Whether it had said anything."""
+        """Drop the member's facts, as its connection ended; return whether it had sent any."""
         member.link = member.told = None
         member.job.awaited.discard(member.address.pod)
         if member.answer.silent_since is not None:
@@ -260,8 +260,8 @@ class Members:
         return True
 
     async def _converse(self, member: _Member) -> NoReturn:
-        """One connection, from handshake to its end, which it raises."""
-        async with asyncio.timeout(HANDSHAKE_DEADLINE_S):  # without a turn: those of lost nodes would take them all
+        """Hold one connection from handshake to end, and raise the reason for the end."""
+        async with asyncio.timeout(HANDSHAKE_DEADLINE_S):  # without a turn: lost nodes would take them all
             reached = await reach(member.address.host, member.address.port)
         with ExitStack() as until_its_turn:
             until_its_turn.callback(reached.close)
@@ -282,7 +282,7 @@ class Members:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """It ends with its block or after TURN_S, whichever is first."""
+        """Take a turn, which ends with the block or after TURN_S, whichever is first."""
         await self._handshakes.acquire()
         with ExitStack() as turn:
             turn.callback(self._handshakes.release)
@@ -321,7 +321,7 @@ class Members:
 
 
 def _has_news(before: Facts | None, message: object) -> bool:
-    """What nobody was told to do, and a whole group may wait for: a batch, an evaluation."""
+    """Return whether the message reports a new batch or evaluation, for which the whole group may wait."""
     return isinstance(message, RolloutFacts) and (
         not isinstance(before, RolloutFacts) or (before.sealed, before.evaluated) != (message.sealed, message.evaluated)
     )
