@@ -1,1 +1,1 @@
-"""The loop of one job: observe, plan, act, record. Calls the planner and the clients; knows no kopf."""
+"""Run the loop of one job: observe, plan, act, record. It calls the planner and the clients, and knows no kopf."""

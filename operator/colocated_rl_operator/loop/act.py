@@ -1,6 +1,6 @@
-"""Carries a plan out: record a new epoch first, then targets, then objects; status and events are noted beside.
+"""Carry out a plan: record a new epoch first, then send targets, then change objects; note status and events beside.
 
-The order is the point. An epoch is in the job's status before a target carries it (`reporting`); a barrier's targets go
+The order matters. An epoch is in the job's status before a target carries it (`reporting`); a barrier's targets go
 out before any slower call to the API server (`objects`).
 """
 
@@ -16,7 +16,7 @@ from colocated_rl_operator.planner.plan import Plan
 
 
 async def act(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
-    """Do what the plan says; returns after how many seconds to look again although nothing changed."""
+    """Carry out the plan; return after how many seconds to look again although nothing changed."""
     if decided.is_expired:
         return await expire(state, seen, decided, doors)
     if decided.raises:

@@ -1,4 +1,4 @@
-"""Which operator owns a job: of two that watch one namespace, the first to read it."""
+"""Decide which operator owns a job: of two that watch one namespace, the first to read it."""
 
 from __future__ import annotations
 

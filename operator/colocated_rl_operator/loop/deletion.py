@@ -1,4 +1,4 @@
-"""How a job ends at the API server: members are told to stop, then pods are deleted, by force if need be."""
+"""End a job at the API server: tell its members to stop, then delete its pods, by force if need be."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOG = logging.getLogger(__name__)
 
 MAX_EXPIRE_RETRY_S = 3600.0
 DELETE_TRIES, DELETE_RETRY_S = 4, 1.0
-FORCE_TRIES = 60  # nobody waits for it, and nobody comes after it
+FORCE_TRIES = 60  # nothing waits for it, and nothing retries after it
 STOP_S = 5.0  # members of a deleted job have this long to end by themselves
 
 
@@ -48,7 +48,7 @@ def _all_stopped(state: JobState, doors: Doors) -> bool:
 
 
 async def expire(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
-    """Delete a job whose time to live is over. Its end is written first, also when it goes at once.
+    """Delete a job whose time to live is over. Its end is recorded first, even if it goes at once.
 
     Return after how many seconds to try again, or None.
     """
@@ -92,7 +92,7 @@ async def _retry(delete: Callable[[], Awaitable[None]], *, tries: int = DELETE_T
 
 
 async def _delete_each(about: About, doors: Doors) -> None:
-    """Raise the first error after every pod had its turn."""
+    """Delete every pod; raise the first error only after all had their turn."""
     found = await _pods_of(about, doors)
     deletions = (doors.kube.delete_pod(about.namespace, name, uid=uid, grace_s=DELETE_GRACE_S) for name, uid in found)
     for outcome in await asyncio.gather(*deletions, return_exceptions=True):
@@ -101,7 +101,7 @@ async def _delete_each(about: About, doors: Doors) -> None:
 
 
 async def force_delete_pods(about: About, doors: Doors) -> None:
-    """Force GPU pods of a deleted job that did not end. The store's pod is never forced: its volume may be in use.
+    """Force-delete a deleted job's GPU pods that did not end, never the store's pod: its volume may be in use.
 
     Then drop the job's finalizer where kopf could not: it asks once, and again only at the next change of the job.
     """

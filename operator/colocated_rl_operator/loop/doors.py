@@ -1,4 +1,4 @@
-"""Every neighbour of the operator, as one argument."""
+"""Hold every neighbour of the operator as one argument."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.metrics import OperatorMetrics
 
 DELETE_GRACE_S = 30  # of pods whose job is deleted
-FORCE_AFTER_S = DELETE_GRACE_S + 15.0  # then a pod of a deleted job has no node that answers
-REPAIR_S = 300.0  # between looks at what somebody may have deleted or changed: no watch tells
+FORCE_AFTER_S = DELETE_GRACE_S + 15.0  # after this, a deleted job's pod has no node that answers
+REPAIR_S = 300.0  # between repairs of objects that somebody may have deleted or changed: no watch reports it
 
 
 @dataclass(frozen=True)
 class Doors:
-    """Every neighbour of the operator, and what it needs to speak of them."""
+    """The doors lead to every neighbour of the operator, and hold its settings for them."""
 
     kube: Kube
     members: Members
@@ -33,7 +33,7 @@ class Doors:
     images: resources.PodImages
     metrics: OperatorMetrics
     namespace: str  # the operator's own
-    release: str  # this operator in the words of jobs: NAMESPACE/LEASE
+    release: str  # this operator as jobs name it: NAMESPACE/LEASE
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
     queue: Queue = field(default_factory=Queue)
     force_after_s: float = FORCE_AFTER_S

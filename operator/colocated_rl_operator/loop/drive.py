@@ -1,6 +1,6 @@
-"""One job from its first event to its end: watch events wake its loop, and the loop goes pass by pass.
+"""Drive one job from its first event to its end: watch events wake its loop, and the loop runs pass by pass.
 
-`handlers` connects this to kopf, of which nothing here knows.
+`handlers` connects this module to kopf, of which nothing here knows.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from colocated_rl_operator.loop.wakeups import Wakeups
 
 LOG = logging.getLogger(__name__)
 
-REST, MAX_REST_S = 20.0, 0.2  # between passes, unless there is hurry: so many times what the last one took, and no more
+REST, MAX_REST_S = 20.0, 0.2  # between passes without hurry: REST times the last one's duration, up to MAX_REST_S
 
 
 @dataclass
 class OperatorContext:
-    """What all handlers share; kopf hands it to each as `memo.context`."""
+    """The context that all handlers share; kopf hands it to each as `memo.context`."""
 
     access: ClusterAccess
     doors: Doors
@@ -80,7 +80,7 @@ def note_job(event: Any, context: OperatorContext) -> None:
 
 
 def _matter(job: Body | None) -> object:
-    """Return what a wake-up depends on."""
+    """Return the fields of a job whose change wakes its loop."""
     return job and (job["metadata"]["generation"], job["metadata"].get("deletionTimestamp"))
 
 
@@ -101,7 +101,7 @@ async def release_orphan(event: Any, context: OperatorContext) -> None:
 
 
 class Stopped(Protocol):
-    """Becomes true when the job's loop should end."""
+    """The flag becomes true when the job's loop should end."""
 
     def __bool__(self) -> bool: ...
     async def wait(self) -> Any: ...

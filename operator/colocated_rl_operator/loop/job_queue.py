@@ -1,4 +1,4 @@
-"""Jobs of this process that are queued, by age."""
+"""Keep the queued jobs of this process by age."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from colocated_rl_operator.planner.observation import Job
 
 
 class Queue:
-    """Jobs of this process that are queued, by age."""
+    """The queue knows the age of each queued job of this process."""
 
     def __init__(self) -> None:
         self._ages: dict[str, tuple[datetime, str]] = {}  # by job UID, which decides within one second
@@ -23,5 +23,5 @@ class Queue:
         self._ages.pop(job_uid, None)
 
     def has_elder(self, job: Job) -> bool:
-        """Whether an older one than this is queued."""
+        """Return whether an older job than this one is queued."""
         return any(age < (job.created, job.uid) for age in self._ages.values())

@@ -1,9 +1,9 @@
-"""What this process holds of a job between passes, and how it is brought up to date.
+"""Hold what this process knows of a job between passes, and refresh it.
 
-Status is written by the operator alone, so after the first read it is known without reading it again. Pods come from
-the watch and from our own calls. A watch never says what went while it was broken, so pods are listed again now and
-then once a member has been missing for RELIST_S. No sooner: the list of a thousand takes longer than a member that
-comes back, and others may be in the middle of a switch.
+Only the operator writes the status, so it is read once. Pods come from the watch and from our own calls. A watch never
+reports which pods went while it was broken, so pods are listed again now and then once a member has been missing for
+RELIST_S. They are not listed sooner: the list of a thousand pods takes longer than a member needs to come back, and
+others may be in the middle of a switch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RELIST_S = 30.0
 
 @dataclass
 class PodRecord:
-    """What follows from one pod and its member's report; read again when either is another one."""
+    """A record holds what follows from one pod and its member's report; it is renewed when either is replaced."""
 
     pod: Body
     name: str
@@ -38,7 +38,7 @@ class PodRecord:
 
 @dataclass
 class JobState:
-    """One job, as this process knows it."""
+    """The state of one job, as this process knows it."""
 
     record: Record
     job: Job | None = None  # of the newest generation whose spec could be read
@@ -47,15 +47,15 @@ class JobState:
     memory: Memory = field(default_factory=Memory)
     is_waiting: bool = False  # for a member to come or to go
     thought_s: float = 0.0  # how long the last observation and plan took
-    listed_at: float = 0.0  # when its pods were, or had no need to be
+    listed_at: float = 0.0  # when its pods were listed, or did not need it
     first_seen: dict[str, float] = field(default_factory=dict)  # of each pod UID
     ending_since: dict[str, float] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)  # of its containers, when its member answered last
-    tried_of: int | None = None  # generation whose pods the server took when it was asked
+    tried_of: int | None = None  # generation whose pods passed the server's dry run
     objects_of: int | None = None  # generation whose objects were applied
     applied_at: float = 0.0  # when they were
-    failure: str = ""  # of the API server, in its words, that ended the last pass
-    failing_since: float | None = None  # each pass has ended by that failure
+    failure: str = ""  # the API server's message that ended the last pass
+    failing_since: float | None = None  # since when each pass has ended by that failure
     stall: Stall | None = None
 
     @property

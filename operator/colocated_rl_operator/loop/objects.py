@@ -1,4 +1,4 @@
-"""The job's objects and pods at the API server: made, put back, deleted one by one.
+"""Create, repair and delete the job's objects and pods at the API server.
 
 The job stalls when the API server refuses an object or keeps failing at one, and when a volume is gone.
 """
@@ -32,8 +32,8 @@ AT_ONCE = 16  # calls to the API server for one job
 STALL_RETRY_S = 30.0
 FAILS_S = 30.0  # a failure of the API server that lasts so long is reported like a refusal
 NAME_RETRY_S = 1.0
-IS_ENDING = "object is being deleted"  # the server's words for a name that will be free
-NO_DRY_RUN = "does not support dry run"  # its words for a webhook that it may not ask: that one judges the pod itself
+IS_ENDING = "object is being deleted"  # the server's message for a name that will be free
+NO_DRY_RUN = "does not support dry run"  # its message where it may not call a webhook, which then judges the pod itself
 
 
 async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
@@ -81,7 +81,7 @@ def _repair_in_s(state: JobState, seen: Observation, decided: Plan, doors: Doors
 
 
 def is_lasting(state: JobState, error: ApiUnreachable, doors: Doors) -> bool:
-    """Return whether a person should hear of it: a webhook is down, the server panics. Not that the server is away."""
+    """Return whether to report the error to people: a webhook is down, the server panics; not if it is merely away."""
     is_same = error.status is not None and state.failure == str(error)
     return is_same and state.failing_s(doors.clock()) >= FAILS_S
 
@@ -104,7 +104,7 @@ async def _try_pods(job: Job, doors: Doors) -> None:
         try:
             await doors.kube.create_pod(job.namespace, body, dry_run=True)
         except Conflict:
-            pass  # there is such a pod: it has its verdict
+            pass  # such a pod exists: it was judged before
         except NotAdmitted as error:
             if NO_DRY_RUN not in str(error):
                 raise
@@ -157,7 +157,7 @@ async def _apply_objects(job: Job, doors: Doors) -> None:
 
 
 class PodChange(Enum):
-    """The outcome of one action. A name that another's pod has raises NotAdmitted."""
+    """The outcome of one action. A name that a foreign pod has raises NotAdmitted instead."""
 
     DONE = auto()
     NAME_TAKEN = auto()  # by a pod that is ending, of a deleted job most likely
@@ -181,7 +181,7 @@ async def _create_pod(state: JobState, job: Job, action: CreatePod, doors: Doors
     try:
         doors.pods.put(await doors.kube.create_pod(job.namespace, body))
     except Conflict as error:
-        await list_again(state, doors.kube, doors.pods)  # ours perhaps, and the watch has not said so yet
+        await list_again(state, doors.kube, doors.pods)  # perhaps ours, and the watch has not reported it yet
         if name in {pod["metadata"]["name"] for pod in doors.pods.of(job.uid)}:
             return PodChange.DONE
         if IS_ENDING in str(error):

@@ -1,4 +1,4 @@
-"""Puts together what one pass sees: the job as read, the pods as watched, the members as they answer."""
+"""Build the observation of one pass from the job as read, the pods as watched and the members' reports."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from colocated_rl_operator.planner.reasons import Cause
 
 LOG = logging.getLogger(__name__)
 
-MAX_WORDS = 400  # of a container's last ones
-_TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")  # says Kubernetes; says Kueue of a pod that it preempts
-_ENDED_BY_NODE = ("Evicted", "Preempting", "NodeShutdown", "Shutdown", "Terminated", "NodeLost")  # in words of a node
+MAX_WORDS = 400  # of a container's last message
+_TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")  # set by Kubernetes; set by Kueue on a pod that it preempts
+_ENDED_BY_NODE = ("Evicted", "Preempting", "NodeShutdown", "Shutdown", "Terminated", "NodeLost")  # a node's reasons
 _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely on its way
 
 
 def observe(
     state: JobState, job: Job, *, pods: Pods, members: Members, queue: Queue, now: float, at: datetime
 ) -> Observation:
-    """now, at: the same moment, monotonic and by the wall clock.
+    """Return what this pass sees. now, at: the same moment, monotonic and by the wall clock.
 
-    Raises JobInvalid when the record is of an operator that knows more than this one.
+    Raises JobInvalid if a newer operator wrote the record and this one can't read it.
     """
     status, job_uid = state.status, state.about.uid
     is_over = status.completion_time is not None
@@ -79,12 +79,12 @@ def observe(
 
 
 def _moment(time: datetime, now: float, at: datetime) -> float:
-    """On the monotonic clock."""
+    """Convert a wall clock time to the monotonic clock."""
     return now - (at - time).total_seconds()
 
 
 def _log_rungs(seen: Observation, before: Memory) -> None:
-    """Rungs that the whole group has reached since the last pass."""
+    """Log the highest rung that the whole group has reached since the last pass."""
     reached, climb = seen.memory.reached, seen.climb
     known = before.reached if before.epoch == seen.memory.epoch else {}
     fresh = [rung for rung in reached if rung not in known]
@@ -96,9 +96,9 @@ def _log_rungs(seen: Observation, before: Memory) -> None:
 
 
 def read_job(body: Mapping[str, Any]) -> Job:
-    """Raises JobInvalid, which names the field, its value and what is expected.
+    """Return the job. Raises JobInvalid, which names the field, its value and what is expected.
 
-    A field that is not known here is of a newer CRD, most likely a default of its: the server refuses everybody else's.
+    Unknown fields are ignored: they belong to a newer CRD, most likely as its defaults. The server refuses all others.
     """
     metadata = body["metadata"]
     try:
@@ -116,7 +116,7 @@ def read_job(body: Mapping[str, Any]) -> Job:
 
 
 def _complaint(error: Any) -> str:
-    """A rule over several fields names their values itself."""
+    """Describe one error of the spec. A rule over several fields names their values itself."""
     field_path, value = ".".join(str(part) for part in ("spec", *error["loc"])), error.get("input")
     words = error["msg"].removeprefix("Value error, ")
     if isinstance(value, Mapping):
@@ -177,9 +177,9 @@ def _member(state: JobState, record: PodRecord, answer: MemberReport | None, now
 
 
 def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool) -> Member:
-    """Return a member without what it reports itself.
+    """Return a member without its own facts.
 
-    Moments are those at which this process saw the pod and its end begin: clocks of others count for nothing.
+    Moments are those at which this process first saw the pod and its deletion: no other clock counts.
     """
     metadata, status = record.pod["metadata"], record.pod.get("status", {})
     uid = metadata["uid"]
@@ -208,7 +208,7 @@ def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool)
 
 
 def _fate(status: Body, *, is_deleted: bool) -> FailureCause | None:
-    """A pod that is deleted may end as Failed by that alone."""
+    """Return why the pod is lost, if the cluster reports it. A deleted pod may end as Failed for that alone."""
     if status.get("reason") in _ENDED_BY_NODE or any(
         item["type"] in _TAKEN_AWAY and item["status"] == "True" for item in status.get("conditions", ())
     ):
@@ -217,7 +217,7 @@ def _fate(status: Body, *, is_deleted: bool) -> FailureCause | None:
 
 
 def _memory_kills(status: Body) -> int:
-    """A webhook may have put containers beside ours, which end on their own account."""
+    """Return the GPU container's restarts if it last ended for its memory. A webhook's containers don't count."""
     for container in status.get("containerStatuses", ()):
         state, last = container.get("state", {}), container.get("lastState", {})
         ended = state.get("terminated") or last.get("terminated") or {}
@@ -231,7 +231,7 @@ def _is_ready(status: Body) -> bool:
 
 
 def _address(pod: Body, seat: str) -> Address | None:
-    """Of a member that should answer: its pod runs. While one starts, silence says nothing."""
+    """Return the address of a member that should answer: its pod runs. While a pod starts, silence means nothing."""
     metadata, status = pod["metadata"], pod.get("status", {})
     if role_of(seat) == names.ROLE_REFERENCE:
         return None  # no member
@@ -241,7 +241,7 @@ def _address(pod: Body, seat: str) -> Address | None:
 
 
 def _trouble(status: Body, *, is_restarting: bool) -> str | None:
-    """Why a container of the pod does not run, or runs in vain: kubelet's words, and the container's last ones."""
+    """Return why a container does not run, or keeps failing: kubelet's message and the container's last one."""
     for container in _containers(status):
         if trouble := _container_trouble(container, is_restarting=is_restarting):
             return trouble
@@ -269,7 +269,7 @@ def _container_trouble(container: Body, *, is_restarting: bool) -> str | None:
 
 
 def _end_of(terminated: Body) -> str:
-    """The container's last words are the end of its log, see `resources`."""
+    """Describe how a container ended. Its last message is the end of its log, see `resources`."""
     reason, words = terminated.get("reason"), terminated.get("message", "").strip()
     told = f"ended with code {terminated['exitCode']}" + (f" ({reason})" if reason not in (None, "Error") else "")
     return f"{told}: {words[-MAX_WORDS:]}" if words else told

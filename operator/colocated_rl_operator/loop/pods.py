@@ -1,4 +1,4 @@
-"""The newest known state of each pod, from the watch and from our own calls, whichever is newer."""
+"""Cache the newest known state of each pod, from the watch or from our own calls, whichever is newer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from colocated_rl_operator.clients.kube import Body
 
 
 class Pods:
-    """The newest known state of each pod of the jobs that are known, by job and pod UID."""
+    """The cache holds the newest known state of each pod of the known jobs, by job and pod UID."""
 
     def __init__(self) -> None:
         self._pods: dict[str, dict[str, Body | None]] = {}  # None: gone, and a late answer does not bring it back
@@ -19,7 +19,7 @@ class Pods:
         self._pods.pop(job_uid, None)
 
     def put(self, pod: Body) -> None:
-        """An older state than the known one changes nothing: the watch may lag behind our own calls."""
+        """Cache a pod, unless the known state is newer: the watch may lag behind our own calls."""
         pods, uid = self._pods.get(job_of(pod) or ""), pod["metadata"]["uid"]
         if pods is None:
             return
@@ -36,7 +36,7 @@ class Pods:
 
 
 def job_of(pod: Body) -> str | None:
-    """UID of the job that controls the pod; None for a pod that merely looks like one of ours."""
+    """Return the UID of the job that controls the pod; None for a pod that merely looks like one of ours."""
     metadata = pod["metadata"]
     job_uid: str | None = metadata.get("labels", {}).get(names.JOB_UID_LABEL)
     owners = (owner["uid"] for owner in metadata.get("ownerReferences", ()) if owner.get("controller"))
@@ -44,5 +44,5 @@ def job_of(pod: Body) -> str | None:
 
 
 def version_of(item: Body) -> int:
-    """Of an object; of two states of one the newer has the higher."""
+    """Return the version of an object: of its states, the newer has the higher."""
     return int(item["metadata"]["resourceVersion"])

@@ -1,4 +1,4 @@
-"""The loop of one job: observe, plan, act, report. Level-triggered, and each job its own: none waits for another."""
+"""Reconcile one job: observe, plan, act, report. The loop is level-triggered, and no job waits for another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AGAIN_S = 60.0  # another operator's job may become ours
 
 
 async def one_pass(state: JobState, body: Mapping[str, Any], doors: Doors) -> float | None:
-    """Returns after how many seconds to look again although nothing changed; None: not at all. Raises JobGone."""
+    """Run a pass; return after how many seconds to look again without a change, None: never. Raises JobGone."""
     wait_s: float | None = RETRY_S
     try:
         wait_s = await _pass(state, body, doors)
@@ -75,7 +75,7 @@ async def _pass(state: JobState, body: Mapping[str, Any], doors: Doors) -> float
     with doors.metrics.plan_s.time():
         decided = plan(seen)
     state.thought_s = doors.clock() - began
-    if _blames(seen, decided):  # the server knows of a drain before a pod's trainers end in it, and others with them
+    if _blames(seen, decided):  # the server knows of a drain before it ends a pod's trainers, and others with them
         await list_again(state, doors.kube, doors.pods)
         seen = _observe(state, body, doors)
         decided = plan(seen)
@@ -109,11 +109,11 @@ def _observe(state: JobState, body: Mapping[str, Any], doors: Doors) -> Observat
 
 
 async def end(state: JobState, body: Mapping[str, Any], doors: Doors, woken: asyncio.Event) -> None:
-    """The job is being deleted, or is gone."""
+    """Shut down a job that is being deleted, or delete the pods of one that is gone."""
     try:
         await refresh_pods(state, doors.kube, doors.pods, now=doors.clock())
     except JobGone:
-        await delete_pods(state.about, doors)  # nobody can be told
+        await delete_pods(state.about, doors)  # no member can be told to stop
         return
     if not await claim(state, doors):
         return
@@ -121,5 +121,5 @@ async def end(state: JobState, body: Mapping[str, Any], doors: Doors, woken: asy
         seen = _observe(state, body, doors)
         decided = stop(seen)
     except JobInvalid:
-        decided = Plan(climb=None)  # nobody can be told, and its pods go all the same
+        decided = Plan(climb=None)  # no member can be told to stop, and its pods go all the same
     await shut_down_job(state, decided, doors, woken)

@@ -1,11 +1,11 @@
-"""What is written of one job: its status, and the events that tell of it. One call at a time, in order.
+"""Write one job's status, and the events about it: one call at a time, in order.
 
 An epoch is recorded before anything is done under it: `commit` returns when the API server has it. All else is noted,
 and written beside the job's loop, so that no rung of a switch waits for the API server. The newest status wins: one
-that was overtaken before its turn is never written. An event comes after the status that it tells of.
+that was overtaken before its turn is never written. An event comes after the status that it belongs to.
 
-A status is written over the version that we know. A spec or metadata that somebody changed meanwhile is no obstacle;
-an epoch that somebody else raised is, and `check` says so in the loop.
+A status is written over the version that we know. A spec or metadata that somebody changed meanwhile is no obstacle; an
+epoch that somebody else raised is one, and `check` raises it in the loop.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from colocated_rl_operator.planner.reasons import Told
 LOG = logging.getLogger(__name__)
 
 WRITE_TRIES = 5  # of one status, each after somebody else's change of the object
-CLOSE_S = 2.0  # for what is noted and not written, when the process ends
-MAX_NEWS = 64  # events that wait for their turn; the oldest go first
+CLOSE_S = 2.0  # for noted statuses and events, when the process ends
+MAX_NEWS = 64  # events that wait for their turn; the oldest are dropped first
 
 
 class StatusApi(Protocol):
-    """The calls of `kube.Kube` that are needed here."""
+    """The calls of `kube.Kube` that a record needs."""
 
     async def read_job(self, namespace: str, name: str) -> Body: ...
     async def write_status(self, namespace: str, name: str, *, resource_version: str, status: Body) -> Body: ...
@@ -46,7 +46,7 @@ class StatusApi(Protocol):
 
 @dataclass(frozen=True)
 class News:
-    """An event about the job; action: CamelCase verb phrase, what the operator does about it."""
+    """An event about the job. action: what the operator does about it, as a CamelCase verb phrase."""
 
     kind: Literal["Normal", "Warning"]
     reason: Told
@@ -55,9 +55,9 @@ class News:
 
 
 class Record:
-    """`status` is the newest one, written or on its way; None before the first look. failed: wakes the job's loop.
+    """The record of one job. `status` is the newest one, written or on its way; None before the first read.
 
-    rest: how the seconds between two tries at one status pass.
+    failed: wakes the job's loop. rest: sleeps for the seconds between two tries at one status.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Record:
         self._failed = failed
         self._rest = rest
         self._written: ColocatedRLJobStatus | None = None
-        self._version = ""  # of the object that has it
+        self._version = ""  # resourceVersion of the object with the written status
         self._noted: ColocatedRLJobStatus | None = None
         self._news: deque[News] = deque(maxlen=MAX_NEWS)
         self._one_call = asyncio.Lock()
@@ -84,33 +84,33 @@ class Record:
         self._failure: BaseException | None = None
 
     def take(self, job: Body) -> None:
-        """As the server has it."""
+        """Take the status as the server has it."""
         self.status = self._written = read_status(job)
         self._version = job["metadata"]["resourceVersion"]
 
     def forget(self) -> None:
-        """Somebody else wrote: nothing is known until the next look."""
+        """Forget the status, as another process wrote it: nothing is known until the next read."""
         self.status = self._noted = None
 
     def check(self) -> None:
-        """Raises what kept a noted status from being written."""
+        """Raise the error that kept a noted status from being written."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     async def commit(self, status: ColocatedRLJobStatus) -> None:
-        """Write it now; what was noted before is overtaken. Raises StaleEpoch, ApiError."""
+        """Write a status now; it overtakes a noted one. Raises StaleEpoch, ApiError."""
         self._noted = None
         async with self._one_call:
             try:
                 await self._write(status)
             except OperatorError:
-                self.status = self._written  # without what it overtook, so that the next report is a difference again
+                self.status = self._written  # not the overtaken one, so that the next report is a difference again
                 raise
         self.status = status
 
     def note(self, status: ColocatedRLJobStatus | None, *news: News) -> None:
-        """Write it when its turn comes, then tell the news."""
+        """Write a status when its turn comes, then the events."""
         if status is not None:
             self.status = self._noted = status
         self._news.extend(news)
@@ -119,7 +119,7 @@ class Record:
             self._writing.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """Write what is noted, briefly."""
+        """Write what is noted, for CLOSE_S at most."""
         if self._writing is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""The job's status and events, from what was seen and decided.
+"""Report the job's status and events, from what was seen and decided.
 
 An epoch is in the job's status, written against the version we know, before a target carries it. All else is noted and
 written beside the loop. An event reports only what was recorded.
@@ -38,7 +38,7 @@ async def record_epoch(state: JobState, seen: Observation, decided: Plan, doors:
     climb = decided.climb
     assert climb is not None
     if seen.memory.raised and seen.climb and seen.highest_epoch > seen.climb.epoch:
-        await doors.confirm()  # somebody went beyond our epoch: are we still the one who leads?
+        await doors.confirm()  # somebody went beyond our epoch: make sure that we still lead
     await state.record.commit(report(seen, decided, before=state.status, at=doors.wall(), stall=state.stall))
     now = state.reported_at = doors.clock()
     state.memory = replace(in_epoch(climb.epoch, seen, state.memory, now=now), raised=True)
@@ -55,7 +55,7 @@ def report_status(state: JobState, seen: Observation, decided: Plan, doors: Door
     """Note the status if it changed. Return after how many seconds to report again although nothing changed."""
     before = state.status
     status = report(seen, decided, before=before, at=doors.wall(), stall=state.stall)
-    wait_s = [BRIEF_OUTAGE_S] if is_brief_outage(seen, before) else []  # by then it is no brief outage any more
+    wait_s = [BRIEF_OUTAGE_S] if is_brief_outage(seen, before) else []  # after which the outage is not brief any more
     if status == before:
         return min(wait_s, default=None)
     due_in_s = state.reported_at + PROGRESS_S - doors.clock()
@@ -78,7 +78,7 @@ def count(state: JobState, doors: Doors) -> None:
 
 
 def refuse(state: JobState, body: Any, message: str, doors: Doors) -> None:
-    """Report what is wrong with the spec, once for each generation."""
+    """Report the fault of an invalid spec, once for each generation."""
     doors.metrics.count_job(state.about.uid, state.status.phase, Reason.INVALID_SPEC)
     status = invalid(message, generation=body["metadata"]["generation"], before=state.status, at=doors.wall())
     if is_urgent(state.status, status):

@@ -1,4 +1,4 @@
-"""Who wakes a job's loop, and whether there is hurry."""
+"""Wake a job's loop, with or without hurry."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Wakeups:
-    """Two events for each job: something is new, and it can't wait. Cleared by the job's loop before it observes."""
+    """Each job has two events: something is new, and it can't wait. The job's loop clears both before it observes."""
 
     def __init__(self) -> None:
         self._events: dict[str, tuple[asyncio.Event, asyncio.Event]] = {}
@@ -18,7 +18,7 @@ class Wakeups:
         return self._both(job_uid)[1]
 
     def wake(self, job_uid: str, *, hurry: bool = True) -> None:
-        """Nothing, for a job that has no loop."""
+        """Wake the job's loop; do nothing for a job without a loop."""
         if job_uid in self._events:
             woken, hurried = self._events[job_uid]
             woken.set()
