@@ -1,4 +1,4 @@
-"""The operator process: candidate first, then leader until it ends.
+"""Run the operator process: as a candidate first, then as the leader until it ends.
 
 A standby serves its probes and does not start kopf. An orderly end sends nothing more, closes the connections and
 releases the Lease; members stay where they are, and the next leader hears from them.
@@ -39,7 +39,7 @@ from colocated_rl_operator.watches import keep_watching
 LOG = logging.getLogger("colocated_rl_operator")
 
 START_RETRY_S = 2.0
-MADE_BEFORE_GC = 100_000  # objects: what a thousand members say at one rung, five times over; Python's 700 took a third
+MADE_BEFORE_GC = 100_000  # objects: five times a thousand members' reports at one rung; Python's 700 took a third
 
 run = uvloop.run  # asyncio's TLS takes five times the memory for each member
 
@@ -117,7 +117,7 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
 
 
 async def _until_jobs_are_served(kube: Kube, namespace: str) -> None:
-    """kopf looks once for what it is to watch; without the CRD it would watch nothing, for ever."""
+    """Wait for the CRD: kopf looks once for what to watch, and without the CRD would watch nothing for ever."""
     while True:
         try:
             await kube.read_job(namespace, "is-the-crd-there")
@@ -133,7 +133,7 @@ async def _until_jobs_are_served(kube: Kube, namespace: str) -> None:
 
 
 async def _until_authority_is_found(kube: Kube, namespace: str) -> Authority:
-    """A leader that ended instead would come back into the same, and after a while into back-off."""
+    """Return the authority once it is found: a leader that ended instead would only fail again, and then back off."""
     while True:
         try:
             return await find_authority(kube, namespace)
@@ -143,7 +143,7 @@ async def _until_authority_is_found(kube: Kube, namespace: str) -> Authority:
 
 
 async def _become_leader(lease: Lease) -> None:
-    """Until then SIGTERM ends the process at once; afterwards kopf takes the signals."""
+    """Acquire the lease. Until then SIGTERM ends the process at once; afterwards kopf handles the signals."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -157,7 +157,7 @@ async def _become_leader(lease: Lease) -> None:
 
 
 def _die(reason: str) -> NoReturn:
-    """No clean-up: a leader past its deadline must not send another byte."""
+    """End the process without clean-up: a leader past its deadline must not send another byte."""
     logs.log(LOG, "process ends at once", logging.CRITICAL, reason=reason)
     sys.stdout.flush()
     os._exit(1)

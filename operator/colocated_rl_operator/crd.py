@@ -64,11 +64,11 @@ _UNITS = {"Seconds": "seconds", "Percent": "percent", "Tokens": "tokens"}  # by 
 
 
 class UntranslatableSchema(Exception):
-    """A model says what a structural schema can't. A bug in the model; never at run time."""
+    """A model needs what a structural schema can't express: a bug in the model, never raised at run time."""
 
 
 class Fact(NamedTuple):
-    """What a person wants to know of one field."""
+    """A fact holds what a person wants to know of one field."""
 
     path: str
     type: str
@@ -80,7 +80,7 @@ class Fact(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------------- translation
 class _WithoutNull(GenerateJsonSchema):
-    """JSON Schema with every default in it, and none that is null."""
+    """The generator writes JSON Schema with every default in it, and none that is null."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         return self.generate_inner(schema["schema"])
@@ -96,7 +96,7 @@ class _WithoutNull(GenerateJsonSchema):
 
 
 def structural_schema(model: type[BaseModel], *, path: str = "") -> Schema:
-    """The schema of `model` as the API server wants it, at `path` of the resource.
+    """Return the schema of `model` as the API server accepts it, at `path` of the resource.
 
     Raises UntranslatableSchema, naming the field, for what has no faithful translation.
     """
@@ -105,10 +105,10 @@ def structural_schema(model: type[BaseModel], *, path: str = "") -> Schema:
 
 
 def resource_schema() -> Schema:
-    """The schema of the whole resource."""
+    """Return the schema of the whole resource."""
     status = structural_schema(ColocatedRLJobStatus, path=".status")
     _drop_defaults(status)
-    status["default"] = {"observedGeneration": -1}  # else kstatus takes a job that nobody has looked at for one at rest
+    status["default"] = {"observedGeneration": -1}  # else kstatus takes a job that no operator has seen for one at rest
     extra = ColocatedRLJob.model_config.get("json_schema_extra")
     return {
         "type": "object",
@@ -126,7 +126,7 @@ def resource_schema() -> Schema:
 
 
 def _drop_defaults(schema: Schema) -> None:
-    """A status holds what was reported, nothing that the server made up."""
+    """Drop the defaults of a status: it holds what was reported, and nothing that the server filled in."""
     schema.pop("default", None)
     for part in (*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else ())):
         _drop_defaults(part)
@@ -176,7 +176,7 @@ def _translate_map(raw: Schema, schema: Schema, definitions: dict[str, Schema], 
 
 
 def _enforce_fractional_bounds(schema: Schema) -> None:
-    """Say a bound like 0.01 once more: the server cuts it to 0 before it compares it with a whole number."""
+    """Repeat a bound like 0.01 as a rule: the server cuts it to 0 before it compares it with a whole number."""
     for keyword, operator, words in (("minimum", ">=", "greater"), ("maximum", "<=", "less")):
         if isinstance(bound := schema.get(keyword), float) and not bound.is_integer():
             _add_rule(schema, f"self {operator} {bound}", f"should be {words} than or equal to {bound}")
@@ -200,7 +200,7 @@ def _require_bounds(schema: Schema, *, path: str) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- facts
 def facts_of(schema: Schema, *, path: str) -> Iterator[Fact]:
-    """Each field below `schema`, in order of declaration."""
+    """Yield each field below `schema`, in order of declaration."""
     for name, field in schema.get("properties", {}).items():
         here = f"{path}.{name}"
         yield _fact(field, path=here, required=name in schema.get("required", ()))
@@ -257,7 +257,7 @@ def _bounds_of(field: Schema) -> str:
 
 
 def _explain(schema: Schema, *, path: str = "") -> Schema:
-    """The schema with unit, bounds and default in each description, because `kubectl explain` shows nothing else."""
+    """Return the schema with unit, bounds and default in each description: `kubectl explain` shows nothing else."""
     explained = dict(schema)
     if "properties" in schema:
         explained["properties"] = {
@@ -275,7 +275,7 @@ def _explain(schema: Schema, *, path: str = "") -> Schema:
 
 # ----------------------------------------------------------------------------------------------------------- documents
 def custom_resource_definition() -> Schema:
-    """The CRD, as it is applied."""
+    """Return the CRD, as it is applied."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -318,7 +318,7 @@ def _rules_of(schema: Schema, *, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _reasons() -> Iterator[str]:
-    """Every word that a program may wait for."""
+    """Yield the lines about every value that a program may wait for."""
     waited_for = "`kubectl wait --for=condition=TYPE`. kstatus, hence Flux and `helm --wait`, reads the first three."
     members = (
         "Of conditions, besides the causes. Completed, InvalidSpec, ObjectRefused, VolumeLost and PodDeleted are "
@@ -338,7 +338,7 @@ def _reasons() -> Iterator[str]:
 
 
 def _failures() -> Iterator[str]:
-    """What can fail, and what may answer it."""
+    """Yield the lines about what can fail, and which actions may answer it."""
     told = "What `spec.failurePolicy` answers. Without a rule that matches, the usual answer is followed, and a failure"
     more = "counts as its cause does. [failures.md](failures.md) says more."
     yield from ("", "## Failures", "", f"{told} {more}")
@@ -354,7 +354,7 @@ def _failures() -> Iterator[str]:
 
 
 def reference_page() -> str:
-    """`docs/reference.md`: every field with type, unit, default and bounds; every reason."""
+    """Return `docs/reference.md`: every field with type, unit, default and bounds; every reason."""
     schema = resource_schema()
     spec, status = schema["properties"]["spec"], schema["properties"]["status"]
     lines = [
@@ -396,7 +396,7 @@ def reference_page() -> str:
 
 
 class _AnchorlessDumper(yaml.SafeDumper):
-    """Without anchors: no CRD has them."""
+    """The dumper writes YAML without anchors: no CRD has them."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -408,7 +408,7 @@ def _yaml(document: Schema) -> str:
 
 @cache
 def documents() -> dict[Path, str]:
-    """Text of each generated file, by its path in the repository."""
+    """Return the text of each generated file, by its path in the repository."""
     crd = custom_resource_definition()
     kept = crd | {"metadata": crd["metadata"] | {"annotations": {"helm.sh/resource-policy": "keep"}}}
     return {

@@ -1,7 +1,7 @@
-"""What kopf calls: a table of contents. One daemon drives each job; watch events only wake it.
+"""Register the handlers that kopf calls. One daemon drives each job; watch events only wake it.
 
 kopf watches jobs and pods, keeps its finalizer on jobs while their daemon runs, and stops daemons on deletion and exit.
-Nothing else of it is used: no indexes, no retries, no status, no events, no peering (see the notes at each setting).
+The operator uses nothing else of it: no indexes, retries, status, events or peering (see the notes at each setting).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.loop.drive import drive_job, note_job, note_pod, release_orphan
 
 OURS = {names.MANAGED_BY_LABEL: names.MANAGED_BY}
-DISMISS_S = 15.0  # for a daemon to end by itself, on deletion and on exit; then it is cancelled
+DISMISS_S = 15.0  # a daemon has this long to end by itself, on deletion and on exit; then it is cancelled
 CANCEL_S = 5.0
 LOGIN_RETRY_S = 1.0
 CONNECTION_LIFE = timedelta(days=3650)
 
 
 class NoDiffs(kopf.DiffBaseStorage):
-    """No handler asks what changed, and to find out kopf would copy each object of each event, status and all."""
+    """Store no diffs: no handler asks what changed, and kopf would copy each object of each event to find out."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         return kopf.BodyEssence()
@@ -42,9 +42,9 @@ async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.persistence.finalizer = names.FINALIZER
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.GROUP)
     settings.persistence.diffbase_storage = NoDiffs()
-    settings.posting.enabled = False  # a new Event object for each log line
+    settings.posting.enabled = False  # else it makes an Event object for each log line
     settings.scanning.disabled = True  # else it lists namespaces and CRDs; __main__ has waited for ours
-    # else every pod there is
+    # else kopf watches every pod
     settings.watching.label_selectors["pods"] = f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY}"
     settings.watching.connect_timeout = 10
     settings.watching.server_timeout = 300
@@ -54,7 +54,7 @@ async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     # would be waited out whole whenever the daemon's last write is handled before the daemon has ended
     settings.background.instant_exit_timeout = DISMISS_S
     settings.process.ultimate_exiting_timeout = DISMISS_S + CANCEL_S + 5
-    logging.getLogger("kopf").setLevel(logging.WARNING)  # a line for each watch event otherwise
+    logging.getLogger("kopf").setLevel(logging.WARNING)  # else it logs a line for each watch event
 
 
 @kopf.on.login()
@@ -67,7 +67,7 @@ async def login(memo: Any, **_: Any) -> kopf.ConnectionInfo:
 
 
 def is_ours(spec: Any, **_: Any) -> bool:
-    """Jobs of another controller get no daemon, and so no finalizer. The field never changes."""
+    """Return whether the job is ours: others get no daemon, and so no finalizer. The field never changes."""
     return bool(spec.get("managedBy", names.OPERATOR) == names.OPERATOR)
 
 
@@ -91,10 +91,10 @@ async def on_pod_event(event: kopf.RawEvent, memo: Any, **_: Any) -> None:
 
 
 def connection(access: ClusterAccess) -> kopf.ConnectionInfo:
-    """kopf's way to the same API server. A rotated token comes in with the next login, after its first 401.
+    """Return kopf's connection to the same API server. The next login, after the first 401, takes a rotated token.
 
-    A token that was not rotated is given again too, because a 401 may be of the moment, and a broken TLS connection
-    counts as one. kopf ends when it sees what failed before: no two of these are equal.
+    A token that was not rotated is returned again, because a 401 may pass, and a broken TLS connection counts as one.
+    kopf ends when a login returns a connection that failed before, so no two of these are equal.
     """
     return kopf.ConnectionInfo(
         expiration=datetime.now(UTC) + CONNECTION_LIFE,

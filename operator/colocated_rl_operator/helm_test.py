@@ -1,7 +1,7 @@
-"""Waits for what should become of a job: `python -m colocated_rl_operator.helm_test`, which `helm test` runs.
+"""Wait for a condition of a job: `python -m colocated_rl_operator.helm_test`, which `helm test` runs.
 
-Helm makes the job and removes it. Exit code 0 once the condition is true, 1 when the job can't come to it any more or
-the time is over; either way with the job's own words.
+Helm creates the job and removes it. The exit code is 0 once the condition is true, 1 if the job can't reach it any more
+or the time is over; either way it prints the job's own message.
 
 | variable | meaning |
 |---|---|
@@ -33,7 +33,7 @@ LOOK_AGAIN_S = 1.0
 async def verdict(
     kube: Kube, *, namespace: str, name: str, wanted: str, deadline_s: float, look_again_s: float = LOOK_AGAIN_S
 ) -> tuple[bool, str]:
-    """Whether it came true, and what the job says. Raises ApiError for an answer that no waiting mends."""
+    """Return whether the condition came true, and the job's message. Raises ApiError if waiting can't help."""
     until, said = time.monotonic() + deadline_s, "nobody has looked at it: does an operator watch this namespace?"
     while time.monotonic() < until:
         try:

@@ -1,7 +1,8 @@
-"""May this operator go? `python -m colocated_rl_operator.pre_uninstall`, which the chart runs before it is uninstalled.
+"""Check that the operator may go: `python -m colocated_rl_operator.pre_uninstall`, which the chart runs before that.
 
-Exit code 1 while it has jobs that are not over and not suspended, with their names and what to do: without an operator
-no GPU of theirs changes hands again, and deleting them waits for a finalizer that nobody removes. 0: it may go.
+The exit code is 1 while it has jobs that are neither over nor suspended, with their names and what to do: without an
+operator no GPU of theirs changes hands again, and deleting them waits for a finalizer that nobody removes. It is 0 if
+the operator may go.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ NAMED_AT_MOST = 10
 
 
 async def abandoned(kube: Kube, *, namespaces: tuple[str, ...], release: str) -> list[str]:
-    """Jobs of `release` that would be left half-way, as NAMESPACE/NAME. namespaces: all when empty. Raises ApiError."""
+    """Return the jobs of `release` that would be left half-way, as NAMESPACE/NAME. Raises ApiError.
+
+    namespaces: those to list; all when empty.
+    """
     jobs = [job for namespace in namespaces or (None,) for job in await kube.list_jobs(namespace)]
     return sorted(f"{job['metadata']['namespace']}/{job['metadata']['name']}" for job in jobs if _is_left(job, release))
 

@@ -1,4 +1,4 @@
-"""The operator's own port: metrics for Prometheus, probes for the kubelet. Served by standbys too."""
+"""Serve the operator's own port, in standbys too: metrics for Prometheus, probes for the kubelet."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Probes:
         return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _show_health(self, request: web.Request) -> web.Response:
-        """That this answers says that the event loop runs. A candidate is as healthy as a leader."""
+        """Report health: any answer shows that the event loop runs. A candidate is as healthy as a leader."""
         age_s = self._leadership.age_s
         if age_s is not None and age_s > MAX_LEASE_AGE_S:
             return web.Response(status=503, text=f"lease not renewed for {age_s:.0f} s\n")

@@ -1,4 +1,4 @@
-"""What the operator process is told by its environment, read once at start.
+"""Read the operator's settings from its environment, once at start.
 
 | variable | meaning | default |
 |---|---|---|
@@ -12,7 +12,7 @@
 | METRICS_PORT | /metrics, /healthz, /readyz; plain HTTP | 9090 |
 | LOG_LEVEL | DEBUG, INFO, WARNING or ERROR | INFO |
 
-The API server is found by `cluster.find_cluster` (service account, or KUBECONFIG during development).
+`cluster.find_cluster` finds the API server (by service account, or by KUBECONFIG during development).
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ PULL_POLICIES = ("Always", "IfNotPresent", "Never")
 
 @dataclass(frozen=True)
 class LeaseTimes:
-    """duration_s: others wait this long after the last change. renew_deadline_s: a leader gives up after this."""
+    """The times of the lease. duration_s: others wait this long after the last change.
+
+    renew_deadline_s: a leader that has not renewed for this long ends. retry_s: between two attempts.
+    """
 
     duration_s: float = 15.0
     renew_deadline_s: float = 10.0
@@ -50,7 +53,7 @@ class OperatorSettings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> OperatorSettings:
-        """Raises BadSetting, which names the variable, its value and what is expected."""
+        """Read the settings. Raises BadSetting, which names the variable, its value and what is expected."""
         read = _EnvironmentReader(environment)
         lease = LeaseTimes(
             duration_s=read.seconds("LEASE_DURATION_S", 15.0),

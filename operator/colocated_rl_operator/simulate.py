@@ -1,6 +1,6 @@
-"""Prints the plan for an observation in a file: `python -m colocated_rl_operator.simulate FILE`. No cluster needed.
+"""Print the plan for an observation in a file: `python -m colocated_rl_operator.simulate FILE`. It needs no cluster.
 
-The file is an `Observation` as JSON (`--example` prints one): what the operator saw, from a log or a test, or made up.
+The file holds an `Observation` as JSON (`--example` prints one), from a log or a test, or made up.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""kopf's watches, for as long as the process lives.
+"""Keep kopf's watches going for as long as the process lives.
 
-kopf takes most of what an API server may say to a watch for the end of the operator: an event of type ERROR that is not
-410 ("etcdserver: no leader"), a status of 410, any other after some tries. It has no setting for that, so its own
-generator is put into one that lists and watches again: what infinite_watch does for what it knows of. Later each time,
-because what there is no more, such as a CRD that was removed, may be away for long.
+Most errors with which an API server may end a watch end kopf's operator: an event of type ERROR that is not 410
+("etcdserver: no leader"), a status of 410, any other one after some tries. kopf has no setting for that, so its own
+generator is wrapped in one that lists and watches again, as infinite_watch does for the errors that it knows. It waits
+longer each time, because a missing resource, such as a CRD that was removed, may be away for long.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Watch = Callable[..., AsyncIterator[Any]]
 
 
 def patient(watch: Watch, *, rest: Callable[[float], Awaitable[None]] = asyncio.sleep) -> Watch:
-    """Like `watch`, and ends only where that ends in order. rest: how the seconds before the next try pass."""
+    """Return a watch like `watch` that ends only if that one ends in order. rest: sleeps until the next try."""
 
     async def watch_patiently(**options: Any) -> AsyncIterator[Any]:
         again_s, said = AGAIN_S, ""
         while True:
             try:
                 async for event in watch(**options):
-                    if isinstance(event, dict) and event["type"] is not None:  # a change, and nothing of the list
+                    if isinstance(event, dict) and event["type"] is not None:  # a change, and not an item of the list
                         again_s, said = AGAIN_S, ""
                     yield event
                 return
@@ -48,5 +48,5 @@ def patient(watch: Watch, *, rest: Callable[[float], Awaitable[None]] = asyncio.
 
 
 def keep_watching() -> None:
-    """From now on, in all of this process."""
+    """Make kopf's watches patient in the whole process, from now on."""
     watching.continuous_watch = patient(watching.continuous_watch)
