@@ -1,7 +1,7 @@
-"""Whose devices a role shares: what `colocateWith` may say, and what is wrong with everything else.
+"""Decide whose devices a role may share: the values of `colocateWith`, and a message for each value that is refused.
 
-A role names another one, `""` asks for devices of its own, and the trainer, whose devices they are, names nobody.
-Said twice, in CEL for the API server and in Python, with the same words.
+A role names another one, `""` asks for devices of its own, and the trainer, whose devices they are, names no role. The
+rule exists twice, in CEL for the API server and in Python, with the same messages.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ _ALLOWED = (TRAINER, "")
 
 @dataclass(frozen=True)
 class Colocation:
-    """Of one role. peer: the other one that may set the field."""
+    """The colocation of one role. peer: the other role that may set the field."""
 
     role: str
     peer: str
 
     def refusal(self, named: str, *, peers: str | None) -> str | None:
-        """Why the role can't share the devices of `named`. peers: whom the peer names; None: the job has no peer."""
+        """Return why the role can't share the devices of `named`, or None if it can.
+
+        peers: the role that the peer names; None: the job has no peer.
+        """
         if named in _ALLOWED:
             return None
         if named not in (self.role, self.peer):
@@ -36,7 +39,7 @@ class Colocation:
 
     @property
     def rule(self) -> Rule:
-        """The same, of the spec."""
+        """Return the same rule for the spec, in CEL."""
         named, peers = f"self.{self.role}.colocateWith", f"self.{self.peer}.colocateWith"
         return Rule(
             field=f"{self.role}.colocateWith",

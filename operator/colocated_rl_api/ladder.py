@@ -1,8 +1,8 @@
-"""The ladders: the fixed orders in which a pod's weights change hands, and where a pod stands on one of them.
+"""Define the ladders, the fixed orders in which a pod's weights change hands, and where a pod stands on one of them.
 
 Placement decides which ladder a job climbs; each is one value here, read by the planner, the agents, the documentation
-and the tests. A rung is a named set of facts; a pod stands at the highest rung whose facts all hold, seen from the
-weights version that the group is climbing to. Barriers are rungs that every member must reach before any goes on.
+and the tests. A rung is a named set of facts; a pod stands at the highest rung whose facts all hold, relative to the
+weight version that the group is climbing to. Barriers are rungs that every member must reach before any goes on.
 
 Nothing here stores a position: `Ladder.standing` derives it from facts, so a restart of either side costs nothing.
 """
@@ -19,7 +19,7 @@ from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 
 @dataclass(frozen=True, eq=False)
 class Ladder:
-    """One order of rungs. Of a rung that is not on it nothing can be said: every method raises KeyError."""
+    """A ladder is one order of rungs. Every method raises KeyError for a rung that is not on it."""
 
     placement: Placement
     rungs: tuple[Rung, ...]
@@ -30,44 +30,44 @@ class Ladder:
 
     @property
     def serves_on(self) -> bool:
-        """Engines serve older weights while trainers work, up to the update."""
+        """Return whether engines serve older weights while trainers work, up to the update."""
         return self.placement in (Placement.RESIDENT, Placement.DISAGGREGATED)
 
     @property
     def takes_turns(self) -> bool:
-        """Engines give their memory up for the trainers, and get it back."""
+        """Return whether engines release their memory for the trainers, and get it back."""
         return self.placement is Placement.TIME_SLICED
 
     @property
     def top(self) -> Rung:
-        """Where a group rests until there is another step."""
+        """Return the rung at which a group rests until there is another step."""
         return self.rungs[-1]
 
     @property
     def serves(self) -> bool:
-        """There are engines."""
+        """Return whether there are engines."""
         return Rung.SERVING in self._places
 
     @property
     def trains(self) -> bool:
-        """There are trainers."""
+        """Return whether there are trainers."""
         return Rung.TRAINED in self._places
 
     @property
     def scores(self) -> bool:
-        """A reference scores each batch before it is trained."""
+        """Return whether a reference scores each batch before it is trained."""
         return Rung.SCORED in self._places
 
     def place(self, rung: Rung) -> int:
-        """For comparing; UNKNOWN is below all."""
+        """Return the rung's place, for comparing; UNKNOWN is below all."""
         return self._places[rung]
 
     def reaches(self, rung: Rung, wanted: Rung) -> bool:
-        """Whether who stands at `rung` stands at `wanted` or higher."""
+        """Return whether `rung` is `wanted` or higher."""
         return self._places[rung] >= self._places[wanted]
 
     def next_barrier(self, after: Rung) -> Rung:
-        """The barrier that a group may aim for when its slowest member stands at `after`.
+        """Return the barrier that a group may aim for when its slowest member stands at `after`.
 
         The group may stand one barrier beyond its slowest member. At the top it stays there.
         """
@@ -75,13 +75,13 @@ class Ladder:
         return next((rung for rung in above if rung in self.barriers), self.top)
 
     def slowest(self, standings: Iterable[Rung]) -> Rung:
-        """The lowest rung of a group; UNKNOWN for an empty one."""
+        """Return the lowest rung of a group; UNKNOWN for an empty one."""
         return min(set(standings), key=self.place, default=Rung.UNKNOWN)
 
     def standing(self, pod: PodFacts | None, at: WeightVersion) -> Rung:
-        """Where a GPU pod stands on the way to serving version `at`; UNKNOWN without facts.
+        """Return the rung of a GPU pod on the way to serving version `at`; UNKNOWN without facts.
 
-        A pod stands at its lowest engine's rung. An engine whose process is gone satisfies everything below Updated: it
+        A pod stands at its lowest engine's rung. An engine whose process is gone satisfies every rung below Updated: it
         maps no memory and has nothing in flight (the gate is closed whenever an engine is missing).
         """
         if pod is None or not (pod.engines or pod.trainers):
@@ -128,7 +128,7 @@ def _starts_on(pod: PodFacts, at: WeightVersion) -> bool:
 
 # ----------------------------------------------------------------------------------------------------------- resident
 def _stands_resident(pod: PodFacts, at: WeightVersion) -> Rung:
-    """Below Exported the engine serves older weights, or is on its way there, whatever the trainer does."""
+    """Return the rung. Below Exported the engine serves older weights, or starts on them, whatever the trainer does."""
     if all(_is_updated(engine, at) for engine in pod.engines):
         return Rung.SERVING if _serves(pod) else Rung.UPDATED
     if not _is_trained(pod, at):
@@ -137,9 +137,9 @@ def _stands_resident(pod: PodFacts, at: WeightVersion) -> Rung:
 
 
 def _stands_aside(pod: PodFacts, at: WeightVersion) -> Rung:
-    """Exported to Drained: the new weights are there, and the engine does not hold them yet."""
+    """Return the rung from Exported to Drained: the new weights exist, and the engine does not hold them yet."""
     if any(_is_starting(engine) and engine.starts_on != at for engine in pod.engines):
-        return Rung.TRAINED  # no other gate closes while an engine is on its way up: all would wait for it
+        return Rung.TRAINED  # no other gate closes while an engine starts: all would wait for it
     if pod.gate.open:
         return Rung.EXPORTED
     if not pod.gate.settled:
@@ -153,7 +153,7 @@ def _stands_aside(pod: PodFacts, at: WeightVersion) -> Rung:
 
 # ------------------------------------------------------------------------------------------------------ disaggregated
 def _stands_disaggregated(pod: PodFacts, at: WeightVersion) -> Rung:
-    """A pod of trainers has done its part when the weights are written; one of an engine begins where it has them."""
+    """Return the rung. Trainers' pods are done once the weights are written; an engine's begins once it has them."""
     if pod.trainers:
         rung = _stands_train_only(pod, at)
         return Rung.SERVING if rung is Rung.EXPORTED else rung
@@ -164,13 +164,13 @@ def _stands_disaggregated(pod: PodFacts, at: WeightVersion) -> Rung:
 
 # ----------------------------------------------------------------------------------------------------- one side alone
 def _stands_rollout_only(pod: PodFacts, at: WeightVersion) -> Rung:
-    """A pod that is made again names its weights by another lineage: they are the same, and the others serve on."""
+    """Return the rung. A pod made again names the same weights by another lineage, and the others serve on."""
     is_whole = all(engine.is_ready and engine.version is not None and engine.is_mapped for engine in pod.engines)
     return Rung.SERVING if is_whole and _serves(pod) else Rung.RELEASED
 
 
 def _stands_train_only(pod: PodFacts, at: WeightVersion) -> Rung:
-    """Nothing is saved before all stand at Trained: a checkpoint is of every rank."""
+    """Return the rung. Nothing is saved before all stand at Trained, because a checkpoint is of every rank."""
     if not _is_trained(pod, at):
         return Rung.SEALED
     return Rung.EXPORTED if _is_exported(pod, at) else Rung.TRAINED
@@ -271,7 +271,7 @@ TRAIN_ONLY = Ladder(
 
 # -------------------------------------------------------------------------------------------------- with a reference
 def _with_scores(ladder: Ladder) -> Ladder:
-    """The same ladder with the rung Scored below Trained.
+    """Return the same ladder with the rung Scored below Trained.
 
     A step that need not be trained, as at a start on its checkpoint, need not be scored either.
     """
@@ -303,5 +303,5 @@ _LADDERS = {(ladder.placement, ladder.scores): ladder for ladder in LADDERS}
 
 
 def ladder_for(placement: Placement, *, scores: bool) -> Ladder:
-    """The one that a job climbs. scores: it has a reference, which says nothing where nothing is trained."""
+    """Return the ladder that a job climbs. scores: it has a reference, which scores nothing if nothing is trained."""
     return _LADDERS[placement, scores and placement is not Placement.ROLLOUT_ONLY]

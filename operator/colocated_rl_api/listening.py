@@ -1,4 +1,4 @@
-"""Where processes of a pod listen: at each of its addresses, be its cluster's network of IPv4, of IPv6 or of both."""
+"""Open listening sockets at every address of a pod, on a cluster network of IPv4, of IPv6 or of both."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ BACKLOG = 128
 
 
 def listen(host: str, port: int, *, backlog: int = BACKLOG) -> socket.socket:
-    """host: an address, or EVERYWHERE. port: 0 takes a free one. Raises OSError.
+    """Return a listening socket. host: an address, or EVERYWHERE. port: 0 takes a free one. Raises OSError.
 
-    Event loops and socket servers, asked for an address, take it of one family, or a socket and a port for each.
+    Event loops and socket servers would listen in one address family only, or open a socket and a port for each.
     """
     if host == EVERYWHERE and socket.has_dualstack_ipv6():
         return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)

@@ -1,8 +1,9 @@
-"""JSON log lines with the same fields in every process, so that one filter follows a switch through all of them.
+"""Write JSON log lines with the same fields in every process: one filter follows a switch through all of them.
 
-One line per transition. `configure` says what is true of the process, in all its threads; `bind` adds fields to every
-later line of the current task and what it starts; `ts` is seconds since the epoch, UTC. No prompts, tokens or secrets:
-so an exception is logged by its type and where it was raised (`failure_of`): its message may quote what it was about.
+There is one line per transition. `configure` sets fields for the whole process, in all its threads; `bind` adds fields
+to every later line of the current task and of what it starts; `ts` is seconds since the epoch, UTC. No line holds
+prompts, tokens or secrets, so an exception is logged by its type and where it was raised (`failure_of`): its message
+may quote its data.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _bound: contextvars.ContextVar[dict[str, object]] = contextvars.ContextVar("colo
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per record; `record.args` that are a mapping become fields.
+    """The formatter writes one JSON object per record; a mapping in `record.args` becomes fields.
 
-    quotes: exceptions are shown with their messages: of a process that sees neither prompts nor responses.
+    quotes: log messages of exceptions, in a process that sees neither prompts nor responses.
     """
 
     def __init__(self, *, quotes: bool = False) -> None:
@@ -50,7 +51,7 @@ class JsonLines(logging.Formatter):
         line |= _of_process | _bound.get()
         if isinstance(record.args, dict):
             line |= record.args
-        elif record.args:  # of a library: an ordinary message with arguments
+        elif record.args:  # a library's message with ordinary arguments
             line["event"] = record.getMessage()
         if record.name == "asyncio" and not self._quotes:
             line["event"] = _without_objects(str(line["event"]))
@@ -61,14 +62,14 @@ class JsonLines(logging.Formatter):
 
 
 def shows_messages() -> bool:
-    """Whether a person wants the messages of all exceptions in the logs of this process."""
+    """Return whether a person wants the messages of all exceptions in the logs of this process."""
     return os.environ.get(SHOW_MESSAGES) == "1"
 
 
 def configure(*, level: str = "INFO", stream: IO[str] | None = None, quotes: bool = False, **fields: object) -> None:
     """Send every logger of this process to `stream` (standard output) as JSON lines.
 
-    They carry `fields`, and those of earlier calls. quotes: as `JsonLines` has it.
+    The lines carry `fields`, and those of earlier calls. quotes: as in `JsonLines`.
     """
     handler = logging.StreamHandler(stream or sys.stdout)
     handler.setFormatter(JsonLines(quotes=quotes))
@@ -79,33 +80,33 @@ def configure(*, level: str = "INFO", stream: IO[str] | None = None, quotes: boo
 
 
 def in_words(error: BaseException) -> str:
-    """Its kind and what it says, for people: the `repr` of a client's error names each field of its connection."""
+    """Return the error's type and message, for people: the `repr` of a client's error has its whole connection."""
     return ": ".join(filter(None, (type(error).__name__, str(error))))
 
 
 def failure_of(error: BaseException) -> str:
-    """What anybody may be told of an error whose message may quote a prompt, a response or an answer.
+    """Describe an error without quoting a prompt, a response or an answer.
 
-    In words where the class is ours or the operating system raised it; of any other its type and where it was raised.
+    An error of our own classes or of the operating system keeps its message; any other has its type and places.
     """
     is_of_the_system = isinstance(error, OSError) and error.errno is not None
     return in_words(error) if is_ours(error) or is_of_the_system else in_places(error)
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether its class is of this project, whose messages quote nothing."""
+    """Return whether the error's class is of this project: such messages quote nothing."""
     return type(error).__module__.startswith("colocated_rl_")
 
 
 def in_places(error: BaseException) -> str:
-    """Its type and the last places that it came through, without its message."""
+    """Return the error's type and the last places in its traceback, without its message."""
     frames = traceback.walk_tb(error.__traceback__)
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames][: -PLACES_AT_MOST - 1 : -1]
     return " at ".join(filter(None, (type(error).__name__, ", called at ".join(places))))[:FAILURE_CHARS]
 
 
 def _traced(info: tuple[Any, ...]) -> str:
-    """A traceback without messages and without lines of source, in which either may quote anything."""
+    """Format a traceback without others' messages and without lines of source: either may quote anything."""
     return "\n".join(_trace_lines(info[1], set()))
 
 
@@ -125,7 +126,7 @@ def _trace_lines(error: BaseException, seen: set[int]) -> Iterator[str]:
 
 
 def _without_objects(event: str) -> str:
-    """What asyncio says, up to the first object that it shows: a task shows its exception, a callback its arguments."""
+    """Cut an asyncio message at the first object in it: a task shows its exception, a callback its arguments."""
     return re.split(r"[\n<(]", event, maxsplit=1)[0].strip()
 
 
@@ -140,7 +141,7 @@ def bind(**fields: object) -> Iterator[None]:
 
 
 def log(logger: logging.Logger, event: str, level: int = logging.INFO, **fields: object) -> None:
-    """One line: `log(LOG, "rung reached", rung=rung, took_s=took)`."""
+    """Log one line: `log(LOG, "rung reached", rung=rung, took_s=took)`."""
     if logger.isEnabledFor(level):
         given = {key: value for key, value in fields.items() if value is not None}
         logger.log(level, event, *([given] if given else []))  # an empty mapping would be taken for a format's argument

@@ -1,7 +1,7 @@
-"""The seats of a job: places that one pod each fills, whatever its attempt. `ROLE-REPLICA`, or `rollout`.
+"""Name the seats of a job: places that one pod each fills, whatever its attempt. A name is `ROLE-REPLICA` or `rollout`.
 
-Which of them there are follows from mode and from how many are asked for of each kind. Operator and command line read
-it here.
+The seats follow from the mode and from how many pods of each kind the job asks for. Operator and command line read them
+here.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def role_of(seat: str) -> str:
 
 @dataclass(frozen=True)
 class Seats:
-    """Of pods in which trainers have a place, and of those in which an engine has one: the same, or no one in both.
+    """Seats list the pods with trainers and those with an engine: both lists are the same, or they share none.
 
-    references: of pods of a reference with devices of its own.
+    references: the pods of a reference with devices of its own.
     """
 
     trainers: tuple[str, ...]
@@ -36,7 +36,7 @@ class Seats:
 
     @cached_property
     def gpu(self) -> tuple[str, ...]:
-        """Of all pods that climb: with engines, trainers or both."""
+        """Return the seats of all pods that climb: those with engines, trainers or both."""
         return tuple(dict.fromkeys((*self.trainers, *self.engines)))
 
     @cached_property
@@ -45,9 +45,10 @@ class Seats:
 
 
 def seats_for(mode: str, *, replicas: int, engines: int | None, references: int = 0) -> Seats:
-    """mode: also a word of a newer version. engines: how many pods have one alone; None: those of trainers have it.
+    """Return the seats of a job. mode: may be one of a newer version, unknown here.
 
-    references: how many pods it has of its own, where there are samples for it to score.
+    engines: the number of pods with only an engine; None: engines share the trainers' pods. references: the number of
+    pods of a reference, which has seats only if there are samples for it to score.
     """
     scoring = _of(names.ROLE_REFERENCE, 0 if mode == Mode.TRAIN_ONLY else references)
     if engines is None:
