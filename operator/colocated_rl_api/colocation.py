@@ -17,7 +17,7 @@ _ALLOWED = (TRAINER, "")
 
 @dataclass(frozen=True)
 class Colocation:
-    """The colocation of one role. peer: the other role that may set the field."""
+    """A colocation checks the field of one role. peer: the other role that may set the field."""
 
     role: str
     peer: str

@@ -1,1 +1,1 @@
-"""The operator: observes a job's members, plans where each should stand, and acts."""
+"""Run the operator, which observes a job's members, plans where each should stand, and acts."""

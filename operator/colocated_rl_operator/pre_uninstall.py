@@ -1,4 +1,4 @@
-"""Check that the operator may go: `python -m colocated_rl_operator.pre_uninstall`, which the chart runs before that.
+"""Check that the operator may go: `python -m colocated_rl_operator.pre_uninstall`, a hook of the chart.
 
 The exit code is 1 while it has jobs that are neither over nor suspended, with their names and what to do: without an
 operator no GPU of theirs changes hands again, and deleting them waits for a finalizer that nobody removes. It is 0 if

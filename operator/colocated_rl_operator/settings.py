@@ -30,7 +30,7 @@ PULL_POLICIES = ("Always", "IfNotPresent", "Never")
 
 @dataclass(frozen=True)
 class LeaseTimes:
-    """The times of the lease. duration_s: others wait this long after the last change.
+    """These times govern the lease. duration_s: others wait this long after the last change.
 
     renew_deadline_s: a leader that has not renewed for this long ends. retry_s: between two attempts.
     """

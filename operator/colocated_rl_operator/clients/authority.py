@@ -36,7 +36,7 @@ CLOCK_TOLERANCE = timedelta(hours=1)  # nodes' clocks differ
 
 
 class SecretApi(Protocol):
-    """The calls of `kube.Kube` that are needed here."""
+    """This protocol names the calls of `kube.Kube` that the authority needs."""
 
     async def read_secret(self, namespace: str, name: str) -> dict[str, Any]: ...
     async def create_secret(self, namespace: str, secret: dict[str, Any]) -> dict[str, Any]: ...

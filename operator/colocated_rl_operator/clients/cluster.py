@@ -23,7 +23,7 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """A server and the credentials for it. `certificate_pem`: the client's certificate, followed by its key."""
+    """This value holds a server and its credentials. `certificate_pem`: the client's certificate, then its key."""
 
     server: str
     ca_pem: str | None = None

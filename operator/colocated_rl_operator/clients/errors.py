@@ -25,7 +25,7 @@ RETRY_S, MAX_RETRY_S = 1.0, 10.0
 
 
 class OperatorError(Exception):
-    """Base of all errors: the message states what was attempted, on what, and what happens next."""
+    """All errors have this base: the message states what was attempted, on what, and what happens next."""
 
 
 class BadSetting(OperatorError):

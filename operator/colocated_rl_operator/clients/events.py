@@ -27,7 +27,7 @@ MAX_NOTE_BYTES = 1024
 
 
 class EventApi(Protocol):
-    """The calls of `kube.Kube` that events need."""
+    """This protocol names the calls of `kube.Kube` that events need."""
 
     async def create_event(self, namespace: str, event: dict[str, Any]) -> dict[str, Any]: ...
     async def repeat_event(self, namespace: str, name: str, series: dict[str, Any]) -> dict[str, Any]: ...
@@ -35,7 +35,7 @@ class EventApi(Protocol):
 
 @dataclass(frozen=True)
 class About:
-    """The job that an event regards, by namespace, name and UID."""
+    """This value names the job that an event regards."""
 
     namespace: str
     name: str

@@ -64,7 +64,7 @@ _PLURALS = {
 
 
 class Kube:
-    """A connection to one API server, open while its context is entered.
+    """A client calls one API server while its context is entered.
 
     count: called with the verb, resource and status code of each answer (metrics); code 0 if there was none.
     """

@@ -34,7 +34,7 @@ RELEASE_DEADLINE_S = 5.0
 
 
 class LeaseApi(Protocol):
-    """The calls of `kube.Kube` that a lease needs."""
+    """This protocol names the calls of `kube.Kube` that a lease needs."""
 
     async def read_lease(self, namespace: str, name: str) -> dict[str, Any]: ...
     async def create_lease(self, namespace: str, lease: dict[str, Any]) -> dict[str, Any]: ...
@@ -52,7 +52,7 @@ class LeaseTerms:
 
 
 class Lease:
-    """The lease that this process competes for, and renews once it leads.
+    """The process competes for this lease, and renews it once it leads.
 
     connect: opens an API connection in the thread's own loop. die: ends the process at once, with no clean-up.
     """

@@ -85,7 +85,7 @@ _INBOX = memoryview(bytearray(64 * 1024))
 
 
 class Link(asyncio.BufferedProtocol):
-    """The operator's end of a connection. It reads into a buffer: else uvloop's TLS allocates 256 KiB per read."""
+    """A link is the operator's end. It reads into a buffer: else uvloop's TLS allocates 256 KiB for each read."""
 
     def __init__(self, *, host: str, ping_s: float, hear: Hear) -> None:
         self._loop = asyncio.get_running_loop()

@@ -69,7 +69,7 @@ class Changed(Protocol):
 
 @dataclass(frozen=True)
 class Address:
-    """The address of one member of a job: its pod and port."""
+    """An address names one member of a job: its pod and port."""
 
     pod: str
     pod_uid: str
@@ -80,7 +80,7 @@ class Address:
 
 @dataclass(frozen=True, eq=False)
 class MemberReport:
-    """The present knowledge of a member; the same object until that changes.
+    """A report holds what is known of a member now; it is the same object until that changes.
 
     facts: None unless connected. silent_since: monotonic; None while connected.
     """
@@ -92,7 +92,7 @@ class MemberReport:
 
 @dataclass(frozen=True, eq=False)
 class _Told:
-    """A target and the frame that carries it to every member that gets it."""
+    """This value holds a target, and the frame that carries it to every member that gets it."""
 
     target: Target
     frame: bytes
@@ -100,7 +100,7 @@ class _Told:
 
 @dataclass(eq=False)
 class _Member:
-    """One member, across its connections. `told` belongs to the present one."""
+    """This record follows one member across its connections. `told` belongs to the present one."""
 
     job: _Job
     address: Address
@@ -129,7 +129,7 @@ class _Job:
 
 
 class Members:
-    """The connections to every member of every job, while its context is entered.
+    """This object keeps the connections to every member of every job, while its context is entered.
 
     tls: client side, with the operator's certificate. changed: called with a job's UID when one of its members has
     something new. lost: called once for each connection that we did not end (metrics). rest: sleeps for the seconds

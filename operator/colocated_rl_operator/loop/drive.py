@@ -32,7 +32,7 @@ REST, MAX_REST_S = 20.0, 0.2  # between passes without hurry: REST times the las
 
 @dataclass
 class OperatorContext:
-    """The context that all handlers share; kopf hands it to each as `memo.context`."""
+    """All handlers share this context; kopf hands it to each as `memo.context`."""
 
     access: ClusterAccess
     doors: Doors

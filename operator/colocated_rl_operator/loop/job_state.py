@@ -38,7 +38,7 @@ class PodRecord:
 
 @dataclass
 class JobState:
-    """The state of one job, as this process knows it."""
+    """This object holds the state of one job, as this process knows it."""
 
     record: Record
     job: Job | None = None  # of the newest generation whose spec could be read
@@ -71,7 +71,7 @@ class JobState:
         return 0.0 if self.failing_since is None else now - self.failing_since
 
     def forget(self) -> None:
-        """Read the job again as for the first time."""
+        """Forget what is known, so that the next pass reads the job as for the first time."""
         self.record.forget()
         self.memory, self.objects_of = Memory(), None
 

@@ -157,7 +157,7 @@ async def _apply_objects(job: Job, doors: Doors) -> None:
 
 
 class PodChange(Enum):
-    """The outcome of one action. A name that a foreign pod has raises NotAdmitted instead."""
+    """A change has one of these outcomes. A name that a foreign pod has raises NotAdmitted instead."""
 
     DONE = auto()
     NAME_TAKEN = auto()  # by a pod that is ending, of a deleted job most likely

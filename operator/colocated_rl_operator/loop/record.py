@@ -38,7 +38,7 @@ MAX_NEWS = 64  # events that wait for their turn; the oldest are dropped first
 
 
 class StatusApi(Protocol):
-    """The calls of `kube.Kube` that a record needs."""
+    """This protocol names the calls of `kube.Kube` that a record needs."""
 
     async def read_job(self, namespace: str, name: str) -> Body: ...
     async def write_status(self, namespace: str, name: str, *, resource_version: str, status: Body) -> Body: ...
@@ -46,7 +46,7 @@ class StatusApi(Protocol):
 
 @dataclass(frozen=True)
 class News:
-    """An event about the job. action: what the operator does about it, as a CamelCase verb phrase."""
+    """This is an event about the job. action: what the operator does about it, as a CamelCase verb phrase."""
 
     kind: Literal["Normal", "Warning"]
     reason: Told
@@ -55,7 +55,7 @@ class News:
 
 
 class Record:
-    """The record of one job. `status` is the newest one, written or on its way; None before the first read.
+    """A record writes one job's status. `status` is the newest, written or on its way; None before the first read.
 
     failed: wakes the job's loop. rest: sleeps for the seconds between two tries at one status.
     """

@@ -1,1 +1,1 @@
-"""Render the objects of a job from its spec. Pure."""
+"""Render the objects of a job from its spec. The package is pure."""

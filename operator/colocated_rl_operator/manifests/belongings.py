@@ -1,4 +1,4 @@
-"""Render a job's objects other than pods: configuration, keys, volumes and network policies. Pure."""
+"""Render a job's objects other than pods: configuration, keys, volumes and network policies. The module is pure."""
 
 from __future__ import annotations
 

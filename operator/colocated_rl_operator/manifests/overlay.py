@@ -1,4 +1,4 @@
-"""Lay a job's pod template over a pod as the operator renders it. Pure.
+"""Lay a job's pod template over a pod as the operator renders it. The module is pure.
 
 What the operator needs is never replaced: `pod_template` has no field for it, or refuses it. Mere defaults, the labels
 and annotations below and a container's homes and caches, give way to the template.

@@ -1,4 +1,4 @@
-"""Render the pods of a job, and name all its objects. Pure.
+"""Render the pods of a job, and name all its objects. The module is pure.
 
 Every pod passes the restricted pod security profile: no root, no capabilities, a read-only root file system, and
 volumes for everything that is written. Agent and GPU container have different users and one group, so that engine and
@@ -49,7 +49,7 @@ RESTRICTED = {
 
 @dataclass(frozen=True)
 class PodImages:
-    """Pod images are those that containers run if the job names none."""
+    """Containers run these images if the job names none."""
 
     agent: str
     rollout: str

@@ -1,1 +1,1 @@
-"""Decide where every member should stand, which pods there should be, and what the status reports. Pure."""
+"""Decide where every member should stand, which pods there should be, and what the status reports, without I/O."""

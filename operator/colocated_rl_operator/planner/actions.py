@@ -1,4 +1,4 @@
-"""Actions that a plan asks the shell to do. They are values: only `loop.act` carries them out."""
+"""Name the actions that a plan asks the shell for. They are values: only `loop.act` carries them out."""
 
 from __future__ import annotations
 
