@@ -1,1 +1,1 @@
-"""Rules about samples: what they are, how stale they may be, how one goes on after an interruption. Pure."""
+"""This room holds the rules about samples: their states, their staleness, how they resume. Pure."""

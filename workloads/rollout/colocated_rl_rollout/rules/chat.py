@@ -1,7 +1,7 @@
-"""Text to token ids and back, as the model's own tokenizer and chat template have it.
+"""Convert text to token ids and back with the model's own tokenizer and chat template.
 
-Reads the model's directory: `tokenizer.json`, the chat template, the end tokens. Renders templates in the sandbox and
-with the settings that transformers uses, without its import time and its torch.
+This module reads the model's directory: `tokenizer.json`, the chat template, the end tokens. It renders templates in
+the sandbox and with the settings of transformers, without its import time and its torch.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class ModelUnusable(Exception):
-    """The model's directory lacks what rollout needs. The user mends the model; trying again does not help."""
+    """The model's directory lacks a file that rollout needs. The user has to fix the model; a retry does not help."""
 
 
 class Unrenderable(Exception):
-    """The template does not take this conversation. Another one may be fine.
+    """The template rejects this conversation. It may accept another one.
 
-    said: the template's words, for whoever sent the conversation and nobody else: they may quote it.
+    said: the template's message, only for the sender of the conversation, because it may quote the conversation.
     """
 
     def __init__(self, message: str, *, said: str = "") -> None:
@@ -44,10 +44,10 @@ class Unrenderable(Exception):
 
 
 class Chat:
-    """Tokenizer and chat template of one model. Raises ModelUnusable.
+    """Hold the tokenizer and chat template of one model. Raises ModelUnusable.
 
-    template: its text. end_ids: tokens that end a response. vocabulary: ids are below it. special_ids: of tokens that
-    are no text. byte_ids: of tokens that are one byte, where the tokenizer has such.
+    template: its text. end_ids: tokens that end a response. vocabulary: all ids are below it. special_ids: tokens that
+    stand for no text. byte_ids: tokens that stand for one byte, where the tokenizer has them.
     """
 
     def __init__(self, model: Path) -> None:
@@ -76,10 +76,10 @@ class Chat:
             )
 
     def prompt_ids(self, question: str | list[dict[str, Any]]) -> tuple[int, ...]:
-        """A user's question, or a conversation, as the model is asked it, up to where its answer begins.
+        """Return the prompt ids of a user's question, or of a conversation, up to where the model's answer begins.
 
-        A message is as a client of the gateway sends it: tables have every member in each message, most of them null.
-        Raises Unrenderable.
+        A message has the form that a client of the gateway sends, but tables have every member in each message, most of
+        them null. Raises Unrenderable.
         """
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         try:
@@ -98,7 +98,7 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """A conversation as text, up to where the policy speaks. options: of the template. Raises Unrenderable."""
+        """Render a conversation as text, up to the policy's turn. options: of the template. Raises Unrenderable."""
         said = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
         try:
             return self._render({**(options or {}), **self._special, **said})
@@ -106,7 +106,7 @@ class Chat:
             raise Unrenderable(in_places(error), said=in_words(error)[:500]) from error
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
-        """special: with what the tokenizer puts before a text of its own accord. Raises Unrenderable."""
+        """Encode a text. special: include what the tokenizer puts before a text by default. Raises Unrenderable."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -114,15 +114,15 @@ class Chat:
         return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a whole response, without special tokens."""
+        """Return the text of a whole response, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def never_in_text(self, stop: str) -> bool:
-        """Whether it has a special token in it, and is not one that ends a response anyway."""
+        """Return whether the stop string contains a special token and is not itself a token that ends a response."""
         return any(text in stop for text in self._special_texts) and self._special_texts.get(stop) not in self.end_ids
 
     def token_text(self, token: int) -> str:
-        """One token by itself, special ones too; part of a character shows as the replacement character."""
+        """Return one token as text, special tokens too. Part of a character becomes the replacement character."""
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def _end_ids(self, model: Path) -> list[int]:
@@ -136,7 +136,7 @@ class Chat:
 
 
 def as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates want it: text in one piece, no null, arguments of calls as objects."""
+    """Return a message as templates expect it: text in one piece, no null, arguments of calls as objects."""
     said = {name: value for name, value in message.items() if value is not None}
     content = said.get("content", "")
     said["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
@@ -151,7 +151,7 @@ def as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}` marks what the assistant wrote; here it means nothing."""
+    """Accept `{% generation %}`, which marks the assistant's text in training templates, and ignore it."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
@@ -194,7 +194,7 @@ def _template_text(model: Path, config: dict[str, Any]) -> str:
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token is written as its text, or as a mapping with `content`."""
+    """Return the text of a special token, which is written as a string or as a mapping with `content`."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 

@@ -1,8 +1,8 @@
-"""How segments become one response. Pure, and the same for a sample of rollout and for a client's turn.
+"""These rules join segments into one response, the same way for rollout samples and for clients' turns. Pure.
 
-Owns what is read from an engine's answer, when a response is at its end, and when no further attempt is made. Refuses
-an answer whose ids, log-probabilities and versions do not describe the same tokens: padding would train on wrong tokens
-(H27), so the segment is dropped and its sample goes on from what it had.
+The module reads tokens from an engine's answer and decides when a response has ended and when no further attempt is
+made. It refuses an answer whose ids, log-probabilities and versions do not describe the same tokens: padding would
+train on wrong tokens (H27), so the segment is dropped and its sample resumes from the tokens it had.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from colocated_rl_rollout.rules.samples import (
 )
 
 ATTEMPTS_AT_MOST = 64  # of one response: each prefills again what is there (H34)
-IDLE_ATTEMPTS_AT_MOST = 16  # in a row that brought no token (H6)
-RESENT_AT_MOST = ATTEMPTS_AT_MOST // 2  # times its limit: what so many attempts send again of one that grows evenly
+IDLE_ATTEMPTS_AT_MOST = 16  # in a row without a token (H6)
+RESENT_AT_MOST = ATTEMPTS_AT_MOST // 2  # times its limit: what so many attempts resend of a response that grows evenly
 NO_EXPERTS = np.empty((0, 0), np.int32)
 
 
 class GarbledAnswer(ValueError):
-    """The engine's answer contradicts itself or lacks a part. Nothing of it is used."""
+    """The engine's answer contradicts itself or lacks a part. None of it is used."""
 
 
 class Ending(StrEnum):
-    """Why an engine attempt ended, whatever the engine calls it."""
+    """Why an engine attempt ended, in one vocabulary for all engines."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -43,7 +43,7 @@ class Ending(StrEnum):
 
 
 def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Ending]:
-    """Tokens of one engine attempt and why it ended, from the body of an answer with status 200.
+    """Read the tokens of one engine attempt, and why it ended, from the body of an answer with status 200.
 
     Raises GarbledAnswer.
     """
@@ -62,7 +62,7 @@ def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Ending]:
         raise GarbledAnswer(f"a part is missing or of another shape: {type(error).__name__}") from error
     if ending is not Ending.INTERRUPTED and not len(tokens):
         raise GarbledAnswer(f"it ended with {ending} before its first token")
-    if (tokens.ids < 0).any():  # an engine that overlaps its steps has such in the places of tokens to come
+    if (tokens.ids < 0).any():  # an engine that overlaps its steps puts such ids in the places of tokens to come
         raise GarbledAnswer("a token id is below 0")
     if not np.isfinite(tokens.logp).all() or (tokens.logp > 1e-4).any():
         raise GarbledAnswer("a log-probability is not a finite number of at most 0")
@@ -70,9 +70,9 @@ def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Ending]:
 
 
 def read_experts(answer: Mapping[str, Any], *, rows: int, width: int = 0) -> NDArray[np.int32]:
-    """Experts that `rows` tokens were routed to: [rows, layers * experts], none where the answer does not say.
+    """Read the experts of `rows` tokens: [rows, layers * experts], empty where the answer has none.
 
-    width: what tokens before them have each, 0 without such. Raises GarbledAnswer.
+    width: how many each earlier token has, 0 without earlier tokens. Raises GarbledAnswer.
     """
     said = answer["meta_info"].get("routed_experts")
     if said is None:
@@ -89,13 +89,13 @@ def read_experts(answer: Mapping[str, Any], *, rows: int, width: int = 0) -> NDA
 
 
 def join_experts(so_far: NDArray[np.int32], more: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Rows that an attempt added come after those that were there: it was asked for no others (H28)."""
+    """Append the rows that an attempt added to those from before: only new rows were asked for (H28)."""
     parts = [rows for rows in (so_far, more) if len(rows)]
     return np.concatenate(parts) if parts else NO_EXPERTS
 
 
 def _read_spans(meta: Mapping[str, Any], length: int) -> tuple[Span, ...]:
-    """Spans of a finished answer, or the one version that a chunk names: weights change only while nothing runs."""
+    """Read the spans of an answer, or the one version that a chunk names: weights change only while nothing runs."""
     listed = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
     spans = tuple(
         Span(WeightVersion.parse(span["version"]), int(span["start"]), int(span["end"]))
@@ -123,12 +123,12 @@ def _read_ending(reason: Mapping[str, Any] | None) -> Ending:
 
 
 def join(so_far: Tokens, segment: Tokens) -> Tokens:
-    """One response from what was there and what an attempt added; neighbouring spans of one version become one."""
+    """Join a response with the segment that an attempt added; neighbouring spans of one version become one."""
     return join_all([so_far, segment])
 
 
 def join_all(segments: Iterable[Tokens]) -> Tokens:
-    """As `join`, of any number."""
+    """Join any number of segments as `join` does."""
     parts = [segment for segment in segments if len(segment)]
     if len(parts) < 2:
         return parts[0] if parts else NO_TOKENS
@@ -147,7 +147,7 @@ def join_all(segments: Iterable[Tokens]) -> Tokens:
 
 
 def finish_of(tokens: Tokens, ending: Ending, *, limit: int, end_ids: Collection[int]) -> Finish | None:
-    """How a response has ended, if it has, when the attempt that brought its last tokens ended as `ending`.
+    """Return how a response has ended, or None, when the attempt that brought its last tokens ended as `ending`.
 
     An abort hides an end in its last step (H49), and the limit hides an end token at the limit.
     """
@@ -159,14 +159,15 @@ def finish_of(tokens: Tokens, ending: Ending, *, limit: int, end_ids: Collection
 
 
 def remaining(tokens: Tokens, *, limit: int) -> int:
-    """Tokens that the next attempt may add, so that the limit holds over all attempts. Tokens."""
+    """Return how many tokens the next attempt may add, so that the limit holds over all attempts."""
     return limit - len(tokens)
 
 
 def exhausted(*, attempts: int, idle_attempts: int, resent: int, limit: int) -> tuple[str, str] | None:
-    """Reason and message, when a response that is not at its end gets no further attempt.
+    """Return reason and message when an unfinished response gets no further attempt, else None.
 
-    resent: its tokens that attempts were sent, each as often as it was. limit: of the response. Tokens.
+    resent: its tokens that were sent to attempts, each counted once per attempt. limit: of the response. Both in
+    tokens.
     """
     if idle_attempts >= IDLE_ATTEMPTS_AT_MOST:
         return "NoProgress", f"{idle_attempts} attempts brought no token"
@@ -178,7 +179,7 @@ def exhausted(*, attempts: int, idle_attempts: int, resent: int, limit: int) -> 
 
 
 def cut(tokens: Tokens, length: int) -> Tokens:
-    """The first `length` tokens."""
+    """Return the first `length` tokens."""
     if length >= len(tokens):
         return tokens
     spans = tuple(Span(span.version, span.start, min(span.end, length)) for span in tokens.spans if span.start < length)
@@ -186,9 +187,9 @@ def cut(tokens: Tokens, length: int) -> Tokens:
 
 
 def stopped_at(ids: Sequence[int], stops: Sequence[str], text_of: Callable[[Sequence[int]], str]) -> int | None:
-    """Tokens up to the end of the first stop string, if there is one.
+    """Return the number of tokens up to the end of the first stop string, or None without one.
 
-    An engine looks for stop strings in what it made itself: one that lies across two attempts it does not see.
+    An engine looks for stop strings only in the tokens it generated: it misses one that spans two attempts.
     """
 
     def is_stopped(length: int) -> bool:

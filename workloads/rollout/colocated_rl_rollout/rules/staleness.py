@@ -1,4 +1,4 @@
-"""Which groups may be admitted and which must be trained when, so that no token is older than the limit. Pure.
+"""These rules decide which groups are admitted and when each must train, so that no token exceeds the limit. Pure.
 
 Staleness of a token at step k is k - 1 - version: 0 for the weights that the step starts from. A group's deadline is
 the last step at which its oldest token is within the limit. Sealing waits for a group rather than let it pass its
@@ -13,23 +13,23 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
-NO_DEADLINE = sys.maxsize  # of a group without tokens: nothing of it can be stale
+NO_DEADLINE = sys.maxsize  # of a group without tokens, which can't be stale
 
 
 def staleness(version_step: int, *, at_step: int) -> int:
-    """Steps between the weights that made a token and the weights that step `at_step` starts from."""
+    """Return the steps between the weights that made a token and the weights that step `at_step` starts from."""
     return at_step - 1 - version_step
 
 
 def deadline(oldest_step: int | None, *, max_staleness: int) -> int:
-    """The last step that may train a group whose oldest token was made by the weights of `oldest_step`."""
+    """Return the last step that may train a group whose oldest token was made by the weights of `oldest_step`."""
     return NO_DEADLINE if oldest_step is None else oldest_step + 1 + max_staleness
 
 
 def room(
     *, live: int, completed: int, sealed: int, concurrency: int, batch_size: int, max_staleness: int, steps_left: int
 ) -> int:
-    """How many groups may be admitted now.
+    """Return how many groups may be admitted now.
 
     live: being generated, waiting or scored. completed: waiting for a batch. sealed: in a batch that is not trained.
     steps_left: steps whose batch is not sealed; nothing is generated for a step that won't come.
@@ -42,7 +42,7 @@ def room(
 
 
 class Candidate(NamedTuple):
-    """A group as sealing sees it. Sorts by urgency, then by age."""
+    """A group as sealing sees it. It sorts by urgency, then by age."""
 
     deadline: int
     id: int
@@ -50,10 +50,10 @@ class Candidate(NamedTuple):
 
 
 def choose(groups: Iterable[Candidate], *, step: int, batch_size: int, waits: bool = True) -> list[int] | None:
-    """Ids of the groups of batch `step`, oldest first; None while sealing has to wait.
+    """Return the ids of the groups of batch `step`, oldest first, or None while sealing has to wait.
 
-    Most urgent first, oldest first. Waits for `batch_size` complete groups; and with `waits` also when taking a less
-    urgent group now would leave more urgent ones than the batches up to their deadline can hold.
+    Choose the most urgent first, then the oldest. Wait for `batch_size` complete groups; with `waits`, also wait when
+    taking a less urgent group now would leave more urgent ones than the batches up to their deadline can hold.
     """
     ranked = sorted(groups)
     picked = [group for group in ranked if group.is_complete][:batch_size]

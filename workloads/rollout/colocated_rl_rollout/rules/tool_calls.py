@@ -1,7 +1,7 @@
-"""Tool calls, as a policy writes them and as OpenAI's API says them. Pure.
+"""Translate tool calls between the form that a policy writes and that of OpenAI's API. Pure.
 
 One form is read: JSON between tags, as Hermes models and Qwen 2.5 and 3 write it. Nothing is guessed about a template
-that teaches another form: then tools are refused. What a policy wrote and is no whole call stays text.
+that teaches another form: then tools are refused. Output that is not a complete call stays text.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class ToolCall(NamedTuple):
 
 
 def reads_calls_of(template: str) -> bool:
-    """Whether a chat template shows tools, and has the policy call them in the form that is read here."""
+    """Return whether a chat template shows tools and teaches the policy the form of calls that is read here."""
     return "tools" in template and BEGIN in template and "<function=" not in template
 
 
 def read_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """What stands around the calls, and the calls; the text as it is and none unless each of them is whole."""
+    """Return the text around the calls, and the calls; if any call is incomplete, the unchanged text and no calls."""
     around, calls, place = "", [], 0
     while (begin := text.find(BEGIN, place)) >= 0:
         end = _END.search(text, begin)
         call = _call(text[begin + len(BEGIN) : end.start() + 1]) if end else None
-        if end is None or call is None:  # the rest is not looked at: a policy may begin ten thousand calls
+        if end is None or call is None:  # the rest is skipped: a policy may begin ten thousand calls
             return text, []
         calls.append(call)
         around += text[place:begin]
@@ -41,7 +41,7 @@ def read_calls(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def arguments_of(written: Any) -> Any:
-    """Arguments as a template wants them: an object, where a client sends its JSON."""
+    """Return arguments as a template expects them: as an object, where a client sends JSON."""
     if not isinstance(written, str):
         return written
     try:
