@@ -1,1 +1,1 @@
-"""Every sample, in exactly one state, on the job's volume. Only this room opens the database and writes batches."""
+"""This room keeps every sample in exactly one state, on the volume. Only it opens the database and writes batches."""

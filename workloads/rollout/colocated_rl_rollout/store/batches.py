@@ -1,11 +1,12 @@
-"""Sealed batches: how groups become the files of `colocated_rl_api.batch`, and where those files are.
+"""Sealed batches: groups become the files of `colocated_rl_api.batch`, and this module knows where the files are.
 
-A batch is divided among the trainer ranks when it is sealed: whole samples, balanced by tokens. Its files are written
-and synced before the batch is sealed in the store, so a sealed batch is always there; a file of a batch that never was
-sealed is overwritten by the next attempt. The bytes depend on the samples alone.
+Sealing divides a batch among the trainer ranks: whole samples, balanced by tokens. Its files are written and synced
+before the store seals the batch, so a sealed batch always has its files; the next attempt overwrites a file of a batch
+that never was sealed. The bytes depend on the samples alone.
 
-Dealt out anew for another number of ranks (`recording`), its new files are written and synced beside those it has; they
-take their places once the store knows of them, at its next opening if not before. So at every instant it is whole.
+When a batch is dealt again for another number of ranks (`recording`), its new files are written and synced beside the
+old ones; they replace them once the store has recorded them, at its next opening at the latest. So the batch is whole
+at every instant.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from colocated_rl_api.wire import Wire
 from colocated_rl_rollout.rules.samples import Finish, Group, Sample
 from colocated_rl_rollout.rules.staleness import staleness
 
-LEFT_BYTES = 16 * 1024 * 1024  # of the volume, by a batch: where the store can't commit, the controller ends
+LEFT_BYTES = 16 * 1024 * 1024  # of the volume, kept free by a batch: where the store can't commit, the controller ends
 
 
 def free_on_volume(at: Path) -> int:
-    """Bytes."""
+    """Return the free bytes of the volume that a path is on."""
     return disk_usage(at).free
 
 
@@ -60,13 +61,13 @@ class BatchRecord(Wire):
 
     @property
     def staleness_mean(self) -> float:
-        """Of a token, in steps."""
+        """Return the mean staleness of a token, in steps."""
         return sum(age * count for age, count in self.staleness.items()) / max(1, self.loss_tokens)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A sample with the rewards of its group: everything that a shard says of it."""
+    """A sample with the rewards of its group: everything that a shard records about it."""
 
     sample: Sample
     group_mean: float
@@ -90,10 +91,10 @@ def write_batch(
     reference: Mapping[int, NDArray[np.float32]] | None = None,
     free_bytes: Callable[[Path], int] = free_on_volume,
 ) -> BatchRecord:
-    """Make the files of a batch durable and say what is in them. `groups` are complete, in the batch's order.
+    """Make the files of a batch durable and return its record. `groups` are complete, in the batch's order.
 
-    oldest_step: tokens of weights before it are not trained. reference: what it says of each response, by sample; None
-    where nobody asked it yet. Raises OSError.
+    oldest_step: tokens of older weights are not trained. reference: its scores of each response, by sample; None where
+    no reference has scored them yet. Raises OSError.
     """
     rows = [row for group in groups for row in _rows(group)]
     spans = [span for row in rows for span in row.sample.tokens.spans]
@@ -140,9 +141,9 @@ def write_shards(
     beside: bool = False,
     free_bytes: Callable[[Path], int] = free_on_volume,
 ) -> tuple[str, ...]:
-    """Make the files of a batch durable; returns the digest of each. beside: those that it has stay as they are.
+    """Make the files of a batch durable and return the digest of each. beside: leave its present files unchanged.
 
-    A batch that would take the last of the volume is not begun. Raises OSError.
+    Do not begin a batch that would use the last of the volume. Raises OSError.
     """
     if not directory.exists():
         directory.mkdir(parents=True)
@@ -158,7 +159,7 @@ def write_shards(
 
 
 def take_places(directory: Path, record: BatchRecord) -> None:
-    """Files that were written beside those of a batch become its own: the record is of them already."""
+    """Move the new files of a batch, written beside its own, into place: the record describes them already."""
     shards = len(record.sha256)
     for shard in range(shards):
         dealt = _dealt_path(directory, record.step, shard, shards)
@@ -167,7 +168,7 @@ def take_places(directory: Path, record: BatchRecord) -> None:
 
 
 def partition(lengths: Sequence[int], shards: int) -> list[list[int]]:
-    """Places of the samples of each shard, in order: longest first to the shard with the fewest tokens so far."""
+    """Return the places of each shard's samples, in order: longest first to the shard with the fewest tokens so far."""
     loads = [(0, 0, shard) for shard in range(shards)]  # tokens, samples, shard
     parts: list[list[int]] = [[] for _ in range(shards)]
     for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
@@ -178,34 +179,34 @@ def partition(lengths: Sequence[int], shards: int) -> list[list[int]]:
 
 
 def shard_path(directory: Path, step: int, shard: int) -> Path:
-    """Where the file of a shard is."""
+    """Return the path of a shard's file."""
     return directory / f"{step}-{shard}.safetensors"
 
 
 def _dealt_path(directory: Path, step: int, shard: int, shards: int) -> Path:
-    """Of a shard that waits for its place."""
+    """Return the path of a shard that is not yet moved into place."""
     return directory / f"{step}-{shard}.of-{shards}.dealt"
 
 
 def batch_is_there(directory: Path, record: BatchRecord) -> bool:
-    """Whether all files of a batch are there; they go before the store says so."""
+    """Return whether all files of a batch exist; the store records their removal only afterwards."""
     return all(shard_path(directory, record.step, shard).exists() for shard in range(len(record.sha256)))
 
 
 def batch_bytes(directory: Path, record: BatchRecord | None) -> int:
-    """Size of the files of a batch that is there; 0 without one."""
+    """Return the size of a batch's files, 0 without a batch."""
     shards = range(len(record.sha256)) if record else ()
     return sum(shard_path(directory, record.step, shard).stat().st_size for shard in shards if record)
 
 
 def remove_batch(directory: Path, step: int) -> None:
-    """Remove the files of a batch; those that are gone already don't matter."""
+    """Remove the files of a batch; missing files are no error."""
     for path in directory.glob(f"{step}-*.safetensors"):
         path.unlink(missing_ok=True)
 
 
 def remove_all_but(directory: Path, records: Iterable[BatchRecord]) -> None:
-    """Remove what a kill may leave: files of batches that never were sealed, or are not kept any more."""
+    """Remove the files that a kill may leave: of batches that never were sealed, or are no longer kept."""
     kept = {shard_path(directory, record.step, shard) for record in records for shard in range(len(record.sha256))}
     for path in set(directory.glob("*")) - kept:
         path.unlink()
@@ -226,7 +227,7 @@ def _reward(sample: Sample) -> float:
 def _shard(
     rows: Sequence[_Row], header: BatchHeader, oldest_step: int, reference: Mapping[int, NDArray[np.float32]] | None
 ) -> bytes:
-    """One file: columns of `colocated_rl_api.batch`, prompt and response of each sample one after another."""
+    """Return one file: columns of `colocated_rl_api.batch`, prompt and response of each sample one after another."""
     tokens = sum(row.length for row in rows)
     ids = np.empty(tokens, np.int32)
     loss_mask = np.zeros(tokens, np.uint8)

@@ -1,8 +1,8 @@
-"""The file of the store, and one thread that writes to it.
+"""The store's database file, and the one thread that writes to it.
 
-Statements are queued in order and committed together: while one commit is on its way to the disk, everything that
-comes in waits for the next one, so a thousand samples a second cost a few commits a second. An entry of the queue is
-never split over two commits. Nothing is written after a failure: whoever writes or waits gets `StoreFailed`.
+Statements are queued in order and committed together: while one commit is on its way to the disk, all further ones wait
+for the next commit, so a thousand samples a second cost a few commits a second. An entry of the queue is never split
+over two commits. Nothing is written after a failure: every later write or wait raises `StoreFailed`.
 
 WAL with `synchronous=FULL`: what was committed survives the loss of the process and of the machine.
 """
@@ -30,12 +30,13 @@ Statement = tuple[str, Sequence[Sequence[Any]]]
 
 
 class StoreFailed(Exception):
-    """The store can't be written, or is not this job's. Nothing later is accepted: the process ends, and its next
-    start goes on from what was committed."""
+    """The store can't be written, or belongs to another job. It accepts nothing more: the process ends, and its next
+    start resumes from the last commit.
+    """
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """The database at `path`, made when absent. Raises StoreFailed."""
+    """Open the database at `path`; create it when absent. Raises StoreFailed."""
     try:
         database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         database.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
@@ -60,7 +61,7 @@ def open_database(path: Path) -> sqlite3.Connection:
 
 
 def hold(path: Path) -> int:
-    """Take the lock file at `path`, until the handle is closed: two writers would each believe in their own memory.
+    """Take the lock file at `path` until the handle is closed: two writers would each trust their own memory.
 
     Raises StoreFailed.
     """
@@ -75,7 +76,7 @@ def hold(path: Path) -> int:
 
 
 class DatabaseWriter:
-    """Owns the connection from its start on. `write` may be called from one thread only."""
+    """Owns the connection once it has started. Only one thread may call `write`."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
@@ -91,7 +92,7 @@ class DatabaseWriter:
         self._queue.put(statements)
 
     async def flushed(self, *, deadline_s: float) -> None:
-        """Returns when everything queued so far is committed. Raises StoreFailed."""
+        """Return once everything queued so far is committed. Raises StoreFailed."""
         if self._failure is not None:
             raise self._failure
         committed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -103,7 +104,7 @@ class DatabaseWriter:
             raise _late(deadline_s) from error
 
     def flush(self, *, deadline_s: float) -> None:
-        """As `flushed`, blocking the thread. For the rare caller that can't await."""
+        """Do as `flushed`, but block the thread; for the rare caller that can't await."""
         committed = threading.Event()
         self._queue.put(committed)
         in_time = committed.wait(deadline_s)
@@ -113,7 +114,7 @@ class DatabaseWriter:
             raise _late(deadline_s)
 
     def close(self, *, deadline_s: float) -> bool:
-        """Commit what is queued and close the file. Whether that was done: past the deadline it still may be."""
+        """Commit the queue and close the file. Return whether it is done: past the deadline it may still finish."""
         self._queue.put(None)
         self._thread.join(deadline_s)
         return not self._thread.is_alive()
@@ -144,11 +145,11 @@ class DatabaseWriter:
         except Exception as error:  # noqa: BLE001 - a full disk, a lost volume, or a bug: all of them end the process
             full = (
                 getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-            )  # only what SQLite itself raises has it
+            )  # only SQLite's own errors have this attribute
             hint = "its volume is full: enlarge its claim or free some" if full else "what was committed is kept"
             self._failure = StoreFailed(f"the store could not be written: {in_words(error)}; {hint}")
             if self._database.in_transaction:
-                with contextlib.suppress(sqlite3.Error):  # the volume may be lost: nothing is written any more
+                with contextlib.suppress(sqlite3.Error):  # the volume may be lost: nothing more is written
                     self._database.execute("ROLLBACK")
 
     def _answer(self, entries: Sequence[object]) -> None:

@@ -1,9 +1,9 @@
-"""Recorded batches: files that a job has sealed become a batch of another, or of more or fewer ranks. Knows no store.
+"""Recorded batches: the files of a sealed batch become a batch of another job, or of another number of ranks.
 
-A recording is a directory of the files of `colocated_rl_api.batch`, named as `batches.shard_path` has them, from step 1
-on: the store of a job, or a copy. It is only read. Where this job has as many trainer ranks as the one that sealed
-them, files are taken byte by byte; for another number samples are dealt out anew, and as every normalizer is in the
-header or in the columns, no result depends on that.
+This module does not know the store. A recording is a directory of files of `colocated_rl_api.batch`, named by
+`batches.shard_path`, from step 1 on: the store of a job, or a copy. It is only read. Where this job has as many trainer
+ranks as the one that sealed them, files are copied byte by byte; for another number samples are dealt again, and as
+every normalizer is in the header or in the columns, no result depends on that.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ END = "sample_end"
 
 
 class RecordingUnusable(Exception):
-    """There is no such batch in the recording, or its files do not belong together; the message says which."""
+    """The recording has no such batch, or its files do not belong together; the message names which."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A recorded batch whose files are durable. rewards: of the samples of each group."""
+    """A recorded batch whose files are durable. rewards: one for each sample of each group."""
 
     record: BatchRecord
     rewards: list[list[float]]
@@ -57,7 +57,7 @@ def take_batch(
     needs_scores: bool = False,
     free_bytes: Callable[[Path], int] = free_on_volume,
 ) -> Taken:
-    """Copy batch `step` into `directory`, for so many trainer ranks. needs_scores: those of a reference, in the batch.
+    """Copy batch `step` into `directory`, for `shards` trainer ranks. needs_scores: the batch must have a reference's.
 
     Raises RecordingUnusable, OSError.
     """
@@ -90,7 +90,7 @@ def take_batch(
 
 
 def deal_anew(directory: Path, record: BatchRecord, *, shards: int) -> BatchRecord:
-    """Write a sealed batch for so many trainer ranks, beside its files. Raises RecordingUnusable, OSError."""
+    """Write a sealed batch for `shards` trainer ranks, beside its files. Raises RecordingUnusable, OSError."""
     headers, columns = _read(directory, record.step)
     bodies = _dealt(_joined(columns), headers[0], shards)
     digests = write_shards(directory, record.step, bodies, beside=True)
@@ -138,14 +138,14 @@ def _read_shard(path: Path) -> tuple[BatchHeader, Columns]:
 
 
 def _joined(parts: Sequence[Columns]) -> Columns:
-    """All shards as one, in order."""
+    """Join all shards into one, in order."""
     lengths = np.concatenate([np.diff(part[END], prepend=0) for part in parts])
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return joined | {END: np.cumsum(lengths, dtype=np.int64)}
 
 
 def _dealt(whole: Columns, header: BatchHeader, shards: int) -> list[bytes]:
-    """The same samples for another number of ranks."""
+    """Deal the same samples to another number of ranks."""
     lengths = np.diff(whole[END], prepend=0)
     bodies = []
     for shard, places in enumerate(partition(lengths.tolist(), shards)):
@@ -155,7 +155,7 @@ def _dealt(whole: Columns, header: BatchHeader, shards: int) -> list[bytes]:
 
 
 def _part(whole: Mapping[str, NDArray[Any]], places: Sequence[int]) -> Columns:
-    """Of some samples, in this order; perhaps of none."""
+    """Return the columns of some samples, in this order; there may be no samples."""
     samples = np.array(places, np.intp)
     ends, lengths = whole[END][samples], np.diff(whole[END], prepend=0)[samples]
     of_each = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]

@@ -1,15 +1,15 @@
-"""The store: every group and sample, each in exactly one state (I3), durable before anybody is told.
+"""The store keeps every group and sample, each in exactly one state (I3), durable before anybody learns of it.
 
-What is alive is held in memory and changed here, at once and in one place; each change is queued for the database in
-the same call, in order and as one entry, and `flushed` says when it is durable. So a decision and the change it leads
-to are never interrupted by one another, a kill leaves the whole of a change or nothing of it, and whoever acknowledges
-something awaits `flushed` first. A restart reads the database: what was running is interrupted, with the tokens that
+Live groups and samples are held in memory and changed here, at once and in one place; the same call queues each change
+for the database, in order and as one entry, and `flushed` returns when it is durable. So no other decision comes
+between a decision and its change, a kill leaves the whole of a change or nothing of it, and a caller awaits `flushed`
+before it acknowledges anything. A restart reads the database: running samples become interrupted, with the tokens that
 were accepted.
 
-Before its volume is full it says so (`has_room`), and whoever admits stops: what is accepted already can still be
+Before its volume is full the store reports so (`has_room`), and admission stops: what is accepted already can still be
 generated, sealed and written.
 
-Refuses every move that `samples.NEXT` does not have: WrongMove is a bug, and ends the process.
+It refuses every move that `samples.NEXT` does not have: WrongMove is a bug, and ends the process.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ LOG = logging.getLogger(__name__)
 COMMIT_DEADLINE_S = 60.0
 EPOCH_DEADLINE_S = 10.0
 CLOSE_DEADLINE_S = 10.0
-SPARE_BYTES = 64 * 1024 * 1024  # of the volume, for what is accepted already; and twice the newest batch
+SPARE_BYTES = 64 * 1024 * 1024  # of the volume, for what is accepted already; plus twice the newest batch
 
 
 class WrongMove(Exception):
-    """A sample was asked to go where it can't from where it is: a bug of the caller."""
+    """The caller asked for a move that the sample's state does not allow: a bug of the caller."""
 
 
 class Store:
@@ -82,8 +82,8 @@ class Store:
     waiting: samples that wait for an engine, by id.
     counts: samples by state; they add up to every sample ever admitted.
     reasons: samples by state and reason, for the states that have one.
-    free_bytes: of the volume that a path is on.
-    ended: samples that ever ended, each of which has its place among them. followers: set when another one does.
+    free_bytes: returns the free bytes of the volume that a path is on.
+    ended: samples that ever ended, each of which has its place among them. followers: set when another sample ends.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Store:
         keeps_batches: bool = False,
         free_bytes: Callable[[Path], int] = free_on_volume,
     ) -> None:
-        """Open or make the store. keeps_batches: also those that no trainer needs any more.
+        """Open or make the store. keeps_batches: also keep those that no trainer needs any more.
 
         Raises StoreFailed when it can't be used, or belongs to another job.
         """
@@ -134,26 +134,26 @@ class Store:
 
     # ------------------------------------------------------------------------------------------------- durability
     async def flushed(self) -> None:
-        """Returns when every change so far is durable. Raises StoreFailed."""
+        """Return once every change so far is durable. Raises StoreFailed."""
         await self._writer.flushed(deadline_s=COMMIT_DEADLINE_S)
 
     def close(self) -> None:
-        """Make durable what was changed, and close the file."""
+        """Make all changes durable, and close the file."""
         if self._writer.close(deadline_s=CLOSE_DEADLINE_S):
-            os.close(self._lock)  # else the volume hangs, and the lock is kept until the process ends
+            os.close(self._lock)  # else the volume hangs, and the lock stays until the process ends
 
     def remember_epoch(self, epoch: int) -> None:
-        """Make an epoch durable before it is acted on; blocks until it is."""
+        """Make an epoch durable before it is acted on; block until it is."""
         self.epoch = epoch
         self._writer.write((tables.FACT, [("epoch", epoch)]))
         self._writer.flush(deadline_s=EPOCH_DEADLINE_S)
 
     def write(self, *statements: Statement) -> None:
-        """Changes of tables that others keep (`sessions`), committed together and in order with all others."""
+        """Queue changes of tables that others own (`sessions`), committed together and in order with all others."""
         self._writer.write(*statements)
 
     def rows(self, statement: str, *values: Any) -> list[sqlite3.Row]:
-        """What is durable of those tables. Blocks."""
+        """Return the durable rows of those tables. Blocks."""
         with contextlib.closing(self._reader()) as database:
             return database.execute(statement, values).fetchall()
 
@@ -163,13 +163,13 @@ class Store:
         return database
 
     def remember_data(self, digest: str) -> None:
-        """What the cursor and the rows of groups are of."""
+        """Record the digest of the data that the cursor and the rows of groups refer to."""
         if digest != self.data_digest:
             self.data_digest = digest
             self._writer.write((tables.FACT, [("data_digest", digest)]))
 
     def has_room(self) -> bool:
-        """Whether the volume has room for more than what is accepted already; otherwise `problem` says what to do."""
+        """Return whether the volume can take more than what is accepted already; if not, `problem` has the remedy."""
         newest = self._batches.get(self.sealed.step) if self.sealed else None
         needed = SPARE_BYTES + 2 * batch_bytes(self.batch_directory, newest)
         free = self.free_bytes(self.batch_directory.parent)
@@ -180,14 +180,14 @@ class Store:
         return free >= needed
 
     def tell_full(self, why: str) -> None:
-        """The volume has no room; `has_room` looks again."""
+        """Report that the volume is full; `has_room` looks again."""
         message = f"no more prompts are taken, the store's volume is full: {why}; enlarge its claim or free some"
         log(LOG, "store full", logging.WARNING, reason=message)
         self.problem = Problem(reason="StoreFull", message=message)
 
     # ------------------------------------------------------------------------------------------------- one sample
     def admit(self, prompt: Prompt, *, size: int) -> Group:
-        """A new group of `size` samples, and the place in the prompts from which the next one comes."""
+        """Admit a group of `size` samples, and record the position in the prompts that the next one comes from."""
         self._group_count += 1
         group = Group(self._group_count, prompt)
         self.groups[group.id] = group
@@ -201,7 +201,7 @@ class Store:
         return group
 
     def admit_whole(self, prompt: tuple[int, ...], trajectories: Sequence[Trajectory], *also: Statement) -> Group:
-        """A new group of samples that are completed already. also: what is to be durable together with it."""
+        """Admit a group of samples that are completed already. also: statements to commit together with it."""
         self._group_count += 1
         group = Group(self._group_count, Prompt(OF_SESSIONS, OF_SESSIONS, prompt))
         first = self.counts.total() + 1
@@ -227,15 +227,15 @@ class Store:
         return group
 
     def start(self, sample: Sample) -> None:
-        """An engine attempt begins."""
+        """Record that an engine attempt begins."""
         self._writer.write(self._move(sample, SampleState.RUNNING))
 
     def park(self, sample: Sample) -> None:
-        """The attempt did not begin after all: no engine took it."""
+        """Record that the attempt did not begin after all: no engine took it."""
         self._writer.write(self._move(sample, SampleState.INTERRUPTED))
 
     def interrupt(self, sample: Sample, segment: Tokens, *, keep: bool = True) -> None:
-        """The attempt ended before the response did. Its tokens are added, or with `keep` off all of them dropped."""
+        """Record that the attempt ended before the response; add its tokens, or drop all tokens where `keep` is off."""
         brought = len(segment) > 0
         ended = self._end_attempt(sample, SampleState.INTERRUPTED, segment if keep else NO_TOKENS, brought=brought)
         if not keep:
@@ -244,24 +244,24 @@ class Store:
         self._writer.write(*ended)
 
     def finish(self, sample: Sample, segment: Tokens, finish: Finish) -> None:
-        """The response is whole with this segment, which is empty when the end was found in what was there."""
+        """Complete the response with this segment, which is empty when the end was found in earlier tokens."""
         sample.finish = finish
         self._writer.write(*self._end_attempt(sample, SampleState.SCORING, segment, brought=True))
 
     def turned(self, sample: Sample, oldest_step: int | None) -> None:
-        """A turn of the sample's episode has ended, which is durable with its session."""
+        """Record that a turn of the sample's episode has ended; the turn is durable with its session."""
         steps = (sample.playing_since, oldest_step)
         sample.playing_since = min((step for step in steps if step is not None), default=None)
         sample.group.oldest_is_known = False
 
     def complete(self, sample: Sample, played: Trajectory, *also: Statement) -> None:
-        """The sample's episode has ended. also: what is to be durable together with it."""
+        """Record that the sample's episode has ended. also: statements to commit together with it."""
         sample.finish, sample.reward = played.finish, played.reward
         ended = self._end_attempt(sample, SampleState.SCORING, played.tokens, brought=True)
         self._writer.write(*ended, self._scored(sample), *also)
 
     def score(self, sample: Sample, reward: float) -> None:
-        """The reward is in."""
+        """Record the reward."""
         sample.reward = reward
         self._writer.write(self._scored(sample))
 
@@ -273,7 +273,7 @@ class Store:
         return sample.group.samples[-1]
 
     def leave_out(self, samples: Sequence[Sample], reason: str) -> None:
-        """Filter completed samples; their group goes on with the others."""
+        """Filter completed samples; their group continues with the others."""
         moved = [self._move(sample, SampleState.FILTERED, reason) for sample in samples]
         self._writer.write(*moved, (tables.DROP_SEGMENTS, [(sample.id,) for sample in samples]))
 
@@ -291,20 +291,20 @@ class Store:
     # ------------------------------------------------------------------------------------------------- batches
     @property
     def next_step(self) -> int:
-        """Step of the batch that is collected now."""
+        """Return the step of the batch that is collected now."""
         return max(self.sealed.step if self.sealed else 0, self.trained_step) + 1
 
     @property
     def sealed_groups(self) -> int:
-        """Groups in a batch that is not trained."""
+        """Return how many groups are in a batch that is not trained."""
         return self.sealed.groups if self.sealed and self.sealed.step > self.trained_step else 0
 
     def batch(self, step: int) -> BatchRecord | None:
-        """A sealed batch whose files are kept."""
+        """Return the sealed batch of a step whose files are kept, or None."""
         return self._batches.get(step)
 
     def seal(self, record: BatchRecord, groups: Sequence[Group]) -> None:
-        """Groups become batch `record.step`, whose files are durable already."""
+        """Seal groups as batch `record.step`, whose files are durable already."""
         self._check_next(record)
         samples = [sample for group in groups for sample in group.kept]
         for sample in samples:
@@ -321,9 +321,10 @@ class Store:
         self._sealed_samples[record.step] = len(samples)
 
     def seal_recorded(self, record: BatchRecord, rewards: Sequence[Sequence[float]]) -> None:
-        """A batch of a recording becomes batch `record.step`, whose files are durable already: its samples begin so.
+        """Seal a batch of a recording as batch `record.step`; its files are durable already, and its samples begin as
+        sealed.
 
-        rewards: of the samples of each group.
+        rewards: one for each sample of each group.
         """
         self._check_next(record)
         first, sample, state = self._group_count + 1, self.counts.total() + 1, SampleState.SEALED
@@ -357,9 +358,9 @@ class Store:
         )
 
     def deal_anew(self, shards: int) -> None:
-        """Batches that trainers may still ask for become batches for so many ranks. Blocks until they are durable.
+        """Deal batches that trainers may still ask for to `shards` ranks. Blocks until they are durable.
 
-        Raises StoreFailed; then each batch is as it was, or dealt anew.
+        Raises StoreFailed; then each batch is unchanged, or dealt.
         """
         known = [record for step, record in self._batches.items() if step > self._saved_step]
         others = [record for record in known if len(record.sha256) != shards]
@@ -383,7 +384,7 @@ class Store:
             remove_all_but(self.batch_directory, self._batches.values())
 
     def commit(self, step: int) -> bool:
-        """Every rank has trained the batches up to `step`; False when that was known."""
+        """Record that every rank has trained the batches up to `step`; return False when that was known."""
         if step <= self.trained_step:
             return False
         self.trained_step = step
@@ -395,7 +396,7 @@ class Store:
         return True
 
     def forget(self, saved_step: int) -> None:
-        """A checkpoint holds the steps up to here: their batches need no replay, their samples are only counted."""
+        """Forget steps that a checkpoint holds: their batches need no replay, their samples are only counted."""
         saved = min(saved_step, self.trained_step)
         if saved <= self._saved_step:
             return
@@ -423,9 +424,9 @@ class Store:
         before: int | None = None,
         text: Callable[[list[int]], str] | None = None,
     ) -> list[dict[str, Any]]:
-        """The newest samples, for people; those of batches that a checkpoint holds are only counted. Blocks.
+        """Return the newest samples, for people; those of batches that a checkpoint holds are only counted. Blocks.
 
-        before: those with smaller ids. text: turns tokens into words; then prompt and response are there too.
+        before: return only smaller ids. text: turns tokens into words, and adds prompt and response.
         """
         return self._shown(tables.RECENT, text, state=state, before=before, limit=limit)
 
@@ -438,7 +439,9 @@ class Store:
         limit: int,
         text: Callable[[list[int]], str] | None = None,
     ) -> list[dict[str, Any]]:
-        """Those whose place among the ended is above `after`, in that order, as far as they are durable. Blocks."""
+        """Return samples whose place among the ended is above `after`, in that order, as far as they are durable.
+        Blocks.
+        """
         return self._shown(tables.ENDED, text, state=state, after=after, up_to=up_to, limit=limit)
 
     def _shown(self, statement: str, text: Callable[[list[int]], str] | None, **asked: Any) -> list[dict[str, Any]]:
@@ -452,7 +455,7 @@ class Store:
             return found
 
     def record_evaluation(self, result: EvaluationResult) -> None:
-        """An evaluation is finished."""
+        """Record a finished evaluation."""
         self.evaluated = result
         self._writer.write(
             (
@@ -462,7 +465,7 @@ class Store:
         )
 
     def evaluations(self) -> list[EvaluationResult]:
-        """All that were finished, the newest last, as far as they are durable. Blocks."""
+        """Return all finished evaluations, the newest last, as far as they are durable. Blocks."""
         found = self.rows("SELECT result FROM evaluations ORDER BY number")
         return [EvaluationResult.model_validate_json(row["result"]) for row in found]
 
@@ -522,7 +525,7 @@ class Store:
             self.waiting.pop(sample.id, None)
 
     def _end(self) -> int:
-        """The place of a sample that ends now."""
+        """Return the place of a sample that ends now, and wake the followers."""
         self.ended += 1
         for follower in self.followers:
             follower.set()

@@ -1,8 +1,9 @@
-"""The tables of the store: how they are made, the statements that change them, and what a row says. Knows no file.
+"""The tables of the store: their schema, the statements that change them, and how a row is read. No file is opened
+here.
 
-A prompt's ids stand with its group until it is sealed, tokens as segments of a sample until it is; rows of samples
-stay until a checkpoint holds their step, and are only counted from then on (`retired`). What clients had of the gateway
-stands as turns of their sessions, until it is samples of a group or given up.
+A prompt's ids stand with its group until it is sealed, tokens as segments of a sample until it is; rows of samples stay
+until a checkpoint holds their step, and are only counted from then on (`retired`). Clients' turns at the gateway stand
+with their sessions, until they become samples of a group or are given up.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ SELECT step FROM batches WHERE step <= (SELECT value FROM facts WHERE name = 'sa
 
 
 def sample_of(row: Sequence[Any], group: Group) -> Sample:
-    """A sample without its tokens, from id, group, state, attempts, idle attempts, finish, reward and end."""
+    """Build a sample without its tokens, from id, group, state, attempts, idle attempts, finish, reward and end."""
     number, _, state, attempts, idle_attempts, finish, reward, ended = row
     return Sample(
         number,
@@ -124,13 +125,13 @@ def sample_of(row: Sequence[Any], group: Group) -> Sample:
 
 
 def packed(tokens: Tokens) -> tuple[bytes, bytes, str]:
-    """Columns ids, logp and spans of a segment."""
+    """Pack a segment into the columns ids, logp and spans."""
     spans = [[str(span.version), span.start, span.end] for span in tokens.spans]
     return tokens.ids.tobytes(), tokens.logp.tobytes(), json.dumps(spans, separators=(",", ":"))
 
 
 def unpacked(ids: bytes, logp: bytes, spans: str) -> Tokens:
-    """A segment from its columns."""
+    """Unpack a segment from its columns."""
     listed: Iterable[tuple[str, int, int]] = json.loads(spans)
     return Tokens(
         np.frombuffer(ids, np.int32),

@@ -1,5 +1,5 @@
-"""What was asked and answered, token by token, wherever it stands: with the sample until it is sealed, then in the file
-of its batch. Read for people, from another thread or process than the one that writes.
+"""Read prompts and responses, token by token: from the sample's rows until it is sealed, then from its batch's file.
+People read them, from another thread or process than the one that writes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from colocated_rl_rollout.store.tables import unpacked
 
 
 class Transcript(NamedTuple):
-    """Of one sample; all but the prompt are of its response, token by token.
+    """The tokens of one sample; all fields but the prompt describe its response, token by token.
 
-    written: by the policy, and not too old to be trained. behaviour_logp: 0, token_step: -1 where it is not.
+    written: the policy generated the token, and it may be trained. Elsewhere behaviour_logp is 0 and token_step -1.
     """
 
     prompt: NDArray[np.int32]
@@ -47,13 +47,13 @@ NOTHING = Transcript(NO_IDS, NO_IDS, np.empty(0, np.bool_), np.empty(0, np.float
 
 
 def of(database: sqlite3.Connection, directory: Path, rows: Iterable[RowT]) -> Iterator[tuple[RowT, Transcript]]:
-    """With each row of `tables.SHOWN` its transcript; batches come last, one after another. directory: of batches."""
+    """Yield each row of `tables.SHOWN` with its transcript; batches come last, one by one. directory: of batches."""
     sealed: dict[int, dict[int, RowT]] = {}
     for row in rows:
         if row["step"] is None:
             yield row, in_store(database, row["id"], row["group_id"])
         elif row["prompt_index"] == OF_RECORDING:
-            yield row, NOTHING  # in its file samples have the numbers of the job that made them
+            yield row, NOTHING  # in its file samples have the ids of the job that made them
         else:
             sealed.setdefault(row["step"], {})[row["id"]] = row
     for step, members in sealed.items():
@@ -64,7 +64,7 @@ def of(database: sqlite3.Connection, directory: Path, rows: Iterable[RowT]) -> I
 
 
 def in_store(database: sqlite3.Connection, sample: int, group: int) -> Transcript:
-    """Of a sample that no batch holds; empty where there is none yet, or it was given up."""
+    """Return the transcript of a sample that is in no batch; empty before its first token and after it was given up."""
     (prompt,) = database.execute("SELECT prompt FROM groups WHERE id = ?", [group]).fetchone()
     tokens = NO_TOKENS
     for segment in database.execute(
@@ -85,9 +85,9 @@ def in_store(database: sqlite3.Connection, sample: int, group: int) -> Transcrip
 
 
 def in_batch(directory: Path, step: int, wanted: Collection[int] | None = None) -> Iterator[SealedSample]:
-    """Samples of a sealed batch, or those of them that are wanted; held in memory one at a time.
+    """Yield the samples of a sealed batch, or only the wanted ones; only one at a time is in memory.
 
-    None where files are gone, or of a release that did not write down which sample is which.
+    Yield none where files are gone, or come from a release that did not record which sample is which.
     """
     shard, shards = 0, 1
     while shard < shards:
