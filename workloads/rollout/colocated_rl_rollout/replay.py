@@ -1,7 +1,7 @@
-"""The worker of a job that only trains: takes the recorded batch of a step when the step before it is trained.
+"""The worker of a job that only trains takes the recorded batch of a step once the step before it is trained.
 
-`recording` makes its files durable here, and it is sealed in this job's store; from there on it is a batch as any
-other, served to trainers, replayed to them, committed and forgotten. Nothing is generated, rewarded or left out.
+`recording` makes its files durable here, and the batch is sealed in this job's store; from then on it is a batch as any
+other: served to trainers, replayed to them, committed and forgotten. Nothing is generated, rewarded or filtered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Replay(Sealer):
-    """recording: where the files are, read-only."""
+    """Seals recorded batches. recording: where the files are, read-only."""
 
     def __init__(
         self,

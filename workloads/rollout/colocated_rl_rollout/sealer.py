@@ -1,4 +1,4 @@
-"""What makes a job's batches, as its controller drives it: a `Worker`, or a `Replay` of what was recorded."""
+"""The interface of the worker that makes a job's batches: a `Worker`, or a `Replay` of recorded batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WrittenT = TypeVar("WrittenT")
 
 
 class Sealer(ABC):
-    """`changed` is called when facts may have changed.
+    """Makes batches; the controller drives it. `changed` is called when facts may have changed.
 
     problem: why there is no progress. no_signal: why progress may teach nothing.
     """
@@ -40,10 +40,10 @@ class Sealer(ABC):
 
     @abstractmethod
     async def run(self) -> None:
-        """Until `drain`; then return when nothing is under way."""
+        """Run until `drain`; then return when nothing is under way."""
 
     def wake(self) -> None:
-        """Something has changed that it may act on."""
+        """Wake the loop: something has changed that it may act on."""
         self._wake.set()
 
     def drain(self) -> None:
@@ -52,7 +52,7 @@ class Sealer(ABC):
         self.wake()
 
     def tune(self, target: RolloutTarget) -> None:
-        """What of the spec may change has effect with what begins from here on."""
+        """Apply the settings of the spec that may change to everything that begins from here on."""
         if target.last_step is not None:
             self.last_step = target.last_step
 
@@ -60,7 +60,7 @@ class Sealer(ABC):
         """Give up what no batch can take any more, now that a step is trained."""
 
     async def _written(self, step: int, write: Callable[[], WrittenT]) -> WrittenT | None:
-        """The files of a batch; None while the volume has no room for them: nothing is lost, and it is tried again."""
+        """Write the files of a batch; return None while the volume has no room: nothing is lost, the caller retries."""
         try:
             written = await asyncio.to_thread(write)
         except OSError as error:
@@ -73,12 +73,12 @@ class Sealer(ABC):
         return written
 
     def _log_sealed(self, record: BatchRecord, since: float, *, filtered_groups: int | None = None) -> None:
-        """since: on the monotonic clock."""
+        """Log that a batch is sealed. since: on the monotonic clock."""
         said = record.model_dump(exclude={"sha256"}) | {"reward_mean": round(record.reward_mean, 4)}
         took_s = round(time.monotonic() - since, 3)
         log(LOG, "batch sealed", **said, filtered_groups=filtered_groups, took_s=took_s)
 
 
 def trainer_ranks(spec: ColocatedRLJobSpec) -> int:
-    """Ranks that train a batch together: one for each device, or one for each replica without devices."""
+    """Return how many ranks train a batch together: one for each device, or one for each replica without devices."""
     return spec.replicas * max(1, spec.gpus.count)

@@ -1,12 +1,12 @@
-"""The persistent worker: keeps groups in flight all the time, across switches, and seals a batch when one is there.
+"""The persistent worker keeps groups in flight all the time, across switches, and seals a batch when one is complete.
 
-`run` is the whole loop. Everything that happens (a gate opens, an attempt ends, a prompt is ready, a target comes)
-wakes it, and it does what may be done now: admit, seal, send. It keeps no state of its own: what is to be done follows
-from the store and the gates, so a restart goes on where the last process was.
+`run` is the whole loop. Every event (a gate opens, an attempt ends, a prompt is ready, a target arrives) wakes it, and
+it does what it may do now: admit, seal, send. It keeps no state of its own: the store and the gates determine the next
+action, so a restart resumes where the last process was.
 
-While all gates are closed nothing is sent: samples wait in the store. Interrupted samples go first, and of them those
-whose tokens would be too old soonest. When a batch is sealed the engines are about to change hands: what they have may
-end, and nothing is sent that would only be prefilled.
+While all gates are closed nothing is sent: samples wait in the store. Interrupted samples go first, and among them
+those whose tokens would be too old soonest. Once a batch is sealed the engines are about to change hands: their
+requests may end, and nothing is sent that would only be prefilled.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ from colocated_rl_rollout.store.store import Store
 
 LOG = logging.getLogger(__name__)
 
-REPLACED_AT_MOST = 2  # times the group's size; then the whole group is given up
-MOMENT_S = 0.001  # that a timer may come before its time
+REPLACED_AT_MOST = 2  # times the group's size; beyond that the whole group is given up
+MOMENT_S = 0.001  # how much a timer may fire early
 SWITCH_S = 5.0  # from a sealed batch to closed gates; past it nobody is there to close them, and rollout goes on
 
 
 class Worker(Sealer):
-    """One job's worker."""
+    """Generates the samples of one job and seals its batches."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class Worker(Sealer):
         reference: ReferencePods | None = None,
         full_retry_s: float = FULL_RETRY_S,
     ) -> None:
-        """reference: one with devices of its own, without whose scores no batch is sealed."""
+        """Take the parts of the job. reference: one with its own devices; no batch is sealed without its scores."""
         super().__init__(spec, store, changed, full_retry_s)
         self._reference = reference
         self._rollout = spec.rollout
         self._max_staleness = spec.max_staleness
-        self._only_records = not spec.ladder.trains  # no step comes, and a sealed batch holds up nothing
+        self._only_records = not spec.ladder.trains  # no step follows, and a sealed batch blocks nothing
         self._engines = engines
         self._prompts = prompts
         self._chat = chat
@@ -121,9 +121,9 @@ class Worker(Sealer):
         self.concurrency = spec.rollout.concurrency
         self.temperature = spec.rollout.sampling.temperature
         self._filtered = 0  # groups, since the last batch
-        self._held_since: float | None = None  # by a group that is at its staleness limit and not complete
+        self._held_since: float | None = None  # a group at its staleness limit that is not complete holds sealing back
         metrics.staleness_wait.set_function(self._held_s)
-        self._open_since = (0, 0.0)  # a step, and when the first gate opened for it
+        self._open_since = (0, 0.0)  # a step, and when its first gate opened
         self._switches_until = 0.0
 
     # ------------------------------------------------------------------------------------------------- the loop
@@ -196,17 +196,17 @@ class Worker(Sealer):
                 self._looks_again = asyncio.get_running_loop().call_later(self._full_retry_s, self.wake)
             return
         for _ in range(admitted):
-            if (group := self._sessions.admit()) is not None:  # whole already: it only takes the place
+            if (group := self._sessions.admit()) is not None:  # it is whole already and only takes a group's place
                 self._completed(group)
                 continue
             prompt = self._prompts.take()
             if prompt is None:
-                return  # it wakes us when there is one
+                return  # the source wakes the worker when it has one
             self._store.admit(prompt, size=self._rollout.group_size)
 
     # ------------------------------------------------------------------------------------------------- attempts
     def _send(self) -> None:
-        """Send what waits to open gates: evaluation first, then clients' turns; then the most urgent samples,
+        """Send waiting requests to open gates: evaluation first, then clients' turns; then the most urgent samples,
         interrupted before new, oldest first.
         """
         if not self._engines.open:
@@ -226,7 +226,7 @@ class Worker(Sealer):
             if engine is None:
                 return
             self._store.start(sample)
-            if sample.group.prompt.is_played:  # its turns are sent as clients' are
+            if sample.group.prompt.is_played:  # its turns are sent as clients' turns are
                 self._own(sample, self._group.create_task(self._play(sample), name=f"episode/{sample.id}"))
                 continue
             sample.engine = engine.name
@@ -235,7 +235,7 @@ class Worker(Sealer):
 
     @property
     def _is_about_to_switch(self) -> bool:
-        """Whether the gates close in a moment, with whatever is behind them."""
+        """Return whether the gates are about to close, whatever is in flight behind them."""
         if not self._spec.ladder.takes_turns or (self._evaluation and self._evaluation.demand):
             return False
         is_sealed = self._sealing is not None or self._untrained_groups > 0
@@ -243,7 +243,7 @@ class Worker(Sealer):
 
     @property
     def _untrained_groups(self) -> int:
-        """Of a sealed batch that a step is to come for."""
+        """Return how many groups are in a sealed batch that a step will train."""
         return 0 if self._only_records else self._store.sealed_groups
 
     def _expect_switch(self) -> None:
@@ -264,7 +264,7 @@ class Worker(Sealer):
         return deadline(group.oldest_step, max_staleness=self._max_staleness)
 
     async def _attempt(self, sample: Sample, engine: EngineClient) -> None:
-        """One engine attempt of a sample."""
+        """Run one engine attempt of a sample."""
         request = GenerateRequest(
             [*sample.group.prompt.ids, *sample.tokens.ids.tolist()],
             remaining(sample.tokens, limit=self._rollout.max_response_tokens),
@@ -291,7 +291,7 @@ class Worker(Sealer):
             self._accept(sample, generated)
 
     async def _play(self, sample: Sample) -> None:
-        """One episode, from its first turn to its reward."""
+        """Play one episode, from its first turn to its reward."""
         row, turned = sample.group.prompt.index, partial(self._store.turned, sample)
         try:
             trajectory, removal = await self._episodes.play(row, ending="trained", turned=turned)
@@ -305,7 +305,7 @@ class Worker(Sealer):
             self._completed(sample.group)
 
     def _accept(self, sample: Sample, generated: Generated) -> None:
-        """What an attempt brought goes to the store."""
+        """Hand the tokens of an attempt to the store."""
         segment = generated.tokens
         whole = join(sample.tokens, segment)
         limit = self._rollout.max_response_tokens
@@ -331,7 +331,7 @@ class Worker(Sealer):
             self._replace(sample, SampleState.FAILED, *end)
 
     async def _score(self, sample: Sample) -> None:
-        """A response that did not end by itself is worth nothing; the task's verifier says what the others are."""
+        """Score 0 a response that did not end by itself; the task's verifier scores the others."""
         if sample.finish is not Finish.STOP:
             self._store.score(sample, 0.0)
             self._completed(sample.group)
@@ -342,7 +342,7 @@ class Worker(Sealer):
         except RewardFailed as error:
             message = f"prompt {sample.group.prompt.index + 1} of the data: {error}"
             self._replace(sample, SampleState.FAILED, error.reason, message)
-        except TaskUnusable as error:  # nothing can be scored until the job is mended: it stays as it is
+        except TaskUnusable as error:  # nothing can be scored until the user fixes the job: the sample stays as it is
             self.problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
         else:
             self._store.score(sample, reward)
@@ -350,22 +350,22 @@ class Worker(Sealer):
             self._completed(sample.group)
 
     def _completed(self, group: Group) -> None:
-        """A sample of the group is, perhaps all are."""
+        """Filter and score a group after one of its samples completed; perhaps all have."""
         self._filter(group)
         self._let_reference_score(group)
 
     def _let_reference_score(self, group: Group) -> None:
-        """At once, or where filters may keep the group from training once they have not."""
+        """Request the reference's scores at once, or where filters may drop the group, once it has passed them."""
         if self._reference and group.id in self._store.groups and (group.is_complete or not self._rollout.filters):
             self._reference.want(group)
 
     def _is_ready(self, group: Group) -> bool:
-        """To come into a batch."""
+        """Return whether the group may go into a batch."""
         return group.is_complete and (self._reference is None or self._reference.has_scored(group))
 
     # ------------------------------------------------------------------------------------------------- filters
     def _filter(self, group: Group) -> None:
-        """Keep from training what the job's filters name, once the whole group is there."""
+        """Keep from training what the job's filters select, once the whole group is complete."""
         if not (self._rollout.filters and group.is_complete):
             return
         verdict = judge(group, self._rollout.filters)
@@ -443,7 +443,7 @@ class Worker(Sealer):
         return 0.0 if self._held_since is None else time.monotonic() - self._held_since
 
     def _is_too_soon(self, step: int) -> bool:
-        """Whether gates have been open for less than `minRolloutSeconds` since the last step, and engines have work."""
+        """Return whether engines have work, and gates opened less than `minRolloutSeconds` ago for this step."""
         least_s, loop = self._rollout.min_rollout_seconds, asyncio.get_running_loop()
         if self._engines.open and self._open_since[0] != step:
             self._open_since = (step, loop.time())
@@ -454,13 +454,13 @@ class Worker(Sealer):
         return works and not self._only_records and loop.time() < since + least_s - MOMENT_S
 
     def _scores_of(self, groups: Iterable[Group]) -> dict[int, NDArray[np.float32]] | None:
-        """What the reference says of each response, by sample."""
+        """Return the reference's scores of each response, by sample; None without a reference."""
         if self._reference is None:
             return None
         return {sample.id: sample.scores.logp for group in groups for sample in group.kept if sample.scores}
 
     async def _seal(self, step: int, groups: list[Group]) -> None:
-        """Make the batch durable, files first; only then is it sealed and may anybody be told."""
+        """Make the batch's files durable first; only then seal it and let anybody learn of it."""
         write = partial(
             write_batch,
             self._store.batch_directory,

@@ -439,9 +439,7 @@ class Store:
         limit: int,
         text: Callable[[list[int]], str] | None = None,
     ) -> list[dict[str, Any]]:
-        """Return samples whose place among the ended is above `after`, in that order, as far as they are durable.
-        Blocks.
-        """
+        """Return those that ended after place `after`, in that order, as far as they are durable. Blocks."""
         return self._shown(tables.ENDED, text, state=state, after=after, up_to=up_to, limit=limit)
 
     def _shown(self, statement: str, text: Callable[[list[int]], str] | None, **asked: Any) -> list[dict[str, Any]]:
