@@ -1,1 +1,1 @@
-"""The gates of the job's engines, and what is sent through them. Only this room asks an engine for tokens."""
+"""The gates of the job's engines, and the requests sent through them. Only this room asks an engine for tokens."""

@@ -1,9 +1,9 @@
-"""One agent's gate: whether it is open, and one engine attempt through it. The only code that calls a gate.
+"""The client of one agent's gate tracks whether it is open and sends engine attempts. Only this code calls a gate.
 
-`watch` follows the gate's stream, so that nobody polls. `generate` translates whatever comes back into the few outcomes
-the worker acts on; above it nobody sees HTTP. A request has no deadline of its own, because a long response takes as
-long as it takes: it is given up when its gate has been silent, or closed for longer than a switch may take to settle,
-and lost when the machine at the other end is gone without a word.
+`watch` follows the gate's stream, so that nobody polls. `generate` translates every answer into the few outcomes the
+worker acts on; above it nobody sees HTTP. A request has no deadline of its own, because a long response may take any
+time: it is given up when its gate has been silent, or closed for longer than a switch may take to settle, and lost when
+the machine at the other end disappears.
 """
 
 from __future__ import annotations
@@ -38,49 +38,50 @@ from colocated_rl_rollout.rules.samples import NO_TOKENS, Tokens
 LOG = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
-SILENCE_S = 4 * GATE_LINE_S  # a gate that says nothing for so long is taken as lost
+SILENCE_S = 4 * GATE_LINE_S  # a gate that sends nothing for so long counts as lost
 RECONNECT_S = 0.5  # with jitter
-REST_S = 0.1  # of an engine after an attempt that brought nothing, doubled each time
+REST_S = 0.1  # rest of an engine after an attempt that brought nothing, doubled each time
 REST_AT_MOST_S = 30.0
 GIVE_UP_MARGIN_S = 30.0  # beyond settleSeconds, in which the agent itself ends every request
 IDLE_CONNECTION_S = 600.0  # requests come in bursts, a training step apart; a handshake costs more than a connection
-KEEPALIVE_S = 20  # without a word on a connection, and then between two questions whether the other end is there
+KEEPALIVE_S = 20  # silence on a connection before the first probe, and then between two probes
 KEEPALIVE_QUESTIONS = 3
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MAX_ERROR_BYTES = 2048
-TOO_LONG = ("context length", "longer than", "maximum allowed length")  # as SGLang 0.5.23 says it
+TOO_LONG = ("context length", "longer than", "maximum allowed length")  # as SGLang 0.5.23 words it
 
 
 class GateRefused(Exception):
     """GateRefused        no attempt was made, or nothing of it is known: send the request again when a gate is open
-    ├─ GateClosed       the gate said so, at once
+    ├─ GateClosed       the gate reported it, at once
     │  └─ GateBusy      it is open and took no more, or not from us
-    ├─ AttemptLost      the connection, the agent or the engine broke: what it generated is gone
+    ├─ AttemptLost      the connection, the agent or the engine broke: the tokens it generated are lost
     └─ AnswerGarbled    the answer contradicts itself: dropped and counted
-    RequestRejected       the engine won't ever take this request: the sample fails, with the engine's reason
+    RequestRejected       no engine will ever take this request: the sample fails, with the engine's reason
     """
 
 
 class GateClosed(GateRefused):
-    """Not an attempt: nothing was sent to the engine."""
+    """No attempt was made: nothing was sent to the engine."""
 
 
 class GateBusy(GateClosed):
-    """Not an attempt either. The engine rests before it is asked again."""
+    """No attempt was made either. The engine rests before it is asked again."""
 
 
 class AttemptLost(GateRefused):
-    """An attempt without tokens."""
+    """The attempt brought no tokens."""
 
 
 class AnswerGarbled(GateRefused):
-    """An attempt without tokens that can be used (H27)."""
+    """The attempt brought no tokens that can be used (H27)."""
 
 
 class RequestRejected(Exception):
-    """The engine's own verdict on the request, 4xx (H8).
+    """The engine itself rejected the request, 4xx (H8).
 
-    said: its words, for whoever sent the request and nobody else: they may quote it. is_too_long: whether that is why.
+    said: its message, only for the sender of the request, because it may quote it. is_too_long: the request is too
+    long.
     """
 
     def __init__(self, message: str, *, said: str = "", is_too_long: bool = False) -> None:
@@ -91,11 +92,11 @@ class RequestRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One engine attempt: prompt with everything generated so far, and how many tokens may be added.
+    """One engine attempt: the prompt with everything generated so far, and how many tokens may be added.
 
-    seed: the same in each attempt of a response: an engine that honours it makes noise of seed and position.
-    experts_from: the first token whose routed experts are wanted, in the places of prompt and response; None: of none.
-    experts_width: how many each token before it has, where there are such.
+    seed: the same in each attempt of a response: an engine that honours it derives noise from seed and position.
+    experts_from: the first token of prompt and response whose routed experts are wanted; None: no experts are.
+    experts_width: how many experts each token before it has, where there are any.
     """
 
     input_ids: list[int]
@@ -108,7 +109,7 @@ class GenerateRequest:
     experts_width: int = 0
 
     def body(self, *, stream: bool = False) -> bytes:
-        """As the engine's /generate takes it. Everything its log-probabilities don't describe is off, explicitly."""
+        """Return the body for the engine's /generate, with all that log-probabilities don't describe explicitly off."""
         own: dict[str, Any] = {"stop": list(self.stops)} if self.stops else {}
         own |= {} if self.seed is None else {"sampling_seed": self.seed}
         experts = {"return_routed_experts": True, "routed_experts_start_len": self.experts_from}
@@ -138,7 +139,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What one engine attempt brought. experts: where they were wanted, of each token but the last."""
+    """The result of one engine attempt. experts: of each token but the last, where they were wanted."""
 
     tokens: Tokens
     ending: Ending
@@ -149,12 +150,12 @@ NOTHING = Generated(NO_TOKENS, Ending.INTERRUPTED)
 
 
 def gate_connector() -> aiohttp.TCPConnector:
-    """Of connections to gates: as many as there are requests, and each ends when the other end's machine is gone."""
+    """Return a connector to gates without a limit of connections, each of which ends when the other machine is gone."""
     return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S, socket_factory=gate_socket)
 
 
 def gate_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """One that asks, when it hears nothing, whether the other end is there: else a lost answer is waited for."""
+    """Return a socket that probes a silent peer: otherwise a client waits for ever for a lost answer."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setblocking(False)
@@ -170,11 +171,11 @@ def gate_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 class EngineClient:
-    """One gate. `state` is None while nobody knows: not yet connected, silent, or broken.
+    """One gate. `state` is None while it is unknown: not yet connected, silent, or broken.
 
     changed: called when the gate opens, closes, is lost, or has other weights behind it.
     count: called with the number of tokens that an attempt brought.
-    in_flight: attempts of ours, those about to be sent included; `Engines` counts.
+    in_flight: this process's attempts, also those about to be sent; `Engines` counts them.
     """
 
     def __init__(
@@ -210,12 +211,12 @@ class EngineClient:
 
     @property
     def takes_requests(self) -> bool:
-        """Open, and not resting after attempts that brought nothing."""
+        """Return whether the gate is open and does not rest after attempts that brought nothing."""
         return self.is_open and asyncio.get_running_loop().time() >= self._rests_until
 
     @property
     def version(self) -> WeightVersion | None:
-        """Weights behind the gate, while it is open."""
+        """Return the weight version behind the gate while it is open, else None."""
         return self.state.version if self.state and self.state.open else None
 
     # ------------------------------------------------------------------------------------------------- the stream
@@ -255,16 +256,16 @@ class EngineClient:
         self._changed()
 
     def abandon(self) -> None:
-        """The job has this engine no more: end what is under way."""
+        """End all attempts: the job no longer has this engine."""
         self.state, self._given_up_at = None, 0.0
         for attempt in self._under_way:
             attempt.reschedule(self._given_up_at)
 
     # ------------------------------------------------------------------------------------------------- one attempt
     async def generate(self, request: GenerateRequest, grew: Callable[[Tokens], None] | None = None) -> Generated:
-        """One engine attempt. Raises GateRefused and RequestRejected.
+        """Run one engine attempt. Raises GateRefused and RequestRejected.
 
-        grew: called with the attempt's tokens so far each time there are more. What it was called with is never taken
+        grew: called with the attempt's tokens so far each time there are more. Tokens passed to it are never taken
         back: an attempt that breaks afterwards is an interrupted one.
         """
         read = (
@@ -286,7 +287,7 @@ class EngineClient:
                 raise
             generated = read.so_far
         except (aiohttp.ClientError, OSError) as error:
-            late = type(error) is TimeoutError  # ours; those of the connection are named
+            late = type(error) is TimeoutError  # the attempt's own; those of the connection are of subclasses
             if not late:
                 self._set(None, f"a request broke: {type(error).__name__}")
             if not len(read.so_far.tokens):
@@ -301,7 +302,7 @@ class EngineClient:
         return generated
 
     def _rest(self) -> None:
-        """An attempt brought nothing: let the engine be for a while, longer each time, until one brings something."""
+        """Rest the engine after an attempt that brought nothing, longer each time, until one brings something."""
         loop = asyncio.get_running_loop()
         if loop.time() >= self._rests_until:
             pause_s = min(REST_S * 2**self._failures, REST_AT_MOST_S)
@@ -325,7 +326,7 @@ class EngineClient:
 
 
 class _GateAnswer:
-    """The body of an answer, piece by piece. so_far: tokens that were told to somebody, and are never taken back."""
+    """Reads the body of an answer, piece by piece. so_far: tokens that were passed on, and are never taken back."""
 
     def __init__(self, name: str, max_bytes: int, request: GenerateRequest) -> None:
         self._name = name
@@ -335,13 +336,13 @@ class _GateAnswer:
         self.so_far = NOTHING
 
     def feed(self, piece: bytes) -> None:
-        """Raises GateRefused and RequestRejected."""
+        """Take the next piece. Raises GateRefused and RequestRejected."""
         self._bytes += piece
         if len(self._bytes) > self._max_bytes:
             raise AnswerGarbled(f"{self._name} answered with more than {self._max_bytes} bytes")
 
     def end(self) -> Generated:
-        """What there is after the last piece. Raises GateRefused."""
+        """Return the result after the last piece. Raises GateRefused."""
         return self._read(self._parse(self._bytes))
 
     def _parse(self, text: bytes | bytearray) -> Any:
@@ -356,14 +357,14 @@ class _GateAnswer:
             first = self._request.experts_from
             if first is None or not len(tokens):
                 return Generated(tokens, ending)
-            rows = len(self._request.input_ids) + len(tokens) - 1 - first  # the last one was drawn, and not read
+            rows = len(self._request.input_ids) + len(tokens) - 1 - first  # the last token was sampled, and not read
             return Generated(tokens, ending, read_experts(said, rows=rows, width=self._request.experts_width))
         except GarbledAnswer as error:
             raise AnswerGarbled(f"answer of {self._name}: {error}") from error
 
 
 class _Stream(_GateAnswer):
-    """An answer in events, each of which has all tokens so far."""
+    """Reads an answer in events, each of which has all tokens so far."""
 
     def __init__(self, name: str, max_bytes: int, request: GenerateRequest, grew: Callable[[Tokens], None]) -> None:
         super().__init__(name, max_bytes, request)
@@ -374,7 +375,7 @@ class _Stream(_GateAnswer):
         *events, self._bytes = self._bytes.split(b"\n\n")
         said = [event for event in events if event.startswith(b"data: ") and event != b"data: [DONE]"]
         if said:
-            self._take(bytes(said[-1].removeprefix(b"data: ")))  # it has what is in those before it
+            self._take(bytes(said[-1].removeprefix(b"data: ")))  # the last event includes those before it
 
     def end(self) -> Generated:
         return self.so_far
@@ -393,7 +394,7 @@ class _Stream(_GateAnswer):
 
 
 def _refusal(name: str, status: int, text: str) -> Exception:
-    """What a status means (H8): a switch, trouble that may pass, or a request that no engine will take."""
+    """Translate a status (H8): a switch, trouble that may pass, or a request that no engine will take."""
     if status == 503 and _error_in(text) == "closed":
         return GateClosed(f"gate of {name} is closed")
     if status == 400 and "Aborted by AbortReq." in text:  # while its grammar compiled: a switch like any other
@@ -409,7 +410,7 @@ def _refusal(name: str, status: int, text: str) -> Exception:
 
 
 def _failure_in(said: Any) -> tuple[int, str] | None:
-    """Status and text of an event that is an error, or an abort that is one (H8)."""
+    """Return status and text of an event that is an error, or an abort that is one (H8), else None."""
     match said:
         case {"error": {"code": int(code), "message": str(text)}}:
             return code, text
@@ -422,7 +423,7 @@ def _failure_in(said: Any) -> tuple[int, str] | None:
 
 
 def _told(state: GateState | None) -> tuple[bool, WeightVersion | None] | None:
-    """What of a gate's state anybody acts on."""
+    """Return the part of a gate's state that anybody acts on."""
     return None if state is None else (state.open, state.version)
 
 

@@ -1,10 +1,10 @@
-"""All gates of the job: follows those the operator names, and says which one takes the next request.
+"""All gates of the job: this module follows those the operator names, and picks the one for the next request.
 
-A sample goes back to the engine that has its prefix, if that one is open; otherwise to the one with the fewest of our
+A sample goes back to the engine that has its prefix, if its gate is open; otherwise to the one with the fewest of our
 requests. After a switch gates open one after another, and everything waits: for a moment each gets its share and no
-more, or the first one would take all. And no engine gets more than BURST requests in PACE_S, in the order in which they
-are asked for: a thousand connections and prompts at once would hold up the loop, the gate and the most urgent of them.
-Engines that are named no more are forgotten at once, their requests end as lost attempts (H36).
+more, or the first one would take all. No engine gets more than BURST requests in PACE_S, in the order in which they are
+asked for: a thousand connections and prompts at once would hold up the loop, the gate and the most urgent of them. An
+engine that is no longer named is forgotten at once, and its requests end as lost attempts (H36).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.engines.engine_client import EngineClient
 
-SHARE_S = 3.0  # from the first gate that opens: so long the others may take to follow
-BURST, PACE_S = 64, 0.1  # requests that one engine is sent at once, and how soon after them it gets more
+SHARE_S = 3.0  # from the first gate that opens: the time others may take to follow
+BURST, PACE_S = 64, 0.1  # requests that one engine is sent at once, and the time until it gets more
 
 
 class Engines:
-    """Gates by endpoint. `follow` may be called at any time while `run` is up.
+    """Holds the gates by endpoint. `follow` may be called at any time while `run` is up.
 
-    changed: called when it may be that a request can be sent.
+    changed: called when it may be possible to send a request.
     count: called with the number of tokens that an attempt brought.
     """
 
@@ -49,7 +49,7 @@ class Engines:
         self._ranked: list[tuple[int, str, int, EngineClient]] = []
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
-        """These are the gates from now on."""
+        """Follow these gates, and no others, from now on."""
         named = tuple(endpoints)
         if named != self._named:
             self._named = named
@@ -60,14 +60,14 @@ class Engines:
         return self._open
 
     def share(self, demand: int) -> int:
-        """How many of `demand` requests one engine may have now: all, except while other gates may be about to open."""
+        """Return how many of `demand` requests one engine may have: all, except while more gates may soon open."""
         opening = 0 < len(self.open) < len(self._named) and asyncio.get_running_loop().time() < self._share_until
         return -(-demand // len(self._named)) if opening else demand
 
     def pick(self, *, preferred: str | None = None, step: int | None = None, at_most: int) -> EngineClient | None:
-        """The gate for a request; None while there is none.
+        """Return the gate for a request, or None while there is none.
 
-        preferred: taken if it can be. step: only weights of this step. at_most: requests that one engine may have.
+        preferred: used if it can take the request. step: only weights of this step. at_most: requests per engine.
         """
         if step is not None:  # few ask, and not for each sample
             candidates = [client for client in self._open if self._takes(client, at_most, step)]
@@ -78,7 +78,7 @@ class Engines:
             in_flight, _, _, client = self._ranked[0]
             if in_flight == client.in_flight and self._takes(client, in_flight + 1):
                 return client if in_flight < at_most else None
-            heapq.heappop(self._ranked)  # it is there with another number, or comes again when it takes requests
+            heapq.heappop(self._ranked)  # outdated, or ranked again when the engine takes requests
         return None
 
     def _takes(self, client: EngineClient, at_most: int, step: int | None = None) -> bool:
@@ -90,7 +90,7 @@ class Engines:
         )
 
     def _rank(self, *clients: EngineClient) -> None:
-        """These have another number of requests, or take them again; all of them are ranked anew now and then."""
+        """Rank gates whose number of requests changed, or that take requests again; rerank all now and then."""
         for client in clients:
             heapq.heappush(self._ranked, (client.in_flight, client.name, id(client), client))
         if not clients or len(self._ranked) > 4 * len(self._open) + BURST:
