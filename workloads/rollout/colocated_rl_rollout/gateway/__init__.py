@@ -1,1 +1,1 @@
-"""OpenAI's API for agents and other clients: sessions, turns, and what they may ask for."""
+"""This room serves OpenAI's API to agents and other clients: sessions, turns, and the requests they may send."""

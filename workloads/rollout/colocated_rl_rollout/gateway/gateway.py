@@ -1,13 +1,13 @@
-"""The gateway: OpenAI's API for agents and any other client, over the engines of the job.
+"""The gateway serves OpenAI's API to agents and any other client, over the engines of the job.
 
     POST /v1/chat/completions, /v1/completions      streamed or not
     GET  /v1/models, /v1/models/ID
     all of them also below /v1/sessions/ID, or with a header X-Session-ID: turns of one session (`sessions`)
     GET /v1/sessions; GET, DELETE /v1/sessions/ID, POST /v1/sessions/ID/reward
 
-A client sees no switch: while the engines are off its request waits, and a completion that was cut off goes on
-(`turns`). Every error has OpenAI's shape. Nothing is read without a bound, and no client is waited for without a
-deadline: one that does not send or read is hung up on, and its work ended at the engine.
+A client sees no switch: while the engines are off its request waits, and an interrupted completion resumes (`turns`).
+Every error has OpenAI's shape. Every read is bounded, and every write to a client has a deadline: a client that does
+not send or read is disconnected, and its work ends at the engine.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ from colocated_rl_rollout.rules.chat import Chat, as_rendered
 ReadT = TypeVar("ReadT")
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 READING_BYTES = 16 * MAX_REQUEST_BYTES  # of bodies at a time
-THREADS_AT_MOST = 3  # of at least five that the process has: batches are written and prompts made in the others
+THREADS_AT_MOST = 3  # of at least five that the process has: the others write batches and make prompts
 SAYS_EXPERTS = "--enable-return-routed-experts"
 SESSION_HEADER = "X-Session-ID"
 SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
-SILENCE_S = 15.0  # of a stream whose request waits; a comment says that somebody is there
+SILENCE_S = 15.0  # of a stream whose request waits; then a comment keeps it alive
 COMMENT = b": waiting for an engine\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
 class Gateway:
-    """limit, temperature: of a request that does not say; the first also bounds the others, the second may change.
-    longest: tokens of a session's path, which is trained in one piece. says_experts: whether engines say where they
-    route tokens to.
+    """Serves the routes. limit, temperature: of a request that sets none; the first also bounds the others, the second
+    may change. longest: tokens of a session's path, which is trained in one piece. says_experts: engines report where
+    they route tokens to.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Gateway:
     def _answering(
         self, serve: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """With a refusal as OpenAI's API says it."""
+        """Wrap a handler: answer a refusal in the shape of OpenAI's API."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
@@ -172,7 +172,7 @@ class Gateway:
     def _prompt_of(
         self, conversation: Conversation, parent: RecordedTurn | None
     ) -> tuple[tuple[int, ...], RecordedTurn | None]:
-        """In a thread, because templates and tokenizers take their time. Raises RequestRefused."""
+        """Return the prompt and the turn it continues; slow, so call it in a thread. Raises RequestRefused."""
         if parent is not None and (ids := prompt_after(parent, conversation, self._chat)) is not None:
             return ids, parent
         return prompt_of(conversation, self._chat), None
@@ -187,7 +187,7 @@ class Gateway:
     # ------------------------------------------------------------------------------------------------- sessions
     @contextmanager
     def _session(self, request: web.Request) -> Iterator[Session | None]:
-        """Of a turn, while it lasts; None of one that belongs to none. Raises RequestRefused."""
+        """Hold a turn's session while the turn lasts; None for a turn that belongs to none. Raises RequestRefused."""
         if "session" not in request.match_info and SESSION_HEADER not in request.headers:
             yield None
             return
@@ -203,7 +203,7 @@ class Gateway:
 
     async def _serve_session(self, request: web.Request) -> web.Response:
         session = self._sessions.find(_session_name(request))
-        now = replace(session, turns=list(session.turns))  # the thread must not see another one come
+        now = replace(session, turns=list(session.turns))  # the thread must not see another turn arrive
         return web.Response(body=await self._in_thread(partial(_shown, now)), content_type="application/json")
 
     async def _delete_session(self, request: web.Request) -> web.Response:
@@ -226,17 +226,17 @@ class Gateway:
 
     # ------------------------------------------------------------------------------------------------- a request
     async def _read(self, request: web.Request, read: Callable[[bytes], ReadT]) -> ReadT:
-        """What is asked. Raises RequestRefused."""
+        """Read and parse the body of a request. Raises RequestRefused."""
         if request.content_type != "application/json":
             raise RequestRefused(415, "the body is JSON: Content-Type: application/json")
-        if request.headers.get("Content-Encoding", "identity") != "identity":  # a few bytes would become any number
+        if request.headers.get("Content-Encoding", "identity") != "identity":  # a few bytes may become any number
             raise RequestRefused(415, "the body comes as it is: without a Content-Encoding")
         size = MAX_REQUEST_BYTES if request.content_length is None else request.content_length
         async with self._reading.of(min(size, MAX_REQUEST_BYTES)):
             return await self._in_thread(partial(read, await _body(request)))
 
     async def _in_thread(self, work: Callable[[], ReadT]) -> ReadT:
-        """Long conversations take their time, and there may be hundreds of them: few at a time."""
+        """Run in one of a few threads: long conversations take their time, and there may be hundreds of them."""
         async with self._threads:
             return await asyncio.to_thread(work)
 
@@ -287,7 +287,7 @@ class Gateway:
         return await stream.end()
 
     async def _record(self, place: TurnPlace | None, reply: CompletionReply, turn: Turn) -> None:
-        """Make the turn of a session durable, before its client hears of its end. Raises RequestRefused."""
+        """Make the turn of a session durable, before its client receives its end. Raises RequestRefused."""
         if place is None:
             return
         text, calls = reply.read(self._chat, turn.tokens, turn.finish)
@@ -306,7 +306,7 @@ class Gateway:
 
 @dataclass(frozen=True)
 class TurnPlace:
-    """Where in a session a turn belongs."""
+    """The place of a turn in its session."""
 
     session: Session
     parent: RecordedTurn | None
@@ -315,19 +315,19 @@ class TurnPlace:
 
 
 class Reading:
-    """Bodies that are on their way in: so many bytes at a time, first come, first served. A client that is slow to send
-    takes no more than its own, and nobody waits for room for longer than a client may take.
+    """Bounds the bytes of bodies being received, first come, first served. A client that is slow to send takes no more
+    than its own share, and nobody waits for room for longer than a client may take.
     """
 
     def __init__(self, most_bytes: int, wait_s: float = CLIENT_S) -> None:
         self._free_bytes = most_bytes
         self._wait_s = wait_s
         self._freed = asyncio.Event()
-        self._turn = asyncio.Lock()  # whose holder is the next one
+        self._turn = asyncio.Lock()  # its holder is the next one
 
     @asynccontextmanager
     async def of(self, size_bytes: int) -> AsyncIterator[None]:
-        """Raises RequestRefused."""
+        """Reserve room for a body while it is read. Raises RequestRefused."""
         try:
             async with asyncio.timeout(self._wait_s), self._turn:
                 while self._free_bytes < size_bytes:
@@ -345,7 +345,7 @@ class Reading:
 
 
 class Stream:
-    """Server-sent events to one client. Begins with the first of them: until then a refusal has its own status."""
+    """Sends events to one client. It begins with the first event: until then a refusal has its own status."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -362,14 +362,14 @@ class Stream:
             await self.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
 
     async def write(self, text: bytes) -> None:
-        """Raises ClientGone."""
+        """Send a piece of the answer. Raises ClientGone."""
         async with reading(self._request, self._response):
             if not self.begun:
                 await self._response.prepare(self._request)
             await self._response.write(text)
 
     async def end(self) -> web.StreamResponse:
-        """Raises ClientGone."""
+        """End the answer. Raises ClientGone."""
         async with reading(self._request, self._response):
             await self._response.write_eof()
         return self._response
@@ -380,17 +380,17 @@ def said_of(turn: Turn) -> Extension:
 
 
 def _shown(session: Session) -> bytes:
-    """In a thread: it may be millions of tokens."""
+    """Encode a session; call it in a thread, because a session may have millions of tokens."""
     return json.dumps(shown(session)).encode()
 
 
 def _named(request: web.Request) -> str:
-    """What it calls its session, if it has one."""
+    """Return the name of the request's session, empty where it has none."""
     return str(request.match_info.get("session") or request.headers.get(SESSION_HEADER, ""))
 
 
 def _session_name(request: web.Request) -> str:
-    """Raises RequestRefused."""
+    """Return the valid name of the request's session. Raises RequestRefused."""
     name = _named(request)
     if not SESSION_NAME.fullmatch(name):
         raise RequestRefused(400, "a session is named by up to 128 of A-Z, a-z, 0-9, '.', '_', ':', '@' and '-'")
@@ -398,14 +398,14 @@ def _session_name(request: web.Request) -> str:
 
 
 def headers_of(refused: RequestRefused) -> dict[str, str]:
-    """Retry-After where trying again helps; and clients that try again by themselves are told where it doesn't."""
+    """Return Retry-After where a retry helps, and tell clients that retry by themselves where it does not."""
     if refused.retry_s is not None:
         return {"Retry-After": str(refused.retry_s)}
     return {"X-Should-Retry": "false"} if refused.status == 409 or refused.status >= 500 else {}
 
 
 async def _body(request: web.Request) -> bytes:
-    """Raises RequestRefused."""
+    """Read the body within its bounds. Raises RequestRefused."""
     body = bytearray()
     try:
         async with asyncio.timeout(CLIENT_S):

@@ -1,7 +1,7 @@
-"""What a client of the gateway is told where there is no such route, in the shape of OpenAI's API: what to ask instead.
+"""A request for an unknown route gets an error in the shape of OpenAI's API that names the route to use instead.
 
-A client that was written for the whole of that API, or that has another `base_url`, asks for what is not here; its
-library reads words out of nothing but an error of that shape.
+A client that was written for the whole of that API, or that has another `base_url`, requests routes that are not here;
+its library reads a message only from an error of that shape.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ OTHERS = (
     "audio", "batches", "containers", "embeddings", "evals", "files", "fine_tuning", "images", "moderations",
     "realtime", "uploads", "vector_stores", "videos",
 )  # fmt: skip
-LONGEST = 200  # characters of a path that are said back
+LONGEST = 200  # characters of a path that the message repeats
 
 
 def no_such_route(method: str, path: str, *, allowed: Iterable[str], origin: str) -> RequestRefused:
-    """allowed: methods of the route of this path; there is none where it is empty. origin: where the client is."""
+    """Return the error for an unknown route. allowed: methods of the path, if any. origin: where the client is."""
     asked = f"{method} {path}"[:LONGEST]
     if methods := [each for each in sorted(allowed) if each != "HEAD"]:
         message = f"there is no {asked}: ask {' or '.join(methods)}"
@@ -42,7 +42,7 @@ def no_such_route(method: str, path: str, *, allowed: Iterable[str], origin: str
 
 
 def telling_what_there_is(metrics: RolloutMetrics) -> Middleware:
-    """For an application that has the gateway's routes."""
+    """Return the middleware for an application that has the gateway's routes."""
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:

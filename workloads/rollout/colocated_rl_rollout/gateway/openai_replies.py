@@ -1,8 +1,8 @@
-"""What clients of the gateway are told, in the shapes of OpenAI's API. Pure.
+"""Write replies to clients of the gateway, in the shapes of OpenAI's API. Pure.
 
-`whole` is an answer at once; `Pieces` is the same in events of a stream. An answer also says what OpenAI's does not:
+`whole` is a complete answer; `Pieces` is the same in events of a stream. An answer also has what OpenAI's lacks:
 `colocated_rl` has the weights versions of its tokens, how many segments it was joined from, and whether it was
-interrupted and not resumed, which `finish_reason` says as "abort".
+interrupted and not resumed, which is `finish_reason` "abort".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXTENSION = "colocated_rl"
 
 @dataclass(frozen=True)
 class CompletionReply:
-    """How one completion is told. id: that nobody else has. created: seconds since 1970."""
+    """How one completion is written. id: unique to it. created: seconds since 1970."""
 
     form: Form
     asked: CompletionRequest
@@ -68,7 +68,7 @@ class CompletionReply:
         }
 
     def read(self, chat: Chat, tokens: Tokens, finish: Finish | None) -> tuple[str, list[Call]]:
-        """Text without what stopped it, and tool calls."""
+        """Return the text up to what stopped it, and tool calls."""
         text = visible(chat.text(tokens.ids.tolist()), self.asked.stops)
         return read_calls(text) if self.form.tools and finish is Finish.STOP else (text, [])
 
@@ -91,7 +91,7 @@ class CompletionReply:
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
     def logprobs(self, chat: Chat, tokens: Tokens, first: int, offset: int) -> dict[str, Any]:
-        """Of the tokens from `first` on; offset: of their text."""
+        """Return log-probabilities of the tokens from `first` on; offset: of their text."""
         ids, logp = tokens.ids[first:].tolist(), tokens.logp[first:].tolist()
         texts = [chat.token_text(token) for token in ids]
         if self.form.chat:
@@ -105,7 +105,7 @@ class CompletionReply:
 
 
 class Pieces:
-    """A reply in events, as its tokens come: text that a later token could still change is held back."""
+    """Writes a reply in events, as its tokens arrive: text that a later token could still change is held back."""
 
     def __init__(self, reply: CompletionReply, chat: Chat) -> None:
         self._reply = reply
@@ -114,14 +114,14 @@ class Pieces:
         self._marks = (*asked.stops, *((BEGIN,) if form.tools else ()))
         self._growing = GrowingText(chat)
         self._held = ""  # text that may become a mark
-        self._is_marked = False  # what follows is told at the end
+        self._is_marked = False  # all further text is sent at the end
         self._decoded = 0  # tokens
-        self._told = 0  # tokens
-        self._length = 0  # characters that were told
+        self._told = 0  # tokens that were sent
+        self._length = 0  # characters that were sent
         self._begun = False
 
     def more(self, tokens: Tokens) -> Iterator[dict[str, Any]]:
-        """Events for what has come since the last ones."""
+        """Return events for the tokens that arrived since the last ones."""
         new, self._decoded = tokens.ids[self._decoded :].tolist(), len(tokens)
         if self._is_marked:
             return
@@ -134,7 +134,7 @@ class Pieces:
             yield from self._event(piece, tokens)
 
     def rest(self, tokens: Tokens, finish: Finish | None, said: Extension) -> Iterator[dict[str, Any]]:
-        """Events for the rest, and what closes the stream."""
+        """Return events for the rest, and those that close the stream."""
         text, calls = self._reply.read(self._chat, tokens, finish)
         new = text[self._length :]
         if new or len(tokens) > self._told or not self._begun:
@@ -175,7 +175,7 @@ class Pieces:
 
 
 def listed(session: Session) -> HeldSession:
-    """A session in the list of all."""
+    """Return the entry of a session in the list of all sessions."""
     return {
         "id": session.id,
         "object": "session",
@@ -186,7 +186,7 @@ def listed(session: Session) -> HeldSession:
 
 
 def shown(session: Session) -> ShownSession:
-    """A session, with its trajectory as it would be trained: the path of its newest turn."""
+    """Return a session with its trajectory as it would be trained: the path of its newest turn."""
     path = session.turns[-1].path if session.turns else []
     tokens = tokens_of(path, after=len(path[0].context)) if path else NO_TOKENS
     mask = [0] * len(tokens)
@@ -216,7 +216,7 @@ def message_of(text: str, calls: Sequence[ToolCallEntry]) -> Message:
 def extension(
     tokens: Tokens, finish: Finish | None, segments: int, experts: NDArray[np.int32] | None = None
 ) -> Extension:
-    """What OpenAI's answers don't say. experts: None where the client does not want them."""
+    """Return the members that OpenAI's answers lack. experts: None where the client does not want them."""
     said: Extension = {
         "interrupted": finish is None,
         "segments": segments,
@@ -234,19 +234,19 @@ def versions_of(tokens: Tokens) -> list[VersionSpan]:
 
 
 def visible(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string."""
+    """Return the text before the first stop string."""
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
 def settled(text: str, marks: Sequence[str]) -> str:
-    """The part of a growing text that is told whatever comes: before a mark, or what may become one."""
+    """Return the part of a growing text that no later token changes: before a mark, or what may become one."""
     before = visible(text, marks)
     held = 0 if len(before) < len(text) else max((_overlap(text, mark) for mark in marks), default=0)
     return before[: len(before) - held]
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Characters at the end of the text that are the beginning of the mark."""
+    """Return how many characters at the end of the text begin the mark."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
@@ -259,5 +259,5 @@ def _reason(finish: Finish | None, calls: Sequence[Call]) -> FinishReason:
 
 
 def _bytes(text: str) -> list[int] | None:
-    """None of a part of a character: its text does not have them."""
+    """Return the text's bytes, or None for part of a character, which its text does not have."""
     return None if CUT_OFF in text else list(text.encode())

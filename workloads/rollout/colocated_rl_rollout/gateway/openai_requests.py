@@ -1,9 +1,9 @@
-"""What clients of the gateway may ask, in the words of OpenAI's API. Pure.
+"""Define the requests that clients of the gateway may send, in the words of OpenAI's API. Pure.
 
-A parameter is taken, or it asks for nothing, or the request is refused: none is changed, and none is ignored that would
-change a completion. Refused is what can't be continued faithfully over a switch, and sampling that log-probabilities
-don't describe. Extensions: `resume: false` (an interrupted completion is returned as it is), `return_token_ids`,
-`return_routed_experts`, `chat_template_kwargs`.
+A parameter has its effect, or it requests nothing, or the request is refused: none is changed, and none is ignored that
+would change a completion. Requests that cannot resume exactly over a switch are refused, and so is sampling that
+log-probabilities don't describe. Extensions: `resume: false` (an interrupted completion is returned as it is),
+`return_token_ids`, `return_routed_experts`, `chat_template_kwargs`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ KNOWN = {*ONLY, *INSTEAD, *WITHOUT_EFFECT, "model", "chat_template_kwargs"}
 
 
 class RequestRefused(Exception):
-    """A request that is answered with an error, in the shape of OpenAI's API. retry_s: when to come again."""
+    """The request is answered with an error in the shape of OpenAI's API. retry_s: the time until a retry."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class RequestRefused(Exception):
 
     @property
     def in_short(self) -> str:
-        """For anybody but its client, whose own words the message may quote."""
+        """Return the reason for anybody but the client, whose own words the message may quote."""
         param = self.param if self.param in KNOWN else None
         return " ".join(filter(None, (str(self.status), self.code, param and f"({param})")))
 
@@ -130,7 +130,7 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompletionRequest:
-    """A completion that a client wants. Never changed: each attempt is made from it."""
+    """A completion that a client requests. It never changes: each attempt is made from it."""
 
     prompt: NDArray[np.int32]
     limit: int
@@ -138,12 +138,12 @@ class CompletionRequest:
     stops: tuple[str, ...] = ()
     seed: int | None = None
     resume: bool = True
-    experts: bool = False  # that tokens were routed to
+    experts: bool = False  # return the experts that tokens were routed to
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a client wants to be told. tools: calls are looked for. usage: in a closing event of a stream."""
+    """The form of the reply. tools: look for calls. usage: send it in a closing event of a stream."""
 
     chat: bool
     streams: bool = False
@@ -155,14 +155,14 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat's prompt is rendered from. options: of the template."""
+    """The input from which a chat's prompt is rendered. options: of the template."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Lists fail fast: each fault that is found is kept, and takes a thousand times what its item does in the body.
+# Lists fail fast: each fault found is kept, and takes a thousand times the memory of its item in the body.
 class ContentPart(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -209,7 +209,7 @@ class GivenMessage(OpenPart):
 
 
 def _with_what_is_taken_and_not_read(schema: dict[str, Any]) -> None:
-    """For who reads the schema: what a request may have beside the fields of its model."""
+    """Add to the schema, for its readers, what a request may have beside the fields of its model."""
     schema["properties"] |= {name: {"enum": [*taken, None], "description": why} for name, (taken, why) in ONLY.items()}
     schema["properties"] |= {name: {"description": "has no effect"} for name in sorted(WITHOUT_EFFECT)}
 
@@ -246,7 +246,7 @@ class ChatBody(Body):
 
 
 _Ids = Annotated[list[int], Field(fail_fast=True)]
-_OneText = Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]  # of libraries that send lists
+_OneText = Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]  # some libraries send lists
 _OneOfIds = Annotated[list[_Ids], Field(min_length=1, max_length=1, fail_fast=True)]
 
 
@@ -256,7 +256,7 @@ class TextBody(Body):
 
     @property
     def only_prompt(self) -> str | list[int]:
-        """Out of a list of one."""
+        """Return the prompt, also where it is in a list of one."""
         is_listed = isinstance(self.prompt, list) and isinstance(next(iter(self.prompt), None), str | list)
         return cast(str | list[int], self.prompt[0] if is_listed else self.prompt)
 
@@ -272,7 +272,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def read_body(kind: type[BodyT], text: bytes, *, model: str) -> tuple[BodyT, Form]:
-    """A request, and how it wants to be told. Raises RequestRefused."""
+    """Return the parsed request and the form of its reply. Raises RequestRefused."""
     said = _read_object(text)
     may_call = said.get("tool_choice") != "none"
     _take_out(ONLY, said)
@@ -289,7 +289,7 @@ def read_body(kind: type[BodyT], text: bytes, *, model: str) -> tuple[BodyT, For
 
 
 def _read_object(text: bytes) -> dict[str, Any]:
-    """As everybody reads it: a name that stands twice, or a number that is none, each reader takes otherwise."""
+    """Parse a JSON object strictly: readers differ on a name that stands twice, or a number that is none."""
 
     def once(members: list[tuple[str, Any]]) -> dict[str, Any]:
         read = dict(members)
@@ -314,7 +314,7 @@ def _read_object(text: bytes) -> dict[str, Any]:
 
 
 def read_reward(text: bytes) -> SessionReward:
-    """Raises RequestRefused."""
+    """Parse the body of a reward. Raises RequestRefused."""
     try:
         return SessionReward.model_validate(_read_object(text))
     except pydantic.ValidationError as error:
@@ -322,7 +322,7 @@ def read_reward(text: bytes) -> SessionReward:
 
 
 def _take_out(only: Mapping[str, tuple[Sequence[Any], str]], said: dict[str, Any], place: str = "") -> None:
-    """What asks for nothing goes from `said`. Raises RequestRefused."""
+    """Remove parameters that request nothing from `said`. Raises RequestRefused."""
     for name, (taken, why) in only.items():
         value = said.pop(name, None)
         if value is not None and not any(_is_same(value, nothing) for nothing in taken):
@@ -342,7 +342,7 @@ def _form_of(body: Body, *, may_call: bool) -> Form:
 
 
 def read_chat(body: ChatBody, chat: Chat) -> Conversation:
-    """What the prompt is rendered from. Raises RequestRefused."""
+    """Return the input from which the prompt is rendered. Raises RequestRefused."""
     _check_stops(body, chat)
     if body.tools and not reads_calls_of(chat.template):
         message = f"the model's chat template takes no tools, or has them called in another form than {FORM}"
@@ -357,7 +357,7 @@ def read_chat(body: ChatBody, chat: Chat) -> Conversation:
 
 
 def prompt_of(conversation: Conversation, chat: Chat) -> tuple[int, ...]:
-    """Raises RequestRefused."""
+    """Render the prompt of a conversation. Raises RequestRefused."""
     try:
         text = chat.rendered(conversation.messages, tools=conversation.tools, options=conversation.options)
         return _not_empty(chat.encode(text), "messages")
@@ -366,7 +366,7 @@ def prompt_of(conversation: Conversation, chat: Chat) -> tuple[int, ...]:
 
 
 def text_prompt_of(body: TextBody, chat: Chat) -> tuple[int, ...]:
-    """Raises RequestRefused."""
+    """Return the prompt of a text completion as ids. Raises RequestRefused."""
     _check_stops(body, chat)
     prompt = body.only_prompt
     if isinstance(prompt, list):
@@ -382,8 +382,8 @@ def text_prompt_of(body: TextBody, chat: Chat) -> tuple[int, ...]:
 def asked(
     body: Body, prompt: tuple[int, ...], *, limit: int, temperature: float, longest: int | None = None
 ) -> CompletionRequest:
-    """limit, temperature: the job's, which count where the client says nothing. longest: prompt and reply together,
-    of a turn of a session. Raises RequestRefused.
+    """Return the completion that a body requests. limit, temperature: the job's, used where the client sets none.
+    longest: prompt and reply together, of a turn of a session. Raises RequestRefused.
     """
     name, wanted = "max_tokens", body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
@@ -441,11 +441,11 @@ def _refused(error: pydantic.ValidationError) -> RequestRefused:
     return RequestRefused(400, f"{place}: {first['msg'][:500]}{instead}", param=place)
 
 
-_KIND = re.compile(r"(str|int|constrained-str|(list|dict)\[.*\])$")  # which of several types it might have been
+_KIND = re.compile(r"(str|int|constrained-str|(list|dict)\[.*\])$")  # names which of several types a value was tried as
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """As JSON has it: to Python true is 1."""
+    """Compare values as JSON does: to Python true is 1."""
     return bool(value == other) and isinstance(value, bool) is isinstance(other, bool)
 
 

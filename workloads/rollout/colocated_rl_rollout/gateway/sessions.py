@@ -1,14 +1,14 @@
-"""Sessions: a client's turns that belong together, recorded as they were generated, and what is trained of them.
+"""Sessions group a client's turns, recorded as they were generated, and become samples for training.
 
 Every answered turn of a session is kept with the token ids that it was made of, never read from text again. Where the
-next turn's messages go on from recorded ones, its prompt is the recorded ids, and what the template puts between that
-reply and the next one: a tool's answer, a question. That part is context. Where they don't go on from any (a history
-that was edited, another agent), the turn begins a path of its own: a session is a tree.
+next turn's messages continue recorded ones, its prompt is the recorded ids, plus what the template puts between that
+reply and the next one: a tool's answer, a question. That part is context. Where they continue none (a history that was
+edited, another agent), the turn begins a path of its own: a session is a tree.
 
 A reward ends a session: the path of its newest turn is its trajectory, other paths are dropped and counted. Sessions of
-one group wait until `groupSize` of them have theirs; then they become a group of samples, in one entry of the store.
-So a session is either here, open or rewarded, or samples, or dropped for a reason that is counted. It is durable before
-its client hears of it.
+one group wait until `groupSize` of them have a reward; then they become a group of samples, in one entry of the store.
+So a session is either here, open or rewarded, or samples, or dropped for a reason that is counted. Each change is
+durable before the client learns of it.
 
 Episodes of the job's own (`episodes`) are sessions too. They are opened and ended there, and not by a reward: one makes
 the tokens of one sample, and a restart drops those that were under way, because their samples begin anew.
@@ -42,20 +42,20 @@ from colocated_rl_rollout.store import tables
 from colocated_rl_rollout.store.database import Statement
 from colocated_rl_rollout.store.store import Store
 
-IDLE_S = 7200.0  # a session without a turn for so long is dropped
+IDLE_S = 7200.0  # a session without a turn for this long is dropped
 LOOK_S = 60.0
 SESSIONS_AT_MOST = 16_384
 TOKENS_AT_MOST = 16 * 1024 * 1024  # of all sessions: some 200 MB with their messages
 TURNS_AT_MOST = 1024  # of one
 RETRY_S = 60
-EPISODE = "episode:"  # begins the names of those that the job plays itself
-MARK = "\u2063colocated-rl-reply\u2063"  # stands for a reply while the template is asked what follows it
+EPISODE = "episode:"  # the prefix of the names of episodes that the job plays itself
+MARK = "\u2063colocated-rl-reply\u2063"  # stands for a reply while the template renders what follows it
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedTurn:
     """One answered turn. said: messages since the parent, its reply the last. context: ids between the parent's end and
-    the reply; of the first turn of a path the whole prompt.
+    the reply; for the first turn of a path, the whole prompt.
     """
 
     number: int
@@ -69,7 +69,7 @@ class RecordedTurn:
 
     @property
     def path(self) -> list[RecordedTurn]:
-        """From the first turn to this one."""
+        """Return the turns from the first to this one."""
         path = [self]
         while (parent := path[-1].parent) is not None:
             path.append(parent)
@@ -77,7 +77,7 @@ class RecordedTurn:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens up to the end of its reply."""
+        """Return all tokens up to the end of its reply."""
         parts = [part for turn in self.path for part in (turn.context, turn.tokens.ids)]
         ids: list[int] = np.concatenate(parts).tolist()
         return ids
@@ -93,8 +93,8 @@ class RecordedTurn:
 
 @dataclass(eq=False)
 class Session:
-    """Changed by `Sessions` alone. turned: of an episode of the job's own, is told the step of the oldest weights in
-    each turn. refused: why its newest turn was.
+    """The turns of one client; only `Sessions` changes it. turned: for an episode of the job's own, called with the
+    step of the oldest weights in each turn. refused: why its newest turn was refused.
     """
 
     id: str
@@ -108,7 +108,7 @@ class Session:
 
     @property
     def is_full(self) -> bool:
-        """Whether its path had no room for another turn."""
+        """Return whether its path had no room for another turn."""
         return bool(self.turns) and self.refused is not None and self.refused.code == "context_length_exceeded"
 
     @property
@@ -116,7 +116,7 @@ class Session:
         return sum(turn.size for turn in self.turns)
 
     def match(self, conversation: Conversation) -> RecordedTurn | None:
-        """The turn with the longest history that the conversation goes on from."""
+        """Return the turn with the longest history that the conversation continues, or None."""
         said, setting = [told(message) for message in conversation.messages], setting_of(conversation)
         ends: dict[int, int] = {}  # messages up to the end of each turn that matches
         for turn in self.turns:
@@ -128,7 +128,7 @@ class Session:
         return None if best is None else self.turns[best - 1]
 
     def match_ids(self, prompt: Sequence[int]) -> RecordedTurn | None:
-        """The turn with the longest tokens that a prompt goes on from."""
+        """Return the turn with the longest tokens that a prompt continues, or None."""
         ids = np.asarray(prompt, np.int32)
         ends: dict[int, int] = {}  # tokens up to the end of each turn that matches
         for turn in self.turns:
@@ -145,7 +145,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions of a job. clock: seconds. changed: called when a group is there."""
+    """Holds all sessions of a job. clock: seconds. changed: called when a group is complete."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Sessions:
         self._clock = clock
         self._sessions: dict[str, Session] = {}
         self._rewarded: dict[str, dict[str, Session]] = {}  # by group, those that wait for it
-        self._whole: deque[str] = deque()  # groups that were, oldest first; one of their sessions may be gone since
+        self._whole: deque[str] = deque()  # groups that were complete, oldest first; a session may be gone since
         self._swept_for = 0  # the step
         self._held = 0  # tokens
         self._looks_at = 0.0  # for idle ones
@@ -179,7 +179,7 @@ class Sessions:
 
     # ------------------------------------------------------------------------------------------------- turns
     def begin(self, name: str) -> Session:
-        """The session of a turn that begins; `end` it. Raises RequestRefused."""
+        """Return the session of a turn that begins; the caller must `end` it. Raises RequestRefused."""
         self._drop_idle()
         session = self._sessions.get(name)
         if session is None or session.turned is None:  # episodes are admitted already
@@ -204,7 +204,7 @@ class Sessions:
             raise RequestRefused(429, message, code="too_many_sessions", retry_s=RETRY_S)
 
     def end(self, session: Session) -> None:
-        """One without an answered turn is forgotten: its client was told of none, and begins it again by asking."""
+        """End a turn. Forget a session without an answered turn: its client knows of none, and starts it anew."""
         session.under_way -= 1
         session.used_at = self._clock()
         is_empty = not session.under_way and not session.turns and session.turned is None
@@ -223,7 +223,7 @@ class Sessions:
         finish: Finish | None,
         engine: str | None,
     ) -> None:
-        """Returns when the turn is durable: it may be told. Raises RequestRefused when the session is gone."""
+        """Record a turn; return when it is durable and may be sent. Raises RequestRefused when the session is gone."""
         if self._sessions.get(session.id) is not session or session.reward is not None:
             raise RequestRefused(409, f"session {session.id} ended before this turn did", code="session_ended")
         start = (len(parent.ids), parent.messages) if parent else (0, 0)
@@ -247,23 +247,23 @@ class Sessions:
         await self._store.flushed()
 
     def refuse(self, name: str, refused: RequestRefused) -> None:
-        """A request of this session was refused, if it is one."""
+        """Record that a request of this session was refused, if the session exists."""
         if (session := self._sessions.get(name)) is not None:
             session.refused = refused
 
     # ------------------------------------------------------------------------------------------------- episodes
     def open(self, turned: Callable[[int | None], None]) -> Session:
-        """The session of an episode that begins: `take` it or `give_up`."""
+        """Open the session of an episode that begins; end it with `take` or `give_up`."""
         name = f"{EPISODE}{uuid.uuid4().hex}"
         session = self._sessions[name] = Session(name, used_at=self._clock(), turned=turned)
         return session
 
     def quiet_s(self, session: Session) -> float:
-        """Time since the newest turn ended; 0 while one is under way."""
+        """Return the time since the newest turn ended; 0 while one is under way."""
         return 0.0 if session.under_way else self._clock() - session.used_at
 
     def take(self, session: Session, reward: float, *, ending: str) -> tuple[Trajectory, list[Statement]]:
-        """What an episode came to, and what removes its session."""
+        """Return an episode's trajectory, and the statements that remove its session."""
         self._forget(session, ending)
         return self._trajectory(session, (), reward), _removal(session)
 
@@ -272,13 +272,13 @@ class Sessions:
 
     # ------------------------------------------------------------------------------------------------- rewards
     def find(self, name: str) -> Session:
-        """Raises RequestRefused."""
+        """Return the session of this name. Raises RequestRefused."""
         if (session := self._sessions.get(name)) is None:
             raise RequestRefused(404, f"there is no session {name}: it had no turn, or has ended", code="no_session")
         return session
 
     async def reward(self, name: str, reward: float, grouping: str) -> None:
-        """Returns when it is durable. The same reward again changes nothing. Raises RequestRefused."""
+        """Set the reward; return when it is durable. The same reward again changes nothing. Raises RequestRefused."""
         session = self.find(name)
         if session.turned is not None:
             raise RequestRefused(409, f"{name} is an episode of the job's own, rewarded by its environment")
@@ -303,10 +303,8 @@ class Sessions:
         await self._store.flushed()
 
     def admit(self) -> Group | None:
-        """Make a group of samples of sessions that have their rewards, if there is one; the oldest."""
-        if (
-            self._swept_for != self._store.next_step
-        ):  # and not each time: thousands may wait, and many groups be asked for
+        """Make a group of samples from the oldest complete group of rewarded sessions; return None without one."""
+        if self._swept_for != self._store.next_step:  # once a step: thousands may wait
             self._swept_for = self._store.next_step
             self._drop_stale([session for waiting in self._rewarded.values() for session in waiting.values()])
         while self._whole:
@@ -332,7 +330,7 @@ class Sessions:
                 self._drop(session, "TooStale")
 
     def _become_samples(self, sessions: Sequence[Session]) -> Group:
-        """Their prompts' common beginning is the group's; the rest of each is context of its sample."""
+        """Admit sessions as samples: their prompts' common beginning is the group's prompt, the rest is context."""
         paths = [session.turns[-1].path for session in sessions]
         places = zip(*(path[0].context.tolist() for path in paths), strict=False)
         prompt = tuple(place[0] for place in takewhile(lambda place: len({*place}) == 1, places))
@@ -344,7 +342,7 @@ class Sessions:
         )
 
     def _trajectory(self, session: Session, prompt: tuple[int, ...], reward: float) -> Trajectory:
-        """The path of the newest turn, after a prompt; other paths are dropped."""
+        """Return the path of the newest turn, after a prompt; drop other paths."""
         path = session.turns[-1].path
         kept = {turn.number for turn in path}
         self._count_dropped([turn for turn in session.turns if turn.number not in kept], "OtherPath")
@@ -408,9 +406,9 @@ class Sessions:
 
 
 def prompt_after(turn: RecordedTurn, conversation: Conversation, chat: Chat) -> tuple[int, ...] | None:
-    """Prompt of a conversation that goes on from a recorded turn; None when the template does not say what is between.
+    """Return the prompt that continues a recorded turn; None when the template does not show what lies between.
 
-    The template is asked with a mark in the reply's place: what follows the mark follows the reply.
+    The template is rendered with a mark in the reply's place: what follows the mark follows the reply.
     """
     known = turn.messages
     marked = [
@@ -423,10 +421,10 @@ def prompt_after(turn: RecordedTurn, conversation: Conversation, chat: Chat) -> 
         _, *after = text.split(MARK)
         ends = [chat.token_text(token) for token in sorted(chat.end_ids)]
         if len(after) != 1 or not any(after[0].startswith(end) for end in ends):
-            return None  # where tokens of the text begin would be a guess
+            return None  # the text's token boundaries would be a guess
         ids = turn.ids
         between = after[0]
-        if ids[-1] in chat.end_ids:  # written by the policy: it is not written twice
+        if ids[-1] in chat.end_ids:  # the policy wrote it: it must not stand twice
             between = between.removeprefix(chat.token_text(ids[-1]))
         return (*ids, *chat.encode(between))
     except Unrenderable:
@@ -434,7 +432,7 @@ def prompt_after(turn: RecordedTurn, conversation: Conversation, chat: Chat) -> 
 
 
 def tokens_of(path: Sequence[RecordedTurn], *, after: int = 0) -> Tokens:
-    """Everything of a path from token `after` of its first prompt on; what the policy did not write is in no span."""
+    """Return all tokens of a path from token `after` of its first prompt on; only the policy's own are in a span."""
     segments = [segment for turn in path for segment in (context_tokens(turn.context), turn.tokens)]
     if segments:
         segments[0] = context_tokens(path[0].context[after:])
@@ -446,7 +444,7 @@ def context_tokens(ids: NDArray[np.int32]) -> Tokens:
 
 
 def told(message: Mapping[str, Any]) -> Any:
-    """A message as it is compared. Clients add members to a reply, leave some out, and write JSON their own way."""
+    """Normalize a message for comparison: clients add members to a reply, omit some, and write JSON their own way."""
     if message["role"] != "assistant":
         return message
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]

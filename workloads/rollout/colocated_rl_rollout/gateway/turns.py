@@ -1,12 +1,12 @@
-"""Turns: the completions that clients of the gateway ask for, from their arrival to their end.
+"""Turns are the completions that clients of the gateway request, from their arrival to their end.
 
-Owns parking, resume and retry of a turn, as the store and the worker do of a sample, and by the same rules (`resume`).
-A turn waits here while no engine takes it: so many at most, each for so long at most, but for those of the job's own
-episodes, which are bounded and wait as samples do. A switch that interrupts it adds a segment; its client sees one
-completion. `worker` sends them, as it sends everything.
+This module owns parking, resume and retry of a turn, as the store and the worker do for a sample, by the same rules
+(`resume`). A turn waits here while no engine takes it. The number of waiting turns and the time of each are bounded,
+except for those of the job's own episodes, which are bounded elsewhere and wait as samples do. A switch that interrupts
+a turn adds a segment; its client sees one completion. `worker` sends the turns, as it sends everything.
 
-In memory alone: a turn lasts as long as its client's connection, so what a kill loses nobody was told. A client that
-leaves takes its turn with it, also at the engine.
+Turns are in memory alone: a turn lasts as long as its client's connection, so a kill loses nothing that was reported. A
+client that leaves ends its turn, also at the engine.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from colocated_rl_rollout.rules.samples import NO_TOKENS, Finish, Tokens
 LOG = logging.getLogger(__name__)
 
 TOKENS_HELD_AT_MOST = 32 * 1024 * 1024  # prompts and limits of all turns together
-EXPERTS_WEIGH = 128  # times what a token does: 1.5 kB with 48 layers and 8 experts
+EXPERTS_WEIGH = 128  # times the weight of a token: 1.5 kB with 48 layers and 8 experts
 RETRY_S = 10
 
 
 @dataclass(eq=False)
 class Turn:
-    """One completion. Changed by `Turns` alone.
+    """One completion. Only `Turns` changes it.
 
     tokens: of ended attempts; joined and cut at a stop string. so_far: with those of the attempt under way.
-    resent: of tokens, what ended attempts were sent, to be prefilled again.
-    experts: that tokens of prompt and response were routed to, where the client wants them.
-    finish: None until it has ended, and of one that was interrupted and is not resumed.
-    grew: set when there is more to see; whoever looks clears it.
+    resent: how many of `tokens` ended attempts were sent, to prefill again.
+    experts: those that tokens of prompt and response were routed to, where the client wants them.
+    finish: None until the turn has ended, and for one that was interrupted and is not resumed.
+    grew: set when there is more to read; the reader clears it.
     """
 
     number: int
@@ -87,7 +87,7 @@ class Turn:
         return (len(self.asked.prompt) + self.asked.limit) * (EXPERTS_WEIGH if self.asked.experts else 1)
 
     async def end(self) -> None:
-        """Returns when it has ended. Raises RequestRefused."""
+        """Return when the turn has ended. Raises RequestRefused."""
         while not self.ended:
             self.grew.clear()
             await self.grew.wait()
@@ -96,10 +96,10 @@ class Turn:
 
 
 class Turns:
-    """All turns of the gateway.
+    """Holds all turns of the gateway.
 
-    keeps: an interrupted turn goes on with its tokens; otherwise it starts over. changed: called when there is
-    something to send. at_most: turns at a time. parked_at_most_s: at a stretch.
+    keeps: an interrupted turn resumes with its tokens; otherwise it starts over. changed: called when there is
+    something to send. at_most: turns at a time. parked_at_most_s: longest time that a turn waits at a stretch.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Turns:
     def begin(
         self, asked: CompletionRequest, *, streams: bool = False, engine: str | None = None, is_own: bool = False
     ) -> Iterator[Turn]:
-        """A turn, for as long as its client is there. Raises RequestRefused."""
+        """Hold a turn for as long as its client is connected. Raises RequestRefused."""
         turn = Turn(self._count + 1, asked, streams and self._keeps, engine, is_own)
         if self._ending:
             raise _ended()
@@ -159,16 +159,16 @@ class Turns:
     # ------------------------------------------------------------------------------------------------- for the worker
     @property
     def demand(self) -> int:
-        """Turns that are under way or to be sent."""
+        """Return how many turns are under way or waiting to be sent."""
         return len(self._turns)
 
     @property
     def running(self) -> int:
-        """Turns that are with an engine."""
+        """Return how many turns are with an engine."""
         return sum(not turn.ended and turn.attempt is not None for turn in self._turns.values())
 
     def send(self, engines: Engines, group: asyncio.TaskGroup, *, at_most: int) -> None:
-        """Send what waits, oldest first, to engines that have at most so many requests."""
+        """Send waiting turns, oldest first, to engines that have fewer than `at_most` requests."""
         for turn in sorted(self._waiting.values(), key=lambda turn: turn.number):
             engine = engines.pick(preferred=turn.engine, at_most=at_most)
             if engine is None:
@@ -178,7 +178,7 @@ class Turns:
             turn.attempt = engines.send(group, engine, self._attempt(turn, engine), name=f"turn/{turn.number}")
 
     def end(self) -> None:
-        """Take no more; what waits is refused, what is with an engine may end."""
+        """Take no more turns; refuse those that wait, and let those with an engine end."""
         self._ending = True
         for turn in list(self._waiting.values()):
             self._refuse(turn, _ended())
@@ -188,7 +188,7 @@ class Turns:
         try:
             await self._try(turn, engine)
         except asyncio.CancelledError:
-            if not turn.ended:  # it is the process that ends, not the client who left
+            if not turn.ended:  # the process ends, not the client's connection
                 self._refuse(turn, _ended())
             raise
         except Exception as error:  # noqa: BLE001 - a bug; raised in the worker's group it would end everybody's turns
@@ -305,6 +305,6 @@ def _ended() -> RequestRefused:
 
 
 def refusal_of(error: RequestRejected) -> RequestRefused:
-    """The engine's own words, which have both numbers where a prompt is too long."""
+    """Return the engine's rejection in its own words, which have both numbers where a prompt is too long."""
     code = "context_length_exceeded" if error.is_too_long else "rejected_by_engine"
     return RequestRefused(400, error.said, code=code)
