@@ -1,1 +1,1 @@
-"""The controller's side of prompts and rewards: processes of `tasks` over a socket, and reward endpoints over HTTP."""
+"""This room gets prompts and rewards: from processes of `tasks` over a socket, and from reward endpoints over HTTP."""

@@ -1,9 +1,9 @@
-"""The prompts of a job in a fixed order, divided into those that train and those that are held out.
+"""A job's prompts come in a fixed order, divided into those that train and those that are held out.
 
-Order: that of the source, pass after pass; the store keeps the position, so a restart goes on where it was. A
+The order is that of the source, pass after pass; the store keeps the position, so a restart resumes where it was. A
 question is held out by its hash, wherever it stands and however often: it never trains. Prompts longer than
 `maxPromptTokens`, and those that the model's chat template refuses, are left out and counted. A task of an environment
-has none: its episodes ask what they like.
+has no prompt: its episodes ask their own.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ LOG = logging.getLogger(__name__)
 CHUNK = 64  # questions asked for at once
 AHEAD = 256  # prompts held ready
 RETRY_S = 5.0
-REFUSED_AT_MOST = 64  # in a row; of so many it is the template, or all of the data, and a person's to mend
-TOLD_AT_MOST = 8  # refusals in the log of one process
+REFUSED_AT_MOST = 64  # in a row; beyond that the template or all of the data is at fault, and a person has to fix it
+TOLD_AT_MOST = 8  # refusals that one process logs
 
 
 class NoPrompts(Exception):
-    """The data has no prompt of the kind that is wanted. The user mends the job."""
+    """The data has no prompt of the kind that is wanted. The user has to fix the job."""
 
 
 class LeftOut(StrEnum):
-    """Why a question trains nothing."""
+    """Names the reason why a question trains nothing."""
 
     HELD_OUT = "HeldOut"
     TOO_LONG = "TooLong"
@@ -44,10 +44,10 @@ class LeftOut(StrEnum):
 
 
 class PromptSource:
-    """Prompts of one job. `run` keeps AHEAD of them ready.
+    """Makes the prompts of one job. `run` keeps AHEAD of them ready.
 
     changed: called when there is something new to take, or a problem came or went. known_digest: of the data that the
-    position is of; remember: is told what it is. count: called for each prompt that is left out.
+    position refers to; remember: called with the data's digest. count: called for each prompt that is left out.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PromptSource:
         self.problem: Problem | None = None
 
     def take(self) -> Prompt | None:
-        """The next prompt to train on; None while it is being made."""
+        """Return the next prompt to train on, or None while it is being made."""
         if not self._ready:
             return None
         self._taken.set()
@@ -119,7 +119,7 @@ class PromptSource:
                 await self._taken.wait()
 
     async def held_out(self, count: int) -> list[Prompt]:
-        """The first `count` different held-out prompts of the data, fewer when it has no more.
+        """Return the first `count` different held-out prompts of the data, fewer when it has no more.
 
         Raises NoPrompts, TaskUnusable, Unrenderable, RewardFailed.
         """
@@ -135,13 +135,13 @@ class PromptSource:
         return list(found.values())[:count]
 
     async def _look(self, start: int, *, held_out: bool) -> list[Prompt]:
-        """Prompts of the next CHUNK questions."""
+        """Return the prompts of the next CHUNK questions."""
         found = []
         questions = await self._processes.questions(start, CHUNK)
         of_kind = [(position, asked) for position, asked in enumerate(questions, start) if asked.held_out is held_out]
         for _ in range(0 if held_out else len(questions) - len(of_kind)):
             self._leave_out(LeftOut.HELD_OUT)
-        # in a thread: of prompts of many thousand tokens a chunk takes seconds
+        # in a thread: a chunk with prompts of many thousand tokens takes seconds
         tokens = await asyncio.to_thread(lambda: [self._ids(asked) for _, asked in of_kind])
         for (position, asked), ids in zip(of_kind, tokens, strict=True):
             if isinstance(ids, Unrenderable):
@@ -161,7 +161,7 @@ class PromptSource:
             return error
 
     def _refuse(self, why: str) -> None:
-        """Raises Unrenderable when the template has taken none for long."""
+        """Count a refusal. Raises Unrenderable when the template has refused many in a row."""
         self._leave_out(LeftOut.REFUSED)
         if self.left_out[LeftOut.REFUSED] <= TOLD_AT_MOST:
             log(LOG, "prompt left out", logging.WARNING, reason=why)

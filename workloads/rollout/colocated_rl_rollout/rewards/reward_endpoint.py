@@ -1,9 +1,9 @@
-"""An HTTP endpoint that says what responses are worth: `reward.http` of a source of prompts.
+"""An HTTP endpoint scores responses: `reward.http` of a source of prompts.
 
-Asked by the rollout controller itself, which alone has the token, so many at a time. No answer, 429 and 5xx are tried
-again with growing pauses, a bounded number of times; everything else that is no reward fails the sample at once. A
-redirect is not followed: the token goes where the job says and nowhere else. What an endpoint answers is told by its
-status and its length: the text may quote what it was asked.
+The rollout controller itself asks it, with a bounded number of requests at a time; only the controller has the token.
+No answer, 429 and 5xx are retried with growing pauses, a bounded number of times; every other answer that is no reward
+fails the sample at once. A redirect is not followed: the token goes where the job says and nowhere else. Messages
+report an answer by its status and length only: the text may quote the request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _EndpointAnswer(pydantic.BaseModel):
 
 
 class _TryAgain(Exception):
-    """No reward this time. pause_s: what the endpoint asks for."""
+    """The endpoint gave no reward this time. pause_s: requested by the endpoint."""
 
     def __init__(self, message: str, pause_s: float = 0.0) -> None:
         super().__init__(message)
@@ -50,7 +50,9 @@ class _TryAgain(Exception):
 
 
 class RewardEndpoint:
-    """tokens: where Secrets are mounted, each by its name; read for each request, so that a token may change."""
+    """Asks one endpoint for rewards. tokens: where Secrets are mounted, each by its name; read for each request, so
+    that a token may change.
+    """
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class RewardEndpoint:
         self.problem: Problem | None = None
 
     async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> float:
-        """Raises RewardFailed."""
+        """Return the reward of a response. Raises RewardFailed."""
         body = self._body(prompt=prompt, fields=fields, response=response)
         for attempt in range(1, self._reward.attempts + 1):
             try:
@@ -99,7 +101,7 @@ class RewardEndpoint:
         return body
 
     async def _ask(self, body: bytes) -> float:
-        """One attempt. Raises _TryAgain, RewardFailed."""
+        """Make one attempt. Raises _TryAgain, RewardFailed."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         timeout = aiohttp.ClientTimeout(total=self._reward.timeout_seconds)
         try:
@@ -125,7 +127,7 @@ class RewardEndpoint:
 
 
 def _token_in(path: Path) -> str:
-    """Raises OSError, _TryAgain."""
+    """Read the token. Raises OSError, _TryAgain."""
     token = path.read_bytes().strip()
     if not (token.isascii() and token.decode().isprintable()):
         raise _TryAgain(f"key {path.name} of Secret {path.parent.name} is no token: one line of ASCII text is")
@@ -133,7 +135,7 @@ def _token_in(path: Path) -> str:
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """Raises RewardFailed when it is too long."""
+    """Read the body. Raises RewardFailed when it is too long."""
     body = bytearray()
     async for chunk in answer.content.iter_any():
         body += chunk
@@ -160,7 +162,7 @@ def _reward_in(answer: aiohttp.ClientResponse, body: bytes, *, url: str) -> floa
 
 
 def _kind_of(error: pydantic.ValidationError) -> str:
-    """What is wrong with an answer, in words that have nothing of it."""
+    """Describe the fault of an answer without quoting the answer."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return "it is no JSON"

@@ -1,10 +1,10 @@
-"""Questions and rewards from task processes, so that neither holds up generation.
+"""Get questions and rewards from task processes, so that neither holds up generation.
 
-The processes run other people's code, in a container of their own (`task_server`): here is a connection to each. Each
-works off requests in batches, in order; the reply to each has a deadline. A process that misses it, or dies, is
-replaced: the request it was at fails if it missed the deadline, or if a second process died of it; all others are
-asked again. A task that can't be set up at all is the user's to mend: `TaskUnusable`, to whoever asks. Where the job
-names an endpoint for rewards, a process answers with the row, and the endpoint is asked from here.
+The processes run other people's code, in a container of their own (`task_server`): this module holds a connection to
+each. Each process works through requests in batches, in order; the reply to each has a deadline. A process that misses
+it, or dies, is replaced: its current request fails if it missed the deadline, or if a second process died of it; all
+others are sent again. A task that can't be set up at all is the user's to fix: every caller gets `TaskUnusable`. Where
+the job names an endpoint for rewards, a process answers with the row, and this module asks the endpoint.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ LOG = logging.getLogger(__name__)
 
 AT_ONCE = 32  # requests on the way to one process
 DEATHS_PER_REQUEST = 2
-REWARD_UNAVAILABLE = "RewardUnavailable"  # an endpoint's silence, which says nothing about a response
+REWARD_UNAVAILABLE = "RewardUnavailable"  # the endpoint did not answer, which is no verdict on a response
 
 
 class RewardFailed(Exception):
-    """One request has no answer: `reason` is CamelCase and stable. The sample fails, the rest go on."""
+    """One request has no answer: `reason` is CamelCase and stable. The sample fails, the rest continue."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -58,27 +58,27 @@ class RewardFailed(Exception):
 
 
 class RewardService(Protocol):
-    """Says what responses are worth. problem: why it does not, now."""
+    """Scores responses. problem: why it does not, now."""
 
     problem: Problem | None
 
     async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> float:
-        """Raises RewardFailed."""
+        """Return the reward of a response. Raises RewardFailed."""
 
 
 @dataclass(eq=False)
 class _Request:
     line: bytes
-    kind: pydantic.TypeAdapter[Any]  # of what answers it
-    most_bytes: int  # of that
+    kind: pydantic.TypeAdapter[Any]  # type of the reply
+    most_bytes: int  # of the reply
     reply: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     deaths: int = 0
 
 
 class TaskProcesses:
-    """`count` processes for all the prompts of a job; `run` keeps them up.
+    """Connects to `count` processes for all the prompts of a job; `run` keeps them up.
 
-    socket: where the task server listens. endpoints: that reward rows, by the number of their source.
+    socket: where the task server listens. endpoints: those that score rows, by the number of their source.
     """
 
     def __init__(
@@ -101,28 +101,28 @@ class TaskProcesses:
 
     @property
     def problem(self) -> Problem | None:
-        """Why there are no questions or rewards, now."""
+        """Return why there are no questions or rewards now, or None."""
         troubled = (endpoint.problem for endpoint in self._endpoints.values() if endpoint.problem)
         return self._problem or next(troubled, None)
 
     @property
     def holds_out(self) -> bool:
-        """Whether some questions are kept from training."""
+        """Return whether some questions are kept from training."""
         return any(source.held_out_percent for source, _ in self._prompts.sources)
 
     async def data(self) -> Data:
-        """What there is to ask. Raises TaskUnusable."""
+        """Return the description of the data. Raises TaskUnusable."""
         return await asyncio.shield(self._data)
 
     async def questions(self, start: int, count: int) -> list[PromptRow]:
-        """Those of the positions [start, start + count). Raises RewardFailed, TaskUnusable."""
+        """Return the questions of the positions [start, start + count). Raises RewardFailed, TaskUnusable."""
         found: list[PromptRow] = await self._ask({"questions": [start, count]}, QUESTIONS, MAX_ROWS_BYTES)
         if len(found) != count:
             raise RewardFailed("ReplyGarbled", f"{len(found)} questions came, {count} were asked for")
         return found
 
     async def score(self, index: int, response: str) -> float:
-        """Reward of a response to the question of row `index`. Raises RewardFailed, TaskUnusable."""
+        """Score a response to the question of row `index`. Raises RewardFailed, TaskUnusable."""
         most_bytes = MAX_ROWS_BYTES if self._endpoints else MAX_LINE_BYTES
         scored: float | UnscoredRow = await self._ask({"score": [index, response]}, SCORE, most_bytes)
         if not isinstance(scored, UnscoredRow):
@@ -161,7 +161,7 @@ class TaskProcesses:
                 self._problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
                 if not self._data.done():
                     self._data.set_exception(error)
-                    self._data.exception()  # whoever asks is told; perhaps nobody does
+                    self._data.exception()  # marks it as retrieved: perhaps nobody asks
                 self._fail_all(error)
             await asyncio.sleep(RESTART_S * (0.5 + random.random()))
 
@@ -174,7 +174,7 @@ class TaskProcesses:
         self._problem = None
 
     async def _work_off(self, process: TaskConnection) -> None:
-        """Answer what is waiting: this process's share of it, or slow ones would wait behind each other here."""
+        """Answer waiting requests, this process's share of them: otherwise slow ones would queue behind each other."""
         batch = [await self._requests.get()]
         share = -(-(1 + self._requests.qsize()) // self._count)
         while len(batch) < min(share, AT_ONCE):
@@ -203,7 +203,7 @@ class TaskProcesses:
 
 
 def _resolve(request: _Request, reply: TaskReply) -> None:
-    if request.reply.done():  # whoever asked has gone
+    if request.reply.done():  # the caller has gone
         return
     if reply.error is not None:
         request.reply.set_exception(RewardFailed(reply.reason, reply.error))

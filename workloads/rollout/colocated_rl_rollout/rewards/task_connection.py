@@ -1,7 +1,7 @@
 """A connection to one task process: the controller's end of `task_wire`, and the life of the process.
 
-The task server starts a process for each connection, and ends it when that is closed. What comes is read as what a
-stranger says: a line of another shape, or too long, ends the process.
+The task server starts a process for each connection, and ends it when the connection is closed. Lines are untrusted:
+one of another shape, or one that is too long, ends the process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from colocated_rl_api import names
 from colocated_rl_api.prompts import Prompts
 from colocated_rl_rollout.tasks.task_wire import Data, Greeting, TaskReply
 
-START_DEADLINE_S = 900.0  # data may have to be fetched, and all of it is looked at
+START_DEADLINE_S = 900.0  # data may have to be fetched, and all of it is read
 RESTART_S = 1.0  # before a process that died is replaced; with jitter
-MAX_LINE_BYTES = 64 * 1024  # of a reward, or what kept it from being one
+MAX_LINE_BYTES = 64 * 1024  # of a reward, or the error in its place
 MAX_ROWS_BYTES = 64 * 1024 * 1024  # of a row, or several questions
 OTHER_DATA = (
     "the rows are not those that the job began with, and what was asked is not found again among them: put the former "
@@ -29,7 +29,7 @@ OTHER_DATA = (
 
 
 class TaskUnusable(Exception):
-    """The task can't be made as the job describes it. The user mends the job."""
+    """The task can't be made as the job describes it. The user has to fix the job."""
 
 
 class ProcessLost(Exception):
@@ -38,7 +38,7 @@ class ProcessLost(Exception):
 
 @dataclass(frozen=True)
 class TaskConnection:
-    """To one process, and its life: the task server ends it when the connection is closed."""
+    """Connects to one process, and owns its life: the task server ends it when the connection is closed."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -46,7 +46,7 @@ class TaskConnection:
     @classmethod
     @asynccontextmanager
     async def open(cls, socket: Path) -> AsyncIterator[TaskConnection]:
-        """Raises ProcessLost."""
+        """Connect to a new process, and close the connection at the end. Raises ProcessLost."""
         try:
             async with asyncio.timeout(START_DEADLINE_S):
                 reader, writer = await asyncio.open_unix_connection(socket, limit=MAX_LINE_BYTES)
@@ -59,7 +59,7 @@ class TaskConnection:
             writer.transport.abort()
 
     async def greet(self, prompts: Prompts, *, count: int, model: str | None = None) -> Data:
-        """What it has, as one of `count` that answer, or with a model as one of `count` that play.
+        """Return the process's data; it is one of `count` that answer, or with a model one of `count` that play.
 
         Raises ProcessLost, TaskUnusable.
         """
@@ -79,7 +79,7 @@ class TaskConnection:
             raise ProcessLost("task process did not say how many rows it has") from error
 
     async def send(self, lines: bytes, *, deadline_s: float) -> None:
-        """Raises ProcessLost, TimeoutError."""
+        """Send lines. Raises ProcessLost, TimeoutError."""
         try:
             async with asyncio.timeout(deadline_s):
                 self.writer.write(lines)
@@ -88,7 +88,7 @@ class TaskConnection:
             raise ProcessLost("task process closed its input") from error
 
     async def receive(self, *, deadline_s: float | None, most_bytes: int = MAX_LINE_BYTES) -> TaskReply:
-        """The next line. Raises ProcessLost, TimeoutError."""
+        """Return the next line. Raises ProcessLost, TimeoutError."""
         try:
             async with asyncio.timeout(deadline_s):
                 line = await self._line(most_bytes)
@@ -100,7 +100,7 @@ class TaskConnection:
             raise ProcessLost("task process wrote what is no reply") from error
 
     async def _line(self, most_bytes: int) -> bytes:
-        """No more of it is held than it may have, and what the reader takes at a time."""
+        """Read a line; hold no more of it than its limit, and what the reader takes at a time."""
         line = bytearray()
         while len(line) <= most_bytes:
             try:
