@@ -1,1 +1,1 @@
-"""What the controller shows: batches for agents, samples and figures for people. Reads the store, changes nothing."""
+"""This room serves batches to agents, and samples and figures to people. It reads the store and changes nothing."""

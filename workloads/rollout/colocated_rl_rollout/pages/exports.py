@@ -1,4 +1,4 @@
-"""Files of samples for people: made by a process of its own (`parquet`), handed on as they grow, one at a time."""
+"""Serve files of samples to people: a process (`parquet`) makes them, and they are sent as they grow, one at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS_AT_MOST = 500
 
 
 class SampleExports:
-    """model: whose tokenizer knows the words."""
+    """Serves one file at a time. model: its tokenizer turns tokens into words."""
 
     def __init__(self, store: Store, model: Path) -> None:
         self._store = store
@@ -36,7 +36,7 @@ class SampleExports:
     async def serve(
         self, request: web.Request, *, state: SampleState | None, limit: int | None, text: bool
     ) -> web.StreamResponse:
-        """An answer that is cut off, and not ended, where the file is not whole."""
+        """Send the file; where it is not whole, cut the answer off instead of ending it."""
         if self._is_busy:
             raise web.HTTPTooManyRequests(
                 text="a file of samples is being written already: ask again when it is done\n",

@@ -1,11 +1,11 @@
-"""Who watches samples as they end: of each a line of JSON, in the order in which they ended, once it is durable.
+"""Followers watch samples as they end: they get a line of JSON for each, in order of ending, once it is durable.
 
 A sample ends once: it has its reward, or failed, or was given up. Its place among all that ended (`ended`, from 1 on,
-without a gap) is durable with it, so a follower that lost its connection goes on after the last place that it saw, also
-at the controller's next start. What happens to a sample later (sealed, trained, filtered) is not told again.
+without a gap) is durable with it, so a follower that lost its connection resumes after the last place that it saw, also
+at the controller's next start. Later moves of a sample (sealed, trained, filtered) are not reported again.
 
-A follower costs nothing while nothing ends, and then one short read of the file every PACE_S at most, one follower at a
-time. One that reads slowly holds a page of lines; one that does not read for CLIENT_S is hung up on.
+A follower costs nothing while nothing ends, and then at most one short read of the file every PACE_S, one follower at a
+time. A slow reader holds a page of lines; one that does not read for CLIENT_S is disconnected.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ AT_MOST = 16
 PAGE = 500  # lines read at a time
 PAGE_OF_TEXTS = 50
 PACE_S = 0.25
-SILENCE_S = 15.0  # then an empty line says that somebody is there
+SILENCE_S = 15.0  # then an empty line keeps the connection alive
 LINES = "application/x-ndjson"
 BEGINS_AFTER = "X-Begins-After"
 
 
 class Followers:
-    """text: what tokens say. at_most: at a time. pace_s: between two reads of one. silence_s: until an empty line."""
+    """Serves followers, at_most at a time. text: decodes tokens. pace_s: between reads. silence_s: to an empty line."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Followers:
         self._is_over = False
 
     def end(self) -> None:
-        """No sample ends any more: all are told, then answers end."""
+        """Send all followers the last samples, then end their answers: no sample ends any more."""
         self._is_over = True
         for news in self._store.followers:
             news.set()
@@ -57,7 +57,7 @@ class Followers:
     async def serve(
         self, request: web.Request, *, after: int, state: SampleState | None, text: bool
     ) -> web.StreamResponse:
-        """An answer that lasts until the client leaves, or the controller ends."""
+        """Serve a follower until the client leaves, or the controller ends."""
         if len(self._store.followers) >= self._at_most:
             raise web.HTTPTooManyRequests(
                 text=f"{self._at_most} clients follow the samples already: end one of them\n",
@@ -102,7 +102,7 @@ class Followers:
     async def _lines(
         self, after: int, state: SampleState | None, text: Callable[[list[int]], str] | None
     ) -> tuple[list[bytes], int]:
-        """A page of them, and the place that it reaches to."""
+        """Return a page of lines, and the place that it reaches to."""
         up_to, page = self._store.ended, PAGE_OF_TEXTS if text else PAGE
 
         def read() -> tuple[list[bytes], int]:

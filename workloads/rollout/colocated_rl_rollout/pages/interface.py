@@ -1,4 +1,4 @@
-"""Every route of the rollout controller that people and clients may call: its OpenAPI document."""
+"""List every route of the rollout controller that people and clients may call, as its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _asked_of_gateway(summary: str, answer: Any, event: Any = None, **more: Any)
 
 
 def _turns(root: str, session: dict[str, Any]) -> dict[Route, Operation]:
-    """Routes that stand below a session too, and turns of one then."""
+    """Return routes that also stand below a session, and serve its turns there."""
     chat = (answers.ChatCompletion, answers.ChatCompletionChunk)
     text = (answers.TextCompletion, answers.TextCompletionChunk)
     above = (session,) if session is IN_PATH else ()
@@ -145,7 +145,7 @@ OPERATIONS: dict[Route, Operation] = {
 
 @cache
 def interface(*, gateway: bool = True) -> dict[str, Any]:
-    """The document. gateway: whether there is one; a job that only trains has none."""
+    """Return the document. gateway: include its routes; a job that only trains has none."""
     return document(
         {route: operation for route, operation in OPERATIONS.items() if gateway or operation.tag != GATEWAY},
         info={

@@ -1,7 +1,7 @@
-"""OpenAPI documents, made from the types that requests are read with and answers are said in.
+"""Make OpenAPI documents from the types that parse requests and shape answers.
 
-`Operation` says of one route what it takes and answers, `document` writes a table of them down. Names, bounds and
-meanings are those of the types. Tests hold the table against the routes that are served, and answers against it.
+`Operation` describes what one route takes and answers, `document` writes a table of them down. Names, bounds and
+meanings are those of the types. Tests compare the table with the routes that are served, and answers with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """answers: type of a 200's body by media type, a schema where no type says it; of events that of each.
+    """Describes one route. answers: type of a 200's body by media type, a schema where it has no type; for events, of
+    each.
 
     refusals: meaning and type by status, or by "default" for all others; None: a line of text.
     parameters: as the document has them, beside `query`. rest: further members as the document has them.
@@ -45,7 +46,7 @@ class Operation:
 
 
 def document(operations: Mapping[Route, Operation], **rest: Any) -> dict[str, Any]:
-    """An OpenAPI 3.1 document. rest: its other members."""
+    """Return an OpenAPI 3.1 document. rest: its other members."""
     schemas = _Schemas()
     paths: dict[str, dict[str, Any]] = {}
     for route, operation in operations.items():
@@ -55,14 +56,14 @@ def document(operations: Mapping[Route, Operation], **rest: Any) -> dict[str, An
 
 
 class _Untitled(GenerateJsonSchema):
-    """Without the titles that only repeat a field's name."""
+    """Omits the titles that only repeat a field's name."""
 
     def field_title_should_be_set(self, schema: object) -> bool:
         return False
 
 
 class _Schemas:
-    """Collects the schemas that are referred to by name. Types of one name would be one: a test sees that none are."""
+    """Collects the schemas that are referred to by name. Types of one name would collide: a test checks for that."""
 
     def __init__(self) -> None:
         self.named: dict[str, Any] = {}
@@ -103,7 +104,7 @@ def _described(route: Route, operation: Operation, schemas: _Schemas) -> dict[st
 
 
 def _queried(query: type[BaseModel]) -> list[dict[str, Any]]:
-    """Its fields as parameters. Schemas that it refers to are put where they are referred to."""
+    """Return a query's fields as parameters. Schemas that they refer to are inlined."""
     schema = query.model_json_schema(schema_generator=_Untitled)
     named = schema.get("$defs", {})
 

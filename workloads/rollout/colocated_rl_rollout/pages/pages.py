@@ -1,7 +1,7 @@
-"""HTTP routes of the rollout controller: batches for the trainers' agents, and pages for people.
+"""HTTP routes of the rollout controller serve batches to the trainers' agents, and pages to people.
 
-The gateway's are on both ports: behind TLS and the data token for the job's other pods, and on the pod's loopback for
-what runs beside the controller, and for people who forward that port.
+The gateway's routes are on both ports: behind TLS and the data token for the job's other pods, and on the pod's
+loopback for processes beside the controller, and for people who forward that port.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ class Progress(TypedDict):
 def data_routes(
     store: Store, tls: MemberTls, gateway: Iterable[web.AbstractRouteDef], around: Iterable[Middleware]
 ) -> web.Application:
-    """The data port: `GET /v1/batches/STEP?shard=RANK`, any number of times, always the same bytes; and the gateway.
+    """Return the data port: `GET /v1/batches/STEP?shard=RANK`, repeatable with equal bytes; and the gateway.
 
-    around: what stands between the token and all of them.
+    around: middlewares between the token check and all of them.
     """
 
     async def serve_shard(request: web.Request) -> web.StreamResponse:
@@ -127,7 +127,7 @@ def data_routes(
             raise _problem(404, f"batch {step} is not kept: the newest is {newest}, those in a checkpoint are removed")
         if shard >= len(record.sha256):
             raise _problem(400, f"batch {step} has {len(record.sha256)} shards, the first is 0; there is no {shard}")
-        await store.flushed()  # nobody trains on what a kill could still undo
+        await store.flushed()  # nobody may train on a change that a kill could still undo
         path = shard_path(store.batch_directory, step, shard)
         headers = {DIGEST_HEADER: record.sha256[shard], "Content-Type": "application/octet-stream"}
         return web.FileResponse(path, headers=headers)
@@ -146,7 +146,7 @@ def pages(
     exports: SampleExports,
     interface: Callable[[], Mapping[str, Any]],
 ) -> list[web.RouteDef]:
-    """For people, on the pod's loopback. text: what tokens say. interface: the document of all routes."""
+    """Return the routes for people, on the pod's loopback. text: decodes tokens. interface: document of all routes."""
 
     async def show_progress(_: web.Request) -> web.Response:
         ended = [

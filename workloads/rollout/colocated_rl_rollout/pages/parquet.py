@@ -1,7 +1,7 @@
 """Samples as a Parquet file on standard output: `python -m colocated_rl_rollout.pages.parquet`.
 
-A process of its own, which yields to others and only reads: what it takes of time and memory is nobody else's. Row
-groups are small, so it holds as little of a week's samples as of a minute's. The file is whole when the exit code is 0.
+This process yields to others and only reads: it takes time and memory from nobody else. Row groups are small, so it
+holds no more memory for a week's samples than for a minute's. The file is whole when the exit code is 0.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def write(
     limit: int | None = None,
     text: Callable[[list[int]], str] | None = None,
 ) -> None:
-    """Samples by their numbers; first those of recorded batches that a checkpoint holds. limit: the newest alone."""
+    """Write samples by id; first those of recorded batches that a checkpoint holds. limit: only the newest."""
     columns = COLUMNS | (WORDS if text else {})
     schema = pa.schema(
         [pa.field(name, kind, metadata={"description": meaning}) for name, (kind, meaning) in columns.items()]
@@ -145,7 +145,7 @@ def _table(samples: Sequence[Sample], schema: pa.Schema, text: Callable[[list[in
 
 
 class _Sink:
-    """A pipe knows no place; the writer asks for it."""
+    """Counts bytes for the writer: a pipe has no position, but the writer asks for it."""
 
     closed = False
 
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--limit", type=int)
     asked = parser.parse_args(arguments)
     os.nice(10)
-    pa.set_memory_pool(pa.system_memory_pool())  # the others reserve more than a process here may have
+    pa.set_memory_pool(pa.system_memory_pool())  # the other pools reserve more than a process here may have
     pa.set_cpu_count(1)
     text = Chat(asked.model).text if asked.model else None
     try:
