@@ -1,1 +1,1 @@
-"""The rollout controller: persistent worker, store, rewards and gateway."""
+"""The rollout controller: a persistent worker, with its store, rewards and gateway."""

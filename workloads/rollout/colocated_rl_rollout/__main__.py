@@ -1,4 +1,4 @@
-"""The rollout controller: `python -m colocated_rl_rollout`. Exit code 0 after goal Stop or SIGTERM, else 1."""
+"""Run the rollout controller: `python -m colocated_rl_rollout`. It exits with 0 after goal Stop or SIGTERM, else 1."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOG = logging.getLogger(__name__)
 
 
 async def serve(settings: RolloutSettings) -> None:
-    """One controller until it ends. Raises what its parts raise, in a group or alone."""
+    """Run one controller until it ends. Raises the errors of its parts, in a group or alone."""
     async with (
         aiohttp.ClientSession(connector=gate_connector(), trust_env=False) as session,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False) as outside,
@@ -43,7 +43,7 @@ async def serve(settings: RolloutSettings) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, controller.drain)
         async with asyncio.TaskGroup() as group:
-            makes = settings.recording is None  # questions and rewards; a recording has them
+            makes = settings.recording is None  # makes questions and rewards; a recording already has them
             keeping = group.create_task(processes.run(), name="task-processes") if makes else None
             await controller.run()
             if keeping is not None:
@@ -59,7 +59,7 @@ def main() -> int:
     except (SettingsError, ModelUnusable, StoreFailed, ValueError, OSError) as error:
         logs.log(LOG, "rollout controller failed", logging.ERROR, reason=str(error))
         return 1
-    except ExceptionGroup:  # a part died: the next start goes on from what was committed
+    except ExceptionGroup:  # a part died: the next start resumes from the last commit
         LOG.exception("rollout controller failed")
         return 1
     return 0

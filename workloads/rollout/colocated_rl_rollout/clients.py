@@ -1,4 +1,4 @@
-"""What is written to a client: no client is waited for without a deadline, and one that does not read is hung up on."""
+"""Write to clients: each write has a deadline, and a client that does not read is disconnected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ClientGone(Exception):
 
 
 async def send_within_deadline(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    """An answer once its client has taken it: the framework would wait for that for ever. Raises ClientGone."""
+    """Send an answer and return once its client has taken it; the framework would wait for ever. Raises ClientGone."""
     async with reading(request, response):
         await response.prepare(request)
         await response.write_eof()
@@ -29,7 +29,7 @@ async def send_within_deadline(request: web.Request, response: web.StreamRespons
 
 @asynccontextmanager
 async def reading(request: web.Request, response: web.StreamResponse) -> AsyncIterator[None]:
-    """While something is written: who does not read it in time is hung up on. Raises ClientGone."""
+    """Disconnect the client if it does not read what the block writes in time. Raises ClientGone."""
     try:
         async with asyncio.timeout(CLIENT_S):
             yield
@@ -40,7 +40,7 @@ async def reading(request: web.Request, response: web.StreamResponse) -> AsyncIt
 
 
 async def wait_until_set(event: asyncio.Event, within_s: float) -> bool:
-    """Whether it is set by then."""
+    """Wait for the event; return whether it is set in time."""
     try:
         async with asyncio.timeout(within_s):
             await event.wait()

@@ -1,7 +1,7 @@
-"""One job's rollout controller: puts the parts together, takes targets, reports facts.
+"""One job's rollout controller connects the parts, takes targets and reports facts.
 
-Facts are a snapshot, and what is in it is durable before the operator hears of it. What a plan depends on is reported
-at once; progress figures at most every two seconds.
+Facts are a snapshot, and all of it is durable before the operator sees it. Facts that a plan depends on are reported at
+once; progress figures at most every two seconds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from colocated_rl_rollout.worker import Worker
 
 LOG = logging.getLogger(__name__)
 
-FAREWELL_S = 2.0  # for the operator to hear that the member has stopped
+FAREWELL_S = 2.0  # for the operator to read that the member has stopped
 EVALUATIONS_SAID = 64  # in a line of the log, which container runtimes cut after 16 KiB
 
 
@@ -63,7 +63,7 @@ class Controller:
     """Runs until `drain` or goal Stop.
 
     session: for the engines' gates; every request has a connection of its own.
-    processes: that make questions and score answers, kept up by whoever made them.
+    processes: those that make questions and score answers; the caller keeps them up.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Controller:
         processes: TaskProcesses,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """Raises StoreFailed, ModelUnusable, and what MemberTls.read raises."""
+        """Build the parts. Raises StoreFailed, ModelUnusable, and the errors of MemberTls.read."""
         job, spec = settings.job, settings.job.spec
         self._drain_s = settings.drain_s
         self._progress_s = settings.progress_s
         self._ending = asyncio.Event()
-        self._stop = False  # asked to
-        self._stopped = False  # done
+        self._stop = False  # was requested
+        self._stopped = False  # is complete
         self._dirty = asyncio.Event()
         self._rate = TokenRate()
         self._metrics = RolloutMetrics(registry)
@@ -87,7 +87,7 @@ class Controller:
         chat = Chat(settings.model)
         self._store = store = Store(settings.state, job_uid=job.uid, keeps_batches=spec.storage.keep_batches)
         if spec.ladder.trains:
-            store.deal_anew(trainer_ranks(spec))  # it may have had more or fewer before it was suspended
+            store.deal_anew(trainer_ranks(spec))  # the number of ranks may have changed during a suspension
         self._processes = processes
         client = DataClient(session, tls, job.uid)
         self._engines = Engines(
@@ -185,7 +185,7 @@ class Controller:
                 "evaluation": self._evaluation.prepare,
             }
             served, around = gateway.routes(), [telling_what_there_is(self._metrics)]
-        else:  # no engine would answer
+        else:  # otherwise no engine would answer
             self._sealer = Replay(spec, store=store, recording=settings.recording, changed=self._dirty.set)
             self._beside, served, around = {}, [], []
         registry.register(StoreGauges(store))
@@ -223,7 +223,7 @@ class Controller:
         )
 
     async def run(self) -> None:
-        """Serve and generate until there is an end; what is accepted by then is durable."""
+        """Serve and generate until the end; what is accepted by then is durable."""
         try:
             evaluations = await asyncio.to_thread(self._store.evaluations)
             async with self.member as member, asyncio.TaskGroup() as group:
@@ -233,7 +233,7 @@ class Controller:
                     epoch=self._store.epoch,
                     step=self._store.next_step,
                     samples=self._counts(),
-                    # those of the pods before, whose logs are gone
+                    # evaluations of earlier pods, whose logs are gone
                     evaluations=[one.model_dump(mode="json", by_alias=True) for one in in_one_line(evaluations)],
                     ports=dataclasses.asdict(member.ports),
                 )
@@ -279,7 +279,7 @@ class Controller:
         self._wake()
 
     def _tune(self, target: RolloutTarget) -> None:
-        """What of the spec may change has effect with what begins from here on."""
+        """Apply the settings of the spec that may change to everything that begins from here on."""
         self._sealer.tune(target)
         if target.temperature is not None:
             self._evaluation.temperature = self._gateway.temperature = target.temperature
@@ -296,7 +296,7 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------- facts
     async def _report(self) -> None:
-        """Publish what a plan depends on at once, and how far things are every so often."""
+        """Publish facts that a plan depends on at once, and progress figures now and then."""
         told, told_at = self._decisive(), -self._progress_s
         while True:
             self._dirty.clear()
@@ -309,7 +309,7 @@ class Controller:
                     await self._dirty.wait()
 
     def _decisive(self) -> tuple[object, ...]:
-        """What a plan depends on."""
+        """Return the facts that a plan depends on."""
         store = self._store
         step = store.sealed and store.sealed.step
         return store.epoch, step, store.trained_step, store.evaluated, len(self._engines.open), self._problem()
@@ -341,7 +341,7 @@ class Controller:
         )
 
     def _problem(self) -> Problem | None:
-        """Why there is no progress; the first of those who know."""
+        """Return why there is no progress, from the first part that has a problem."""
         parts = (self._store, self._prompts, self._sealer, self._processes, self._episodes, self._evaluation)
         found = next((part.problem for part in parts if part.problem), None)
         return found or (self._reference and self._reference.problem) or self._sealer.no_signal
@@ -351,7 +351,7 @@ class Controller:
 
 
 def in_one_line(evaluations: Sequence[EvaluationResult]) -> Sequence[EvaluationResult]:
-    """All of them, or the first, which the others are compared with, and the newest."""
+    """Return all evaluations, or the first, which the others are compared with, and the newest."""
     if len(evaluations) <= EVALUATIONS_SAID:
         return evaluations
     return [evaluations[0], *evaluations[1 - EVALUATIONS_SAID :]]

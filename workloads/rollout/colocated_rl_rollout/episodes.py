@@ -1,13 +1,13 @@
-"""Episodes of environments: which process plays one, when it has hung, and what it comes to.
+"""Episodes of environments: this module picks the process that plays one, detects when it hangs, and takes its reward.
 
-A task of an environment is played where other people's code runs (`player`); its turns come to the gateway as any
-client's, in a session that is opened here and takes no turn before or after. So turns are sent, wait and go on over a
-switch as all do (`turns`), and what was generated is the session's, never what the environment says: of that only the
-reward is taken.
+A task of an environment is played where other people's code runs (`player`); its turns reach the gateway as any
+client's, in a session that is opened here and takes no turn before or after. So turns are sent, wait and resume over a
+switch as all do (`turns`), and the generated tokens come from the session, never from the environment: it gives only
+the reward.
 
-An episode fails when its environment says so, or when nothing of it has been heard for the deadline of its source while
-none of its turns was under way. What is played by a process that dies, or does not end an episode when told to, is
-lost, which says nothing about it: it is played again.
+An episode fails when its environment reports a failure, or when there was no news of it for the deadline of its source
+while none of its turns was under way. An episode whose process dies, or does not end it on request, is lost, which is
+no verdict on it: it is played again.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from colocated_rl_rollout.tasks.task_wire import (
 LOG = logging.getLogger(__name__)
 
 SEND_S = 30.0  # for a process to take a line
-FAULT_AT_MOST = 1000  # characters of what a process says
-STOP_S = 30.0  # for an episode to end when told to: its tools and sandboxes are given back
+FAULT_AT_MOST = 1000  # characters of a process's error
+STOP_S = 30.0  # for an episode to end on request: it has to return its tools and sandboxes
 
 
 class EpisodeFailed(Exception):
-    """An episode came to no reward: `reason` is CamelCase and stable. Another one is played in its place."""
+    """An episode ended without a reward: `reason` is CamelCase and stable. Another one is played in its place."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -59,20 +59,20 @@ class EpisodeFailed(Exception):
 
 
 class EpisodeLost(Exception):
-    """The process that played it ended. It is played again."""
+    """The process that played the episode ended. The episode is played again."""
 
 
 @dataclass(eq=False)
 class _Player:
-    """A process that plays. playing: None comes for what is lost with it. lost: why it must be replaced."""
+    """A process that plays. playing: gets None for each episode that is lost with it. lost: why it must be replaced."""
 
     connection: TaskConnection
-    ends: Sequence[int]  # of the rows of each source
+    ends: Sequence[int]  # end of the rows of each source
     playing: dict[int, asyncio.Future[TaskReply | None]] = field(default_factory=dict)
     lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def tell(self, kind: str, line: Play | Stop) -> None:
-        """It is lost if it does not take it."""
+        """Send a line; the process counts as lost if it does not take it."""
         try:
             await self.connection.send(f'{{"{kind}": {line.model_dump_json()}}}\n'.encode(), deadline_s=SEND_S)
         except (ProcessLost, TimeoutError) as error:
@@ -84,9 +84,9 @@ class _Player:
 
 
 class Episodes:
-    """`count` processes that play; `run` keeps them up.
+    """Runs `count` processes that play; `run` keeps them up.
 
-    model: that episodes ask. gateway: its address on the pod's loopback, for what runs beside the controller.
+    model: the one that episodes ask. gateway: its address on the pod's loopback, for processes beside the controller.
     """
 
     def __init__(
@@ -123,9 +123,11 @@ class Episodes:
     async def play(
         self, row: int, *, ending: str, turned: Callable[[int | None], None] = lambda _: None
     ) -> tuple[Trajectory, list[Statement]]:
-        """What one episode of the task of a row comes to, and what removes its session: write it with what follows.
+        """Play one episode of a row's task; return its trajectory, and the statements that remove its session.
 
-        ending: what its session is counted as. turned: told the step of the oldest weights in each turn.
+        The caller writes the statements together with what follows.
+        ending: the label that its session is counted under. turned: called with the step of the oldest weights in each
+        turn.
         Raises EpisodeFailed, EpisodeLost.
         """
         await self._some_are_up.wait()
@@ -140,7 +142,7 @@ class Episodes:
 
     # ------------------------------------------------------------------------------------------------- one episode
     async def _reply(self, player: _Player, row: int, session: Session) -> TaskReply:
-        """Raises EpisodeFailed, EpisodeLost."""
+        """Return the process's reply. Raises EpisodeFailed, EpisodeLost."""
         source = self._prompts.environments.get(bisect_right(player.ends, row))
         if source is None:
             player.lose(f"row {row} is of no environment there")
@@ -162,7 +164,7 @@ class Episodes:
         return reply
 
     async def _end_of(self, ended: asyncio.Future[TaskReply | None], session: Session, *, deadline_s: float) -> None:
-        """Raises EpisodeFailed."""
+        """Wait until the episode ends. Raises EpisodeFailed when it hangs."""
         while (left_s := deadline_s - self._sessions.quiet_s(session)) > 0:
             await asyncio.wait([ended], timeout=left_s)
             if ended.done():
@@ -192,7 +194,7 @@ class Episodes:
             await asyncio.sleep(RESTART_S * (0.5 + random.random()))
 
     async def _attend(self, player: _Player) -> None:
-        """Hand out what it says, until it is lost. Raises ProcessLost."""
+        """Hand out the process's replies until it is lost. Raises ProcessLost."""
         self._players.append(player)
         self._some_are_up.set()
         self.problem = None
@@ -213,11 +215,11 @@ class Episodes:
             reading.cancel()
             await asyncio.wait([reading])
             if not reading.cancelled():
-                reading.exception()  # another one was first
+                reading.exception()  # marks it as retrieved: the process was lost first
 
 
 async def _read(player: _Player) -> None:
-    """Raises ProcessLost."""
+    """Resolve episodes as replies arrive. Raises ProcessLost."""
     while True:
         reply = await player.connection.receive(deadline_s=None)
         ended = player.playing.get(reply.episode if reply.episode is not None else -1)
@@ -226,7 +228,7 @@ async def _read(player: _Player) -> None:
 
 
 def _reward_of(reply: TaskReply, session: Session) -> float:
-    """What the environment says; 0 where its model's room was at its end. Raises EpisodeFailed."""
+    """Return the environment's reward; 0 where its session's path was full. Raises EpisodeFailed."""
     if reply.error is not None:
         if session.is_full:
             return 0.0

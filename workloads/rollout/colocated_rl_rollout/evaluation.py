@@ -1,8 +1,8 @@
-"""Mean reward of one weights version on the held-out prompts, beside rollout.
+"""Evaluation measures the mean reward of one weights version on the held-out prompts, beside rollout.
 
-Sampled answers to each prompt, at the job's temperature. Every answer comes from one and the same version: what
-other weights made, in part or in whole, is thrown away and asked again. Ends when all are in, or when the operator asks
-for another one. `worker` sends its requests, before those of rollout.
+Answers to each prompt are sampled at the job's temperature. Every answer comes from one and the same version: an answer
+that other weights made, in part or in whole, is discarded and requested again. An evaluation ends when all answers are
+in, or when the operator asks for another one. `worker` sends its requests, before those of rollout.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ PREPARE_RETRY_S = 5.0
 
 
 class Scoreboard:
-    """Answers to `prompts` prompts, so many `responses` to each, by one weights version of `step`. Pure.
+    """Collects answers to `prompts` prompts, `responses` to each, by one weights version of `step`. Pure.
 
-    The place of an answer says its prompt: the first `responses` places are of the first.
+    The place of an answer gives its prompt: the first `responses` places belong to the first prompt.
     The newest lineage counts: weights that were made again for the same step are other weights.
     """
 
@@ -55,7 +55,7 @@ class Scoreboard:
         self.rewards: dict[int, float] = {}
 
     def take(self, place: int, versions: Collection[WeightVersion], reward: float) -> bool:
-        """Whether the answer at `place`, made by `versions`, counts. One of a newer lineage starts the count again."""
+        """Take the answer at `place`; return whether it counts. An answer of a newer lineage restarts the count."""
         (version, *others) = versions or (None,)
         if others or version is None or version.step != self.step or (self.version and version < self.version):
             return False
@@ -65,11 +65,11 @@ class Scoreboard:
         return True
 
     def missing(self) -> list[int]:
-        """Places without an answer that counts."""
+        """Return the places without an answer that counts."""
         return [place for place in range(self.size) if place not in self.rewards]
 
     def result(self) -> EvaluationResult | None:
-        """Mean of the rewards with its standard error; None until all are in."""
+        """Return the mean of the rewards with its standard error, or None until all are in."""
         if len(self.rewards) < self.size:
             return None
         rewards = [self.rewards[place] for place in range(self.size)]
@@ -85,9 +85,9 @@ class Scoreboard:
 
 
 class Evaluator:
-    """Evaluates when asked. `changed` is called when there is something to send, a result, or a problem.
+    """Evaluates on request. `changed` is called when there is something to send, a result, or a problem.
 
-    how: None until the job has an evaluation. A change of it, and of the temperature, is for the next one.
+    how: None until the job has an evaluation. A change of it, and of the temperature, applies to the next one.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Evaluator:
         self._episodes = episodes
         self._changed = changed
         self._held_out: list[Prompt] = []
-        self._found_for: int | None = None  # so many were wanted of them
+        self._found_for: int | None = None  # the number of prompts that was wanted
         self._wanted = asyncio.Event()
         self._board: Scoreboard | None = None
         self._board_temperature = temperature
@@ -125,7 +125,7 @@ class Evaluator:
         self.problem: Problem | None = None
 
     def ask(self, step: int | None) -> None:
-        """Evaluate the weights of `step` now, unless that is the newest result; None: nothing is to be evaluated."""
+        """Evaluate the weights of `step` now, unless the newest result is of that step; None: evaluate nothing."""
         done = self._store.evaluated.step if self._store.evaluated else None
         wanted = None if step == done else step
         if wanted != self._asked:
@@ -159,7 +159,7 @@ class Evaluator:
         self._begin()
 
     def _stop(self, error: Exception) -> None:
-        """No result is better than a made-up one: the operator's deadline ends the wait for it."""
+        """Stop without a result, which is better than a made-up one: the operator's deadline ends the wait for it."""
         log(LOG, "evaluation impossible", logging.ERROR, reason=str(error))
         self.problem = Problem(reason="EvaluationImpossible", message=str(error)[:1024])
         self._board = None
@@ -167,16 +167,16 @@ class Evaluator:
 
     @property
     def demand(self) -> int:
-        """Answers that are under way or to be asked for."""
+        """Return how many answers are under way or missing."""
         return self._board.size - len(self._board.rewards) if self._board else 0
 
     def send(self, engines: Engines, group: asyncio.TaskGroup, *, at_most: int, episodes_at_most: int) -> None:
-        """Ask for what is missing, from engines that serve the wanted weights and have at most so many requests.
+        """Request missing answers from engines that serve the wanted weights and have fewer than `at_most` requests.
 
-        An episode is played while they are open; of these there are so many at a time.
+        An episode is played while they are open, with at most `episodes_at_most` at a time.
         """
         if self._board is None or self.demand == len(self._under_way):
-            return  # before looking at each place: at each answer, of tens of thousands
+            return  # avoids a loop over tens of thousands of places at each answer
         for place in self._board.missing():
             if place in self._under_way:
                 continue
@@ -213,7 +213,7 @@ class Evaluator:
             generated = await engine.generate(request)
         except GateRefused as error:
             log(LOG, "evaluation answer lost", logging.DEBUG, gate=engine.name, reason=str(error))
-        except RequestRejected as error:  # no engine takes this prompt: no answer is a wrong one
+        except RequestRejected as error:  # no engine takes this prompt: a missing answer is a wrong one
             log(LOG, "evaluation prompt rejected", logging.WARNING, gate=engine.name, reason=str(error))
             board.take(place, [engine.version] if engine.version else [], 0.0)
         else:
@@ -225,7 +225,9 @@ class Evaluator:
         self._ended(board, place)
 
     async def _play(self, board: Scoreboard, place: int, engine: EngineClient) -> None:
-        """One episode. One that fails is worth 0, as what no verifier takes; what is lost is played again."""
+        """Play one episode. One that fails scores 0, as an answer that no verifier takes; one that is lost is played
+        again.
+        """
         row = self._held_out[place // board.responses].index
         try:
             trajectory, removal = await self._episodes.play(row, ending="evaluated")
@@ -242,7 +244,7 @@ class Evaluator:
         self._ended(board, place)
 
     def end_episodes(self) -> None:
-        """Nothing more is generated: what they came to now would be no verdict on the policy."""
+        """Cancel episodes when no more tokens are generated: their outcome would be no verdict on the policy."""
         for place, task in self._under_way.items():
             if self._board and self._held_out[place // self._board.responses].is_played:
                 task.cancel()
@@ -254,7 +256,7 @@ class Evaluator:
         self._changed()
 
     async def _take(self, board: Scoreboard, place: int, prompt: Prompt, generated: Generated) -> None:
-        """Score a whole answer as in training, 0 unless it ended by itself; one that was cut short is asked again."""
+        """Score a complete answer as in training, 0 unless it ended by itself; request an interrupted one again."""
         tokens = generated.tokens
         finish = finish_of(tokens, generated.ending, limit=self._limit, end_ids=self._chat.end_ids)
         reward = await self._reward(prompt, tokens) if finish is Finish.STOP else 0.0
@@ -265,10 +267,10 @@ class Evaluator:
         self._redone += finish is None or not board.take(place, versions, reward)
 
     async def _reward(self, prompt: Prompt, tokens: Tokens) -> float | None:
-        """None: nobody was there to say, which is no verdict on the answer."""
+        """Return the reward, or None when no verifier was reachable, which is no verdict on the answer."""
         try:
             return await self._processes.score(prompt.index, self._chat.text(tokens.ids.tolist()))
-        except RewardFailed as error:  # of this answer: nothing that the verifier takes
+        except RewardFailed as error:  # the verifier can't take this answer
             reason = f"prompt {prompt.index + 1} of the data: {error}"
             log(LOG, "evaluation answer not scored", logging.WARNING, reason=reason)
             if error.reason == REWARD_UNAVAILABLE:

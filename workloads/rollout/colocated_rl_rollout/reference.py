@@ -1,9 +1,9 @@
-"""The stage between reward and batch where a job's reference has devices of its own: each finished sample is scored.
+"""Score each finished sample with a job's reference, between reward and batch, where the reference has its own devices.
 
-What came from a reference follows from the sample and from a model that never changes: it may be asked for again, of
-any of its pods, and is not in the store. A sample that nobody could score yet waits, and its group is in no batch
-meanwhile: it counts against the bounds of rollout as any other that is finished, so these stop rollout in the end.
-Scores are of the temperature that the next batch is sealed with; when that changes, they are asked for anew.
+A reference's scores follow from the sample and from a model that never changes: they may be requested again, of any of
+its pods, and are not in the store. A sample that is not scored yet waits, and its group is in no batch meanwhile: it
+counts against the bounds of rollout as any other finished one, so these stop rollout in the end. Scores are of the
+temperature that the next batch is sealed with; when that changes, they are requested anew.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ AT_ONCE = 32  # samples on the way to one pod, which takes several into one pass
 CONNECT_S = 10.0
 MAX_ERROR_BYTES = 2048
 REST_S, REST_AT_MOST_S = 0.2, 30.0  # of a pod that failed, and of a sample; doubled each time
-TOLD_AFTER = 5  # failures of one sample: others may be scored all the while
+TOLD_AFTER = 5  # failures of one sample before a problem is reported: others may be scored meanwhile
 
 
 class NotScored(Exception):
-    """No answer, or none that can be used. is_of_sample: the pod is as good as any."""
+    """The pod gave no answer, or none that can be used. is_of_sample: the pod is not at fault."""
 
     def __init__(self, message: str, *, is_of_sample: bool = False) -> None:
         super().__init__(message)
@@ -60,16 +60,16 @@ class _Pod:
 
 @dataclass(eq=False)
 class _Trouble:
-    """What became of the attempts at one sample."""
+    """Records the failed attempts at one sample."""
 
     failures: int
     words: str
 
 
 class ReferencePods:
-    """All pods of a job's reference. temperature: of the scores that are wanted, from its next use on.
+    """Holds all pods of a job's reference. temperature: of the wanted scores, from its next use on.
 
-    deadline_s: for one answer. changed: called when it may be that a sample can be sent, or a batch be sealed.
+    deadline_s: for one answer. changed: called when it may be possible to send a sample or to seal a batch.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class ReferencePods:
         self._changed = changed
         self._rest_s = rest_s
         self._pods: dict[Endpoint, _Pod] = {}
-        self._due: dict[int, Sample] = {}  # by id, the first that came first: those that may be sent
-        self._left: dict[int, dict[int, Sample]] = {}  # without scores, by group; perhaps not wanted any more
+        self._due: dict[int, Sample] = {}  # samples that may be sent, by id, oldest request first
+        self._left: dict[int, dict[int, Sample]] = {}  # samples without scores, by group; perhaps no longer wanted
         self._trouble: dict[int, _Trouble] = {}  # by sample
         self._tasks: set[asyncio.Task[None]] = set()
         self._words = ""  # of the newest failure
         metrics.unscored.set_function(lambda: self.unscored)
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
-        """These are its pods from now on; what others are at is asked again."""
+        """Use these pods, and no others, from now on; samples at other pods are sent again."""
         named = set(endpoints)
         for endpoint in self._pods.keys() - named:
             for attempt in self._pods.pop(endpoint).under_way:
@@ -108,24 +108,24 @@ class ReferencePods:
 
     # ------------------------------------------------------------------------------------------------- what is wanted
     def want(self, group: Group) -> None:
-        """Let it score the samples of a group that are finished, and that it has not scored."""
+        """Request scores of the group's finished samples that have none."""
         for sample in group.kept:
             if self._wants(sample) and sample.id not in self._left.get(group.id, ()):
                 self._left.setdefault(group.id, {})[sample.id] = sample
                 self._due[sample.id] = sample
 
     def has_scored(self, group: Group) -> bool:
-        """Everything of it that was wanted, and still is."""
+        """Return whether all requested scores of the group that are still wanted are in."""
         return not any(map(self._wants, self._left.get(group.id, {}).values()))
 
     @property
     def unscored(self) -> int:
-        """Finished samples that wait for it, or that it is at."""
+        """Return how many finished samples wait for scores or are being scored."""
         return sum(self._wants(sample) for left in self._left.values() for sample in left.values())
 
     @property
     def problem(self) -> Problem | None:
-        """Why it does not get on."""
+        """Return why scoring makes no progress, or None."""
         if not self.unscored:
             return None
         stuck = next((trouble for trouble in self._trouble.values() if trouble.failures >= TOLD_AFTER), None)
@@ -153,7 +153,7 @@ class ReferencePods:
 
     # ------------------------------------------------------------------------------------------------- asking
     def send(self, group: asyncio.TaskGroup) -> None:
-        """Send what is due to pods that take it, those with the fewest samples first."""
+        """Send due samples to pods that take them, those with the fewest samples first."""
         while self._due and (pod := self._pick()) is not None:
             sample = self._due.pop(next(iter(self._due)))
             if not self._wants(sample):
@@ -165,7 +165,7 @@ class ReferencePods:
             task.add_done_callback(self._tasks.discard)
 
     def end(self) -> None:
-        """Nothing more is wanted."""
+        """Cancel all requests: no more scores are wanted."""
         self._due.clear()
         for task in self._tasks:
             task.cancel()
@@ -187,7 +187,7 @@ class ReferencePods:
             pod.failures = 0
             sample.scores = Scores(temperature, logp)
             if self._wants(sample):
-                self._due[sample.id] = sample  # of another temperature by now
+                self._due[sample.id] = sample  # the temperature has changed since
             else:
                 self._is_done_with(sample)
         finally:
@@ -195,7 +195,7 @@ class ReferencePods:
             self._changed()
 
     def _failed(self, sample: Sample, pod: _Pod, error: NotScored) -> None:
-        """The sample is asked for again after a while, and the pod rests, if it is the pod."""
+        """Retry the sample after a while, and rest the pod if the pod is at fault."""
         loop, self._words = asyncio.get_running_loop(), str(error)
         failures = self._trouble[sample.id].failures if sample.id in self._trouble else 0
         self._trouble[sample.id] = _Trouble(failures + 1, self._words)
@@ -214,9 +214,9 @@ class ReferencePods:
         self._changed()
 
     async def _ask(self, sample: Sample, pod: _Pod, temperature: float) -> NDArray[np.float32]:
-        """A log-probability of each token of the response. Raises NotScored."""
+        """Return a log-probability of each token of the response. Raises NotScored."""
         ids = np.concatenate([np.asarray(sample.group.prompt.ids, "<i4"), sample.tokens.ids.astype("<i4")])
-        start = max(1, len(sample.group.prompt.ids))  # the first of all has no context
+        start = max(1, len(sample.group.prompt.ids))  # the first token of all has no context
         unasked = np.zeros(start - len(sample.group.prompt.ids), np.float32)
         if start >= len(ids):
             return unasked[: len(sample.tokens)]
@@ -256,7 +256,7 @@ class ReferencePods:
 
 
 def _words_of(body: bytes) -> str:
-    """The reference's own, which quote no sample; of what is none of its answers the length."""
+    """Return the reference's message, which quotes no sample; for any other body, its length."""
     try:
         said = ScoreError.model_validate_json(body)
     except pydantic.ValidationError:

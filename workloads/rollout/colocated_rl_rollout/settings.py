@@ -1,7 +1,7 @@
-"""Everything the process is told from outside, read once at start.
+"""Read all settings of the process from outside, once at start.
 
-Environment (written by the operator): who this pod is. Command line: where files and ports are, which a pod never has
-to say. The job's own file: the rest.
+The environment (written by the operator) names this pod. The command line has the places of files and ports, which a
+pod never has to set. The job's own file has the rest.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RolloutSettings:
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> RolloutSettings:
-    """Raises SettingsError."""
+    """Parse the settings. Raises SettingsError."""
     parser = argparse.ArgumentParser(
         prog="python -m colocated_rl_rollout", description="The rollout controller of a job."
     )
