@@ -225,9 +225,7 @@ class Evaluator:
         self._ended(board, place)
 
     async def _play(self, board: Scoreboard, place: int, engine: EngineClient) -> None:
-        """Play one episode. One that fails scores 0, as an answer that no verifier takes; one that is lost is played
-        again.
-        """
+        """Play one episode. A failed one scores 0, as an answer that no verifier takes; a lost one is played again."""
         row = self._held_out[place // board.responses].index
         try:
             trajectory, removal = await self._episodes.play(row, ending="evaluated")

@@ -1,8 +1,8 @@
-"""Environments of verifiers, as they come: which tasks there are, and what an episode of one is worth.
+"""Environments of verifiers run unchanged: this module lists their tasks and plays their episodes for a reward.
 
 An episode asks the job's gateway for its turns, below an address of its own, and sees no switch. The gateway records
-what was generated; here only the reward is said. Of several agents in an episode one can be trained: the others need a
-model of their own.
+the generated tokens; this module returns only the reward. Only one of several agents in an episode can be trained: the
+others need a model of their own.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 from colocated_rl_api.prompts import Environment
 from colocated_rl_rollout.tasks.passes import Passes
 
-NO_KEY = "COLOCATED_RL_KEY"  # that the gateway wants none; the one variable that no one sets
+NO_KEY = "COLOCATED_RL_KEY"  # nobody sets this variable: the gateway needs no key
 PLACES_TOLD = 3
 CAUSE = re.compile(r"Traceback \(most recent call last\):\n(?P<frames>(?:[ \t].*\n)+)(?P<kind>[\w.]+)")
 """Of an exception with its causes: Python tells the first of them first."""
 
 
 class EnvironmentUnusable(Exception):
-    """The environment can't be loaded; the message says what to do, to whoever wrote the job."""
+    """The environment can't be loaded; the message tells the author of the job what to do."""
 
 
 class EpisodeGivenUp(Exception):
-    """The environment gave an episode up. Without its words, which may quote what was generated."""
+    """The environment gave an episode up. Its message is left out, because it may quote generated text."""
 
 
 class EnvironmentTasks:
-    """Tasks of one environment, in another order in each pass."""
+    """Holds the tasks of one environment, in another order in each pass."""
 
     def __init__(self, source: Environment) -> None:
-        """Raises EnvironmentUnusable, and what the environment does."""
+        """Load the environment. Raises EnvironmentUnusable, and the environment's own errors."""
         self.title = source.title
         self._verifiers = verifiers = _import_verifiers()
         taskset = {**source.config.get("taskset", {}), "id": source.name}
@@ -50,7 +50,7 @@ class EnvironmentTasks:
         self._passes = Passes(range(self.size), seed=source.seed)
 
     def question(self, position: int) -> tuple[int, str]:
-        """The index of a task, and all that it is: what is the same in words is the same task."""
+        """Return the index of a task, and all of its content: tasks with equal content are the same task."""
         data_pass, place = divmod(position, self.size)
         index = self._passes[data_pass][place]
         return index, self._said[index]
@@ -59,14 +59,14 @@ class EnvironmentTasks:
         raise EnvironmentUnusable("a task of an environment is played: a response alone is worth nothing")
 
     def serving(self) -> AbstractAsyncContextManager[None]:
-        """What episodes share: servers of tools, and the environment's own."""
+        """Return a context that runs what episodes share: servers of tools, and the environment's own."""
         serving: AbstractAsyncContextManager[None] = self._environment.serving()
         return serving
 
     async def play(self, index: int, *, model: str, address: str) -> float:
-        """Reward of one episode. Raises EpisodeGivenUp."""
+        """Play one episode and return its reward. Raises EpisodeGivenUp."""
         verifiers = self._verifiers
-        # the gateway's own limits and temperature count: nothing is asked for
+        # request nothing, so that the gateway's own limits and temperature apply
         client = verifiers.EvalClientConfig(base_url=address, api_key_var=NO_KEY)
         context = verifiers.ModelContext(client=client, model=model, sampling=verifiers.SamplingConfig())
         (slot,) = self._environment.slots(self._tasks[index])
@@ -98,7 +98,7 @@ def _import_verifiers() -> Any:
 
 
 def _told(task: Any) -> str:
-    """What a task is, wherever it stands."""
+    """Return the content of a task, whichever field holds it."""
     return json.dumps(task.data.model_dump(mode="json", exclude={"idx"}), sort_keys=True)
 
 
@@ -108,7 +108,7 @@ def _asks(trace: Any, address: str) -> bool:
 
 
 def fault(episode: Any) -> str:
-    """What failed first, and where in somebody's code; no message, which may quote what was generated."""
+    """Return what failed first, and where in whose code; leave out the message, which may quote generated text."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not errors:
         return "it failed without an error"

@@ -1,7 +1,7 @@
-"""Tasks of reasoning-gym, which is imported without the one of its dependencies that is a C program.
+"""Run tasks of reasoning-gym, which is imported without the one of its dependencies that is a C program.
 
-It imports pycosat, a solver of which there is no wheel, for one of its more than a hundred tasks. Images hold no
-compiler, so they hold no pycosat either; in its place stands a module that says so to whoever calls it.
+It imports pycosat, a solver without a wheel, for one of its more than a hundred tasks. Images hold no compiler, so they
+hold no pycosat either; a module in its place raises an error that names the lack to whoever calls it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from colocated_rl_rollout.tasks.task_wire import PromptContent
 
 
 class GymUnusable(Exception):
-    """reasoning-gym does not make what the job describes."""
+    """reasoning-gym can't make what the job describes."""
 
 
 class TaskLacking(ModuleNotFoundError):
-    """A task needs what this image has not."""
+    """A task needs a package that this image lacks."""
 
 
 class GymTask:
@@ -34,20 +34,20 @@ class GymTask:
         gym = import_reasoning_gym()
         try:
             self._dataset = gym.create_dataset(task.name, seed=task.seed, size=task.size, **task.config)
-        except Exception as error:  # in its words: no question is made yet that they could quote
+        except Exception as error:  # its message is safe: no question exists yet that it could quote
             raise GymUnusable(in_words(error)) from error
         self._answer_after = task.answer_after
-        self.size, self.digest = len(self._dataset), ""  # the job's own words make the problems
+        self.size, self.digest = len(self._dataset), ""  # the job's own settings make the problems
         if self.size != task.size:
             raise GymUnusable(f"it has {self.size} problems, not the {task.size} of its size")
-        self.question(0)  # what a task lacks it says when it makes one
+        self.question(0)  # a task reports a missing package only when it makes a question
 
     def question(self, position: int) -> tuple[int, PromptContent]:
         index = position % self.size
         return index, self._dataset[index]["question"]
 
     def score(self, index: int, response: str) -> float:
-        """1 if the verifier gives full marks, else 0."""
+        """Return 1 if the verifier gives full marks, else 0."""
         answer = answer_in(response, self._answer_after)
         if answer is None:
             return 0.0
@@ -55,20 +55,20 @@ class GymTask:
 
 
 def answer_in(text: str, answer_after: str | None) -> str | None:
-    """What follows the last mark; None when there is none. The whole text when no mark is asked for."""
+    """Return the text after the last mark, or None without one; the whole text when no mark is required."""
     if answer_after is None:
         return text.strip()
     _before, mark, answer = text.rpartition(answer_after)
     return answer.strip() if mark else None
 
 
-@functools.cache  # what stands in for pycosat can't be looked for a second time
+@functools.cache  # the stand-in for pycosat can't be looked up a second time
 def import_reasoning_gym() -> Any:
-    """The package `reasoning_gym`. Takes seconds."""
+    """Import the package `reasoning_gym`. Takes seconds."""
     if importlib.util.find_spec("pycosat") is None:
         sys.modules["pycosat"] = _stand_in()
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # where it keeps its list of fonts is no news
-    with warnings.catch_warnings():  # of a package that it imports, when that is compiled
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the place of its list of fonts is no news
+    with warnings.catch_warnings():  # of a package that it imports, when Python compiles that
         warnings.simplefilter("ignore", SyntaxWarning)
         import reasoning_gym
     return reasoning_gym

@@ -1,8 +1,8 @@
-"""Files of a dataset on the Hugging Face hub, fetched where rewards are computed.
+"""Fetch files of a dataset from the Hugging Face hub, in the container where rewards are computed.
 
-Only public datasets: the token of a private one would be at the hands of reward code. Put those on a volume and name
-them as a file. Of all that a hub calls a dataset, this reads files in JSON lines, Parquet and Arrow; which of them make
-a split, the dataset's card says, or their names.
+Datasets must be public: reward code could read the token of a private one. Put those on a volume and name them as a
+file. Of all that a hub calls a dataset, this reads files in JSON lines, Parquet and Arrow; the dataset's card, or
+else their names, decide which of them make a split.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PATIENCE_S = 600.0  # below the deadline of a process's start
 
 
 def fetch(source: HuggingFace, *, cache: Path, patience_s: float = PATIENCE_S) -> list[Path]:
-    """The files of the split, downloaded unless they are in the cache. Raises RowsUnusable.
+    """Return the files of the split, downloaded unless they are in the cache. Raises RowsUnusable.
 
-    patience_s: how long a hub that does not answer is asked again.
+    patience_s: how long to retry a hub that does not answer.
     """
-    os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # read when it is imported
+    os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # the import reads them
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     import httpx
 
@@ -38,14 +38,14 @@ def fetch(source: HuggingFace, *, cache: Path, patience_s: float = PATIENCE_S) -
         except (httpx.HTTPError, OSError) as error:
             if not _may_pass(error) or time.monotonic() + pause_s > give_up:
                 what = f"{source.name} at {source.revision} can't be fetched from {source.endpoint}"
-                words = str(error).partition("\n")[0]  # some have none
+                words = str(error).partition("\n")[0]  # some errors have no message
                 raise RowsUnusable(f"{what}: {type(error).__name__}: {words}") from error
         time.sleep(pause_s)
         pause_s *= 2
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether it is the network's fault or the hub's, and neither the disk's nor the job's."""
+    """Return whether the network or the hub is at fault, and neither the disk nor the job."""
     response = getattr(error, "response", None)
     is_of_the_disk = getattr(error, "errno", None) is not None
     return not is_of_the_disk and (response is None or response.status_code == 429 or response.status_code >= 500)
@@ -65,9 +65,9 @@ def _download(source: HuggingFace, cache: Path) -> list[Path]:
 
 
 def files_of(source: HuggingFace, names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The files that make a split, among the names of all. configs: those of the dataset's card.
+    """Return the files that make a split, among the names of all. configs: those of the dataset's card.
 
-    Raises RowsUnusable, which says what there is instead.
+    Raises RowsUnusable, whose message lists what there is instead.
     """
     config = _config(source, configs) if configs else {"data_dir": source.config}
     folder = "".join(f"{part}/" for part in PurePosixPath(config.get("data_dir") or "").parts)
@@ -84,7 +84,7 @@ def files_of(source: HuggingFace, names: Sequence[str], configs: Sequence[Mappin
 
 
 def _config(source: HuggingFace, configs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """That of the card which the job asks for. Raises RowsUnusable."""
+    """Return the configuration of the card that the job names. Raises RowsUnusable."""
     named = {str(config.get("config_name", "default")): config for config in configs}
     default = next((name for name, config in named.items() if config.get("default")), "default")
     config = named.get(source.config or default) or (next(iter(named.values())) if len(named) == 1 else None)
@@ -94,7 +94,7 @@ def _config(source: HuggingFace, configs: Sequence[Mapping[str, Any]]) -> Mappin
 
 
 def _patterns(files: Any, wanted: str) -> list[str]:
-    """What the card says of the split's files: a pattern, several, or several for each split."""
+    """Return the card's patterns for the split's files, from one pattern, several, or several for each split."""
     found: list[str] = []
     for each in [files] if isinstance(files, str) else files:
         split, path = (each.get("split", "train"), each["path"]) if isinstance(each, Mapping) else ("train", each)
@@ -104,7 +104,7 @@ def _patterns(files: Any, wanted: str) -> list[str]:
 
 
 def _called(split: str, names: Sequence[str]) -> list[str]:
-    """Those that are called after the split. Where none is called after any, all are of `train`, as for `datasets`."""
+    """Return the files named after the split. Where none is named after any, all are of `train`, as in `datasets`."""
     found = [name for name in names if _names(name, split)]
     if found or split != "train" or any(_names(name, word) for name in names for word in SPLITS):
         return found
@@ -112,7 +112,7 @@ def _called(split: str, names: Sequence[str]) -> list[str]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """`*` is within a folder, `**` goes below."""
+    """Return whether a name matches: `*` stays within a folder, `**` goes below."""
     parts = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     expression = "".join(parts.get(piece, re.escape(piece)) for piece in re.split(r"(\*\*/|\*\*|\*|\?)", pattern))
     return re.fullmatch(expression, name) is not None
@@ -123,5 +123,5 @@ def _is_data(name: str) -> bool:
 
 
 def _names(name: str, split: str) -> bool:
-    """Whether a folder or file is called after a split: data/train-00000-of-00001.parquet, train.jsonl."""
+    """Return whether a folder or file is named after a split: data/train-00000-of-00001.parquet, train.jsonl."""
     return re.search(rf"(^|[/._ -]){re.escape(split)}([/._ -]|$)", name) is not None

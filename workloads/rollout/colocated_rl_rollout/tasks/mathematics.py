@@ -1,8 +1,8 @@
-"""Whether the answer in a response equals that of its row, as math-verify compares mathematics.
+"""Compare the answer in a response with that of its row, as math-verify compares mathematics.
 
-math-verify interrupts itself by an alarm, which reaches Python alone: what hangs in a single operation on huge numbers
-is ended from outside, with its process, at the deadline of `rewards`. An answer of the policy that can't be read is
-wrong; one that comes to no end is neither right nor wrong, and fails its sample.
+math-verify interrupts itself by an alarm, which reaches Python alone: a single operation on huge numbers that hangs is
+ended from outside, with its process, at the deadline of `rewards`. An answer of the policy that can't be parsed is
+wrong; a comparison that does not end is neither right nor wrong, and fails its sample.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ TIMEOUT_S = 5
 
 
 class Endless(TimeoutError):
-    """math-verify came to no end."""
+    """math-verify did not end in time."""
 
 
 class NoMathematics(ValueError):
-    """The answer of the row itself can't be read."""
+    """The row's own answer can't be parsed."""
 
 
 def answer_fault(row: Row, reward: MathReward) -> str | None:
-    """What is wrong with the answer that a row has."""
+    """Return what is wrong with a row's answer, or None."""
     field = reward.answer_field
     try:
         written = member(row, field)
@@ -41,7 +41,7 @@ def answer_fault(row: Row, reward: MathReward) -> str | None:
 
 
 def load_math_reward(reward: MathReward) -> Callable[[str, Row], float]:
-    """Takes a second. The function raises Endless; and NoMathematics."""
+    """Return the reward function, which raises Endless and NoMathematics. Takes a second."""
     import math_verify
     from math_verify.errors import TimeoutException
 

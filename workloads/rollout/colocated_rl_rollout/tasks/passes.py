@@ -1,4 +1,4 @@
-"""The order in which things come, another one in each pass over them, and the same again after a restart."""
+"""Order things anew in each pass over them, and in the same way after a restart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class Passes:
-    """`passes[number]` is the order of one pass: it depends on the seed and the number alone. Keeps the newest."""
+    """`passes[number]` is the order of one pass, which depends on the seed and the number alone. The newest is kept."""
 
     def __init__(self, things: Sequence[int], *, seed: int) -> None:
         self._things = things
@@ -16,7 +16,7 @@ class Passes:
         self._order: list[int] = []
 
     def __len__(self) -> int:
-        """Things in a pass."""
+        """Return how many things a pass has."""
         return len(self._things)
 
     def __getitem__(self, number: int) -> list[int]:

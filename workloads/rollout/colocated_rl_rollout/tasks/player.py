@@ -1,10 +1,10 @@
-"""Plays episodes of environments side by side: what `task_process` does where its greeting names a model.
+"""Play episodes of environments side by side: `task_process` does so where its greeting names a model.
 
     {"play": {"episode": 7, "row": 3, "address": "http://127.0.0.1:8080/v1/sessions/episode:12"}}
     {"stop": {"episode": 7}}
 
-Each episode ends with one reply that names it, a stopped one too. Whoever does not reply to a stop is ended by the
-controller, and all that it started with it.
+Each episode ends with one reply that names it, a stopped one too. The controller kills a process that does not reply to
+a stop, together with everything that the process started.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from colocated_rl_rollout.tasks.tasks import SourceUnusable, Tasks, described
 async def play(
     requests: TextIO, reply: Callable[[TaskReply], None], tasks: Tasks, *, model: str, told: Callable[[Exception], str]
 ) -> None:
-    """Until the input ends. Raises SourceUnusable when an environment can't be brought up."""
+    """Play until the input ends. Raises SourceUnusable when an environment can't be brought up."""
     async with contextlib.AsyncExitStack() as up:
         for environment in tasks.environments:
             try:
                 await up.enter_async_context(environment.serving())
-            except Exception as error:  # of another's code
+            except Exception as error:  # raised by other people's code
                 raise SourceUnusable(f"{environment.title} does not come up: {described(error)}") from error
         reply(TaskReply(value=tasks.data))
         playing: dict[int, asyncio.Task[TaskReply]] = {}

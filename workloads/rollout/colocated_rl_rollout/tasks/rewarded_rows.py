@@ -1,4 +1,4 @@
-"""Rows of data as questions, rewarded as their source says: by a function, by mathematics, by an endpoint."""
+"""Turn rows of data into questions, rewarded as their source names: by a function, by mathematics, by an endpoint."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Score = Callable[[str, Row], Any]
 
 
 class NoReward(ValueError):
-    """A reward function returned something that is none."""
+    """A reward function returned something that is no reward."""
 
 
 class FunctionUnusable(Exception):
-    """A function that the job names can't be called as it has to be."""
+    """A function that the job names can't be called with the arguments it gets."""
 
 
 class RewardedRows:
-    """Rows of a source, in another order in each pass."""
+    """Holds the rows of a source, in another order in each pass."""
 
     def __init__(self, source: PromptFile | HuggingFace | PromptFunction, *, claims: Path, cache: Path) -> None:
         self._field = source.prompt_field
@@ -54,7 +54,7 @@ class RewardedRows:
         return index, question
 
     def score(self, index: int, response: str) -> float | dict[str, Any]:
-        """A number; or the row, for an endpoint."""
+        """Return a number; or the row, for an endpoint."""
         row = self._rows[index]
         if self._score is None:
             return {"prompt": member(row, self._field), "fields": row}
@@ -70,7 +70,7 @@ class RewardedRows:
 def _rows(
     source: PromptFile | HuggingFace | PromptFunction, *, claims: Path, cache: Path
 ) -> tuple[Rows | MadeRows, list[Path]]:
-    """And where modules may be, beside those of the image."""
+    """Return the rows, and where modules may be beside those of the image."""
     check = partial(_fault, source=source)
     match source:
         case PromptFile():
@@ -84,14 +84,14 @@ def _rows(
 
 
 def _score(reward: Reward, beside: list[Path]) -> Score | None:
-    """None: an endpoint is asked, and not from here."""
+    """Return the reward function; None where an endpoint is asked, and not from here."""
     if reward.function:
         return _function(reward.function, beside, of={"a response": "", "its row": {}})
     return load_math_reward(reward.math) if reward.math else None
 
 
 def _function(name: str, beside: list[Path], *, of: Mapping[str, object]) -> Callable[..., Any]:
-    """MODULE:FUNCTION, in the image or beside the rows. of: what it is called with, each by what it is."""
+    """Return MODULE:FUNCTION, in the image or beside the rows. of: its arguments, each by what it is."""
     sys.path += [str(path) for path in beside if str(path) not in sys.path]  # last: a `random.py` is nobody else's
     sys.dont_write_bytecode = True  # a claim is mounted read-only
     module, _, function = name.partition(":")
@@ -107,7 +107,7 @@ def _function(name: str, beside: list[Path], *, of: Mapping[str, object]) -> Cal
         raise FunctionUnusable(f"module {module} has no function {function}: write MODULE:FUNCTION")
     if inspect.iscoroutinefunction(found):
         raise FunctionUnusable(f"{name} is async: write it with def, it has a process of its own")
-    with contextlib.suppress(ValueError):  # one in C may not say what it takes
+    with contextlib.suppress(ValueError):  # a function in C may hide its parameters
         signature = inspect.signature(found)
         try:
             signature.bind(*of.values())
@@ -117,7 +117,7 @@ def _function(name: str, beside: list[Path], *, of: Mapping[str, object]) -> Cal
 
 
 def _fault(row: Row, source: RowSource) -> str | None:
-    """What is wrong with a row, in words for whoever wrote it."""
+    """Return what is wrong with a row, in words for its author."""
     if fault := _question_fault(row, source.prompt_field):
         return fault
     if source.reward.math:
@@ -126,7 +126,7 @@ def _fault(row: Row, source: RowSource) -> str | None:
 
 
 def _endpoint_fault(row: Row) -> str | None:
-    """Python reads and writes NaN and infinities in JSON; others don't, and an endpoint would be sent null for them."""
+    """Return the fault of a row with NaN or infinities: only Python has them in JSON; an endpoint would get null."""
     for name, value in row.items():
         try:
             json.dumps(value, allow_nan=False)

@@ -1,8 +1,8 @@
-"""Rows, each found again by its number: of JSON lines, Parquet, Arrow, of what `datasets` saved, or made by a function.
+"""Find each row by its number: in JSON lines, Parquet, Arrow, datasets saved by `datasets`, or made by a function.
 
-JSON lines are read where they lie. Of other files a copy in JSON lines is made once, in the cache: so rows are the same
-plain values whatever they were read from, each is one read away, and none of the data stays in memory. Times, dates and
-decimals become text, bytes Base64.
+JSON lines are read in place. Other files are copied to JSON lines once, in the cache: so rows are the same plain values
+in every format, each is one read away, and none of the data stays in memory. Times, dates and decimals become text,
+bytes Base64.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ UNREADABLE = (ValueError, OverflowError, LookupError)
 
 
 class RowsUnusable(ValueError):
-    """The files are not what the job says; the message names file and row."""
+    """The files do not match the job; the message names file and row."""
 
 
 class Rows:
-    """Rows of several files, one after another. Looks at each of them first.
+    """Holds rows of several files, one after another. Checks each of them first.
 
-    cache: a directory for copies. check: what is wrong with a row, None if it is as it should be.
+    cache: a directory for copies. check: returns what is wrong with a row, or None.
     digest: of all rows. Raises RowsUnusable.
     """
 
@@ -69,10 +69,10 @@ class Rows:
 
 
 class MadeRows:
-    """Rows that a function makes, each whenever it is asked for, as plain as those of a file.
+    """Holds rows that a function makes, each on request, as plain as those of a file.
 
-    digest: of the first, the middle and the last: enough to tell another function, or one that is not the same in each
-    process. Raises RowsUnusable, also for a row that is another one when it is made again.
+    digest: of the first, the middle and the last: enough to detect another function, or one that differs between
+    processes. Raises RowsUnusable, also for a row that changes when it is made again.
     """
 
     def __init__(self, make: Callable[[int], Any], *, size: int, check: Callable[[Row], str | None]) -> None:
@@ -100,7 +100,7 @@ class MadeRows:
 
 
 def member(row: Row, field: str) -> Any:
-    """Of a row, or of an object in it: `reward_model.ground_truth`. Raises RowsUnusable, in words about a row."""
+    """Return a member of a row, or of an object in it: `reward_model.ground_truth`. Raises RowsUnusable."""
     found: Any = row
     for name in [field] if field in row else field.split("."):
         if not isinstance(found, dict) or name not in found:
@@ -116,7 +116,7 @@ def _hashing(lines: Iterable[bytes], hashed: hashlib._Hash) -> Iterator[bytes]:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files that a path of the job stands for: itself, those that a `*` in it matches, or a saved dataset's.
+    """Return the files that a path of the job stands for: itself, those that a `*` in it matches, or a saved dataset's.
 
     Raises RowsUnusable.
     """
@@ -147,7 +147,7 @@ def _read_json(path: Path) -> Any:
 
 # ------------------------------------------------------------------------------------------------------ looking through
 def _look_through(path: Path, lines: Iterator[bytes], check: Callable[[Row], str | None]) -> Iterator[int]:
-    """Where each row begins."""
+    """Yield the offset of each row, after checking it."""
     what = "line" if path.suffix == JSON_LINES else "row"
     start = 0
     for number, line in enumerate(lines, start=1):
@@ -160,7 +160,7 @@ def _look_through(path: Path, lines: Iterator[bytes], check: Callable[[Row], str
 
 def _fault(line: bytes, check: Callable[[Row], str | None]) -> str | None:
     try:
-        row = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
+        row = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         return f"no UTF-8: byte 0x{line[error.start]:02x} at place {error.start + 1}"
     except (ValueError, RecursionError) as error:
@@ -176,7 +176,7 @@ def _fault(line: bytes, check: Callable[[Row], str | None]) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------------- copies
 def _as_json_lines(path: Path, cache: Path) -> Path:
-    """The file itself, or its copy. Raises RowsUnusable."""
+    """Return the file itself, or its copy. Raises RowsUnusable."""
     if path.suffix == JSON_LINES:
         return path
     if path.suffix not in FILE_ENDINGS:
@@ -201,7 +201,7 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
     import pyarrow.ipc
     import pyarrow.parquet
 
-    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the others reserve more than a process here may have
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the other pools reserve more than a process here may have
     try:
         if path.suffix == PARQUET:
             file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
@@ -224,7 +224,7 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
 
 
 def _values(column: Any, name: str, before: int) -> list[Any]:
-    """A column's values, after so many rows. Raises RowsUnusable for the first that Python can't hold: another year."""
+    """Return a column's values. before: rows in front of it. Raises RowsUnusable for a date out of Python's range."""
     try:
         return list(column.to_pylist())
     except UNREADABLE:
@@ -238,7 +238,7 @@ def _values(column: Any, name: str, before: int) -> list[Any]:
 
 
 def _in_microseconds(kind: Any) -> Any:
-    """A type whose moments Python has: of nanoseconds it refuses those that have some."""
+    """Return a type whose times Python can hold: it refuses some in nanoseconds."""
     import pyarrow
 
     match kind:
@@ -266,7 +266,7 @@ def _in_microseconds(kind: Any) -> Any:
 
 
 def _ipc_batches(path: Path) -> Iterator[Any]:
-    """`datasets` writes streams, others files."""
+    """Yield batches of a stream, as `datasets` writes, or of a file, as others do."""
     import pyarrow.ipc
 
     with pyarrow.OSFile(str(path)) as source:
@@ -280,7 +280,7 @@ def _ipc_batches(path: Path) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Of what JSON has no word for."""
+    """Convert a value that JSON can't hold."""
     match value:
         case datetime() | date() | time():
             return value.isoformat()

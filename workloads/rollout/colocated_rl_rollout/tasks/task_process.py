@@ -1,12 +1,12 @@
-"""A process that makes questions and scores answers, for `rewards`; `task_server` starts it.
+"""Make questions and score answers, for `rewards`, in a process that `task_server` starts.
 
     python -m colocated_rl_rollout.tasks.task_process CLAIMS CACHE [LIMIT]
 
 JSON lines: a `Greeting` comes first and is answered with `Data`; then each request is answered in order, `{"questions":
-[start, count]}` and `{"score": [index, text]}`, with a `TaskReply`; or, where the greeting says so, episodes are played
-(`player`). CLAIMS is where claims of prompts are mounted, CACHE a directory for copies and downloads, LIMIT the file
-that has the container's memory limit. Ends with its input. Verifiers and environments are other people's code: they may
-take for ever, print, and take memory; they do it here.
+[start, count]}` and `{"score": [index, text]}`, with a `TaskReply`; or, where the greeting asks for it, episodes are
+played (`player`). CLAIMS is where claims of prompts are mounted, CACHE a directory for copies and downloads, LIMIT the
+file that has the container's memory limit. The process ends with its input. Verifiers and environments are other
+people's code: they may take for ever, print, and use memory; they do it here.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from colocated_rl_rollout.tasks.tasks import (
 MIB = 1024 * 1024
 MEMORY_LIMIT = "/sys/fs/cgroup/memory.max"
 LEAST_MEMORY_BYTES = 1024 * MIB  # libraries of the tasks take a third of it
-MEMORY_ERRORS = 2  # in a row: what is leaked does not come back
+MEMORY_ERRORS = 2  # in a row: leaked memory does not come back
 
 
 def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, container_bytes: int | None) -> None:
-    """Answer until the input ends, or there is no memory any more."""
+    """Answer until the input ends, or memory runs out."""
     own = os.getpid()
 
     def reply(said: TaskReply) -> None:
         if os.getpid() != own:
-            os._exit(1)  # a fork of a verifier's that came back here: its parent answers
+            os._exit(1)  # a verifier's fork returned here: its parent answers
         replies.write(said.model_dump_json(exclude_defaults=True) + "\n")
         replies.flush()
 
@@ -86,29 +86,29 @@ def _answer(tasks: Tasks, request: dict[str, Any]) -> Any:
 
 
 class LineUnreadable(Exception):
-    """The controller asked for something that is not known here."""
+    """The controller sent a request that this process does not know."""
 
 
 def _noted(error: BaseException) -> str:
-    """What the controller is told of it. All of it is in this container's log, if a person asked for that."""
+    """Return the controller's description of an error. The whole error goes into this container's log on request."""
     if logs.shows_messages():
         traceback.print_exception(error)
     return described(error)
 
 
 def memory_bytes(container_bytes: int | None, *, processes: int) -> int | None:
-    """Address space of one of the processes that share a container; None: no bound."""
+    """Return the address space of one of the processes that share a container; None: no bound."""
     return None if container_bytes is None else max(LEAST_MEMORY_BYTES, container_bytes // processes)
 
 
 def limit_memory(size: int | None) -> None:
-    """More than that is a MemoryError of one answer, and not the end of the container."""
+    """Limit memory, so that an excess is a MemoryError of one answer, and not the end of the container."""
     if size is not None:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
 def container_memory_bytes(file: Path) -> int | None:
-    """The container's limit; None when it has none, or nobody says."""
+    """Return the container's limit, or None when it has none or it is unknown."""
     try:
         limit = file.read_text().strip()
     except OSError:

@@ -35,8 +35,8 @@ FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # of 64 MiB of address space each, which
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket that the pod's group may connect to."""
-    path.unlink(missing_ok=True)  # of the container's former run
+    """Return a socket that the pod's group may connect to."""
+    path.unlink(missing_ok=True)  # left by the container's former run
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     path.chmod(0o660)
@@ -45,7 +45,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def serve(listener: socket.socket, command: Sequence[str]) -> None:
-    """Until the socket is shut down and all connections are closed."""
+    """Serve until the socket is shut down and all connections are closed."""
     attending: list[threading.Thread] = []
     with listener:
         while True:
@@ -61,7 +61,7 @@ def serve(listener: socket.socket, command: Sequence[str]) -> None:
 
 
 def _attend(connection: socket.socket, command: Sequence[str]) -> None:
-    """One process, until it ends or the connection does."""
+    """Run one process until it or the connection ends."""
     with connection:
         family = uuid.uuid4().hex
         process = subprocess.Popen(
@@ -69,7 +69,7 @@ def _attend(connection: socket.socket, command: Sequence[str]) -> None:
             stdin=connection.fileno(),
             stdout=connection.fileno(),
             env={**os.environ, **ONE_THREAD, **FEW_ARENAS, FAMILY: family},
-            start_new_session=True,  # what it starts ends with it
+            start_new_session=True,  # its children end with it
         )
         ended = os.pidfd_open(process.pid)
         try:
@@ -87,8 +87,8 @@ def _attend(connection: socket.socket, command: Sequence[str]) -> None:
 
 
 def _end_family(family: str) -> None:
-    """Kill what a process started in other sessions, programs and servers of tools: they bear its mark. Stopped first,
-    so that none gets away.
+    """Kill what a process started in other sessions, such as programs and servers of tools, found by its mark. Stop all
+    of them first, so that none escapes.
     """
     mark = f"{FAMILY}={family}\0".encode()
     stopped: set[int] = set()

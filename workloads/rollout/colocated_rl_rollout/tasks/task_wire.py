@@ -1,6 +1,6 @@
-"""What the rollout controller and its task processes say to each other, one JSON line each.
+"""The rollout controller and its task processes exchange one JSON line per message.
 
-The processes run other people's code, so the controller reads nothing of them that is not written down here.
+The processes run other people's code, so the controller accepts only lines whose form is defined here.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class UnscoredRow(_Line):
 
 
 class PromptRow(NamedTuple):
-    """A question, the index of its row, and whether it is kept from training. None: it is played, not asked."""
+    """A question, the index of its row, and held_out: it is kept from training. None: it is played, not asked."""
 
     row: Annotated[int, Field(ge=0, lt=2**63)]
     question: PromptContent | None

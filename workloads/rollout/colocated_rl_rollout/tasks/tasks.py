@@ -1,8 +1,8 @@
-"""All the questions of a job and what their responses are worth, for `task_process`: its sources taking turns.
+"""Combine the sources of a job, which take turns, into its questions and their rewards, for `task_process`.
 
-What is called here is other people's code. A *position* counts over all passes of the data, an *index* names one row of
-it. The order of turns and of each pass depends on seeds and positions alone, so that a restart goes on where it was.
-`make_tasks` looks at the whole of the data: what is wrong with it is said before the job begins.
+This module calls other people's code. A *position* counts over all passes of the data, an *index* names one row of it.
+The order of turns and of each pass depends on seeds and positions alone, so that a restart resumes where it was.
+`make_tasks` reads the whole of the data: faults in it are reported before the job begins.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ SHORT_OF_MEMORY = ("cannot allocate memory", "failed to map segment")
 
 
 class Task(Protocol):
-    """One source. size: rows of it. digest: another one for other rows.
+    """One source. size: its number of rows. digest: differs for other rows.
 
-    Of one that is played a question says which it is, and is asked of nobody.
+    For a source that is played a question only identifies the task, and nobody is asked it.
     """
 
     size: int
     digest: str
 
     def question(self, position: int) -> tuple[int, PromptContent]:
-        """The index of the row at a position, and its question."""
+        """Return the index of the row at a position, and its question."""
 
     def score(self, index: int, response: str) -> float | dict[str, Any]:
-        """The reward of a response to the question of a row; or the row, for an endpoint to reward."""
+        """Return the reward of a response to the question of a row; or the row, for an endpoint to reward."""
 
 
 class MixPart(NamedTuple):
@@ -63,9 +63,10 @@ class MixPart(NamedTuple):
 
 
 class Tasks:
-    """Sources in turns: of as many positions in a row as all weights together, each source has its weight's.
+    """Takes turns between sources: of as many positions in a row as the weights add up to, each source has its
+    weight's.
 
-    size: positions after which every source has been through its data. digest: of all of it. ends: of the rows of each.
+    size: positions after which every source has been through its data. digest: of all of it. ends: of each one's rows.
     """
 
     def __init__(self, parts: Sequence[MixPart], *, seed: int) -> None:
@@ -101,7 +102,7 @@ class Tasks:
         return [part.task for part in self._parts if isinstance(part.task, EnvironmentTasks)]
 
     async def play(self, index: int, *, model: str, address: str) -> float:
-        """Reward of an episode of a row that is played. Raises what its environment does."""
+        """Play an episode of a row and return its reward. Raises the environment's errors."""
         number = bisect_right(self.ends, index)
         task = self._parts[number].task
         if not isinstance(task, EnvironmentTasks):
@@ -113,15 +114,15 @@ class Tasks:
 
 
 class NotPlayed(Exception):
-    """A row that is asked and not played was to be played."""
+    """The row is asked and not played, but an episode of it was requested."""
 
 
 class SourceUnusable(Exception):
-    """A source is not as the job says; the message says which, and what is wrong, to whoever wrote the job."""
+    """A source does not match the job; the message tells the author of the job which, and what is wrong."""
 
 
 def make_tasks(prompts: Prompts, *, claims: Path, cache: Path) -> Tasks:
-    """claims: where they are mounted, each by its name. cache: for copies and downloads. Raises SourceUnusable."""
+    """Make the tasks. claims: where they are mounted, by name. cache: for copies, downloads. Raises SourceUnusable."""
     parts = []
     for number, (source, weight) in enumerate(prompts.sources):
         try:
@@ -134,8 +135,8 @@ def make_tasks(prompts: Prompts, *, claims: Path, cache: Path) -> Tasks:
 
 
 def described(error: BaseException) -> str:
-    """In words where they are ours. Of others the type, and where they were raised: their words may quote a prompt, a
-    response or an answer, and what is said here is logged and told in the job's status.
+    """Describe an error by its message where it is ours. Otherwise by its type, and where it was raised: its message
+    may quote a prompt, a response or an answer, and the description goes into the log and the job's status.
     """
     if is_ours(error):
         said = str(error)
@@ -147,7 +148,9 @@ def described(error: BaseException) -> str:
 
 
 def short_of_memory(error: BaseException) -> str:
-    """What to do about it, of an error for want of memory: neither Python nor a loader of libraries says how much."""
+    """Return advice for an error for want of memory, else an empty text: neither Python nor a loader of libraries gives
+    an amount.
+    """
     size, _ = resource.getrlimit(resource.RLIMIT_AS)
     is_short = isinstance(error, MemoryError) or any(said in str(error).lower() for said in SHORT_OF_MEMORY)
     if not is_short or size == resource.RLIM_INFINITY:
@@ -166,6 +169,6 @@ def _make_task(source: Source, *, claims: Path, cache: Path) -> Task:
 
 
 def is_held_out(question: PromptContent, *, percent: int) -> bool:
-    """Whether a question is kept from training: by its hash alone, so that every part of the system agrees."""
+    """Return whether a question is kept from training: by its hash alone, so that every part of the system agrees."""
     text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
     return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % 100 < percent
