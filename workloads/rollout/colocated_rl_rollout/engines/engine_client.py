@@ -92,7 +92,7 @@ class RequestRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One engine attempt: the prompt with everything generated so far, and how many tokens may be added.
+    """Asks for one engine attempt: the prompt with everything generated so far, and how many tokens may be added.
 
     seed: the same in each attempt of a response: an engine that honours it derives noise from seed and position.
     experts_from: the first token of prompt and response whose routed experts are wanted; None: no experts are.
@@ -139,7 +139,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The result of one engine attempt. experts: of each token but the last, where they were wanted."""
+    """Holds the result of one engine attempt. experts: of each token but the last, where they were wanted."""
 
     tokens: Tokens
     ending: Ending
@@ -171,7 +171,7 @@ def gate_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 class EngineClient:
-    """One gate. `state` is None while it is unknown: not yet connected, silent, or broken.
+    """Talks to one gate. `state` is None while it is unknown: not yet connected, silent, or broken.
 
     changed: called when the gate opens, closes, is lost, or has other weights behind it.
     count: called with the number of tokens that an attempt brought.

@@ -1,4 +1,4 @@
-"""All gates of the job: this module follows those the operator names, and picks the one for the next request.
+"""This module follows the gates that the operator names, and picks the one for the next request.
 
 A sample goes back to the engine that has its prefix, if its gate is open; otherwise to the one with the fewest of our
 requests. After a switch gates open one after another, and everything waits: for a moment each gets its share and no

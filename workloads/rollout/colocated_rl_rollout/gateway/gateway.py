@@ -306,7 +306,7 @@ class Gateway:
 
 @dataclass(frozen=True)
 class TurnPlace:
-    """The place of a turn in its session."""
+    """Gives the place of a turn in its session."""
 
     session: Session
     parent: RecordedTurn | None

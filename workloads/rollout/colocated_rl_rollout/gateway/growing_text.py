@@ -29,7 +29,7 @@ class Decoder(Protocol):
 
 
 class GrowingText:
-    """The growing text of one response."""
+    """Decodes one response as it grows."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder

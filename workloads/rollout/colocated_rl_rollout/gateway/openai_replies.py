@@ -40,7 +40,7 @@ EXTENSION = "colocated_rl"
 
 @dataclass(frozen=True)
 class CompletionReply:
-    """How one completion is written. id: unique to it. created: seconds since 1970."""
+    """Writes one completion. id: unique to it. created: seconds since 1970."""
 
     form: Form
     asked: CompletionRequest

@@ -1,4 +1,4 @@
-"""Define the requests that clients of the gateway may send, in the words of OpenAI's API. Pure.
+"""This module defines the requests that clients of the gateway may send, in the words of OpenAI's API. Pure.
 
 A parameter has its effect, or it requests nothing, or the request is refused: none is changed, and none is ignored that
 would change a completion. Requests that cannot resume exactly over a switch are refused, and so is sampling that
@@ -130,7 +130,7 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompletionRequest:
-    """A completion that a client requests. It never changes: each attempt is made from it."""
+    """Describes a completion that a client requests. It never changes: each attempt is made from it."""
 
     prompt: NDArray[np.int32]
     limit: int
@@ -143,7 +143,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of the reply. tools: look for calls. usage: send it in a closing event of a stream."""
+    """Describes the form of the reply. tools: look for calls. usage: send it in a closing event of a stream."""
 
     chat: bool
     streams: bool = False
@@ -155,7 +155,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The input from which a chat's prompt is rendered. options: of the template."""
+    """Holds what a chat's prompt is rendered from. options: of the template."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] | None = None

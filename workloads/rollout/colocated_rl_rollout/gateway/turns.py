@@ -54,7 +54,7 @@ RETRY_S = 10
 
 @dataclass(eq=False)
 class Turn:
-    """One completion. Only `Turns` changes it.
+    """Holds one completion. Only `Turns` changes it.
 
     tokens: of ended attempts; joined and cut at a stop string. so_far: with those of the attempt under way.
     resent: how many of `tokens` ended attempts were sent, to prefill again.

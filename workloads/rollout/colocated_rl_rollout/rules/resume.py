@@ -35,7 +35,7 @@ class GarbledAnswer(ValueError):
 
 
 class Ending(StrEnum):
-    """Why an engine attempt ended, in one vocabulary for all engines."""
+    """Names why an engine attempt ended, whatever the engine calls it."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -48,7 +48,7 @@ NEXT: dict[SampleState, frozenset[SampleState]] = {
 
 
 class Finish(StrEnum):
-    """How a sample ended."""
+    """Names how a sample ended."""
 
     STOP = "stop"  # the policy ended it
     LENGTH = "length"  # it reached the token limit
@@ -101,7 +101,7 @@ OF_RECORDING = -2  # in the store alone: such a group is never read again
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of the source. `position` counts over all passes of the data, `index` within one.
+    """Holds one prompt of the source. `position` counts over all passes of the data, `index` within one.
 
     Both are OF_SESSIONS for clients' sessions: no row of the data made the prompt, and nothing can be generated for it.
     An environment's task has no ids: each of its episodes has a prompt of its own.
@@ -119,7 +119,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """The turns of a session, joined: everything after the group's prompt."""
+    """Joins the turns of a session: everything after the group's prompt."""
 
     tokens: Tokens
     finish: Finish
@@ -128,7 +128,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """The reference scores a response: one log-probability for each token, in nats, at a temperature."""
+    """Holds the reference's log-probability of each token of a response, in nats, at a temperature."""
 
     temperature: float
     logp: NDArray[np.float32]
@@ -136,7 +136,7 @@ class Scores:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One completion of a group's prompt. Only `Store` changes it."""
+    """Holds one completion of a group's prompt. Only `Store` changes it."""
 
     id: int
     group: Group
@@ -162,7 +162,7 @@ class Sample:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The samples of one prompt, replaced ones included. Only `Store` changes it."""
+    """Holds the samples of one prompt, replaced ones included. Only `Store` changes it."""
 
     id: int
     prompt: Prompt

@@ -67,7 +67,7 @@ class BatchRecord(Wire):
 
 @dataclass(frozen=True)
 class _Row:
-    """A sample with the rewards of its group: everything that a shard records about it."""
+    """Joins a sample with the rewards of its group: everything that a shard records about it."""
 
     sample: Sample
     group_mean: float

@@ -42,7 +42,7 @@ class RecordingUnusable(Exception):
 
 @dataclass(frozen=True)
 class Taken:
-    """A recorded batch whose files are durable. rewards: one for each sample of each group."""
+    """Describes a recorded batch whose files are durable. rewards: one for each sample of each group."""
 
     record: BatchRecord
     rewards: list[list[float]]

@@ -76,7 +76,7 @@ class WrongMove(Exception):
 
 
 class Store:
-    """All groups and samples of one job. Used from one thread.
+    """Holds all groups and samples of one job. Used from one thread.
 
     groups: those that are in no batch, by id, oldest first.
     waiting: samples that wait for an engine, by id.

@@ -21,7 +21,7 @@ from colocated_rl_rollout.store.tables import unpacked
 
 
 class Transcript(NamedTuple):
-    """The tokens of one sample; all fields but the prompt describe its response, token by token.
+    """Holds the tokens of one sample; all fields but the prompt describe its response, token by token.
 
     written: the policy generated the token, and it may be trained. Elsewhere behaviour_logp is 0 and token_step -1.
     """
