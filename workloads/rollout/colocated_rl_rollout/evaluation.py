@@ -55,7 +55,7 @@ class Scoreboard:
         self.rewards: dict[int, float] = {}
 
     def take(self, place: int, versions: Collection[WeightVersion], reward: float) -> bool:
-        """Take the answer at `place`; return whether it counts. An answer of a newer lineage restarts the count."""
+        """Return whether the answer at `place`, made by `versions`, counts. A newer lineage restarts the count."""
         (version, *others) = versions or (None,)
         if others or version is None or version.step != self.step or (self.version and version < self.version):
             return False
