@@ -559,7 +559,7 @@ class Checkpoint(Part):
     volume: Volume = Field(
         default_factory=Volume,
         description="Claimed ReadWriteMany when replicas is above 1 as the job begins. Has to hold keep + 1 "
-        "checkpoints, of the reference trainer 12 bytes for each parameter of the model.",
+        "checkpoints, of the default trainer 12 bytes for each parameter of the model.",
     )
 
 

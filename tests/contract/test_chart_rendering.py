@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,14 @@ def test_operator_pod_is_restricted() -> None:
         container["securityContext"]
     )
     assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
+
+
+def test_what_a_release_runs_are_modules_of_the_operator() -> None:
+    """The test and the check before an uninstallation named modules that had been renamed."""
+    commands = [each["spec"]["containers"][0].get("command", []) for each in pods_of(render())]
+    modules = {words[words.index("-m") + 1] for words in commands if "-m" in words}
+    assert {"colocated_rl_operator.helm_test", "colocated_rl_operator.pre_uninstall"} == modules
+    assert all(find_spec(module) for module in modules)
 
 
 def test_every_container_requests_the_memory_that_it_may_take() -> None:

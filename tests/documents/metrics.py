@@ -76,7 +76,7 @@ def page() -> str:
         ]
         lines.append("")
     lines += [
-        "Figures of `colocate_trainer_figure` are the trainer's own: [those of the reference trainer]"
+        "Figures of `colocate_trainer_figure` are the trainer's own: [those of the default trainer]"
         "(trainer.md#metrics-of-a-step). Counters count since the process started."
     ]
     return "\n".join(lines) + "\n"

@@ -31,7 +31,7 @@ securityContext:
   {{- end }}
   seccompProfile: {type: RuntimeDefault}
 containers:
-  - name: {{ $module }}
+  - name: {{ $module | replace "_" "-" }}
     image: {{ include "colocated-rl.image" (list . .Values.images.operator) }}
     imagePullPolicy: {{ .Values.images.pullPolicy }}
     command: [python3, -P, -m, colocated_rl_operator.{{ $module }}]
