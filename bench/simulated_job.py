@@ -8,6 +8,7 @@ engines (`simulated_engines`), prompts and rewards, and training: it takes a sta
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from bench.simulated_engines import PROMPT_TOKENS, Machine, Numbers, Rates, Simu
 from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Interruption
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_member.room import Bound
 from colocated_rl_rollout.engines.engine_client import EngineClient
 from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import Episodes
@@ -263,6 +265,7 @@ class SimulatedEngines(Engines):
         self._open = []
         self._named_so = {}
         self._ranked = []
+        self._full, self._in_flight = Bound(sys.maxsize, "never"), 0  # whatever this machine allows
         self._job = job
         self._numbers = Numbers(job.group_size)
 

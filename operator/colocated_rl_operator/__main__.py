@@ -18,7 +18,7 @@ import kopf
 import uvloop
 from prometheus_client import REGISTRY
 
-from colocated_rl_api import logs, names
+from colocated_rl_api import descriptors, logs, names
 from colocated_rl_operator import handlers  # noqa: F401 - registers them with kopf
 from colocated_rl_operator.clients.authority import Authority, find_authority
 from colocated_rl_operator.clients.cluster import ClusterAccess, find_cluster
@@ -51,6 +51,7 @@ def main() -> int:
         print(f"colocated-rl operator: {error}", file=sys.stderr)  # noqa: T201 - before there are logs
         return 2
     logs.configure(level=settings.log_level, role="operator", pod=settings.identity, quotes=True)
+    descriptors.raise_limit()
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # else a line for each watch event
     gc.set_threshold(MADE_BEFORE_GC)
     try:

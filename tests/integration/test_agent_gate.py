@@ -53,6 +53,7 @@ from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES, GateState
 from colocated_rl_api.rungs import WeightVersion
 from fakes import serving
 from fakes.engine import VOCABULARY, FakeEngine, Sample
+from fakes.exhausted import no_descriptors
 from fakes.rollout import until
 from fakes.sse import events
 from fakes.weights import write_export
@@ -229,6 +230,20 @@ async def test_h6_engine_that_is_gone_before_the_first_token_gives_an_empty_abor
     scene.gate.open(Backend("http://127.0.0.1:9", "gone", VERSION, scene.backend.abort))
     status, answer = await scene.post(sampling_params=SHORT)
     assert (200, [], "abort") == (status, answer["output_ids"], answer["meta_info"]["finish_reason"]["type"])
+
+
+async def test_request_for_which_the_gate_has_no_descriptor_is_told_to_come_later(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended as if the engine had been lost, of which the log said nothing."""
+    async with scene.session.get(scene.url + "/v1/nothing") as answer:  # whose connection is kept
+        await answer.read()
+    with no_descriptors():
+        statuses = [(await scene.post())[0] for _ in range(3)]
+    assert [429, 429, 429] == statuses
+    assert 0 == scene.gate.in_flight
+    assert 1 == [record.message for record in caplog.records].count("no descriptor for a connection to the engine")
+    assert 200 == (await scene.post())[0]
 
 
 @pytest.mark.parametrize("path", PROMPTS)
@@ -746,7 +761,7 @@ async def test_requests_beyond_what_can_be_held_are_sent_away_for_now(scene: Sce
     scene.gate._held_bytes = gate_module.MAX_HELD_BYTES
     status, answer = await scene.post(sampling_params=SHORT)
     assert (429, True) == (status, "send it later" in answer["error"])
-    scene.gate._held_bytes, scene.gate.in_flight = 0, gate_module.MAX_IN_FLIGHT
+    scene.gate._held_bytes, scene.gate.in_flight = 0, scene.gate._full.most
     assert 429 == (await scene.post(sampling_params=SHORT))[0]
     scene.gate.in_flight = 0
     assert 200 == (await scene.post(sampling_params=SHORT))[0]

@@ -213,9 +213,11 @@ async def test_an_episode_that_fails_tells_why_its_newest_turn_was_refused(tmp_p
         episode = scene.play(FAILING)
         session = await scene.session()
         await scene.turn(session)
-        scene.sessions.refuse(session.id, RequestRefused(400, "the model's chat template takes no tools"))
+        scene.sessions.refuse(
+            session.id, RequestRefused(400, "the template takes no secret", param="tools", code="unsupported_value")
+        )
         await scene.go()
-        words = "TaskError; its newest turn was refused: the model's chat template takes no tools"
+        words = "TaskError; its newest turn was refused: 400 unsupported_value (tools)"
         assert ("EpisodeFailed", words) == await failure(episode)
         assert 1 == scene.ended("EpisodeFailed")
 

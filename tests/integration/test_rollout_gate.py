@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from colocated_rl_agent.gate.data_port import DataPort
-from colocated_rl_agent.gate.gate import MAX_IN_FLIGHT, Backend, Gate
+from colocated_rl_agent.gate.gate import Backend, Gate
 from colocated_rl_api.gate_wire import GATE_LINE_S
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
@@ -33,6 +33,7 @@ from colocated_rl_rollout.engines.engine_client import (
 )
 from colocated_rl_rollout.rules.resume import Ending
 from fakes.engine import CONTEXT, END_TOKEN, FakeEngine
+from fakes.exhausted import no_descriptors
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
 from fakes.weights import logprob, write_export
 
@@ -144,7 +145,9 @@ async def test_f26_tokens_of_weights_that_have_no_version_get_none_and_are_not_u
 
 async def test_a_request_that_the_engine_will_never_take_is_told_from_trouble_that_passes(scene: Scene) -> None:
     await scene.open()
-    with pytest.raises(RequestRejected, match="context length"):
+    with pytest.raises(
+        RequestRejected, match="answered 400 and 64 characters: prompt and response are longer than its context"
+    ):
         await scene.client.generate(request([5] * CONTEXT))
     scene.gate.open(Backend("http://127.0.0.1:1", "b", VERSION, scene.backend.abort))
     generated = await scene.client.generate(request([5, 6, 7]))
@@ -154,8 +157,8 @@ async def test_a_request_that_the_engine_will_never_take_is_told_from_trouble_th
 
 async def test_a_gate_without_room_is_told_from_an_attempt(scene: Scene) -> None:
     await scene.open()
-    scene.gate.in_flight = MAX_IN_FLIGHT
-    with pytest.raises(GateBusy, match="send it later"):
+    scene.gate.in_flight = scene.gate._full.most
+    with pytest.raises(GateBusy, match="answered 429 and 64 characters"):
         await scene.client.generate(request([5, 6, 7]))
     assert not scene.client.takes_requests, "it is let be for a while"
 
@@ -218,3 +221,13 @@ async def test_a_silent_agent_does_not_hold_a_request_for_ever(scene: Scene) -> 
     with pytest.raises(AttemptLost, match="given up"):
         await asked
     await until(lambda: all(sample.abort_asked for sample in scene.engine.samples.values()))
+
+
+async def test_a_request_for_which_there_is_no_descriptor_is_sent_later_and_its_gate_is_not_lost(scene: Scene) -> None:
+    """It ended as if the engine had been lost, and took the gate with it."""
+    await scene.open()
+    with no_descriptors(), pytest.raises(GateBusy):
+        await scene.client.generate(request([5, 6, 7]))
+    assert scene.client.is_open
+    await until(lambda: scene.client.takes_requests)
+    assert len((await scene.client.generate(request([5, 6, 7]))).tokens)

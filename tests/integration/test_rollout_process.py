@@ -142,6 +142,7 @@ async def test_a_start_that_cannot_work_says_why_in_one_line(tmp_path: Path) -> 
         env={**os.environ, **job.environment},
     )
     output, errors = await process.communicate()
-    (line,) = output.splitlines()
+    limit, line = output.splitlines()
+    assert "limit of open files" == json.loads(limit)["event"]
     assert (1, b"") == (process.returncode, errors)
     assert "tokenizer.json" in json.loads(line)["reason"]

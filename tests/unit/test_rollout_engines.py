@@ -107,6 +107,31 @@ def test_the_engine_with_the_fewest_requests_is_picked_whatever_came_before(move
     virtual_time.run(play([("open", 0), ("open", 1), *moves]))
 
 
+def test_no_more_requests_are_sent_than_there_are_descriptors_for_until_one_ends() -> None:
+    """What is not sent waits in the store, as it does while gates are closed."""
+
+    async def main() -> None:
+        nobody: Any = None
+        engines = Engines(nobody, settle_s=1, changed=lambda: None, count=lambda _: None, requests_at_most=2)
+        client = EngineClient(Endpoint(pod="a", address="", port=1), nobody, settle_s=1, changed=engines._gate_changed)
+        engines._clients[client.endpoint] = client
+        client._set(OPEN)
+        async with asyncio.TaskGroup() as group:
+            ends = [asyncio.Event() for _ in range(2)]
+            attempts: list[asyncio.Task[None]] = []
+            for end in ends:
+                assert client is engines.pick(at_most=9)
+                attempts.append(engines.send(group, client, attempt(end), name="attempt"))
+            assert engines.pick(at_most=9) is None
+            assert engines.pick(preferred="a", at_most=9) is None
+            ends[0].set()
+            await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
+            assert client is engines.pick(at_most=9)
+            ends[1].set()
+
+    virtual_time.run(main())
+
+
 class Broken(EngineClient):
     """Brings nothing, but where it is told what to bring."""
 

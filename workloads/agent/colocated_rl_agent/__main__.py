@@ -22,7 +22,7 @@ from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.drivers.sglang import IDLE_CONNECTION_S
 from colocated_rl_agent.runner import runner
 from colocated_rl_agent.settings import AgentSettings, read_settings
-from colocated_rl_api import logs, names
+from colocated_rl_api import descriptors, logs, names
 from colocated_rl_member.settings import SettingsError
 
 LOG = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ def main() -> int:
                 install_runner(Path(directory))
                 return 0
             case arguments:
+                descriptors.raise_limit()
                 settings = read_settings(arguments, os.environ)
         logs.configure(role=settings.role, job=settings.job.name, job_uid=settings.job.uid, pod=settings.pod)
         uvloop.run(serve(settings))

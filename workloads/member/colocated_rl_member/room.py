@@ -1,19 +1,21 @@
 """This module bounds a port's connections. One too many gets 429 for its first request, and may come again later.
 
-Each connection costs a member memory, some 100 KB with TLS, whoever is at the other end. Only their deadline bounds
-handshakes in progress.
+Each connection costs a member memory, some 100 KB with TLS, and a descriptor, whoever is at the other end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from typing import cast
 
+from colocated_rl_api.logs import log
 from colocated_rl_member.connection import error_body
 
-TOLD_AT_MOST = 256  # at the same time; further connections are aborted
+LOG = logging.getLogger(__name__)
+
 LINGER_S = 2.0  # for the caller to send its request and read the answer
 BODY = json.dumps(error_body(429, "this port has no room for another connection: come again later")).encode()
 ANSWER = (
@@ -22,33 +24,48 @@ ANSWER = (
 )
 
 
+class Bound:
+    """So many and no more. Says in the log when it is reached, once until there were but three quarters of it again."""
+
+    def __init__(self, most: int, event: str) -> None:
+        self.most = most
+        self._event = event
+        self._is_told = False
+
+    def is_reached(self, count: int) -> bool:
+        if count >= self.most and not self._is_told:
+            self._is_told = True
+            log(LOG, self._event, logging.WARNING, most=self.most)
+        elif count <= self.most * 3 // 4:
+            self._is_told = False
+        return count >= self.most
+
+
 class RoomFor:
     """A RoomFor makes a port's protocols: its own for up to `most` connections, beyond them ones that turn away.
 
-    held: returns how many of its own are open.
+    held: returns how many of its own are open. told: connections that are turned away. freed: one of those has ended.
     """
 
     def __init__(self, most: int, held: Callable[[], int], own: Callable[[], asyncio.BaseProtocol]) -> None:
-        self._most, self._held, self._own = most, held, own
-        self._told: set[_NoRoom] = set()
+        self._bound, self._held, self._own = Bound(most, "port has no room"), held, own
+        self.told: set[asyncio.BaseProtocol] = set()
+        self.freed = asyncio.Event()
 
     def __call__(self) -> asyncio.BaseProtocol:
-        return self._own() if self._held() < self._most else _NoRoom(self._told)
+        return _NoRoom(self) if self._bound.is_reached(self._held()) else self._own()
 
 
 class _NoRoom(asyncio.Protocol):
     """A _NoRoom answers after the first data: closing earlier would reach the caller as a broken connection."""
 
-    def __init__(self, told: set[_NoRoom]) -> None:
-        self._told = told
+    def __init__(self, room: RoomFor) -> None:
+        self._room = room
         self._has_answered = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        if len(self._told) >= TOLD_AT_MOST:
-            self._transport.abort()
-            return
-        self._told.add(self)
+        self._room.told.add(self)
         self._deadline = asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
@@ -57,6 +74,6 @@ class _NoRoom(asyncio.Protocol):
             self._transport.write(ANSWER)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self in self._told:
-            self._told.remove(self)
-            self._deadline.cancel()
+        self._room.told.discard(self)
+        self._room.freed.set()
+        self._deadline.cancel()

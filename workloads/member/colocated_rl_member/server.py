@@ -27,7 +27,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 
-from colocated_rl_api import names
+from colocated_rl_api import descriptors, names
 from colocated_rl_api.facts import PodFacts, RolloutFacts
 from colocated_rl_api.listening import EVERYWHERE, listen
 from colocated_rl_api.logs import in_words, log
@@ -38,6 +38,7 @@ from colocated_rl_api.member_wire import (
     Refusal,
     read_target,
 )
+from colocated_rl_member.accepting import accepting
 from colocated_rl_member.connection import MemberConnection
 from colocated_rl_member.data import DATA_IDLE_S, STRANGERS, StandaloneDataPort
 from colocated_rl_member.fence import EpochFence, TargetT
@@ -54,6 +55,7 @@ HANDSHAKE_S = 10.0  # also for the caller to show the token
 MAX_DATA_CONNECTIONS = 8192  # per data port that is an application, and per pages port: a gateway is on both, with half
 # as many turns of clients, and on the loopback with one for each episode that the job plays
 MAX_CONNECTIONS = 256  # per other port
+OWN_REQUESTS = 3, 8  # this part of the descriptors for sockets is for what such a member asks of others
 MAX_HEADER_BYTES = 8190  # per header line
 MAX_HEADERS = 64
 
@@ -93,7 +95,7 @@ class MemberServer(Generic[TargetT]):
     data: application of the data port (`data_application`), or a port that serves itself; None if there is none.
     pages: further routes for people, on the pod's loopback. around_pages: middlewares of all pages.
     idle_s, data_idle_s: time for a caller to send the head of a request. data_connections: bound of connections to a
-    data application, and to pages.
+    data application, and to pages; by default as many as descriptors allow.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class MemberServer(Generic[TargetT]):
         registry: CollectorRegistry = REGISTRY,
         idle_s: float = IDLE_S,
         data_idle_s: float = DATA_IDLE_S,
-        data_connections: int = MAX_DATA_CONNECTIONS,
+        data_connections: int | None = None,
     ) -> None:
         self._hello = hello
         self._tls = tls
@@ -129,7 +131,11 @@ class MemberServer(Generic[TargetT]):
         self._changed = asyncio.Event()
         self._link: web.WebSocketResponse | None = None
         self._idle_s, self._data_idle_s = idle_s, data_idle_s
-        self._data_connections = data_connections
+        most = descriptors.limit()
+        room = descriptors.for_sockets(most)
+        self._data_connections = data_connections or min(MAX_DATA_CONNECTIONS, max(1, room // 4))
+        self._data_beginning = room // 16
+        self._connections = min(MAX_CONNECTIONS, most // 32)
         self._listening = AsyncExitStack()
         self.ports = ports or Ports()
 
@@ -193,7 +199,9 @@ class MemberServer(Generic[TargetT]):
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         assert runner.server is not None, "it was set up"
-        http, most = runner.server, self._data_connections if app in (self._data, self._pages) else MAX_CONNECTIONS
+        http = runner.server
+        serves_clients = isinstance(self._data, web.Application) and app in (self._data, self._pages)
+        most = self._data_connections if serves_clients else self._connections
         first_s = min(HANDSHAKE_S, self._idle_s)
 
         def own() -> asyncio.BaseProtocol:
@@ -210,15 +218,15 @@ class MemberServer(Generic[TargetT]):
                 app[STRANGERS].connection_opened(made, within_s=first_s)
             return made
 
-        server = await asyncio.get_running_loop().create_server(
-            RoomFor(most, lambda: len(http.connections), own),
-            sock=listen(host, port),
-            ssl=context,
-            ssl_handshake_timeout=first_s if context else None,
+        return await stack.enter_async_context(  # so that it ends before the runner ends what it still serves
+            accepting(
+                listen(host, port),
+                RoomFor(most, lambda: len(http.connections), own),
+                at_a_time=self._data_beginning if serves_clients else self._connections // 2,
+                context=context,
+                handshake_s=first_s,
+            )
         )
-        stack.callback(server.close)  # before the runner ends connections in progress
-        address: tuple[str, int] = server.sockets[0].getsockname()
-        return address[1]
 
     # ------------------------------------------------------------------------------------------------- the link
     async def _serve_link(self, request: web.Request) -> web.StreamResponse:

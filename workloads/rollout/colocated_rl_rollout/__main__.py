@@ -10,7 +10,7 @@ import sys
 
 import aiohttp
 
-from colocated_rl_api import logs, names
+from colocated_rl_api import descriptors, logs, names
 from colocated_rl_member.settings import SettingsError
 from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.engines.engine_client import gate_connector
@@ -52,6 +52,7 @@ async def serve(settings: RolloutSettings) -> None:
 
 def main() -> int:
     logs.configure(role=names.ROLE_ROLLOUT)
+    descriptors.raise_limit()
     try:
         settings = read_settings(sys.argv[1:], os.environ)
         logs.configure(role=names.ROLE_ROLLOUT, job=settings.job.name, job_uid=settings.job.uid, pod=settings.pod)

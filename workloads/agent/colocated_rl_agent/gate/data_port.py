@@ -19,15 +19,18 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from colocated_rl_agent.gate.call import Call, Malformed, too_large
 from colocated_rl_agent.gate.deadline import Deadline
+from colocated_rl_api import descriptors
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
 from colocated_rl_api.listening import listen
 from colocated_rl_api.logs import failure_of, log
+from colocated_rl_member.accepting import accepting
 from colocated_rl_member.data import DATA_IDLE_S
 from colocated_rl_member.room import LINGER_S, RoomFor
 from colocated_rl_member.server import MAX_HEADER_BYTES, MAX_HEADERS, SHUTDOWN_S
@@ -288,12 +291,29 @@ class CallerConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """Descriptors at a time: of connections that begin, of connections, of requests at the engine."""
+
+    beginning: int
+    connections: int
+    requests: int
+
+    @classmethod
+    def of(cls, limit: int) -> Capacity:
+        """Of a process that may have so many descriptors: what is let in takes two, its caller's and the engine's."""
+        left = descriptors.for_sockets(limit)
+        beginning = min(MAX_STRANGERS, left // 4)
+        requests = min(MAX_CONNECTIONS - MAX_STRANGERS, (left - beginning) // 2)
+        return cls(beginning, min(MAX_CONNECTIONS, left - beginning - requests), requests)
+
+
 class DataPort:
     """A DataPort accepts connections and passes their calls to a handler.
 
     handle: answers a call. admits: returns whether an Authorization header is valid. caller_s: time to send a head, or
-    to read. idle_s: time between two requests. max_connections, max_strangers: bounds of all connections and of those
-    that have not shown the token yet; further ones are turned away.
+    to read. idle_s: time between two requests. max_connections, max_strangers: bounds of all connections (by default
+    as many as descriptors allow) and of those that have not shown the token yet; further ones are turned away.
     """
 
     def __init__(
@@ -303,13 +323,16 @@ class DataPort:
         admits: Callable[[str | None], bool] = lambda authorization: True,
         caller_s: float = CALLER_S,
         idle_s: float = DATA_IDLE_S,
-        max_connections: int = MAX_CONNECTIONS,
-        max_strangers: int = MAX_STRANGERS,
+        max_connections: int | None = None,
+        max_strangers: int | None = None,
     ) -> None:
         self.handle = handle
         self.admits = admits
         self.caller_s, self.idle_s = caller_s, idle_s
-        self.max_connections, self.max_strangers = max_connections, max_strangers
+        room = Capacity.of(descriptors.limit())
+        self.max_connections = max_connections or room.connections
+        self.max_strangers = max_strangers or min(MAX_STRANGERS, max(1, room.connections // 3))
+        self._beginning = room.beginning
         self.connections: set[CallerConnection] = set()
         self.strangers: set[CallerConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -334,17 +357,14 @@ class DataPort:
     async def listening(self, host: str, port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
         """Listen, and yield the port number. At the end, answers in progress have SHUTDOWN_S."""
         self._all_gone.set()
-        server = await asyncio.get_running_loop().create_server(
-            RoomFor(self.max_connections, self._held, lambda: CallerConnection(self)),
-            sock=listen(host, port),
-            ssl=context,
-            ssl_handshake_timeout=HANDSHAKE_S if context else None,
-            backlog=BACKLOG,
-        )
+        room = RoomFor(self.max_connections, self._held, lambda: CallerConnection(self))
+        listener = listen(host, port, backlog=BACKLOG)
         try:
-            yield server.sockets[0].getsockname()[1]
+            async with accepting(
+                listener, room, at_a_time=self._beginning, context=context, handshake_s=HANDSHAKE_S
+            ) as number:
+                yield number
         finally:
-            server.close()
             try:
                 await self._finish()
             finally:

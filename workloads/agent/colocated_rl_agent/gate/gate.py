@@ -13,7 +13,8 @@ engine holds no request of the gate (H1-H3, H13, H37).
   never hold up a switch. Once the gate is closed, a caller has CLOSING_S to read.
 * Events pass from the engine's connection to the caller's as they come in, without a task in between; a caller that
   does not read pauses the engine's connection.
-* Bodies, the bytes held for all requests together, and the time for a caller to send or read are bounded.
+* Requests, each of which takes two descriptors (`data_port.Capacity`), bodies, the bytes held for all requests
+  together, and the time for a caller to send or read are bounded.
 
 `data_port` handles HTTP on the caller's side, `upstream` on the engine's.
 """
@@ -30,7 +31,7 @@ from typing import NamedTuple
 
 from colocated_rl_agent.drivers.base import DriverError
 from colocated_rl_agent.gate.call import Call, Malformed
-from colocated_rl_agent.gate.data_port import CALLER_S, MAX_CONNECTIONS, MAX_STRANGERS
+from colocated_rl_agent.gate.data_port import CALLER_S, Capacity
 from colocated_rl_agent.gate.dialects import (
     DIALECTS,
     Dialect,
@@ -41,15 +42,17 @@ from colocated_rl_agent.gate.dialects import (
 from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.running import Running
 from colocated_rl_agent.gate.upstream import Upstream
+from colocated_rl_api import descriptors
+from colocated_rl_api.descriptors import Seldom
 from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
 from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_member.room import Bound
 
 LOG = logging.getLogger(__name__)
 
 ABORT_S = 5.0
 CLOSING_S = 0.5  # time for a caller to read a chunk once the gate is closed
-MAX_IN_FLIGHT = MAX_CONNECTIONS - MAX_STRANGERS
 MAX_READING = 32  # bodies that are read at the same time
 MAX_HELD_BYTES = 192 * 1024 * 1024  # for all requests together: past it no tokens are kept in case the engine is lost
 MAX_LARGE = 64  # large chunks that are read at the same time: a switch ends all requests at once
@@ -68,7 +71,7 @@ class Backend:
     vocabulary: int | None = None  # token ids are below it; None: unknown
 
 
-class Route(NamedTuple):
+class GateRoute(NamedTuple):
     """The one method that a path takes, and its handler."""
 
     method: str
@@ -95,11 +98,13 @@ class Gate:
         self._reading = asyncio.Semaphore(MAX_READING)
         self._large = Limiter(MAX_LARGE, MAX_LARGE_BYTES)
         self._running: set[Running] = set()
+        self._full = Bound(Capacity.of(descriptors.limit()).requests, "gate is full")
+        self._troubled = Seldom()
         self._settled = asyncio.Event()
         self._settled.set()
         self._news = asyncio.Event()
-        self._routes = {dialect.path: Route("POST", partial(self._serve, dialect)) for dialect in DIALECTS}
-        self._routes[STATE] = Route("GET", self._serve_state)
+        self._routes = {dialect.path: GateRoute("POST", partial(self._serve, dialect)) for dialect in DIALECTS}
+        self._routes[STATE] = GateRoute("GET", self._serve_state)
         self.epoch = 0
         self.in_flight = 0
 
@@ -187,7 +192,7 @@ class Gate:
         if backend is None or upstream is None:  # it closed while the body was being read
             self._refuse(call)
             return
-        if self.in_flight >= MAX_IN_FLIGHT or self._held_bytes >= MAX_HELD_BYTES:
+        if self._full.is_reached(self.in_flight) or self._held_bytes >= MAX_HELD_BYTES:
             call.refuse(429, f"{self.in_flight} requests in flight hold {self._held_bytes} bytes: send it later")
             return
         running = Running(call, asked, dialect.reply(asked, backend.version), self._hold)
@@ -266,6 +271,10 @@ class Gate:
             if status != 200:
                 raise GateRefusal(status, bytes(running.error).decode(errors="replace"))
         except OSError as error:
+            if descriptors.is_exhausted(error):  # here: no fault of the engine, which has not heard of the request
+                ended = True
+                self._troubled.log(LOG, "no descriptor for a connection to the engine", reason=failure_of(error))
+                raise GateRefusal(429, "there is no descriptor for another request: send it later") from error
             log(LOG, "request lost", logging.DEBUG, rid=rid, reason=failure_of(error), incarnation=backend.incarnation)
         finally:
             if not ended:

@@ -45,6 +45,7 @@ import ctypes
 import json
 import os
 import pathlib
+import resource
 import select
 import selectors
 import signal
@@ -71,6 +72,7 @@ MAX_UNREAD = 4 * 1024 * 1024  # bytes of the runner's output
 MAX_OUTPUT_LINE = 8 * 1024  # bytes of a child's line; the rest becomes a line of its own
 READ_BYTES = 64 * 1024  # at a time: the capacity of a pipe
 LAST_READS = 4  # from a child that is gone: a process that left its group may hold the pipe and write for ever
+MANY_FILES = 1_048_576  # open at a time, where there is no lower limit
 TAIL_LINES = 40
 TAIL_LINE_CHARS = 400
 KILL_AGAIN_S = 1.0  # a process that forks while its group is killed can be missed
@@ -610,10 +612,13 @@ def log(event: str, **fields: Any) -> None:
 
 def main() -> int:
     os.umask(0o007)  # files are shared with the agent through the pod's group
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))  # its children have it too
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans come to it even if it is not the first process
     os.set_blocking(OUTPUT.descriptor, False)
     runner = Runner(os.environ.get(SOCKET, DEFAULT_SOCKET), float(os.environ.get(GRACE, DEFAULT_GRACE_S)))
-    log("runner started", runner=runner.id)
+    log("runner started", runner=runner.id, files=files)
     code = runner.run()
     OUTPUT.end(LAST_WORDS_S)
     return code

@@ -21,6 +21,7 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
+from colocated_rl_api.descriptors import Seldom, is_exhausted
 from colocated_rl_api.gate_wire import GATE_LINE_S, GateState
 from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.member_wire import Endpoint
@@ -49,6 +50,9 @@ KEEPALIVE_QUESTIONS = 3
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MAX_ERROR_BYTES = 2048
 TOO_LONG = ("context length", "longer than", "maximum allowed length")  # as SGLang 0.5.23 words it
+
+
+NO_DESCRIPTOR = Seldom()
 
 
 class GateRefused(Exception):
@@ -227,7 +231,8 @@ class EngineClient:
                 await self._follow()
                 self._set(None, "its stream ended")
             except (aiohttp.ClientError, OSError, TimeoutError, GateRefused, ValueError) as error:
-                self._set(None, failure_of(error)[:200])
+                if not is_exhausted(error):  # that says nothing about the gate
+                    self._set(None, failure_of(error)[:200])
             await asyncio.sleep(RECONNECT_S * (0.5 + random.random()))
 
     async def _follow(self) -> None:
@@ -287,6 +292,10 @@ class EngineClient:
                 raise
             generated = read.so_far
         except (aiohttp.ClientError, OSError) as error:
+            if is_exhausted(error) and not len(read.so_far.tokens):  # here: the gate has not heard of it
+                self._rest()
+                NO_DESCRIPTOR.log(LOG, "no descriptor for a request to an engine", reason=failure_of(error))
+                raise GateBusy("there is no descriptor for a request") from error
             late = type(error) is TimeoutError  # the attempt's own; those of the connection are of subclasses
             if not late:
                 self._set(None, f"a request broke: {type(error).__name__}")

@@ -15,8 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from colocated_rl_api import descriptors
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
+from colocated_rl_member.room import Bound
+from colocated_rl_member.server import OWN_REQUESTS
 from colocated_rl_rollout.engines.engine_client import EngineClient
 
 SHARE_S = 3.0  # from the first gate that opens: the time others may take to follow
@@ -28,11 +31,22 @@ class Engines:
 
     changed: called when it may be possible to send a request.
     count: called with the number of tokens that an attempt brought.
+    requests_at_most: at a time, to all of them; by default as many as descriptors allow.
     """
 
     def __init__(
-        self, client: DataClient, *, settle_s: float, changed: Callable[[], None], count: Callable[[int], None]
+        self,
+        client: DataClient,
+        *,
+        settle_s: float,
+        changed: Callable[[], None],
+        count: Callable[[int], None],
+        requests_at_most: int | None = None,
     ) -> None:
+        part, whole = OWN_REQUESTS
+        most = descriptors.for_sockets(descriptors.limit()) * part // whole
+        self._full = Bound(requests_at_most or max(1, most), "no descriptors for more requests to engines")
+        self._in_flight = 0
         self._client = client
         self._settle_s = settle_s
         self._changed = changed
@@ -69,6 +83,8 @@ class Engines:
 
         preferred: used if it can take the request. step: only weights of this step. at_most: requests per engine.
         """
+        if self._full.is_reached(self._in_flight):  # what is not sent waits, as it does while gates are closed
+            return None
         if step is not None:  # few ask, and not for each sample
             candidates = [client for client in self._open if self._takes(client, at_most, step)]
             return min(candidates, key=lambda client: (client.in_flight, client.name), default=None)
@@ -102,6 +118,7 @@ class Engines:
     ) -> asyncio.Task[None]:
         """Run an attempt, which counts from now on: a burst must not see an engine as idle until its first one runs."""
         engine.in_flight += 1
+        self._in_flight += 1
         if not self._sent[engine]:
             asyncio.get_running_loop().call_later(PACE_S, self._refill, engine)
         self._sent[engine] += 1
@@ -149,5 +166,6 @@ class Engines:
 
     def _ended(self, engine: EngineClient) -> None:
         engine.in_flight -= 1
+        self._in_flight -= 1
         self._rank(engine)
         self._changed()

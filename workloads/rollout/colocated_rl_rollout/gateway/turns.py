@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colocated_rl_api.logs import in_places, log
+from colocated_rl_api.logs import log
 from colocated_rl_rollout.engines.engine_client import (
     EngineClient,
     GateClosed,
@@ -192,7 +194,10 @@ class Turns:
                 self._refuse(turn, _ended())
             raise
         except Exception as error:  # noqa: BLE001 - a bug; raised in the worker's group it would end everybody's turns
-            reason = in_places(error)  # its text may quote a prompt
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            reason = (
+                f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}"  # its text may quote a prompt
+            )
             log(LOG, "turn failed", logging.ERROR, gate=engine.name, turn=turn.number, reason=reason)
             if not turn.ended:
                 self._refuse(turn, RequestRefused(500, f"the rollout controller failed: {reason}", code="failed"))

@@ -96,9 +96,9 @@ def join_experts(so_far: NDArray[np.int32], more: NDArray[np.int32]) -> NDArray[
 
 def _read_spans(meta: Mapping[str, Any], length: int) -> tuple[Span, ...]:
     """Read the spans of an answer, or the one version that a chunk names: weights change only while nothing runs."""
-    listed = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
+    listed = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": length}]
     spans = tuple(
-        Span(WeightVersion.parse(span["version"]), int(span["start"]), int(span["end"]))
+        Span(_read_version(span["version"]), int(span["start"]), int(span["end"]))
         for span in listed
         if span["end"] > span["start"]
     )
@@ -106,6 +106,13 @@ def _read_spans(meta: Mapping[str, Any], length: int) -> tuple[Span, ...]:
     if [span.start for span in spans] != ends[:-1] or ends[-1] != length:
         raise GarbledAnswer(f"weight versions cover {ends[-1]} tokens of {length}, or with a gap")
     return spans
+
+
+def _read_version(text: Any) -> WeightVersion:
+    try:
+        return WeightVersion.parse(text)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise GarbledAnswer("it has no weight version of ours: was the engine updated without one?") from error
 
 
 def _read_ending(reason: Mapping[str, Any] | None) -> Ending:

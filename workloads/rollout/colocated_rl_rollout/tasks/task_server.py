@@ -19,16 +19,18 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from colocated_rl_api import logs, names
+from colocated_rl_api import descriptors, logs, names
 
 LOG = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-W", "ignore", "-m", "colocated_rl_rollout.tasks.task_process")
 BACKLOG = 16
+AGAIN_S = 0.1  # after an accept for which there was no descriptor
 FAMILY = "COLOCATED_RL_TASK_FAMILY"  # in the environment of a process and, by inheritance, of all that it starts
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # or a library starts one for each core of the node
 FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # of 64 MiB of address space each, which is what the limit of a process counts
@@ -47,12 +49,17 @@ def listen(path: Path) -> socket.socket:
 def serve(listener: socket.socket, command: Sequence[str]) -> None:
     """Serve until the socket is shut down and all connections are closed."""
     attending: list[threading.Thread] = []
+    troubled = descriptors.Seldom()
     with listener:
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:
-                break
+            except OSError as error:
+                if not descriptors.is_exhausted(error):
+                    break
+                troubled.log(LOG, "connections are not accepted", reason=logs.in_words(error))
+                time.sleep(AGAIN_S)
+                continue
             attending = [each for each in attending if each.is_alive()]
             attending.append(threading.Thread(target=_attend, args=(connection, command), daemon=True))
             attending[-1].start()
@@ -124,6 +131,7 @@ def main() -> None:
     parser.add_argument("--cache", default="/tmp/colocate", help="directory for copies and downloads of prompts")
     given = parser.parse_args()
     logs.configure(role=names.ROLE_ROLLOUT)
+    descriptors.raise_limit()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the first process of a container is spared without
     serve(listen(given.socket), [*COMMAND, given.claims, given.cache])
 

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from pydantic import ValidationError
 
-from colocated_rl_api import names
+from colocated_rl_api import descriptors, names
 from colocated_rl_api.logs import configure, failure_of, log
 from colocated_rl_api.trainer_wire import (
     ExportRequest,
@@ -68,6 +68,7 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.umask(0o007)  # agent and trainer have different users and one group
     configure(role="trainer")
+    descriptors.raise_limit()
     try:
         settings = RankSettings.from_environment(environment)
         job = settings.read_job()

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from colocated_rl_api import names
+from colocated_rl_api import descriptors, names
 from colocated_rl_api.logs import configure, failure_of, log
 from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
@@ -35,6 +35,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
     """Serve until a device fails; return the exit code. SIGTERM ends the process at once: nothing needs cleaning up."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     configure(role=names.ROLE_REFERENCE, pod=environment.get(names.ENV_POD_NAME, ""))
+    descriptors.raise_limit()
     try:
         settings = ReferenceSettings.read(arguments)
         configure(job=settings.job.name, job_uid=settings.job.uid)

@@ -8,26 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import math
 import socket
 import socketserver
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import parse_qs
 
-from colocated_rl_api import names
+from colocated_rl_api import descriptors, names
 from colocated_rl_api.listening import listen
+from colocated_rl_api.logs import in_words
 from colocated_rl_api.reference_wire import BYTES_OF_A_TOKEN, MAX_SAMPLE_BYTES, SCORE_PATH, ScoreError
 from colocated_rl_trainer.protocol.http_handler import ConnectionThreads, JSONHandler, Rejected
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 from colocated_rl_trainer.ref_policy.score_queue import QueuedSample, ScoreQueue, ScoringFailed
 
+_LOG = logging.getLogger(__name__)
+
 UNAUTHENTICATED_S = 10.0  # for the handshake, and for a caller to show the token
 IDLE_S = 900.0  # of a connection that has shown the token
-MAX_CONNECTIONS = 512  # of each port
+AGAIN_S = 0.1  # after an accept for which there was no descriptor
+MAX_CONNECTIONS = 512  # of each port, and a quarter of the descriptors at most
 MIN_TOKEN_CHARS = 16
 
 
@@ -38,7 +44,8 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, handler: type[_PortHandler]) -> None:
-        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._room = threading.BoundedSemaphore(min(MAX_CONNECTIONS, max(1, descriptors.limit() // 4)))
+        self._troubled = descriptors.Seldom()
         super().__init__((host, port), handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listen(host, port, backlog=self.request_queue_size)
@@ -50,6 +57,16 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
     def listen(self, name: str) -> None:
         """Serve from now on, in a thread of this name."""
         threading.Thread(target=self.serve_forever, name=name, daemon=True).start()
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        """Raises OSError; after a while where there is no descriptor, for then it is asked for again at once."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if descriptors.is_exhausted(error):
+                self._troubled.log(_LOG, "connections are not accepted", reason=in_words(error))
+                time.sleep(AGAIN_S)
+            raise
 
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
         if not self._room.acquire(blocking=False):

@@ -1,0 +1,119 @@
+"""No request is lost for want of a descriptor: limits are raised, and what they allow is what is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from colocated_rl_agent.gate.data_port import Capacity
+from colocated_rl_agent.runner.runner import SOCKET
+from fakes.crowd import SOFT
+from setup.layout import CHECKOUT
+
+DEADLINE_S = 240.0
+_, HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
+MANY = 20_000 if HARD == resource.RLIM_INFINITY else min(HARD, 20_000)
+
+
+@dataclass
+class Told:
+    statuses: Counter[str]
+    arrived: int
+    lost: int
+    linked: bool
+    log: list[dict[str, object]]
+
+    def lines(self, event: str) -> list[dict[str, object]]:
+        return [line for line in self.log if line["event"] == event]
+
+
+async def crowd(directory: Path, *, files: int, count: int, silent: int = 0) -> Told:
+    """What became of so many requests at a gate whose process may have so many files open."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "fakes.crowd", "callers", str(directory), str(files), str(count), str(silent)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT.root / "tests")},
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        out, _ = await process.communicate()
+    assert 0 == process.returncode
+    told = json.loads(out)
+    lines = [json.loads(line) for line in told.pop("log").splitlines()]
+    return Told(Counter(told.pop("statuses")), **told, log=lines)
+
+
+async def test_2000_requests_at_once_lose_nothing_under_a_soft_limit_of_1024(tmp_path: Path) -> None:
+    """It was never raised: of 700 requests 390 ended as if the engine had been lost."""
+    told = await crowd(tmp_path, files=MANY, count=2000)
+    assert {"200": 2000} == told.statuses
+    assert told.linked
+    assert [(MANY, SOFT)] == [(line["limit"], line["before"]) for line in told.lines("limit of open files")]
+    assert [] == [line for line in told.log if line["level"] in ("warning", "error")]
+
+
+async def test_under_a_hard_limit_of_1024_the_surplus_is_told_to_come_later(tmp_path: Path) -> None:
+    """And nobody's connection is reset, nobody's request lost; the log says once that there is no room."""
+    told = await crowd(tmp_path, files=1024, count=2000)
+    assert {"200", "429"} == told.statuses.keys()
+    assert told.arrived == told.statuses["200"]
+    assert Capacity.of(1024).requests >= told.arrived >= Capacity.of(1024).requests // 2
+    assert told.linked, "the operator's connection stays, and a new one is taken"
+    assert 1 <= len([line for line in told.log if line["level"] in ("warning", "error")]) <= 3
+    assert [] == told.lines("request lost")
+
+
+async def test_samples_get_their_tokens_past_connections_that_say_nothing(tmp_path: Path) -> None:
+    """1,100 of them took every descriptor: honest callers were reset, and a line was logged for each failed accept."""
+    told = await crowd(tmp_path, files=MANY, count=700, silent=1100)
+    assert 700 == told.statuses["200"]
+    assert {"200", "again"} >= told.statuses.keys(), "refused is not lost: each comes again"
+    assert 0 == told.lost, "nor is the gate"
+    assert told.linked
+    assert len([line for line in told.log if line["level"] in ("warning", "error")]) <= 4
+
+
+PROGRAMS = {
+    "operator": ["-m", "colocated_rl_operator"],
+    "agent": ["-m", "colocated_rl_agent"],
+    "runner": ["-m", "colocated_rl_agent.runner.runner"],
+    "rollout controller": ["-m", "colocated_rl_rollout"],
+    "task server": ["-m", "colocated_rl_rollout.tasks.task_server", "--socket", "/proc/nowhere/tasks.sock"],
+    "trainer": ["-c", "from colocated_rl_trainer.protocol.rank_server import serve; serve(lambda settings: None)"],
+    "reference": ["-m", "colocated_rl_trainer.ref_policy"],
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_process_raises_its_limit_at_its_start_and_says_so_once(name: str, tmp_path: Path) -> None:
+    """There is no job for them: they end soon, or wait."""
+    kubeconfig = tmp_path / "kubeconfig"
+    named = {"name": "x", "context": {"cluster": "x", "user": "x"}, "cluster": {"server": "http://x"}, "user": {}}
+    kubeconfig.write_text(
+        json.dumps({"contexts": [named], "clusters": [named], "users": [named], "current-context": "x"})
+    )
+    around = {f"{part}_IMAGE": "x" for part in ("AGENT", "ROLLOUT", "GPU")}
+    around |= {"KUBECONFIG": str(kubeconfig), "OPERATOR_NAMESPACE": "x", SOCKET: str(tmp_path / "runner.sock")}
+    with subprocess.Popen(
+        [sys.executable, *PROGRAMS[name]],
+        env={**os.environ, **around},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT, MANY)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())
+        allowed = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0]
+        process.kill()
+        rest = process.stdout.read()
+    assert (MANY, MANY) == (allowed, first.get("limit", first.get("files")))
+    assert "limit of open files" not in rest

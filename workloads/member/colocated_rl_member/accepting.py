@@ -1,0 +1,178 @@
+"""Accepts the connections of a port: no more at a time than it may, and none while there is no descriptor for it.
+
+An event loop's own server takes whatever comes. Handshakes are then bounded by their deadline alone, so a thousand
+connections that say nothing take every descriptor of the process; a thousand that come at once share its time, and none
+is done in time; and what failed for want of a descriptor is tried again at once, with a line in the log each time. Here
+what waits is left to the kernel until there is room, few handshakes go on at a time, first come, first served, and a
+connection that says nothing has no part in them: it makes room when others wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from colocated_rl_api.descriptors import Seldom
+from colocated_rl_api.logs import in_words
+from colocated_rl_member.room import RoomFor
+
+LOG = logging.getLogger(__name__)
+
+HANDSHAKES = 64  # at a time
+PATIENCE_S = 5.0  # with a caller that does not get on, once others wait
+AGAIN_S = 0.1  # after an accept that failed
+
+
+@asynccontextmanager
+async def accepting(
+    listener: socket.socket,
+    room: RoomFor,
+    *,
+    at_a_time: int,
+    context: ssl.SSLContext | None = None,
+    handshake_s: float = 0.0,
+) -> AsyncIterator[int]:
+    """The port. Nothing is accepted after the block; connections go on.
+
+    at_a_time: connections that are before the end of their handshake, or are turned away.
+    handshake_s: for a caller's first word, and from there to the end of its handshake.
+    """
+    acceptor = _Acceptor(listener, room, max(1, at_a_time), context, handshake_s)
+    running = asyncio.create_task(acceptor.run(), name=f"accept/{listener.getsockname()[1]}")
+    try:
+        yield int(listener.getsockname()[1])
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        listener.close()
+        await acceptor.end()
+
+
+class _Acceptor:
+    """A connection is silent, then it waits for its turn, then it begins; then it is the port's own, or turned away."""
+
+    def __init__(
+        self, listener: socket.socket, room: RoomFor, at_a_time: int, context: ssl.SSLContext | None, handshake_s: float
+    ) -> None:
+        listener.setblocking(False)
+        self._listener, self._room, self._at_a_time = listener, room, at_a_time
+        self._handshake_s = handshake_s
+        self._has_handshakes = context is not None
+        self._options: dict[str, Any] = {"ssl": context, "ssl_handshake_timeout": handshake_s} if context else {}
+        self._loop = asyncio.get_running_loop()
+        self._silent: dict[socket.socket, asyncio.TimerHandle] = {}  # each until it is hung up on
+        self._waiting: deque[socket.socket] = deque()
+        self._beginning: dict[socket.socket, float] = {}  # since when
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._troubled, self._crowded = Seldom(), Seldom()
+
+    async def run(self) -> None:
+        while True:
+            await self._until_one_may_come()
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+            except ConnectionError:  # it has gone again
+                continue
+            except OSError as error:
+                self._troubled.log(LOG, "connections are not accepted", reason=in_words(error))
+                await asyncio.sleep(AGAIN_S)
+                continue
+            connection.setblocking(False)
+            if self._has_handshakes:
+                self._silent[connection] = self._loop.call_later(self._handshake_s, self._hang_up, connection)
+                self._loop.add_reader(connection, self._has_spoken, connection)
+            else:
+                self._begin(connection)
+
+    async def end(self) -> None:
+        for connection in [*self._silent, *self._waiting]:
+            self._hang_up(connection)
+        self._waiting.clear()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _until_one_may_come(self) -> None:
+        """Where there is no room, whoever does not get on makes it."""
+        while self._count() >= self._at_a_time:
+            self._room.freed.clear()
+            ended = self._end_silent() + self._end_slow()
+            if ended:
+                self._crowded.log(LOG, "connections that do not get on are ended", connections=ended)
+            elif self._count() >= self._at_a_time:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PATIENCE_S / 8):
+                        await self._room.freed.wait()
+
+    def _count(self) -> int:
+        return len(self._silent) + len(self._waiting) + len(self._beginning) + len(self._room.told)
+
+    def _end_silent(self) -> int:
+        now = self._loop.time()
+        left_s = max(0.0, self._handshake_s - PATIENCE_S)  # of one that has been silent for so long
+        late = [connection for connection, ends in self._silent.items() if ends.when() <= now + left_s]
+        for connection in late:
+            self._hang_up(connection)
+        return len(late)
+
+    def _end_slow(self) -> int:
+        late = [each for each, since in self._beginning.items() if self._loop.time() >= since + PATIENCE_S]
+        for connection in late:
+            del self._beginning[connection]
+            with contextlib.suppress(OSError):  # it has gone
+                connection.shutdown(socket.SHUT_RDWR)  # its handshake fails of that
+        return len(late)
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        if (timer := self._silent.pop(connection, None)) is not None:
+            timer.cancel()
+            self._loop.remove_reader(connection)
+        connection.close()
+        self._room.freed.set()
+
+    def _has_spoken(self, connection: socket.socket) -> None:
+        self._loop.remove_reader(connection)
+        self._silent.pop(connection).cancel()
+        self._waiting.append(connection)
+        self._next()
+
+    def _next(self) -> None:
+        while self._waiting and len(self._beginning) < HANDSHAKES:
+            self._begin(self._waiting.popleft())
+
+    def _begin(self, connection: socket.socket) -> None:
+        self._beginning[connection] = self._loop.time()
+        task = self._loop.create_task(self._receive(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _receive(self, connection: socket.socket) -> None:
+        """Until its handshake is done."""
+        try:
+            await self._loop.connect_accepted_socket(lambda: _Arrival(self._room), connection, **self._options)
+        except OSError:  # no handshake, or none in time: its transport closes it
+            pass
+        finally:
+            self._beginning.pop(connection, None)
+            self._next()
+            self._room.freed.set()
+
+
+class _Arrival(asyncio.Protocol):
+    """Until a connection is there: only then is it known whether there is room for it."""
+
+    def __init__(self, room: RoomFor) -> None:
+        self._room = room
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        protocol = self._room()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
