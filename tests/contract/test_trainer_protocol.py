@@ -110,7 +110,7 @@ def processes_with(variable: str) -> list[str]:
         ("ForgetsItsMomentum", "trained again on the same batch after a restart, leads elsewhere: "),
         ("TakesATornShard", "a shard that is cut off after 100 bytes was trained on"),
         ("NeverLearns", "changes its weights by training: a step leaves the weights as they were"),
-        ("ReturnsNothing", "TypeError: train returned None, and not figures by name"),
+        ("ReturnsNothing", "NoFigure: train returned a NoneType, and not figures by name"),
         ("FailsItsThirdStep", "answers its state during a step: UnexpectedStatus: 500 Failed: ArithmeticError"),
         ("MakesNoProgress", "makes progress in a step: `progress` was"),
         (

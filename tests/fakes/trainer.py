@@ -18,6 +18,7 @@ import shutil
 import socketserver
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,10 @@ class Rank:
         except FileNotFoundError:
             return ""
         if action == "crash":
-            print("RuntimeError: told to crash", flush=True)  # noqa: T201 - last words
+            try:
+                raise RuntimeError("told to crash")
+            except RuntimeError:
+                traceback.print_exc()  # last words
             os._exit(17)
         if action == "slow":
             time.sleep(1.0)
