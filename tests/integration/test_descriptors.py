@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +18,8 @@ import pytest
 
 from colocated_rl_agent.gate.data_port import Capacity
 from colocated_rl_agent.runner.runner import SOCKET
+from colocated_rl_member.accepting import accepting
+from colocated_rl_member.room import RoomFor
 from fakes.crowd import SOFT
 from setup.layout import CHECKOUT
 
@@ -117,3 +121,16 @@ def test_each_process_raises_its_limit_at_its_start_and_says_so_once(name: str, 
         rest = process.stdout.read()
     assert (MANY, MANY) == (allowed, first.get("limit", first.get("files")))
     assert "limit of open files" not in rest
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_connection_that_comes_as_a_port_ends_is_closed(turns: int) -> None:
+    """A task that was cancelled once its accept was done lost the connection, and nobody closed it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with accepting(listener, RoomFor(10, lambda: 0, asyncio.Protocol), at_a_time=5) as port:
+        for _ in range(3):
+            await asyncio.sleep(0)  # it waits for a connection
+        with socket.create_connection(("127.0.0.1", port)):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+    gc.collect()  # a socket that nobody closed warns here

@@ -77,7 +77,7 @@ class _Acceptor:
         while True:
             await self._until_one_may_come()
             try:
-                connection, _ = await self._loop.sock_accept(self._listener)
+                connection = await self._accept()
             except ConnectionError:  # it has gone again
                 continue
             except OSError as error:
@@ -91,6 +91,19 @@ class _Acceptor:
             else:
                 self._begin(connection)
 
+    async def _accept(self) -> socket.socket:
+        """Raises OSError. Never loses a connection to a cancellation, as the event loop's own `sock_accept` may."""
+        while True:
+            try:
+                return self._listener.accept()[0]
+            except BlockingIOError:
+                readable = self._loop.create_future()
+                self._loop.add_reader(self._listener, _wake, readable)
+                try:
+                    await readable
+                finally:
+                    self._loop.remove_reader(self._listener)
+
     async def end(self) -> None:
         for connection in [*self._silent, *self._waiting]:
             self._hang_up(connection)
@@ -99,6 +112,8 @@ class _Acceptor:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        for connection in self._beginning:  # of tasks that were cancelled before they began
+            connection.close()
 
     async def _until_one_may_come(self) -> None:
         """Where there is no room, whoever does not get on makes it."""
@@ -164,6 +179,11 @@ class _Acceptor:
             self._beginning.pop(connection, None)
             self._next()
             self._room.freed.set()
+
+
+def _wake(readable: asyncio.Future[None]) -> None:
+    if not readable.done():
+        readable.set_result(None)
 
 
 class _Arrival(asyncio.Protocol):
