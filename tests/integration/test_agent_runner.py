@@ -390,6 +390,8 @@ async def test_who_ends_all_of_a_container_is_told_of_before_the_exits(tmp_path:
         incarnation = await it.link.start("trainer-0", [sys.executable, "-c", script], {})
         pid = int(await file_line(tmp_path / "pid"))
         it.process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{it.process.pid}/stat")
+        await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")  # else it still sees the end
         os.kill(pid, signal.SIGTERM)
         await until(lambda: not is_alive(pid))
         it.process.terminate()
