@@ -39,7 +39,7 @@ def test_its_engines_keep_their_weights_and_the_job_completes(job: RunningJob) -
 
 def test_its_engines_held_the_same_weights_in_each_version(job: RunningJob) -> None:
     held: dict[str, set[str]] = {}
-    for line in job.agent_lines("weights added up"):
+    for line in job.agent_lines("weights checksummed"):
         held.setdefault(line.fields["version"], set()).add(line.fields["checksum"])
     assert {f"{step}-1" for step in range(job.step + 1)} == {*held}
     assert {1} == {len(checksums) for checksums in held.values()}

@@ -47,7 +47,7 @@ def test_a_resident_job_completes_and_releases_nothing(job: RunningJob) -> None:
 def test_it_leaves_its_model_beside_its_checkpoints(job: RunningJob) -> None:
     claim = f"{job.name}-checkpoints-{job.uid[:8]}"
     assert f"{claim}/model-{job.step:08}" == job.status["model"]
-    (left,) = job.agent_lines("model left")
+    (left,) = job.agent_lines("final model saved")
     assert f"{job.step}-1" == left.fields["version"]
 
 

@@ -250,7 +250,7 @@ class Engine:
         except DriverError as error:
             todo = "where none can in spec.switch.engineCallSeconds, make the job with spec.weightSync.verify: Version"
             raise WeightsDoubted(f"it gives no checksum of its weights {version}: {error}; {todo}") from error
-        log(LOG, "weights added up", version=str(version), checksum=checksum, took_s=_since(started))
+        log(LOG, "weights checksummed", version=str(version), checksum=checksum, took_s=_since(started))
         return checksum
 
     # ---------------------------------------------------------------------------------------------------- a switch

@@ -297,7 +297,7 @@ class Trainers:
             self.broke(0, f"finish: {lacking}")
             return
         self._kept("ModelNotWritten")
-        log(LOG, "model left", version=str(version), took_s=round(time.monotonic() - started, 4))
+        log(LOG, "final model saved", version=str(version), took_s=round(time.monotonic() - started, 4))
 
     def export_torn(self, version: WeightVersion, reason: str) -> None:
         """Mark all ranks that report this export as broken; ranks with another export go on."""
