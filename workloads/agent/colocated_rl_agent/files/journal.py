@@ -22,6 +22,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from colocated_rl_agent.planner.views import EngineView
+from colocated_rl_api.durable import sync
 from colocated_rl_api.facts import TagState
 from colocated_rl_api.logs import log
 from colocated_rl_api.rungs import WeightVersion
@@ -267,11 +268,7 @@ class Journal:
         old, self._file = self._file, file
         os.close(old)
         self._appended = 0
-        directory = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync(self._path.parent)
 
 
 def _line(record: Record) -> bytes:

@@ -293,7 +293,7 @@ class CallerConnection(asyncio.Protocol):
 
 @dataclass(frozen=True)
 class Capacity:
-    """Descriptors at a time: of connections that begin, of connections, of requests at the engine."""
+    """A Capacity bounds descriptors in use: by connections that begin, by connections, by requests at the engine."""
 
     beginning: int
     connections: int
@@ -301,7 +301,7 @@ class Capacity:
 
     @classmethod
     def of(cls, limit: int) -> Capacity:
-        """Of a process that may have so many descriptors: what is let in takes two, its caller's and the engine's."""
+        """Divide a process's descriptors. An admitted request takes two: its caller's and the engine's."""
         left = descriptors.for_sockets(limit)
         beginning = min(MAX_STRANGERS, left // 4)
         requests = min(MAX_CONNECTIONS - MAX_STRANGERS, (left - beginning) // 2)
@@ -329,10 +329,10 @@ class DataPort:
         self.handle = handle
         self.admits = admits
         self.caller_s, self.idle_s = caller_s, idle_s
-        room = Capacity.of(descriptors.limit())
-        self.max_connections = max_connections or room.connections
-        self.max_strangers = max_strangers or min(MAX_STRANGERS, max(1, room.connections // 3))
-        self._beginning = room.beginning
+        capacity = Capacity.of(descriptors.limit())
+        self.max_connections = max_connections or capacity.connections
+        self.max_strangers = max_strangers or min(MAX_STRANGERS, max(1, capacity.connections // 3))
+        self._beginning = capacity.beginning
         self.connections: set[CallerConnection] = set()
         self.strangers: set[CallerConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()

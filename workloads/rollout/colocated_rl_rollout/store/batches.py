@@ -28,6 +28,7 @@ from pydantic import Field
 from safetensors.numpy import save
 
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_api.durable import sync
 from colocated_rl_api.wire import Wire
 from colocated_rl_rollout.rules.samples import Finish, Group, Sample
 from colocated_rl_rollout.rules.staleness import staleness
@@ -147,14 +148,14 @@ def write_shards(
     """
     if not directory.exists():
         directory.mkdir(parents=True)
-        _sync_directory(directory.parent)
+        sync(directory.parent)
     needed, free = sum(map(len, bodies)) + LEFT_BYTES, free_bytes(directory)
     if free < needed:
         raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free, and it takes {needed >> 20} MiB")
     for shard, body in enumerate(bodies):
         path = _dealt_path(directory, step, shard, len(bodies)) if beside else shard_path(directory, step, shard)
         _write_durably(path, body)
-    _sync_directory(directory)
+    sync(directory)
     return tuple(hashlib.sha256(body).hexdigest() for body in bodies)
 
 
@@ -274,11 +275,3 @@ def _write_durably(path: Path, body: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
