@@ -13,6 +13,7 @@ import itertools
 import json
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -567,7 +568,7 @@ async def small_pod(*, gives_up_s: float = PATIENT_S, **changes: Any) -> AsyncIt
         async with network(root) as net, _living(SmallPod(root, net, job)) as pod:
             yield pod
     finally:
-        shutil.rmtree(root)
+        await _remove(root)
 
 
 class SmallGroup:
@@ -663,7 +664,15 @@ async def small_group(
             trainers, *others, engine = [await stack.enter_async_context(_living(pod)) for pod in pods]
             yield SmallGroup(trainers, others, engine)
     finally:
-        shutil.rmtree(root)
+        await _remove(root)
+
+
+async def _remove(root: Path) -> None:
+    """Remove the pods' files once their agents' calls to the volume have ended: they go on in their threads."""
+    for thread in threading.enumerate():
+        if thread.daemon and thread.name.endswith("exports"):
+            await asyncio.to_thread(thread.join, DEADLINE_S)
+    shutil.rmtree(root)
 
 
 def _job(gives_up_s: float, **changes: Any) -> JobFile:
