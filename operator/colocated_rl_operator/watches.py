@@ -1,9 +1,11 @@
 """Keep kopf's watches going for as long as the process lives.
 
 Most errors with which an API server may end a watch end kopf's operator: an event of type ERROR that is not 410
-("etcdserver: no leader"), a status of 410, any other one after some tries. kopf has no setting for that, so its own
-generator is wrapped in one that lists and watches again, as infinite_watch does for the errors that it knows. It waits
-longer each time, because a missing resource, such as a CRD that was removed, may be away for long.
+("etcdserver: no leader"), a status of 410, any other one after some tries. So does a 401 to any other request: kopf
+then closes the session that its watches read from, and aiohttp reports that as a RuntimeError. kopf has no setting for
+any of these, so its own generator is wrapped in one that lists and watches again, as infinite_watch does for the errors
+that it knows. It waits longer each time, because a missing resource, such as a CRD that was removed, may be away for
+long.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from colocated_rl_api.logs import log
 LOG = logging.getLogger(__name__)
 
 AGAIN_S, MAX_AGAIN_S = 1.0, 30.0
+
+CLOSED = "Connection closed."  # by aiohttp's StreamReader, to whoever reads from it while its session is closed
 
 Watch = Callable[..., AsyncIterator[Any]]
 
@@ -38,8 +42,12 @@ def patient(watch: Watch, *, rest: Callable[[float], Awaitable[None]] = asyncio.
                 return
             except (errors.APIError, watching.WatchingError) as error:
                 reason = repr(error)
+            except RuntimeError as error:
+                if str(error) != CLOSED:
+                    raise
+                reason = repr(error)
             if reason != said:
-                log(LOG, "watch ended by the API server: listing again", logging.WARNING, reason=reason)
+                log(LOG, "watch ended: listing again", logging.WARNING, reason=reason)
             said = reason
             await rest(again_s)
             again_s = min(2 * again_s, MAX_AGAIN_S)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from kopf._cogs.clients.errors import APINotFoundError
 from kopf._cogs.clients.watching import WatchingError
 
@@ -62,3 +66,35 @@ async def test_a_watch_that_told_of_a_change_is_begun_again_soon_and_its_end_is_
 async def test_another_reason_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
     _, lines = await watched([NO_LEADER], [NO_CRD], [NO_CRD], [LISTED], caplog=caplog)
     assert 2 == lines
+
+
+async def test_a_watch_whose_session_was_closed_for_new_credentials_is_begun_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A 401 to one request made kopf close the session of all: watches ended with RuntimeError, kopf with them."""
+    begun, over = asyncio.Event(), asyncio.Event()
+
+    async def changes(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        begun.set()
+        await over.wait()
+        return answer
+
+    app = web.Application()
+    app.add_routes([web.get("/", changes)])
+    async with TestServer(app) as server:
+        session = aiohttp.ClientSession()
+        answer = await session.get(server.make_url("/"))
+        await begun.wait()
+        await session.close()
+        with pytest.raises(RuntimeError) as closed:
+            await answer.content.read(1)
+        answer.close()
+        over.set()
+    assert ([AGAIN_S], 1) == await watched([LISTED, closed.value], [LISTED], caplog=caplog)
+
+
+async def test_an_error_of_the_code_ends_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError, match="a bug"):
+        await watched([LISTED, RuntimeError("a bug")], caplog=caplog)
