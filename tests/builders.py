@@ -27,6 +27,7 @@ from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.observation import (
     Climb,
+    FailureTally,
     Job,
     Member,
     Memory,
@@ -63,6 +64,7 @@ def make_manifest(name: str = "sums", **spec: Any) -> dict[str, Any]:
         "model": {"claimName": "model"},
         "gpus": {"count": 0},
         "rollout": ROLLOUT,
+        "failurePolicy": {"backoffSeconds": 0},
     }
     return {
         "apiVersion": names.API_VERSION,
@@ -85,7 +87,9 @@ def make_job(name: str = "sums", **spec: Any) -> Job:
 
 def make_climb(step: int = 0, lineage: int = 1, *, epoch: int = 1, cause: Cause = Cause.FIRST_START) -> Climb:
     """Of the group that `make_observation` makes."""
-    return Climb(epoch=epoch, step=step, lineage=lineage, group="", cause=cause)
+    counted = (step,) * 6 if cause is Cause.BACKOFF_LIMIT else ()  # as many as are allowed by default
+    tally = FailureTally(counted=counted)
+    return Climb(epoch=epoch, step=step, lineage=lineage, group="", cause=cause, tally=tally)
 
 
 # --------------------------------------------------------------------------------------------------------------- facts

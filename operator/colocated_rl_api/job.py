@@ -667,11 +667,27 @@ class ColocatedRLJobSpec(Part):
         default=6,
         ge=0,
         le=1000,
-        description="Restarts of the trainers after failures before the job is failed. May change.",
+        description="Failures within backoffWindowSteps that the trainers are started again after; one more fails the "
+        "job. May change; a job that failed for it goes on once it is higher than status.restarts.",
     )
-    failure_policy: FailurePolicy | None = Field(
-        default=None,
-        description="What is done about failures, by cause. Absent: each has its usual answer, at once. May change.",
+    backoff_window_steps: int = Field(
+        default=10,
+        ge=1,
+        le=MANY_STEPS,
+        description="Steps after which a failure is forgiven: one that happened in step N counts against backoffLimit "
+        "until so many steps are done, N among them. May change.",
+    )
+    retries: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description="How often the job was told to go on after it had failed: raise it, or use `kubectl crlj retry`, "
+        "and a failed job goes on from its newest checkpoint, with no failures counted. May change; before the job "
+        "fails it has no effect.",
+    )
+    failure_policy: FailurePolicy = Field(
+        default_factory=FailurePolicy,
+        description="What is done about failures, by cause, and after how long. May change.",
     )
     pods_ready_deadline_seconds: int = Field(
         default=1800,

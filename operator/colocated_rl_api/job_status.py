@@ -140,6 +140,11 @@ class FailuresStatus(StatusPart):
     avoided_nodes: list[Annotated[str, Field(max_length=253)]] = Field(
         default_factory=list, max_length=8, description="Nodes that get no GPU pod of the job, the newest last."
     )
+    counted_steps: list[int] = Field(
+        default_factory=list,
+        max_length=1001,
+        description="Steps of the failures that count against backoffLimit, see spec.backoffWindowSteps.",
+    )
 
 
 class ColocatedRLJobStatus(StatusPart):
@@ -169,9 +174,10 @@ class ColocatedRLJobStatus(StatusPart):
     group: str | None = Field(default=None, max_length=64, description="Hash of the pods that form the trainer group.")
     restarts: int | None = Field(
         default=None,
-        description="Trainer restarts that count against backoffLimit. What the cluster or a person takes away does "
-        "not, unless a rule of failurePolicy says so.",
+        description="Failures that count against backoffLimit: those of the last backoffWindowSteps steps. What the "
+        "cluster or a person takes away is none, unless a rule of failurePolicy says so.",
     )
+    retries: int | None = Field(default=None, description="Of spec.retries, those that were acted on.")
     failures: FailuresStatus | None = Field(default=None, description="Absent while there were none.")
     placement: Placement | None = Field(
         default=None,
@@ -202,7 +208,9 @@ class ColocatedRLJobStatus(StatusPart):
     start_time: datetime | None = Field(
         default=None, description="When the job was first acted on, or resumed; absent while it is suspended."
     )
-    completion_time: datetime | None = Field(default=None, description="When it completed or failed.")
+    completion_time: datetime | None = Field(
+        default=None, description="When it completed or failed; absent again once a failed job goes on."
+    )
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,

@@ -13,9 +13,11 @@ from fakes.walks import (
     ANY_WALK,
     COMPARING_WALK,
     FAULTS,
+    RETRIED_WALK,
     ROUNDS,
     WALK_UNDER_A_POLICY,
     must_end,
+    must_go_on_when_told,
     must_heal,
     must_serve_the_same_weights,
 )
@@ -31,6 +33,12 @@ def test_every_walk_ends_and_no_invariant_breaks(**chosen: Any) -> None:
 @settings(max_examples=30)
 def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_other_weights(**chosen: Any) -> None:
     must_serve_the_same_weights(**chosen)
+
+
+@given(**RETRIED_WALK)
+@settings(max_examples=40)
+def test_a_job_that_failed_goes_on_to_its_end_each_time_that_it_is_told_to(**chosen: Any) -> None:
+    must_go_on_when_told(**chosen)
 
 
 @given(**WALK_UNDER_A_POLICY)

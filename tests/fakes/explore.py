@@ -161,10 +161,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--deaths", type=int, default=0)
     parser.add_argument("--of", nargs="*", choices=MORTAL, default=MORTAL, help="what may die")
     parser.add_argument("--suspensions", type=int, default=0)
+    parser.add_argument("--retries", type=int, default=0, help="after failures, each of which then ends the job")
     parser.add_argument("--limit", type=int, default=50_000_000, help="states; each takes about 300 bytes")
     bounds = parser.parse_args(arguments)
-    job = make_job(replicas=bounds.pods, steps=1, checkpoint={"everySteps": 1}, **PLACED[bounds.placement])
-    model = Model(job, deaths=bounds.deaths, of=bounds.of, suspensions=bounds.suspensions)
+    spec = {"checkpoint": {"everySteps": 1}, "backoffLimit": 0 if bounds.retries else 6, **PLACED[bounds.placement]}
+    job = make_job(replicas=bounds.pods, steps=1, **spec)
+    model = Model(job, deaths=bounds.deaths, of=bounds.of, suspensions=bounds.suspensions, retries=bounds.retries)
     search = Search(model)
     while search.frontier and search.looked_at < bounds.limit:
         search.look(min(OFTEN, bounds.limit - search.looked_at))

@@ -592,7 +592,7 @@ class Simulation(Group):
                 self.trained_step = max(self.trained_step, seen.climb.step)
             if seen.is_up:
                 self.served = seen.climb.version
-        self.is_over = self.is_over or decided.is_over
+        self.is_over = decided.is_over
         return decided
 
     def _observe(self) -> Observation:
@@ -658,6 +658,11 @@ class Simulation(Group):
     def suspend(self, is_asked: bool) -> None:
         """A person writes spec.suspend."""
         self.job = replace(self.job, spec=self.job.spec.model_copy(update={"suspend": is_asked}))
+
+    def retry(self) -> None:
+        """A person raises spec.retries."""
+        spec = self.job.spec
+        self.job = replace(self.job, spec=spec.model_copy(update={"retries": spec.retries + 1}))
 
     # --------------------------------------------------------------------------------------------------- deliveries
     def deliver(self, pod: GpuPod) -> bool:

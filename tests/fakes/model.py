@@ -157,6 +157,8 @@ class State(NamedTuple):
     decisions: tuple[Climb, ...] = ()  # of the newest epochs in which a target was sent
     suspend: bool = False  # spec.suspend
     suspensions: int = 0  # that may still come
+    told: int = 0  # spec.retries
+    retries: int = 0  # that may still come
 
     def with_pod(self, index: int, pod: Pod) -> State:
         pods = put(self.pods, index, pod)
@@ -203,7 +205,7 @@ class Decided(NamedTuple):
 
 
 class Model:
-    """deaths, suspensions: how many may happen. of: what may die. in_all_orders: nothing is left out.
+    """deaths, suspensions, retries: how many may happen. of: what may die. in_all_orders: nothing is left out.
 
     The others are what a seeded defect leaves out.
     """
@@ -215,6 +217,7 @@ class Model:
         deaths: int,
         of: Collection[str] = MORTAL,
         suspensions: int = 0,
+        retries: int = 0,
         in_all_orders: bool = False,
         has_journal: bool = True,
         has_fence: bool = True,
@@ -227,9 +230,12 @@ class Model:
         self.deaths = deaths
         self.mortal = of
         self.suspensions = suspensions
+        self.retries = retries
         self.in_all_orders = in_all_orders
-        self.may_swap = not in_all_orders and job.spec.failure_policy is None
-        self._suspended_job = replace(job, spec=job.spec.model_copy(update={"suspend": True}))
+        self.may_swap = not in_all_orders and not job.spec.failure_policy.rules
+        self._job_as = cache(
+            lambda suspend, told: replace(job, spec=job.spec.model_copy(update={"suspend": suspend, "retries": told}))
+        )
         self.has_journal = has_journal
         self.has_fence = has_fence
         self.has_precondition = has_precondition
@@ -259,6 +265,7 @@ class Model:
             deaths=self.deaths,
             stale=nobody,
             suspensions=self.suspensions,
+            retries=self.retries,
         )
 
     @property
@@ -274,7 +281,7 @@ class Model:
     def successors(self, state: State) -> list[tuple[str, State]]:
         """What may happen, and what then is so. Raises Broken."""
         if state.operator.is_over:
-            return []
+            return self._as_values(self._retried(state))
         if apart := self._told_apart(state):
             return apart
         if not (self.end_alone(state) and (moves := self._moves_one_by_one(state))):
@@ -353,6 +360,13 @@ class Model:
             found.append(("suspended", state._replace(suspend=True, suspensions=state.suspensions - 1)))
         return found
 
+    def _retried(self, state: State) -> Iterator[tuple[str, State]]:
+        """A person tells a failed job to go on."""
+        climb = state.operator.climb
+        if state.retries and climb is not None and climb.cause.is_failure:
+            told = state._replace(told=state.told + 1, retries=state.retries - 1)
+            yield "retried", self._carry_out(told, self._plan(told, late=False))
+
     def _as_values(self, found: Iterable[tuple[str, State]]) -> list[tuple[str, State]]:
         return [(what, self._without_the_refused(after)) for what, after in found]
 
@@ -386,7 +400,7 @@ class Model:
     def _plan(self, state: State, *, late: bool) -> Decided:
         operator, places = state.operator, tuple((pod.attempt, pod.alive, pod.there) for pod in state.pods)
         climb = self._climbs.number(operator.climb)
-        key = (climb, operator[1:-1], state.rollout, places, late, state.suspend)
+        key = (climb, operator[1:-1], state.rollout, places, late, state.suspend, state.told)
         decided = self._plans.get(key)
         if decided is None:
             self.plans += 1
@@ -442,7 +456,7 @@ class Model:
             name = f"rollout-{rollout.attempt}"
             running = (PodPhase.RUNNING, -1000.0)
             members.append(Member(ROLLOUT_SEAT, rollout.attempt, name, name, *running, address="10.0.0.9", facts=facts))
-        job = self._suspended_job if state.suspend else self.job
+        job = self._job_as(state.suspend, state.told)
         is_awaited = (None in operator.known or not rollout.there) and not rests(job, operator.climb)
         memory = Memory(
             epoch=operator.climb.epoch if operator.climb else 0,

@@ -46,7 +46,7 @@ def make_group(
         "checkpoint": often,
         "evaluation": None if placement is Placement.TRAIN_ONLY else often,
         "reference": {} if reference else None,
-        "failurePolicy": policy,
+        "failurePolicy": policy or {"backoffSeconds": 0},
         "weightSync": {"verify": verify},
     }
     return Simulation(make_job(replicas=replicas, **{"steps": 3} | spec | more))
@@ -72,6 +72,7 @@ def fault(group: Simulation, rng: random.Random) -> str:
         "operator between record and send": lambda: group.operator_pass(dies_after_record=True),
         "suspension": lambda: group.suspend(True),
         "resumption": lambda: group.suspend(False),
+        "retry": group.retry,
     }
     if group.job.spec.suspend:
         faults["other replicas"] = partial(group.resize, rng.randint(1, 3))
@@ -186,6 +187,14 @@ WALK_UNDER_A_POLICY: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+RETRIED_WALK: dict[str, st.SearchStrategy[Any]] = {
+    "seed": SEEDS,
+    "replicas": st.integers(1, 3),
+    "faults": st.integers(1, 6),
+    "placement": st.sampled_from(IN_ONE_POD),
+}
+
+
 def must_end(*, seed: int, faults: int, **more: Any) -> None:
     """more: as for `walk`."""
     group = walk(seed, faults=faults, **more)
@@ -202,6 +211,24 @@ def must_serve_the_same_weights(*, seed: int, faults: int, **more: Any) -> None:
     assert group.outcome in ENDS
     if 2 * faults <= group.job.spec.backoff_limit:  # one that spoils two loads may cost two restarts
         assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+def must_go_on_when_told(*, seed: int, replicas: int, faults: int, placement: Placement) -> None:
+    """Each failure ends the job, and each end is followed by a retry."""
+    rng, ends = random.Random(seed), 0
+    group = make_group(replicas, placement, backoffLimit=0)
+    for _ in range(faults):
+        for _ in range(rng.randrange(ROUNDS)):
+            everybody_moves(group)
+        fault(group, rng)
+    settle(group)
+    while group.outcome == str(Cause.BACKOFF_LIMIT):
+        ends += 1
+        group.retry()
+        group.operator_pass()
+        settle(group)
+    event(f"{ends} retries")
+    assert str(Cause.ALL_STEPS_DONE) == group.outcome
 
 
 def must_heal(kind: str, *, after_rounds: int, placement: Placement) -> None:

@@ -233,6 +233,17 @@ def test_a_job_is_suspended_and_resumed(run: Run, api: ClusterApi) -> None:
     assert (Exit.PROBLEM, True) == (done.code, "it is over (Complete)" in done.stderr)
 
 
+def test_a_failed_job_is_retried_and_no_other(run: Run, api: ClusterApi) -> None:
+    job = api.jobs["sums"]
+    done = run("retry", "sums")
+    assert (Exit.PROBLEM, True) == (done.code, "default/sums: it has not failed" in done.stderr)
+    assert "retries" not in job["spec"]
+    job["status"] |= {"phase": "Failed", "retries": 3}
+    assert "kubectl crlj retry sums lets it go on" in run("resume", "sums").stderr
+    assert "default/sums: retried: its pods are made again" in run("retry", "sums").stdout
+    assert {"retries": 4}.items() <= job["spec"].items()
+
+
 # ------------------------------------------------------------------------------------------------------ what goes wrong
 @pytest.mark.parametrize(
     ("refused", "said"),

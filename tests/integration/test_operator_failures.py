@@ -18,7 +18,7 @@ from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.planner.failure_policy import QUEUE_S
 from fakes.group import GpuPod
-from fakes.world import SPEC, World, condition, stay_in_rollout, stood
+from fakes.world import SPEC, World, change, condition, stay_in_rollout, stood
 
 YOUNGER = replace(make_job(), created=datetime(2999, 1, 1, tzinfo=UTC))
 
@@ -137,8 +137,31 @@ async def test_a_job_fails_by_a_rule_and_its_condition_names_both(world: World) 
     assert ("True", "FailurePolicy") == condition(world, "Failed")
     message = next(item["message"] for item in world.status["conditions"] if item["type"] == "Failed")
     assert message.startswith("a trainer died at step 2: sums-gpu-0-0")
-    assert message.endswith("the job fails (failurePolicy.rules[0])")
+    assert message.endswith(
+        "the job fails (failurePolicy.rules[0]); it goes on where it stood with: kubectl crlj retry -n default sums"
+    )
     assert [message] == events(world, "FailurePolicy")
+
+
+@answered("TrainerDied", "FailJob")
+async def test_a_failed_job_is_retried_under_the_next_operator_and_trains_nothing_twice(world: World) -> None:
+    async with world.operator():
+        await trainer_dies_in_step_2(world)
+        await world.until(lambda: world.status.get("completionTime"))
+    epoch, done = world.status["epoch"], {step for steps in world.group.trained_in.values() for step in steps}
+    assert {1} == done
+    async with world.operator():
+        change(world, retries=1)
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert (1, "False", "False") == (
+        world.status["retries"],
+        condition(world, "Failed")[0],
+        condition(world, "Stalled")[0],
+    )
+    assert world.status["epoch"] > epoch
+    assert {1: [1], 2: [1, 2, 3]} == world.group.trained_in
+    assert ["sums-gpu-0-1", "sums-gpu-1-1", "sums-rollout-1"] == sorted(pods(world))
+    assert 1 == len(events(world, "Retried"))
 
 
 @answered("OutOfMemory", "RetryStep")

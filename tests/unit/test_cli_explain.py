@@ -445,7 +445,7 @@ def test_the_answer_to_the_last_failure_is_told_with_its_rule() -> None:
 
 @pytest.mark.parametrize(
     ("restarts", "told"),
-    [(0, "0 of 6 restarts used (3 more did not count)"), (1, "1 of 6 restarts used (2 more did not count)"),
+    [(0, "0 of 6 restarts used (3 more do not count)"), (1, "1 of 6 restarts used (2 more do not count)"),
      (3, "3 of 6 restarts used, last")],
 )  # fmt: skip
 def test_restarts_that_did_not_count_are_told_apart(restarts: int, told: str) -> None:

@@ -29,6 +29,9 @@ DECIDED = {
     ".spec.failurePolicy.rules[].counts: default was True and is None": (
         "evictions do not count, unless a rule says so; a stored job has the former default written out"
     ),
+    ".spec.failurePolicy: default was None and is {}": (
+        "without one its defaults hold, so that trainers which die again and again start more and more slowly"
+    ),
     ".spec.evaluation: a rule more: evaluation needs engines, and a TrainOnly job has none: leave it out": (
         "asks for a field that no older manifest has"
     ),

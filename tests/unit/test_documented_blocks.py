@@ -27,6 +27,9 @@ RUN: Mapping[str, str] = {
     "CONTRIBUTING.md": "these run all tests, this one too",
     "docs/bring-your-own.md": CONFORMS,
     "docs/cli.md": "contract/test_packages.py::test_command_line_is_installed_from_a_checkout_as_its_page_says",
+    "docs/failures.md#When a job fails, and how it goes on": (
+        "integration/test_cli_program.py::test_a_failed_job_is_retried_and_no_other"
+    ),
     "docs/install.md#Images": "no container builder is here; unit/test_images.py has what they are called with",
     "docs/install.md#On kind": "no container builder is here, and no kind",
     "docs/install.md#The chart": "contract/test_chart_install.py::test_chart_installs_and_upgrades_as_the_pages_say",

@@ -87,6 +87,14 @@ async def office() -> AsyncIterator[Office]:
         yield Office(api, kube, members)
 
 
+def test_failures_that_an_older_operator_recorded_count_as_if_all_were_of_the_present_step(office: Office) -> None:
+    status = {"epoch": 9, "targetStep": 7, "lineage": 2, "cause": "TrainerDied", "restarts": 2}
+    office.case.record.take({"metadata": {"resourceVersion": "1"}, "status": status})
+    climb = office.observe(make_job()).climb
+    assert climb is not None
+    assert ((7, 7), 2, 0) == (climb.tally.counted, climb.restarts, climb.retries)
+
+
 # ------------------------------------------------------------------------------------------------------- what is wrong
 def container(name: str, *, restarts: int = 0, last: Body | None = None, **state: Body) -> Body:
     return {"name": name, "restartCount": restarts, "state": state, "lastState": {"terminated": last} if last else {}}

@@ -168,6 +168,17 @@ def test_failure_stalls_at_once_and_names_its_cause() -> None:
     assert "BackoffLimitExceeded" == found["Failed"][1]
 
 
+def test_a_retried_job_has_not_failed_and_its_time_begins_anew() -> None:
+    failed = ended(Cause.DEADLINE, is_over=True)
+    assert (Phase.FAILED, True) == (failed.phase, failed.completion_time is not None)
+    climb = make_climb(1, cause=Cause.RETRIED)
+    status = status_of(seen_at(Rung.SERVING, Rung.SERVING, climb=climb, served=V1), failed)
+    assert (Phase.PENDING, None, None) == (status.phase, status.start_time, status.completion_time)
+    assert [(False, Reason.NOT_FAILED), (False, Reason.NOT_STALLED)] == [
+        conditions(status)[kind] for kind in ("Failed", "Stalled")
+    ]
+
+
 @pytest.mark.parametrize("raised", [True, False], ids=["the next pass", "the next operator"])
 def test_the_words_of_a_failure_stay_after_the_pass_that_found_them(raised: bool) -> None:
     """After a take-over it said "the end is told again", and no longer why."""

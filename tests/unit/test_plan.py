@@ -39,6 +39,7 @@ from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod
 from colocated_rl_operator.planner.observation import (
     Climb,
+    FailureTally,
     Memory,
     Observation,
     PodPhase,
@@ -282,7 +283,7 @@ def test_a_trainer_of_an_older_lineage_may_be_dead() -> None:
 
 
 def test_backoff_limit_ends_the_job() -> None:
-    climb = replace(make_climb(1), restarts=2)
+    climb = replace(make_climb(1), tally=FailureTally(counted=(1, 1)))
     decided = plan(dead(climbing(Rung.RELEASED, Rung.RELEASED, climb=climb, job=make_job(backoffLimit=2)), 0))
     assert decided.climb is not None
     assert Cause.BACKOFF_LIMIT is decided.climb.cause
@@ -381,7 +382,7 @@ def test_weights_that_a_pod_rejects_fail_the_step_at_once_with_what_was_found(ot
 
 
 def test_weights_that_a_pod_rejects_again_and_again_end_the_job_with_what_was_found() -> None:
-    seen = climbing(Rung.OFFLOADED, Rung.SERVING, climb=replace(make_climb(1), restarts=6))
+    seen = climbing(Rung.OFFLOADED, Rung.SERVING, climb=replace(make_climb(1), tally=FailureTally(counted=(1,) * 6)))
     decided = plan(rejecting(seen, 0))
     assert decided.climb is not None
     assert Cause.BACKOFF_LIMIT is decided.climb.cause

@@ -196,10 +196,16 @@ def test_no_rule_for_lost_pods_starts_the_trainers_again_for_one_of_engines_alon
     assert decided.raises, "what is counted and avoided is on record before the pod is made again"
     assert decided.climb is not None
     tally = FailureTally(
-        pod_restarts=1, step=1, tries=1, cause=cause, action=decided.climb.tally.action, rule=0, avoids=avoids
+        pod_restarts=1,
+        step=1,
+        tries=1,
+        cause=cause,
+        action=decided.climb.tally.action,
+        rule=0,
+        avoids=avoids,
+        counted=(1,) * (signs.get("fate") is FailureCause.POD_FAILED),
     )
-    restarts = int(signs.get("fate") is FailureCause.POD_FAILED)
-    assert replace(whole.climb, epoch=2, cause=Cause.POD_REPLACED, restarts=restarts, tally=tally) == decided.climb
+    assert replace(whole.climb, epoch=2, cause=Cause.POD_REPLACED, tally=tally) == decided.climb
     assert action == decided.climb.tally.action
     assert set(TRAINERS) < decided.targets.keys()
     assert {(1, 1)} == {

@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 
-from builders import absent_trainer, facts_at, make_climb, make_job, make_member, make_observation, rollout_facts
+from builders import (
+    absent_trainer,
+    facts_at,
+    make_climb,
+    make_job,
+    make_manifest,
+    make_member,
+    make_observation,
+    rollout_facts,
+)
 from colocated_rl_api.facts import PodFacts, Problem
 from colocated_rl_api.failure import FailureAction, FailureCause
+from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
@@ -112,11 +122,12 @@ def test_every_action_answers_something() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ of a trainer's death
-def test_without_a_policy_the_trainers_start_together_again_at_once() -> None:
+def test_without_a_policy_the_trainers_start_together_again() -> None:
     decided = plan(dead(climbing(Rung.RELEASED, Rung.RELEASED)))
     climb = climb_of(decided)
     assert (2, 2, 1, Cause.TRAINER_DIED) == (climb.step, climb.lineage, climb.restarts, climb.cause)
-    assert FailureTally(step_retries=1, step=2, tries=1, cause="TrainerDied", action="RetryStep") == climb.tally
+    tally = FailureTally(step_retries=1, step=2, tries=1, cause="TrainerDied", action="RetryStep", counted=(2,))
+    assert tally == climb.tally
     assert [] == gone(decided)
     assert (
         "a trainer died at step 2: sums-gpu-0-0 (rank 0 ended with code 1; last words: no such file): "
@@ -148,7 +159,9 @@ def test_fail_job_ends_the_job_with_the_failure_in_its_message() -> None:
     assert Cause.FAILURE_POLICY is climb_of(decided).cause
     assert {Goal.STOP} == {target.goal for target in decided.targets.values() if isinstance(target, PodTarget)}
     assert "no such file" in decided.message
-    assert decided.message.endswith("the job fails (failurePolicy.rules[0])")
+    assert decided.message.endswith(
+        "the job fails (failurePolicy.rules[0]); it goes on where it stood with: kubectl crlj retry -n default sums"
+    )
 
 
 def test_a_pod_made_again_costs_one_restart_and_its_trainers_wait_for_it() -> None:
@@ -235,6 +248,16 @@ def test_a_retry_waits_for_twice_as_long_after_each_failure_in_a_row_up_to_the_m
         assert tries + 1 == climb_of(plan(later(tried, wait_s))).tally.tries
 
 
+def test_without_a_policy_the_back_off_grows_from_ten_seconds_to_five_minutes() -> None:
+    policy = ColocatedRLJobSpec.model_validate(
+        {key: value for key, value in make_manifest()["spec"].items() if key != "failurePolicy"}
+    ).failure_policy
+    assert [10, 20, 40, 80, 160, 300, 300] == [policy.backoff_s(tries) for tries in range(7)]
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy={}))
+    assert seen.now + 10 == plan(seen).wake_at
+    assert Cause.TRAINER_DIED is climb_of(plan(later(seen, 10))).cause
+
+
 def test_a_finished_step_ends_the_row() -> None:
     seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=10)))
     assert seen.climb is not None
@@ -252,10 +275,14 @@ def test_a_new_leader_raises_its_epoch_before_it_waits() -> None:
 def test_what_is_exhausted_fails_at_once_and_says_what_to_do() -> None:
     seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=10), backoffLimit=3))
     assert seen.climb is not None
-    used = replace(seen.climb, restarts=3, tally=FailureTally(pod_restarts=1, step_retries=2))
+    used = replace(seen.climb, tally=FailureTally(pod_restarts=1, step_retries=2, counted=(1, 2, 2)))
     decided = plan(replace(seen, climb=used))
     assert Cause.BACKOFF_LIMIT is climb_of(decided).cause
-    assert "backoffLimit 3 is used up by 1 pod restart and 2 step retries: read the pods' logs" in decided.message
+    assert (
+        "backoffLimit 3 is used up by 3 failures within 10 steps: read the pods' logs and put right what fails; it "
+        "goes on where it stood with: kubectl crlj retry -n default sums, or with a backoffLimit above 3"
+        in decided.message
+    )
 
 
 def test_what_a_rule_does_not_count_is_never_exhausted() -> None:
@@ -302,9 +329,9 @@ def test_a_step_that_anybody_knows_to_be_finished_is_not_taken_back(known: str) 
 
 def test_rollout_goes_on_before_a_rolled_back_step_is_tried_again() -> None:
     job = make_job(failurePolicy=ROLL_BACK)
-    climb = replace(make_climb(1, 2, epoch=6, cause=Cause.TRAINER_DIED), restarts=1)
     climb = replace(
-        climb, tally=FailureTally(step_retries=1, step=2, tries=1, cause="TrainerDied", action="RollBack", rule=0)
+        make_climb(1, 2, epoch=6, cause=Cause.TRAINER_DIED),
+        tally=FailureTally(step_retries=1, step=2, tries=1, cause="TrainerDied", action="RollBack", rule=0),
     )
     pods: list[PodFacts | None] = [facts_at(Rung.SERVING, WeightVersion(1, 2), epoch=6)] * 2
     seen = make_observation(job, pods, climb=climb, rollout=rollout_facts(sealed=2, trained=1), trained_step=1)
@@ -567,7 +594,7 @@ def test_a_new_leader_counts_nothing_that_it_did_not_see() -> None:
 def test_what_does_not_count_ends_no_job_whose_limit_was_lowered_below_what_it_has_used() -> None:
     seen = climbing(Rung.SERVING, Rung.SERVING, backoffLimit=1)
     assert seen.climb is not None
-    seen = replace(seen, climb=replace(seen.climb, restarts=3))
+    seen = replace(seen, climb=replace(seen.climb, tally=FailureTally(counted=(2, 2, 2))))
     climb = climb_of(plan(refilled(changed(seen, 1, facts=None, **TAKEN_AWAY["drained"]))))
     assert (Cause.POD_REPLACED, 3) == (climb.cause, climb.restarts)
 
@@ -575,9 +602,9 @@ def test_what_does_not_count_ends_no_job_whose_limit_was_lowered_below_what_it_h
 def test_the_end_says_which_restarts_did_not_count() -> None:
     seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, backoffLimit=2))
     assert seen.climb is not None
-    used = replace(seen.climb, restarts=2, tally=FailureTally(pod_restarts=7, step_retries=1))
+    used = replace(seen.climb, tally=FailureTally(pod_restarts=7, step_retries=1, counted=(2, 2)))
     decided = plan(replace(seen, climb=used))
-    assert "backoffLimit 2 is used up by 7 pod restarts and 1 step retry, of which 6 did not count" in decided.message
+    assert "backoffLimit 2 is used up by 2 failures within 10 steps (6 more do not count)" in decided.message
 
 
 # ------------------------------------------------------------------------------------------------------ what counts
@@ -788,6 +815,6 @@ def test_a_rule_may_end_a_job_whose_pods_do_not_come_again_and_again() -> None:
     assert (Cause.PODS_NOT_READY, 1) == (first.cause, first.restarts)
     given_up = plan(replace(seen, climb=replace(first, cause=Cause.RESUMED)))
     assert Cause.BACKOFF_LIMIT is climb_of(given_up).cause
-    assert "backoffLimit 1 is used up by 1 pod restart and 0 step retries" in given_up.message
+    assert "backoffLimit 1 is used up by 1 failure within 10 steps" in given_up.message
     tried = replace(seen.climb, tally=FailureTally(step=2, tries=2))
     assert Cause.FAILURE_POLICY is climb_of(plan(replace(seen, climb=tried))).cause

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import fakes.model
-from builders import PLACED, make_job
+from builders import PLACED, TOGETHER, make_job
 from colocated_rl_agent.planner import next_actions
 from colocated_rl_agent.planner.actions import Offload, Wait
 from colocated_rl_agent.planner.views import KV_CACHE, EngineView
@@ -80,6 +80,13 @@ def test_every_state_is_safe_and_leads_to_an_end(
     explored = explore(model, limit=MOST_STATES)
     with capsys.disabled():
         sys.stdout.write(f"\n{bounds_of(model)}, {explored.words()}\n")
+    assert_all_is_well(explored)
+
+
+@pytest.mark.parametrize("placement", TOGETHER)
+def test_every_state_of_a_job_that_fails_and_is_retried_is_safe_and_leads_to_an_end(placement: Placement) -> None:
+    once = job(1, placement, backoffLimit=0)
+    explored = explore(Model(once, deaths=1, of=("trainer",), retries=1), limit=MOST_STATES)
     assert_all_is_well(explored)
 
 

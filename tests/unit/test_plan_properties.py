@@ -23,11 +23,13 @@ from fakes.walks import (
     DISRUPTIONS,
     FAULTS,
     MOVES_TO_THE_END,
+    RETRIED_WALK,
     ROUNDS,
     WALK_UNDER_A_POLICY,
     everybody_moves,
     make_group,
     must_end,
+    must_go_on_when_told,
     must_heal,
     must_serve_the_same_weights,
     settle,
@@ -46,6 +48,12 @@ def test_every_walk_ends_and_no_invariant_breaks(**chosen: Any) -> None:
 @settings(max_examples=10)
 def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_other_weights(**chosen: Any) -> None:
     must_serve_the_same_weights(**chosen)
+
+
+@given(**RETRIED_WALK)
+@settings(max_examples=8)
+def test_a_job_that_failed_goes_on_to_its_end_each_time_that_it_is_told_to(**chosen: Any) -> None:
+    must_go_on_when_told(**chosen)
 
 
 @given(**WALK_UNDER_A_POLICY)

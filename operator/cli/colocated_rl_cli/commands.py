@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from colocated_rl_api import names
+from colocated_rl_api.job_status import Phase
 from colocated_rl_cli import completion
 from colocated_rl_cli.base.errors import CliError, Exit, UsageError
 from colocated_rl_cli.base.output import (
@@ -278,12 +279,27 @@ async def resume(args: Namespace) -> Exit:
     return await _steer(args, suspend=False, effect="its pods are made again, and it goes on where it stood")
 
 
+async def retry(args: Namespace) -> Exit:
+    async with Api.reach(login(args), args.namespace) as api:
+        job = await api.job(args.job)
+        name, status = f"{api.namespace}/{args.job}", job.get("status", {})
+        if status.get("phase") != Phase.FAILED:
+            print_error(f"{name}: it has not failed ({status.get('phase', 'not acted on')})")
+            return Exit.PROBLEM
+        retries = max(job["spec"].get("retries", 0), status.get("retries", 0)) + 1
+        await api.change_job(args.job, {"spec": {"retries": retries}})
+    print_out(f"{name}: retried: its pods are made again, and it goes on where it stood")
+    return Exit.FINE
+
+
 async def _steer(args: Namespace, *, suspend: bool, effect: str) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
         name = f"{api.namespace}/{args.job}"
         if is_over(job):
-            print_error(f"{name}: it is over ({job['status']['phase']}): make a new job")
+            phase = job["status"]["phase"]
+            then = f"kubectl crlj retry {args.job} lets it go on" if phase == Phase.FAILED else "make a new job"
+            print_error(f"{name}: it is over ({phase}): {then}")
             return Exit.PROBLEM
         if bool(job["spec"].get("suspend")) is suspend:
             print_out(f"{name}: {'suspended' if suspend else 'not suspended'} already")
@@ -356,6 +372,7 @@ RUN: dict[str, Callable[[Namespace], Exit | Awaitable[Exit]]] = {  # by the comm
     "eval": evaluations,
     "suspend": suspend,
     "resume": resume,
+    "retry": retry,
     "rollout-only": rollout_only,
     "train-only": train_only,
     "timeline": show_timeline,

@@ -189,6 +189,11 @@ COMMANDS = (
     ),
     Command("resume", "let a suspended job go on where it stood", [JOB]),
     Command(
+        "retry", "let a failed job go on where it stood", [JOB],
+        "Adds one to spec.retries. Its pods are made again and its trainers start from the newest checkpoint, with no "
+        "failures counted; put right what made it fail first.",
+    ),
+    Command(
         "rollout-only", "write the manifest of a job that only generates",
         [
             JOB,

@@ -136,18 +136,18 @@ def _climb(status: ColocatedRLJobStatus) -> Climb | None:
         lineage=status.lineage,
         group=status.group or "",
         cause=causes[status.cause],
-        restarts=status.restarts or 0,
-        tally=_tally(status.failures),
+        tally=_tally(status.failures or FailuresStatus(), restarts=status.restarts or 0, step=status.target_step),
+        retries=status.retries or 0,
     )
 
 
-def _tally(failures: FailuresStatus | None) -> FailureTally:
-    if failures is None:
-        return FailureTally()
+def _tally(failures: FailuresStatus, *, restarts: int, step: int) -> FailureTally:
+    """Return the record of failures. One of an older operator has their number alone: as if all were of this step."""
     return FailureTally(
         *(failures.pod_restarts, failures.step_retries, failures.step or 0, failures.tries),
         *(failures.cause, failures.action, failures.rule),
         avoids=tuple(failures.avoided_nodes),
+        counted=tuple(failures.counted_steps) or (step,) * restarts,
     )
 
 

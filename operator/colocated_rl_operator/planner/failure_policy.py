@@ -80,8 +80,7 @@ class Verdict:
 
 
 def answer(seen: Observation, failure: Failure) -> Verdict:
-    policy = seen.job.spec.failure_policy
-    for number, rule in enumerate(policy.rules if policy else ()):
+    for number, rule in enumerate(seen.job.spec.failure_policy.rules):
         is_for_rung = rule.at_rungs is None or failure.rung in rule.at_rungs
         has_tries = rule.max_tries is None or failure.tries < rule.max_tries
         if failure.cause in rule.on_causes and is_for_rung and has_tries:
@@ -89,14 +88,22 @@ def answer(seen: Observation, failure: Failure) -> Verdict:
     return Verdict(failure.cause.answers[0], counts=failure.cause.counts)
 
 
-def backoff_s(seen: Observation, tries: int) -> float:
-    policy = seen.job.spec.failure_policy
-    return 0.0 if policy is None else policy.backoff_s(tries)
+def still_counting(counted: tuple[int, ...], *, step: int, window: int) -> tuple[int, ...]:
+    """Return the failures that count in a climb to `step`.
+
+    counted: the steps in which they happened. A failure counts until `window` steps are finished from its own on.
+    """
+    return tuple(failed for failed in counted if step - failed < window)
 
 
 def raise_epoch(seen: Observation, now: Climb | None, cause: Cause, message: str) -> Decision:
-    now = now or Climb(epoch=0, step=0, lineage=0, group="", cause=cause)
-    return Decision(replace(now, epoch=seen.highest_epoch + 1, cause=cause), message)
+    """Return the next climb. It answers every retry that was asked for, unless a failed job's end is told again."""
+    retries = seen.job.spec.retries
+    now = now or Climb(epoch=0, step=0, lineage=0, group="", cause=cause, retries=retries)
+    tally = replace(now.tally, counted=_counted(seen, now))
+    if now.cause.is_failure and cause.is_failure:
+        retries = now.retries
+    return Decision(replace(now, epoch=seen.highest_epoch + 1, cause=cause, tally=tally, retries=retries), message)
 
 
 # -------------------------------------------------------------------------------------------------------- what follows
@@ -120,8 +127,7 @@ def after_difference(seen: Observation, now: Climb, message: str) -> Decision | 
 
 def after_loss(seen: Observation, now: Climb) -> Decision | Hold | None:
     """Answer the loss of engines and pods, where a rule asks for more than agents and roster do anyway."""
-    policy = seen.job.spec.failure_policy
-    if policy is None or not policy.rules:
+    if not seen.job.spec.failure_policy.rules:
         return None
     failures = [*lost_pods(seen, tries=now.tally.tries_at(now.step))]
     if seen.all_answer:
@@ -150,12 +156,11 @@ def _answer(seen: Observation, now: Climb, cause: Cause, failure: Failure) -> De
         return _give_up(seen, now, failure.message)
     replaces = bool(failure.pods) and said.action in (FailureAction.RESTART_POD, FailureAction.REPLACE_POD_ELSEWHERE)
     then = _then(seen, now, failure, said, replaces=replaces)
-    due = failure.since + backoff_s(seen, failure.tries)
+    due = failure.since + seen.job.spec.failure_policy.backoff_s(failure.tries)
     may_wait = cause in (Cause.TRAINER_DIED, Cause.RUNG_DEADLINE) and said.action is not FailureAction.ROLL_BACK
     if may_wait and seen.now < due:
         return Hold(due, f"{failure.message}: {then}, {due - failure.since:.0f} s later")
-    tally = _tallied(now, failure, said, replaces=replaces)
-    climb = replace(now, restarts=now.restarts + counts, tally=tally)
+    climb = replace(now, tally=_tallied(seen, now, failure, said, replaces=replaces))
     message = f"{failure.message}: {then}{'' if said.counts else UNCOUNTED}"
     if replaces:
         pods = () if failure.cause is FailureCause.MEMBER_SILENT else _deletions(seen, failure, message)
@@ -180,9 +185,9 @@ def after_absence(seen: Observation, now: Climb | None, message: str) -> Decisio
         pod_restarts=now.tally.pod_restarts + said.counts,
         step=max(now.step, now.tally.step),
         tries=failure.tries + 1,
+        counted=_counted(seen, now, adds=said.counts),
     )
-    climb = replace(now, restarts=now.restarts + said.counts, tally=tally)
-    decision = raise_epoch(seen, climb, Cause.PODS_NOT_READY, message)
+    decision = raise_epoch(seen, replace(now, tally=tally), Cause.PODS_NOT_READY, message)
     wait_s = queue_s(seen, decision.climb)
     return replace(decision, message=f"{message}: all pods go, and the job tries again in {wait_s:.0f} s{said.by}")
 
@@ -215,16 +220,11 @@ def after_replacement(seen: Observation, now: Climb) -> Decision:
         cause=cause or "",
         action=FailureAction.RESTART_POD,
         rule=None,
+        counted=_counted(seen, now, adds=counts),
     )
     if counts:
         tally = replace(tally, step=max(now.step, tally.step), tries=now.tally.tries_at(now.step) + 1)
-    climb = replace(
-        now,
-        lineage=now.lineage + 1,
-        group=seen.group or now.group,
-        restarts=now.restarts + counts,
-        tally=tally,
-    )
+    climb = replace(now, lineage=now.lineage + 1, group=seen.group or now.group, tally=tally)
     then = f"{starts(seen)} together again{'' if counts else UNCOUNTED}"
     return raise_epoch(seen, climb, Cause.POD_REPLACED, f"{message}: {then}")
 
@@ -243,7 +243,8 @@ def _has_trainers(seen: Observation, failure: Failure) -> bool:
 
 def _fail(seen: Observation, now: Climb, failure: Failure, said: Verdict) -> Decision:
     climb = replace(seen.climb or now, tally=_answered(now.tally, failure, said))
-    return raise_epoch(seen, climb, Cause.FAILURE_POLICY, f"{failure.message}: the job fails{said.by}")
+    message = f"{failure.message}: the job fails{said.by}; {how_to_retry(seen)}"
+    return raise_epoch(seen, climb, Cause.FAILURE_POLICY, message)
 
 
 def _answered(tally: FailureTally, failure: Failure, said: Verdict) -> FailureTally:
@@ -252,17 +253,47 @@ def _answered(tally: FailureTally, failure: Failure, said: Verdict) -> FailureTa
 
 def _is_used_up(seen: Observation, now: Climb, *, counts: bool) -> bool:
     """Return whether backoffLimit is used up. An uncounted failure never ends a job, even if the limit was lowered."""
-    return counts and now.restarts >= seen.job.spec.backoff_limit
+    return counts and len(_counted(seen, now)) >= seen.job.spec.backoff_limit
+
+
+def _counted(seen: Observation, now: Climb, *, adds: bool = False) -> tuple[int, ...]:
+    """Return the steps of the failures that count in the climb `now`, with one more if `adds`."""
+    step = now.step if seen.job.ladder.trains else seen.recorded_step
+    found = still_counting(now.tally.counted, step=step, window=seen.job.spec.backoff_window_steps)
+    return (*found, max((step, *found))) if adds else found
+
+
+def after_failure(seen: Observation) -> Decision | None:
+    """Let a failed job go on if it is told to: by spec.retries, or by a higher backoffLimit if that had ended it.
+
+    Its members stop and its pods go first, as in a suspension. Then it starts as a job that is resumed.
+    """
+    now, spec = seen.climb, seen.job.spec
+    if now is None or not now.cause.is_failure:
+        return None
+    if spec.retries > now.retries:
+        tally, why = replace(now.tally, counted=(), tries=0), "spec.retries is raised"
+    elif now.cause is Cause.BACKOFF_LIMIT and spec.backoff_limit > now.restarts:
+        tally = replace(now.tally, counted=_counted(seen, now, adds=True))
+        why = f"backoffLimit is {spec.backoff_limit} now"
+    else:
+        return None
+    return raise_epoch(seen, replace(now, tally=tally), Cause.RETRIED, f"{why}: the job goes on, with new pods")
+
+
+def how_to_retry(seen: Observation) -> str:
+    """Tell a person how a job that fails now goes on."""
+    return f"it goes on where it stood with: kubectl crlj retry -n {seen.job.namespace} {seen.job.name}"
 
 
 def _give_up(seen: Observation, now: Climb, message: str) -> Decision:
-    tally = now.tally
-    pods, steps = _count(tally.pod_restarts, "pod restart"), _count(tally.step_retries, "step retry", "step retries")
-    used = f"backoffLimit {seen.job.spec.backoff_limit} is used up by {pods} and {steps}"
-    if (uncounted := tally.pod_restarts + tally.step_retries - now.restarts) > 0:
-        used += f", of which {uncounted} did not count"
-    todo = "read the pods' logs, put right what fails and make a new job, which begins with its spec.model"
-    return raise_epoch(seen, seen.climb, Cause.BACKOFF_LIMIT, f"{message}, but {used}: {todo}")
+    spec, used = seen.job.spec, len(_counted(seen, now))
+    told = f"backoffLimit {spec.backoff_limit} is used up by {_count(used, 'failure')} within "
+    told += _count(spec.backoff_window_steps, "step")
+    if (others := now.tally.pod_restarts + now.tally.step_retries - used) > 0:
+        told += f" ({others} more do not count)"
+    todo = f"read the pods' logs and put right what fails; {how_to_retry(seen)}, or with a backoffLimit above {used}"
+    return raise_epoch(seen, seen.climb, Cause.BACKOFF_LIMIT, f"{message}, but {told}: {todo}")
 
 
 def _count(number: int, one: str, more: str | None = None) -> str:
@@ -282,7 +313,7 @@ def _then(seen: Observation, now: Climb, failure: Failure, said: Verdict, *, rep
             return f"{starts(seen)} together again{said.by}"
 
 
-def _tallied(now: Climb, failure: Failure, said: Verdict, *, replaces: bool) -> FailureTally:
+def _tallied(seen: Observation, now: Climb, failure: Failure, said: Verdict, *, replaces: bool) -> FailureTally:
     tally, avoids = now.tally, now.tally.avoids
     if replaces and said.action is FailureAction.REPLACE_POD_ELSEWHERE:
         nodes = dict.fromkeys(pod.node for pod in failure.pods if pod.node)
@@ -297,6 +328,7 @@ def _tallied(now: Climb, failure: Failure, said: Verdict, *, replaces: bool) -> 
         action=said.action,
         rule=said.rule,
         avoids=avoids,
+        counted=_counted(seen, now, adds=said.counts and is_first),
     )
 
 
@@ -320,7 +352,8 @@ def rest_after_roll_back(seen: Observation, following: Climb) -> Hold | None:
     tally = following.tally
     if not tally.tries_at(following.step):
         return None
-    due = seen.memory.reached.get(seen.job.ladder.top, seen.now) + backoff_s(seen, tally.tries - 1)
+    backoff_s = seen.job.spec.failure_policy.backoff_s(tally.tries - 1)
+    due = seen.memory.reached.get(seen.job.ladder.top, seen.now) + backoff_s
     message = f"step {following.step} failed {_count(tally.tries, 'time')}: rollout goes on before it is tried again"
     return Hold(due, message) if seen.now < due else None
 

@@ -103,6 +103,7 @@ class FailureTally:
     action: str = ""
     rule: int | None = None  # of the failure policy; None: the usual answer
     avoids: tuple[str, ...] = ()  # nodes for GPU pods, the newest last
+    counted: tuple[int, ...] = ()  # steps of the failures that count against backoffLimit, see `still_counting`
 
     def tries_at(self, step: int) -> int:
         """Return the failures in a row before the next one, in a climb to `step`: none once an earlier step is done."""
@@ -118,8 +119,13 @@ class Climb:
     lineage: int
     group: str  # hash of the UIDs of the pods whose trainers form the lineage; "": no group yet
     cause: Cause
-    restarts: int = 0  # that count against backoffLimit
     tally: FailureTally = FailureTally()
+    retries: int = 0  # of spec.retries, those that were acted on
+
+    @property
+    def restarts(self) -> int:
+        """Return how many failures count against backoffLimit."""
+        return len(self.tally.counted)
 
     @cached_property
     def version(self) -> WeightVersion:
@@ -459,9 +465,7 @@ def remember(seen: Observation) -> Observation:
     epoch = seen.climb.epoch if seen.climb else 0
     if epoch != memory.epoch:
         memory = in_epoch(epoch, seen, memory, now=now)
-    if seen.job.spec.failure_policy is not None:
-        memory = _remember_deaths(seen, memory)
-    memory = _remember_losses(seen, memory)
+    memory = _remember_losses(seen, _remember_deaths(seen, memory))
     highest, standings, place = dict[str, Rung](), seen.standings, ladder.place
     for member in seen.gpu_members:
         rung, before = standings[member.name], memory.highest.get(member.uid, Rung.UNKNOWN)

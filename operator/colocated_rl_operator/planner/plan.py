@@ -28,9 +28,11 @@ from colocated_rl_operator.planner.failure_policy import (
     after_absence,
     after_death,
     after_difference,
+    after_failure,
     after_loss,
     after_replacement,
     after_standstill,
+    how_to_retry,
     listed,
     queue_s,
     raise_epoch,
@@ -68,7 +70,7 @@ class Plan:
 
 def plan(seen: Observation) -> Plan:
     """Return the whole decision that follows from one observation."""
-    if seen.is_over:
+    if seen.is_over and after_failure(seen) is None:
         return _keep(seen)
     match _decide(seen):
         case Decision(climb, message, pods):
@@ -137,6 +139,8 @@ def _decide(seen: Observation) -> Decision | Hold | None:
 
 def _decide_after_stop(seen: Observation, now: Climb) -> Decision | Hold | None:
     """Finish a rest that has begun before the job goes on: a member's target to stop can't be taken back."""
+    if (told := after_failure(seen)) is not None:
+        return told
     if now.cause.rests and not seen.members:
         return _decide_at_rest(seen, now)
     return raise_epoch(seen, now, now.cause, "the end is told again") if _is_contested(seen) else None
@@ -145,7 +149,8 @@ def _decide_after_stop(seen: Observation, now: Climb) -> Decision | Hold | None:
 def _decide_at_rest(seen: Observation, now: Climb) -> Decision | Hold | None:
     is_queued = now.cause is Cause.PODS_NOT_READY
     if seen.job.spec.suspend:
-        return raise_epoch(seen, now, Cause.SUSPENDED, "it has no pods") if is_queued else None
+        is_new = now.cause is not Cause.SUSPENDED
+        return raise_epoch(seen, now, Cause.SUSPENDED, "it has no pods") if is_new else None
     if is_queued:
         if (late := _decide_by_time(seen, now)) is not None:
             return late
@@ -161,6 +166,7 @@ def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
     spec, awaited_since, active_until = seen.job.spec, seen.memory.awaited_since, _active_until(seen)
     if active_until is not None and seen.now >= active_until:
         message = f"not complete {spec.active_deadline_seconds} s after its start: activeDeadlineSeconds is over"
+        message += f"; {how_to_retry(seen)}"
         return raise_epoch(seen, now, Cause.DEADLINE, message)
     if awaited_since is not None and seen.now >= awaited_since + spec.pods_ready_deadline_seconds:
         why = _absentees(seen) + (f"; {seen.hindrance}" if seen.hindrance else "")

@@ -26,6 +26,7 @@ class Told(StrEnum):
 
 
 _MORE_RESTARTS = "read why in the event and in the pod's log; raise backoffLimit if restarts are expected"
+_RETRY = "let it go on from its newest checkpoint with `kubectl crlj retry JOB`"
 
 
 class Cause(Told):
@@ -63,15 +64,14 @@ class Cause(Told):
     ALL_STEPS_DONE = "AllStepsDone", "The last step is done and saved, its model is left: members are told to stop."
     BACKOFF_LIMIT = (
         "BackoffLimitExceeded",
-        "The trainers were restarted after failures more than backoffLimit times: the job has failed.",
-        "the message tells of the last failure; the pods' logs are there until the job is deleted; a new job begins "
-        "with its spec.model",
+        "More than backoffLimit failures happened within backoffWindowSteps: the job has failed.",
+        "the message tells of the last failure; the pods' logs are there until the job goes on or is deleted; "
+        f"{_RETRY}, or with a higher backoffLimit",
     )
     FAILURE_POLICY = (
         "FailurePolicy",
         "A rule of spec.failurePolicy answers a failure with FailJob: the job has failed.",
-        "the message names the failure and the rule; put right what failed and make a new job, which begins with its "
-        "spec.model",
+        f"the message names the failure and the rule; put right what failed; {_RETRY}",
     )
     PODS_NOT_READY = (
         "PodsReadyDeadlineExceeded",
@@ -82,14 +82,21 @@ class Cause(Told):
     DEADLINE = (
         "DeadlineExceeded",
         "The job was active for longer than activeDeadlineSeconds: it has failed.",
-        "make a new job with more time, which begins with its spec.model; while a job runs the deadline may be raised",
+        f"{_RETRY}: its time begins anew; while a job runs the deadline may be raised",
     )
     SUSPENDED = (
         "Suspended",
         "The spec says suspend: members stop, then pods go, and volumes stay.",
         "set spec.suspend to false for the job to go on",
     )
-    RESUMED = "Resumed", "The spec says suspend no more: pods are made, and the trainers start together."
+    RESUMED = (
+        "Resumed",
+        "The spec says suspend no more, or a retried job's pods are gone: pods are made, trainers start together.",
+    )
+    RETRIED = (
+        "Retried",
+        "A failed job is told to go on, by spec.retries or a higher backoffLimit: its pods go, then it is resumed.",
+    )
 
     @property
     def is_failure(self) -> bool:
@@ -104,7 +111,7 @@ class Cause(Told):
     @property
     def rests(self) -> bool:
         """No pod is wanted, for now."""
-        return self in (Cause.SUSPENDED, Cause.PODS_NOT_READY)
+        return self in (Cause.SUSPENDED, Cause.PODS_NOT_READY, Cause.RETRIED)
 
     @property
     def goal(self) -> Goal:
@@ -138,7 +145,7 @@ class ConditionType(Told):
     )
     SUSPENDED = "Suspended", "The job is suspended and none of its pods is left."
     COMPLETE = "Complete", "All steps are done and saved, and every member has stopped."
-    FAILED = "Failed", "The job will not go on.", "the reason and the message say why"
+    FAILED = "Failed", "The job does not go on by itself.", "the reason and the message say why, and how it goes on"
 
 
 class Reason(Told):

@@ -34,6 +34,7 @@ from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.seats import role_of
 from colocated_rl_api.weights import finished_model
 from colocated_rl_operator.planner.observation import (
+    Climb,
     FailureTally,
     Job,
     Observation,
@@ -128,6 +129,7 @@ def report(
         cause=climb.cause if climb else None,
         group=climb.group if climb else None,
         restarts=climb.restarts if climb else None,
+        retries=climb.retries if climb else None,
         failures=_failures(climb.tally) if climb else None,
         placement=ladder.placement,
         gpu_holder=_holder(phase, ladder),
@@ -140,8 +142,8 @@ def report(
         evaluation=_evaluation(seen) or before.evaluation,
         model=model,
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
-        start_time=None if phase in (Phase.SUSPENDING, Phase.SUSPENDED) else before.start_time or at,
-        completion_time=before.completion_time or (at if plan.is_over else None),
+        start_time=None if is_resting and phase is not Phase.QUEUED else before.start_time or at,
+        completion_time=(before.completion_time or at) if plan.is_over else None,
         conditions=_conditions(
             seen,
             plan,
@@ -221,10 +223,8 @@ def _phase(
     answering: bool,
 ) -> Phase:
     climb = plan.climb
-    if climb is not None and climb.cause is Cause.PODS_NOT_READY:
-        return Phase.QUEUED
     if rests(seen.job, climb):
-        return Phase.SUSPENDING if seen.members else Phase.SUSPENDED
+        return _phase_at_rest(seen, climb)
     if climb is None:
         return Phase.PENDING
     if climb.cause.is_failure:
@@ -245,6 +245,16 @@ def _phase(
     if served.lineage != climb.lineage or served == climb.version:
         return Phase.RECOVERING
     return Phase.TRAINING if slowest in seen.job.ladder.training else Phase.SWITCHING
+
+
+def _phase_at_rest(seen: Observation, climb: Climb | None) -> Phase:
+    match climb and climb.cause:
+        case Cause.PODS_NOT_READY:
+            return Phase.QUEUED
+        case Cause.RETRIED:
+            return Phase.PENDING
+        case _:
+            return Phase.SUSPENDING if seen.members else Phase.SUSPENDED
 
 
 def _holder(phase: Phase, ladder: Ladder) -> Holder:
@@ -431,6 +441,7 @@ def _failures(tally: FailureTally) -> FailuresStatus | None:
         step=tally.step,
         tries=tally.tries,
         avoided_nodes=list(tally.avoids),
+        counted_steps=list(tally.counted),
     )
 
 

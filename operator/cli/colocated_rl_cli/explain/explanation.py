@@ -109,7 +109,7 @@ def _headline(job: Object, status: ColocatedRLJobStatus) -> str:
     restarts, made = status.restarts or 0, status.failures
     uncounted = max(0, made.pod_restarts + made.step_retries - restarts) if made else 0
     if restarts or uncounted:
-        besides = f" ({uncounted} more did not count)" if uncounted else ""
+        besides = f" ({uncounted} more do not count)" if uncounted else ""
         parts.append(f"{restarts} of {job['spec'].get('backoffLimit', 6)} restarts used{besides}")
     if status.failures is not None:
         parts += _failures(status.failures)

@@ -49,13 +49,14 @@ REMEDIES: dict[str, Remedy] = {
         "job, which begins with its spec.model",
     ),
     "BackoffLimitExceeded": Remedy(
-        "the trainers were started again after failures as often as backoffLimit allows",
-        "find out why they ended (logs of the gpu containers, which are kept), then make a new job, which begins with "
-        "its spec.model; this one's checkpoints stay on their claim",
+        "the trainers were started again after failures as often as backoffLimit allows within backoffWindowSteps",
+        "find out why they ended (logs of the gpu containers, which are kept until then), then kubectl crlj retry JOB, "
+        "or raise backoffLimit: it goes on from its newest checkpoint",
     ),
     "FailurePolicy": Remedy(
         "a rule of spec.failurePolicy says that such a failure ends the job",
-        "put right what the message names, or the rule, then make a new job, which begins with its spec.model",
+        "put right what the message names, or the rule, then kubectl crlj retry JOB: it goes on from its newest "
+        "checkpoint",
     ),
     "BackingOff": Remedy(
         "something failed, and what is done about it waits for the back-off of spec.failurePolicy",
@@ -75,7 +76,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "DeadlineExceeded": Remedy(
         "the job was not complete within activeDeadlineSeconds",
-        "make a new job with more time, which begins with its spec.model; this one's checkpoints stay on their claim. "
+        "kubectl crlj retry JOB: it goes on from its newest checkpoint, and its time begins anew. "
         "Of a job that runs activeDeadlineSeconds may be raised",
     ),
     "ManagedByAnother": Remedy(
@@ -84,6 +85,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "Suspending": Remedy("spec.suspend is true: members stop, then pods go", "wait", heals=True),
     "Suspended": Remedy("spec.suspend is true: the job has no pods, its volumes are kept", "kubectl crlj resume JOB"),
+    "Retried": Remedy("a failed job is told to go on: its former pods go first", "wait", heals=True),
     # --- the operator, of a climb that begins again
     "PodReplaced": Remedy(
         "a GPU pod was replaced, so the trainers start together again, unless it had engines alone",
