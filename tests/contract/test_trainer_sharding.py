@@ -104,6 +104,22 @@ def test_gradient_is_clipped_by_the_norm_of_all_its_parts(tmp_path: Path, clip: 
     assert (moved**0.5 < 1.01e-3) == (clip < 1)
 
 
+def test_ranks_that_compute_in_bfloat16_keep_and_update_the_state_in_float32(tmp_path: Path) -> None:
+    """The gradient is bfloat16's, up to its noise, and weights move by it in float32: less than bfloat16 can add."""
+    config: dict[str, object] = {"optimizer": "SGD", "learningRate": 1e-3, "gradientClip": 1e9}
+    model = write_tiny_model(tmp_path / "model")
+    begin = load_file(model / "model.safetensors")
+    (exact,) = in_ranks(1, tmp_path, model, train_one, dtype="float32", **config)
+    (ours, other) = in_ranks(2, tmp_path, model, train_one, dtype="bfloat16", **config)
+
+    assert ours == other
+    apart, moved = 0.0, 0.0
+    for name, tensor in begin.items():
+        mine, theirs = (torch.tensor(state[f"parameters.{name}"]) - tensor.flatten() for state in (ours, exact))
+        apart, moved = apart + float((mine - theirs).square().sum()), moved + float(theirs.square().sum())
+    assert 1e-4 * moved**0.5 < apart**0.5 < 0.05 * moved**0.5
+
+
 # -------------------------------------------------------------------------------------------------------------- exports
 def export_in_small_files(trainer: Watched) -> None:
     directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from colocated_rl_trainer.grpo.batch import MicroBatch, Samples
 from colocated_rl_trainer.grpo.loss import token_logp
+from colocated_rl_trainer.state.sharding import computing_in
 
 
 def logp_and_entropy(
@@ -35,7 +36,7 @@ def logp_and_entropy(
     if micro.ends is not None:
         places = torch.cat([torch.arange(end - start) for start, end in pairwise((0, *micro.ends))])
         packed = {"position_ids": places[None].to(device), "sample_ends": micro.ends}
-    with torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
+    with computing_in(dtype, model, device):
         logits = model(
             input_ids=micro.input_ids.to(device),
             logits_to_keep=micro.positions.to(device),

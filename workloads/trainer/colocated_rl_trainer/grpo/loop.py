@@ -40,6 +40,7 @@ from colocated_rl_trainer.state.checkpoint import Checkpoints
 from colocated_rl_trainer.state.group import Collectives, join_group
 from colocated_rl_trainer.state.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.state.sharding import (
+    computing_in,
     divide,
     names_in,
     read_parts,
@@ -123,7 +124,7 @@ class GRPOTrainer:
         if self._config.activation_checkpointing:
             checkpoint_activations(self.model)
         if self._is_shared:
-            divide(self.model, self._device, ranks=self._group.size)
+            divide(self.model, self._device, ranks=self._group.size, dtype=self._dtype)
         self._state = Residency(
             self.model, self._device, with_moments=self._config.optimizer == "AdamW", stays=self._stays
         )
@@ -306,10 +307,7 @@ class GRPOTrainer:
     def _keep_up(self, *, with_gradient: bool) -> None:
         """Make a pass over one token that teaches nothing: peers need this rank's part of every layer."""
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
-        with (
-            torch.set_grad_enabled(with_gradient),
-            torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16),
-        ):
+        with torch.set_grad_enabled(with_gradient), computing_in(self._dtype, self.model, self._device):
             logits = self.model(input_ids=nothing, use_cache=False).logits
         if with_gradient:
             logits.backward(torch.zeros_like(logits))

@@ -1,8 +1,9 @@
 """A model divided among the ranks by torch's FSDP2, and how each rank's part becomes whole again.
 
 Every rank holds a part of each tensor, of its gradient and of its moments. A layer is whole on every rank while it
-computes, forward and again backward, and no longer; so all ranks make the same passes, also one that has nothing to
-compute. The gradient arrives divided and summed, not averaged: normalizers are of all ranks.
+computes, forward and again backward, and no longer, and then in the dtype of the computation; so all ranks make the
+same passes, also one that has nothing to compute. The gradient arrives divided and summed in float32, not averaged:
+normalizers are of all ranks.
 
 A tensor that is not divided is its own part, so callers need not know which kind they have.
 Checkpoints are torch's distributed ones: each rank writes and reads its part, and the number of ranks may change.
@@ -14,13 +15,14 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterator, Mapping, Set
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -30,16 +32,41 @@ class CheckpointBroken(Exception):
     """A checkpoint can't be written or read, and the volume is not at fault. The message names the rank."""
 
 
-def divide(model: PreTrainedModel, device: torch.device, *, ranks: int) -> None:
-    """Keep only this rank's part of the model's parameters, on `device`. Collective."""
+def divide(model: PreTrainedModel, device: torch.device, *, ranks: int, dtype: torch.dtype = torch.float32) -> None:
+    """Keep only this rank's part of the model's parameters, on `device`. Collective.
+
+    dtype: in which parameters are gathered and layers compute. Parameters and sums of gradients stay float32.
+    """
     mesh = _mesh(device.type, ranks)
-    layers: list[nn.Module] = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    for module in (*layers, model):
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in _gathered_alone(model):
         # also parameters in no layer: kept whole after a forward pass without a backward one, they would miss an update
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+
+
+def _gathered_alone(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules whose parameters are whole only while that module computes: the model itself is the last.
+
+    Embeddings that are tied to the head belong to the model: they are whole during a pass.
+    """
+    modules: list[nn.Module] = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        modules += [embedding, head]
+    return [*modules, model]
+
+
+def computing_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> AbstractContextManager[object]:
+    """Return a context for passes that compute in `dtype`. A divided model does so by itself.
+
+    No cast of a weight outlives the operation that needs it, unless the backward pass needs it too: none is cached.
+    """
+    if is_divided(model):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16, cache_enabled=False)
 
 
 def is_divided(model: nn.Module) -> bool:

@@ -32,7 +32,7 @@ from colocated_rl_trainer.protocol.manifest import Hashing
 from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.checkpoint import CONTENTS, OPTIMIZER
 from colocated_rl_trainer.state.packing import PACKED_ATTENTION, check_packing
-from colocated_rl_trainer.state.sharding import whole
+from colocated_rl_trainer.state.sharding import computing_in, whole
 
 FILE_BYTES = 128 * 1024**2  # most of one safetensors file, unless one tensor is larger: whole in memory at a time
 PROBE_TOKENS = 32
@@ -154,7 +154,7 @@ def probe(model: PreTrainedModel, dtype: torch.dtype) -> Probe:
     embedding: Any = model.get_input_embeddings()
     ids = [(place + 1) * _PROBE_STRIDE % embedding.num_embeddings for place in range(PROBE_TOKENS)]
     row = torch.tensor([ids], device=embedding.weight.device)
-    with torch.no_grad(), torch.autocast(row.device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
+    with torch.no_grad(), computing_in(dtype, model, row.device):
         logits = model(input_ids=row, use_cache=False).logits[0, :-1]
     logp = torch.log_softmax(logits.float(), dim=-1).gather(-1, row[0, 1:, None]).squeeze(-1)
     return Probe(input_ids=tuple(ids), logp=tuple(logp.tolist()))

@@ -1,0 +1,29 @@
+"""What torch allocates on the CPU: every allocation and release, in order. Nothing is estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """Bytes beyond those that were there before."""
+
+    peak: int
+    left: int  # when the call had returned
+
+
+def allocated_by(do: Callable[[], object]) -> Allocated:
+    """Call `do` and return what torch's CPU allocator was asked for. The result of `do` is released."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        do()
+    assert seen.profiler is not None
+    assert seen.profiler.kineto_results is not None
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    held = [0, *accumulate(event.nbytes() for event in events)]
+    return Allocated(peak=max(held), left=held[-1])
