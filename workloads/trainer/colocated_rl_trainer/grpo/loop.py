@@ -38,6 +38,7 @@ from colocated_rl_trainer.protocol.rank import Refused, Watch
 from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings, TrainerConfig
 from colocated_rl_trainer.state.checkpoint import Checkpoints
 from colocated_rl_trainer.state.group import Collectives, join_group
+from colocated_rl_trainer.state.head import ScoringForward
 from colocated_rl_trainer.state.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.state.sharding import (
     computing_in,
@@ -244,7 +245,8 @@ class GRPOTrainer:
         if not (writes or self._is_shared):
             return None
         with self._passing("export"):
-            made = probe(self.model, self._dtype)  # first: it needs every rank, also one that has no room for files
+            # first: it needs every rank, also one that has no room for files
+            made = probe(self.model, self._dtype, float32_head=self._config.fp32_lm_head)
             digests = write_model(
                 self.model, directory if writes else None, origin=self._settings.model, dtype=self._dtype
             )
@@ -301,8 +303,9 @@ class GRPOTrainer:
         """Compute log-probability and entropy of a micro-batch's trained tokens, in the order of `micro.tokens`."""
         temperature = shard.header.temperature
         return logp_and_entropy(
-            self.model, shard, micro, temperature=temperature, device=self._device, dtype=self._dtype
-        )
+            self.model, shard, micro, temperature=temperature, device=self._device, dtype=self._dtype,
+            float32_head=self._config.fp32_lm_head,
+        )  # fmt: skip
 
     def _keep_up(self, *, with_gradient: bool) -> None:
         """Make a pass over one token that teaches nothing: peers need this rank's part of every layer."""
@@ -363,13 +366,13 @@ class GRPOTrainer:
     def _memory_advice(self) -> str:
         config, vocabulary = self._config, int(self.model.config.get_text_config().vocab_size)
         state = self._state.size_bytes
-        logits = 4 * config.micro_batch_tokens * vocabulary
+        logits = config.micro_batch_tokens * vocabulary * (1 if isinstance(self.model.forward, ScoringForward) else 16)
         lower = f"lower microBatchTokens (it is {config.micro_batch_tokens})"
         if not config.activation_checkpointing:
             lower += " or set activationCheckpointing"
         return (
-            f"the trainer's state is {state / 2**30:.1f} GiB, the logits of a pass are up to {logits / 2**30:.1f} GiB, "
-            f"several times: {lower}"
+            f"the trainer's state is {state / 2**30:.1f} GiB, the logits of a pass take up to "
+            f"{logits / 2**30:.1f} GiB: {lower}"
         )
 
     def _write_checkpoint(self, directory: Path) -> None:

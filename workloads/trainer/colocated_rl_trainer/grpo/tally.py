@@ -49,7 +49,7 @@ class StepTally:
         self.computed_tokens += len(entropy)
         self.loss += loss
         self.clipped += int(policy.clipped_tokens)
-        self.entropy += float(entropy.sum())
+        self.entropy += float(entropy.detach().sum())
         self.importance += float(importance.sum())
         self.truncated += int((importance >= cap).sum())
 

@@ -161,6 +161,11 @@ class TrainerConfig(BaseModel):
         "and optimizer state are float32.",
     )
 
+    fp32_lm_head: bool = Field(
+        default=False,
+        description="Compute logits in float32 from bfloat16 weights, as engines with --enable-fp32-lm-head do.",
+    )
+
     def computes_in(self, device: str) -> Literal["float32", "bfloat16"]:
         """Return the dtype of the computation on `device`, as torch names it.
 

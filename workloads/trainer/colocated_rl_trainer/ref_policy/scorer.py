@@ -67,6 +67,7 @@ class Scorer:
                         temperature=samples[0].temperature,
                         device=self._device,
                         dtype=self._dtype,
+                        float32_head=config.fp32_lm_head,
                     )[0].cpu()
         except torch.OutOfMemoryError as error:
             longest = max(map(len, samples))

@@ -31,6 +31,7 @@ from colocated_rl_api.weights import MANIFEST, Digest, Probe
 from colocated_rl_trainer.protocol.manifest import Hashing
 from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.checkpoint import CONTENTS, OPTIMIZER
+from colocated_rl_trainer.state.head import ScoringForward, score_without_logits
 from colocated_rl_trainer.state.packing import PACKED_ATTENTION, check_packing
 from colocated_rl_trainer.state.sharding import computing_in, whole
 
@@ -81,6 +82,7 @@ def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
     model.eval()
     if packing:
         check_packing(model, type(model).__name__)
+    score_without_logits(model)
     return model
 
 
@@ -149,14 +151,21 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         )
 
 
-def probe(model: PreTrainedModel, dtype: torch.dtype) -> Probe:
+def probe(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> Probe:
     """Compute log-probabilities of a fixed sequence at temperature 1, as training computes them."""
     embedding: Any = model.get_input_embeddings()
     ids = [(place + 1) * _PROBE_STRIDE % embedding.num_embeddings for place in range(PROBE_TOKENS)]
     row = torch.tensor([ids], device=embedding.weight.device)
     with torch.no_grad(), computing_in(dtype, model, row.device):
-        logits = model(input_ids=row, use_cache=False).logits[0, :-1]
-    logp = torch.log_softmax(logits.float(), dim=-1).gather(-1, row[0, 1:, None]).squeeze(-1)
+        if isinstance(model.forward, ScoringForward):
+            places = torch.arange(PROBE_TOKENS - 1, device=row.device)
+            logp, _ = model(
+                input_ids=row, use_cache=False, positions=places, predicts=(places >= 0)[None], targets=row[0, 1:],
+                temperature=1.0, dtype=dtype, float32_head=float32_head,
+            )  # fmt: skip
+        else:
+            logits = model(input_ids=row, use_cache=False).logits[0, :-1]
+            logp = torch.log_softmax(logits.float(), dim=-1).gather(-1, row[0, 1:, None]).squeeze(-1)
     return Probe(input_ids=tuple(ids), logp=tuple(logp.tolist()))
 
 
