@@ -13,12 +13,14 @@ import torch
 from colocated_rl_trainer.grpo.loss import (
     LengthMismatch,
     group_advantage,
+    importance_mask,
     importance_ratio,
     kl_penalty,
+    kl_ratio,
     policy_loss,
     token_logp,
 )
-from colocated_rl_trainer.protocol.settings import KL
+from colocated_rl_trainer.protocol.settings import KL, MaskLevel
 
 LOW, HIGH, CAP = 0.2, 0.28, 2.0
 Floats = npt.NDArray[np.float64]
@@ -67,6 +69,89 @@ def test_loss_and_slope_of_one_token(
     assert loss == pytest.approx(result.total.item())
     assert slope == pytest.approx(policy_logp.grad.item())
     assert clipped == result.clipped_tokens
+
+
+@pytest.mark.parametrize("log_ratio", [4.0, 200.0])
+def test_dual_clip_bounds_the_loss_of_a_bad_token_that_has_become_likely(log_ratio: float) -> None:
+    """One such token at ratio e^4 had gradient 54.6, and one at e^200 made the whole gradient infinite."""
+    slopes = []
+    for dual_clip, advantage in ((3.0, -2.0), (None, -2.0), (3.0, 2.0)):
+        policy = torch.tensor([log_ratio - 300], dtype=torch.float64, requires_grad=True)
+        result = policy_loss(
+            policy, torch.tensor([-300.0], dtype=torch.float64), torch.tensor([advantage]), torch.ones(1),
+            clip_low=LOW, clip_high=HIGH, dual_clip=dual_clip,
+        )  # fmt: skip
+        result.total.backward()
+        assert policy.grad is not None
+        slopes.append(policy.grad.item())
+        if dual_clip and advantage < 0:
+            assert (6.0, 1) == (result.total.item(), int(result.clipped_tokens))
+        if advantage > 0:
+            assert [pytest.approx(-2.56), 1] == [result.total.item(), int(result.clipped_tokens)]
+
+    assert [0.0, pytest.approx(2 * math.exp(4)) if log_ratio < 20 else 0.0, 0.0] == slopes
+
+
+@pytest.mark.parametrize("level", ["Token", "Sequence", "SequenceMean"])
+def test_importance_mask_is_that_of_plain_numpy(level: MaskLevel) -> None:
+    chance = np.random.default_rng(4)
+    proximal, behaviour = -chance.uniform(0.1, 2.0, 40), -chance.uniform(0.1, 2.0, 40)
+    sample = chance.permutation(np.repeat([7, 3, 11, 5], 10))
+    expected = []
+    for token in range(40):
+        of = sample == sample[token] if level != "Token" else np.arange(40) == token
+        apart = (proximal - behaviour)[of]
+        ratio = np.exp(apart.mean() if level == "SequenceMean" else apart.sum())
+        expected.append(bool(0.8 <= ratio <= 1.25))
+
+    mask = importance_mask(
+        torch.tensor(proximal), torch.tensor(behaviour), torch.tensor(sample), level=level, low=0.8, high=1.25
+    )
+
+    assert {True, False} == set(expected)
+    assert expected == mask.tolist()
+
+
+def test_ratio_of_a_whole_sample_is_truncated_as_one() -> None:
+    sample = torch.tensor([4, 9, 4, 9])
+
+    ratio = importance_ratio(logs(0.5, 0.5, 0.6, 0.5), logs(0.5, 0.1, 0.5, 0.5), sample, cap=2.0, level="Sequence")
+
+    torch.testing.assert_close(ratio, torch.tensor([1.2, 2.0, 1.2, 2.0], dtype=torch.float64))
+
+
+def test_penalty_with_its_ratio_has_the_value_and_gradient_of_the_divergence_on_stale_tokens() -> None:
+    """Over all tokens of a vocabulary, with the chances of a behaviour policy that is not the policy any more."""
+    generator = torch.Generator().manual_seed(1)
+    policy, proximal, behaviour, reference = (
+        torch.randn(9, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(4)
+    )
+    logits = policy.clone().requires_grad_()
+    logp = logits.log_softmax(0)
+    divergence = (logp.exp() * (logp - reference)).sum()
+    (slope,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    chances = behaviour.exp()
+    ratio = kl_ratio(logp, proximal, importance_ratio(proximal, behaviour, cap=1e6))
+
+    corrected = kl_penalty(logp, reference, chances * ratio, estimator="K3")
+    uncorrected = kl_penalty(logp, reference, chances, estimator="K3")
+    (corrected_slope,) = torch.autograd.grad(corrected, logits, retain_graph=True)
+
+    assert divergence.item() == pytest.approx(corrected.item(), rel=1e-9)
+    torch.testing.assert_close(corrected_slope, slope)
+    assert abs(divergence.item() - uncorrected.item()) > 0.1 * divergence.item()
+
+
+def test_entropy_has_the_gradient_of_its_definition() -> None:
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    plain = (logits.double() / 0.7).softmax(-1)
+    weight = torch.arange(1.0, 6.0)
+    (expected,) = torch.autograd.grad((-(plain * plain.log()).sum(-1) * weight).sum(), logits)
+
+    _, entropy = token_logp(logits, torch.zeros(5), temperature=0.7)
+    (slope,) = torch.autograd.grad((entropy * weight).sum(), logits)
+
+    torch.testing.assert_close(slope, expected)
 
 
 def test_loss_is_a_sum_over_tokens() -> None:
@@ -132,8 +217,18 @@ def test_advantage_is_in_spreads_of_the_group() -> None:
     spread = 0.4 * math.sqrt(5 / 4) + 1e-4
     expected = torch.tensor([0.75 / spread, -0.25 / spread, -0.25 / spread, 0.0, 0.0])
     torch.testing.assert_close(group_advantage(reward, mean, std, count), expected)
-    as_it_is = group_advantage(reward, mean, std, count, in_spreads=False)
+    as_it_is = group_advantage(reward, mean, std, count, kind="Mean")
     torch.testing.assert_close(as_it_is, torch.tensor([0.75, -0.25, -0.25, 0.0, 0.0]))
+
+
+def test_advantage_can_leave_the_sample_itself_out_of_the_mean() -> None:
+    """RLOO: each reward minus the mean of the others."""
+    rewards = np.array([1.0, 0.0, 0.5, 2.0])
+    mean, std, count = (torch.full((4,), value) for value in (rewards.mean(), rewards.std(), 4.0))
+
+    others = [(rewards.sum() - reward) / 3 for reward in rewards]
+    advantage = group_advantage(torch.tensor(rewards), mean, std, count, kind="LeaveOneOut")
+    assert (rewards - others).tolist() == pytest.approx(advantage.tolist())
 
 
 def test_equal_rewards_teach_nothing_also_when_their_mean_is_rounded() -> None:
@@ -223,6 +318,9 @@ ONE, TWO = torch.zeros(1), torch.zeros(2)
         lambda: importance_ratio(ONE, TWO, cap=2.0),
         lambda: group_advantage(TWO, ONE, TWO, TWO),
         lambda: group_advantage(TWO, TWO, TWO, ONE),
+        lambda: importance_ratio(TWO, TWO, ONE, cap=2.0, level="Sequence"),
+        lambda: importance_mask(TWO, ONE, TWO, level="Token", low=0.5, high=2.0),
+        lambda: kl_ratio(TWO, TWO, ONE),
         lambda: kl_penalty(TWO, ONE, TWO, estimator="K3"),
         lambda: kl_penalty(TWO, TWO, ONE, estimator="K3"),
         lambda: policy_loss(TWO, TWO, ONE, TWO, clip_low=LOW, clip_high=HIGH),

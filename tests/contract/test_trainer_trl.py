@@ -31,9 +31,10 @@ LIMIT = 1024  # maxResponseTokens of the job, its default
 CAP = 1.5
 PEER_S = 300.0
 
-GRPO = {"advantage": "Spread", "average": "Sequences", "clipLow": 0.2, "clipHigh": 0.2}
-DAPO = {"advantage": "Spread", "average": "Tokens", "clipLow": 0.2, "clipHigh": 0.28}
-DR_GRPO = {"advantage": "Mean", "average": "Limit", "clipLow": 0.2, "clipHigh": 0.2}
+NO_DUAL: dict[str, object] = {"dualClip": None}
+GRPO = NO_DUAL | {"advantage": "Spread", "average": "Sequences", "clipLow": 0.2, "clipHigh": 0.2}
+DAPO = NO_DUAL | {"advantage": "Spread", "average": "Tokens", "clipLow": 0.2, "clipHigh": 0.28}
+DR_GRPO = NO_DUAL | {"advantage": "Mean", "average": "Limit", "clipLow": 0.2, "clipHigh": 0.2}
 TRL_GRPO = {"loss_type": "grpo", "scale_rewards": "group", "epsilon": 0.2, "epsilon_high": 0.2}
 TRL_DAPO = {"loss_type": "dapo", "scale_rewards": "group", "epsilon": 0.2, "epsilon_high": 0.28}
 TRL_DR_GRPO = {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon": 0.2, "max_completion_length": LIMIT}
@@ -46,7 +47,47 @@ VARIANTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "dapo-kl": (DAPO | KL, {**TRL_DAPO, "beta": 0.3}),
     "dr-grpo": (DR_GRPO, {**TRL_DR_GRPO, "beta": 0.0}),
     "dr-grpo-kl": (DR_GRPO | KL, {**TRL_DR_GRPO, "beta": 0.3}),
-}
+    "dual-clip": (DAPO | {"dualClip": 1.3}, {**TRL_DAPO, "beta": 0.0, "delta": 1.3}),
+    "gspo": (
+        GRPO | {"loss": "GSPO", "clipLow": 0.03, "clipHigh": 0.04},
+        {**TRL_GRPO, "beta": 0.0, "importance_sampling_level": "sequence", "epsilon": 0.03, "epsilon_high": 0.04},
+    ),
+    "cispo": (
+        DAPO | {"loss": "CISPO", "clipLow": 1.0, "clipHigh": 0.1},  # trl has no lower bound, and names the ratio
+        {**TRL_DAPO, "beta": 0.0, "loss_type": "cispo", "epsilon_high": 1.1},
+    ),
+    "entropy": (DAPO | {"entropyCoefficient": 0.2}, {**TRL_DAPO, "beta": 0.0, "entropy_coef": 0.2}),
+    "icepop": (
+        DAPO | {"importanceMask": "Token", "importanceMaskLow": 0.7, "importanceMaskHigh": 3.0, "importanceCap": 3.0},
+        {
+            **TRL_DAPO, "beta": 0.0, "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_min": 0.7, "vllm_importance_sampling_clip_max": 3.0,
+        },
+    ),
+    "mis": (
+        DAPO
+        | {
+            "importanceLevel": "Sequence", "importanceMask": "Sequence", "importanceMaskLow": 0.2,
+            "importanceMaskHigh": 20.0, "importanceCap": 20.0,
+        },
+        {
+            **TRL_DAPO, "beta": 0.0, "vllm_importance_sampling_mode": "sequence_mask",
+            "vllm_importance_sampling_clip_min": 0.2, "vllm_importance_sampling_clip_max": 20.0,
+        },
+    ),
+    "sequence-truncated": (
+        DAPO | {"importanceLevel": "Sequence"},
+        {**TRL_DAPO, "beta": 0.0, "vllm_importance_sampling_mode": "sequence_truncate"},
+    ),
+    "bypass": (DAPO | {"bypass": True}, {**TRL_DAPO, "beta": 0.0}),
+    "bypass-kl-corrected": (
+        DAPO | KL | {"bypass": True, "klBiasCorrection": True},
+        {**TRL_DAPO, "beta": 0.3, "use_bias_correction_kl": True},
+    ),
+}  # fmt: skip
+TRUNCATED = [name for name, (config, _) in VARIANTS.items() if not ({"importanceMask", "bypass"} & config.keys())]
+MASKED = ["icepop", "mis"]
+ALL_ARE_COMPUTED = ("klCoefficient", "entropyCoefficient")  # otherwise the group of equal rewards is not
 
 
 def make_samples() -> list[Example]:
@@ -70,8 +111,9 @@ class Ours:
     def __init__(self, folder: Path, model: Path, config: Mapping[str, object]) -> None:
         folder.mkdir()
         trainer = OneRank(
-            folder, model, has_reference="klCoefficient" in config, learningRate=0.05, dataPasses=2, gradientClip=1e9,
-            importanceCap=CAP, microBatchTokens=40, **config,
+            folder, model, has_reference="klCoefficient" in config,
+            **{"learningRate": 0.05, "dataPasses": 2, "gradientClip": 1e9, "importanceCap": CAP, "microBatchTokens": 40}
+            | dict(config),
         )  # fmt: skip
         self.gradients: list[dict[str, Tensor]] = []
         self.weights: list[dict[str, Tensor]] = []
@@ -106,7 +148,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Ours, M
             }
             for sample in make_samples()
         ],
-        "variants": [{"name": name, "trl": options} for name, (_, options) in VARIANTS.items()],
+        "variants": [
+            {"name": name, "trl": options, "bypass": "bypass" in config} for name, (config, options) in VARIANTS.items()
+        ],
     }
     (folder / "case.json").write_text(json.dumps(case))
     answer = subprocess.run(
@@ -131,24 +175,46 @@ def test_advantages_are_those_of_trl(
     both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], name: str, tmp_path: Path
 ) -> None:
     (shard,) = write_shards(tmp_path, make_samples(), step=1, split=1)
-    use = Use(in_spreads=VARIANTS[name][0]["advantage"] == "Spread")
+    use = Use(advantage="Spread" if VARIANTS[name][0]["advantage"] == "Spread" else "Mean")
 
     advantages = Shard.read(shard, step=1, shard=0, shards=1, use=use).advantage
 
     torch.testing.assert_close(advantages, both[name][1]["advantages"], rtol=1e-5, atol=1e-5)
 
 
-def test_importance_ratios_are_those_of_trl(both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], name: str) -> None:
-    ours, trl = both[name]
+@pytest.mark.parametrize("truncated", TRUNCATED)
+def test_importance_ratios_are_those_of_trl(
+    both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], truncated: str
+) -> None:
+    ours, trl = both[truncated]
 
     cut_off = trl["importance"] >= CAP
     assert 0 < int(cut_off.sum()) < len(cut_off)
-    if "kl" in name:  # without a penalty the group of equal rewards is not computed
+    if VARIANTS[truncated][0].keys() & set(ALL_ARE_COMPUTED):
         assert float(trl["importance"].mean()) == pytest.approx(ours.metrics["importance_mean"], rel=1e-5)
         assert float(cut_off.float().mean()) == pytest.approx(ours.metrics["importance_truncated"], rel=1e-5)
     torch.testing.assert_close(
         trl["importance"], importance_ratio(trl["importance"].log(), torch.zeros(len(cut_off)), cap=CAP)
     )
+
+
+@pytest.mark.parametrize("masked", MASKED)
+def test_importance_mask_leaves_out_what_trls_does(
+    both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], masked: str
+) -> None:
+    """The group of equal rewards is not computed here; the gradients are compared nevertheless."""
+    ours, trl = both[masked]
+    real = [sample for sample in make_samples() for written in sample.written or () if written]
+    left_out = torch.tensor([sample.group > 0 for sample in real]) & (trl["importance"] == 0)
+
+    computed = sum(sample.group > 0 for sample in real)
+    assert 0.1 < float(left_out.sum()) / computed < 0.9
+    assert float(left_out.sum()) / computed == pytest.approx(ours.metrics["importance_masked"], rel=1e-5)
+
+
+def test_dual_clip_takes_further_gradients_away(both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]]) -> None:
+    """Or its comparison would say nothing: both second passes begin with the same weights."""
+    assert both["dapo"][0].metrics["clip_fraction"] < both["dual-clip"][0].metrics["clip_fraction"]
 
 
 def test_loss_is_that_of_trl(both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], name: str) -> None:

@@ -50,10 +50,12 @@ def run(folder: Path, case: dict[str, Any], variant: dict[str, Any]) -> dict[str
             bf16=False,
             use_cpu=True,
             report_to=[],
-            use_bias_correction_kl=False,
-            vllm_importance_sampling_mode="token_truncate",
-            vllm_importance_sampling_clip_max=case["importanceCap"],
-            **variant["trl"],
+            **{
+                "use_bias_correction_kl": False,
+                "vllm_importance_sampling_mode": "token_truncate",
+                "vllm_importance_sampling_clip_max": case["importanceCap"],
+                **variant["trl"],
+            },
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(case["model"]),
@@ -65,7 +67,13 @@ def run(folder: Path, case: dict[str, Any], variant: dict[str, Any]) -> dict[str
     model.train()
     batch = trainer._generate_and_score_completions(rows)
     mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
-    told = {"advantages": batch["advantages"], "importance": batch["importance_sampling_ratio"][mask]}
+    if variant["bypass"]:  # the policy that sampled is the one that ratios are to
+        batch["old_per_token_logps"] = batch["sampling_per_token_logps"] * mask
+        batch["importance_sampling_ratio"] = torch.ones_like(batch["old_per_token_logps"])
+    told = {
+        "advantages": batch["advantages"],
+        "importance": batch["importance_sampling_ratio"].expand_as(mask)[mask],
+    }
     for pass_ in ("first", "second"):
         if pass_ == "second":
             model.load_state_dict(load_file(folder / f"{variant['name']}.safetensors"), strict=False)

@@ -95,6 +95,8 @@ def test_unknown_key_is_refused_with_the_nearest_and_all_known_ones(tmp_path: Pa
         ("dtype", "float16"), ("klCoefficient", -1), ("klEstimator", "K4"),
         ("maxTokenAge", -1), ("schedule", "Step"), ("decaySteps", 0), ("finalLearningRate", -1),
         ("activationCheckpointing", "perhaps"), ("trainingState", "Halved"),
+        ("loss", "TRPO"), ("dualClip", 1), ("entropyCoefficient", -1), ("importanceLevel", "Batch"),
+        ("importanceMask", "Batch"), ("importanceMaskLow", 0), ("importanceMaskHigh", 0.9), ("advantage", "Rank"),
         ("trackers", ["Excel"]), ("wandbProject", ""),
     ],
 )  # fmt: skip
@@ -130,6 +132,17 @@ def test_what_is_not_supported_yet_is_said_so(tmp_path: Path, key: str, said: st
         ({"decaySteps": 9}, "decaySteps says when a Linear or Cosine schedule ends"),
         ({"schedule": "Linear", "decaySteps": 9, "warmupSteps": 9}, "decaySteps must be after warmupSteps, 9"),
         ({"optimizer": "SGD", "betas": [0.9, 0.95]}, "betas are AdamW.s"),
+        ({"loss": "GSPO"}, "loss GSPO has one ratio for a sample, .* set average to Sequences"),
+        ({"loss": "CISPO", "dualClip": 4.0}, "dualClip bounds the ratio of PPO and GSPO"),
+        ({"clipHigh": 2.5}, r"dualClip is 3.0, and must be above 1 \+ clipHigh, or null"),
+        ({"importanceMask": "Token", "importanceMaskLow": 0.5}, "importanceMask needs importanceMaskLow and"),
+        ({"importanceMaskLow": 0.5, "importanceMaskHigh": 5.0}, "importanceMask needs importanceMaskLow and"),
+        ({"bypass": True, "importanceLevel": "Sequence"}, "bypass clips against the behaviour policy"),
+        ({"klBiasCorrection": True}, "klBiasCorrection corrects the KL in the loss: set klCoefficient"),
+        (
+            {"klBiasCorrection": True, "klCoefficient": 0.1, "importanceLevel": "Sequence"},
+            "klBiasCorrection weights each token's own KL",
+        ),
         ({"wandbProject": "sums", "trackers": ["TensorBoard"]}, "wandbProject is of Weights & Biases: add WandB"),
     ],
 )

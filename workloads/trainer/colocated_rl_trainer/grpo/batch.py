@@ -22,6 +22,7 @@ from torch import Tensor
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_trainer.grpo.loss import group_advantage
 from colocated_rl_trainer.protocol.rank import Refused
+from colocated_rl_trainer.protocol.settings import Advantage
 from colocated_rl_trainer.state.group import Collectives
 
 _COLUMNS = {
@@ -45,9 +46,9 @@ class PeerRefused(Refused):
 class Use:
     """How a trainer uses a batch."""
 
-    in_spreads: bool = True  # advantages are in spreads of their group
+    advantage: Advantage = "Spread"  # `group_advantage`
     max_token_age: int | None = None  # in steps, of the weights that made a token: older tokens are not trained
-    equal_too: bool = False  # samples of groups without a spread are computed: a penalty may move them
+    equal_too: bool = False  # samples of groups without a spread are computed: a penalty or bonus may move them
 
 
 AS_IT_IS = Use()
@@ -121,7 +122,7 @@ class Shard:
             group=column["group"],
             advantage=group_advantage(
                 *(column[name] for name in ("reward", "group_mean", "group_std", "group_count")),
-                in_spreads=use.in_spreads,
+                kind=use.advantage,
             ),
             start=start,
             end=end,

@@ -29,7 +29,7 @@ from colocated_rl_trainer.grpo.batch import (
 )
 from colocated_rl_trainer.grpo.budget import Budget, host_memory
 from colocated_rl_trainer.grpo.forward import logp_and_entropy
-from colocated_rl_trainer.grpo.loss import importance_ratio, kl_penalty, policy_loss
+from colocated_rl_trainer.grpo.loss import importance_mask, importance_ratio, kl_penalty, kl_ratio, policy_loss
 from colocated_rl_trainer.grpo.scores import find_scores, write_scores
 from colocated_rl_trainer.grpo.tally import StepTally, metrics
 from colocated_rl_trainer.grpo.trackers import Tracker, check_trackers, make_trackers
@@ -98,9 +98,9 @@ class GRPOTrainer:
         self._dtype = torch.bfloat16 if config.computes_in(settings.device) == "bfloat16" else torch.float32
         self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage, keep=spec.checkpoint.keep)
         self._use = Use(
-            in_spreads=config.advantage == "Spread",
+            advantage=config.advantage,
             max_token_age=config.max_token_age,
-            equal_too=config.kl_coefficient > 0,
+            equal_too=config.kl_coefficient > 0 or config.entropy_coefficient > 0,
         )
         self._has_reference = spec.reference is not None
         self._keeps_reference = self._has_reference and not spec.seals_with_scores  # otherwise batches have its scores
@@ -219,26 +219,54 @@ class GRPOTrainer:
             known.start[micro.tokens] = logp.detach().cpu()
         behaviour_logp = shard.behaviour_logp[micro.tokens]
         proximal_logp = behaviour_logp if config.bypass else known.start[micro.tokens]
-        importance = importance_ratio(proximal_logp, behaviour_logp, cap=config.importance_cap)
+        importance, kept = self._importance(proximal_logp, behaviour_logp, micro.sample)
+        proximal_logp, ratio = proximal_logp.to(device), importance.to(device)
         weight = self._weight(shard, micro).to(device)
         policy = policy_loss(
             logp,
-            proximal_logp.to(device),
+            proximal_logp,
             shard.advantage[micro.sample].to(device),
-            importance.to(device),
+            ratio * kept.to(device),
             weight,
+            micro.sample,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
+            loss=config.loss,
         )
         loss = policy.total
+        if config.entropy_coefficient:
+            loss = loss - config.entropy_coefficient * (entropy * weight).sum()
         if known.reference is not None:
             reference_logp, estimator = known.reference[micro.tokens].to(device), config.kl_estimator
             if config.kl_coefficient:
+                if config.kl_bias_correction:
+                    weight = weight * kl_ratio(logp, proximal_logp, ratio)
                 loss = loss + config.kl_coefficient * kl_penalty(logp, reference_logp, weight, estimator=estimator)
             tally.kl += float(kl_penalty(logp.detach(), reference_logp, torch.ones_like(logp), estimator=estimator))
         loss = loss / divisor
         loss.backward()
-        tally.add_tokens(float(loss.detach()), policy, entropy, importance, cap=config.importance_cap)
+        tally.add_tokens(float(loss.detach()), policy, entropy, importance, kept, cap=config.importance_cap)
+
+    def _importance(self, proximal_logp: Tensor, behaviour_logp: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the truncated importance ratio of each token, and whether the mask keeps it: [tokens] each."""
+        config = self._config
+        ratio = importance_ratio(
+            proximal_logp, behaviour_logp, sample, cap=config.importance_cap, level=config.importance_level
+        )
+        if config.importance_mask is None:
+            return ratio, torch.ones_like(ratio, dtype=torch.bool)
+        assert config.importance_mask_low is not None
+        assert config.importance_mask_high is not None
+        kept = importance_mask(
+            proximal_logp,
+            behaviour_logp,
+            sample,
+            level=config.importance_mask,
+            low=config.importance_mask_low,
+            high=config.importance_mask_high,
+        )
+        return ratio, kept
 
     def export(self, directory: Path) -> Exported | None:
         writes = self._settings.writes_weights

@@ -29,6 +29,7 @@ class StepTally:
     entropy: float = 0.0
     importance: float = 0.0
     truncated: int = 0  # tokens whose importance ratio was cut off
+    masked: int = 0  # tokens whose importance ratio was out of bounds
     kl: float = 0.0  # of policy from reference
     fresh_tokens: int = 0  # made by the weights that the step began with, and computed with them here
     mismatch: float = 0.0  # |trainer - engine| of their log-probabilities, nats
@@ -45,13 +46,17 @@ class StepTally:
             reward=float(shard.reward.sum()),
         )
 
-    def add_tokens(self, loss: float, policy: PolicyLoss, entropy: Tensor, importance: Tensor, *, cap: float) -> None:
+    def add_tokens(
+        self, loss: float, policy: PolicyLoss, entropy: Tensor, importance: Tensor, kept: Tensor, *, cap: float
+    ) -> None:
+        """kept: bool [tokens], False for those that the mask of the importance ratio leaves out."""
         self.computed_tokens += len(entropy)
         self.loss += loss
         self.clipped += int(policy.clipped_tokens)
         self.entropy += float(entropy.detach().sum())
         self.importance += float(importance.sum())
         self.truncated += int((importance >= cap).sum())
+        self.masked += int((~kept).sum())
 
     def add_update(self, gradient_norm: float) -> None:
         self.updates += 1
@@ -89,6 +94,7 @@ def metrics(ranks: Sequence[StepTally], *, has_reference: bool = False) -> dict[
         figures["clip_fraction"] = total("clipped") / computed
         figures["importance_mean"] = total("importance") / computed
         figures["importance_truncated"] = total("truncated") / computed
+        figures["importance_masked"] = total("masked") / computed
         if has_reference:
             figures["kl"] = total("kl") / computed
     if fresh := total("fresh_tokens"):

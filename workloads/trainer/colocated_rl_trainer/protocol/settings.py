@@ -82,6 +82,10 @@ class RankSettings:
 
 
 KL = Literal["K1", "K2", "K3"]  # estimators: `loss.kl_penalty`
+Advantage = Literal["Spread", "Mean", "LeaveOneOut"]  # `loss.group_advantage`
+Loss = Literal["PPO", "GSPO", "CISPO"]  # `loss.policy_loss`
+Level = Literal["Token", "Sequence"]  # of a ratio
+MaskLevel = Literal["Token", "Sequence", "SequenceMean"]  # `loss.importance_mask`
 TrackerName = Literal["TensorBoard", "WandB"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -118,20 +122,52 @@ class TrainerConfig(BaseModel):
     gradient_clip: float = Field(default=1.0, gt=0, description="Greatest norm of the whole gradient.")
     minibatches: int = Field(default=1, ge=1, description="Optimizer calls in one pass over the batch.")
     data_passes: int = Field(default=1, ge=1, description="Passes over the batch.")
+    loss: Loss = Field(
+        default="PPO",
+        description="The ratio is clipped token by token (PPO), as the geometric mean of a sample's (GSPO), or as a "
+        "weight of the log-probability, so that no token loses its gradient (CISPO).",
+    )
     clip_low: float = Field(default=0.2, gt=0, le=1, description="The ratio is clipped below 1 - clipLow.")
     clip_high: float = Field(default=0.28, gt=0, description="And above 1 + clipHigh.")
+    dual_clip: float | None = Field(
+        default=3.0,
+        gt=1,
+        allow_inf_nan=False,
+        description="Greatest ratio that counts where the advantage is negative; no bound when null. Not for CISPO.",
+    )
+    entropy_coefficient: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Of the entropy bonus: entropy is subtracted from the loss."
+    )
     importance_cap: float = Field(default=2.0, gt=1, description="Bound of the ratio to the behaviour policy.")
+    importance_level: Level = Field(
+        default="Token", description="A token has that ratio of its own, or the product over its sample (Sequence)."
+    )
+    importance_mask: MaskLevel | None = Field(
+        default=None,
+        description="Tokens are left out of the policy's loss where that ratio is out of bounds, before importanceCap: "
+        "of the token (IcePop), of its sample (MIS), or the geometric mean of its sample (SequenceMean).",
+    )
+    importance_mask_low: float | None = Field(default=None, gt=0, le=1, description="Lower bound of importanceMask.")
+    importance_mask_high: float | None = Field(
+        default=None, ge=1, allow_inf_nan=False, description="Upper bound of importanceMask."
+    )
     kl_coefficient: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="Of KL in the loss; needs spec.reference."
     )
     kl_estimator: KL = Field(default="K3", description="Of KL, by one token; K3 is that of GRPO.")
+    kl_bias_correction: bool = Field(
+        default=False,
+        description="KL of a token is weighted with the ratio of policy to behaviour policy, as tokens of older "
+        "weights need (DeepSeek-V3.2).",
+    )
     max_token_age: int | None = Field(
         default=None, ge=0, description="Tokens that weights of more steps ago have made are not trained."
     )
     bypass: bool = Field(default=False, description="Clip against the behaviour log-probabilities, recompute none.")
-    advantage: Literal["Spread", "Mean"] = Field(
+    advantage: Advantage = Field(
         default="Spread",
-        description="Reward minus the mean of its group, in spreads of the group (GRPO) or as it is (Dr. GRPO).",
+        description="Reward minus the mean of its group, in spreads of the group (GRPO) or as it is (Dr. GRPO), or "
+        "minus the mean of the others in its group (LeaveOneOut, RLOO).",
     )
     average: Literal["Tokens", "Sequences", "Limit"] = Field(
         default="Tokens",
@@ -193,9 +229,34 @@ class TrainerConfig(BaseModel):
             raise _contradiction(f"decaySteps must be after warmupSteps, {self.warmup_steps}")
         if self.optimizer == "SGD" and "betas" in self.model_fields_set:
             raise _contradiction("betas are AdamW's: SGD here has no momentum")
+        self._loss_fits_together()
         if "WandB" not in self.trackers and "wandb_project" in self.model_fields_set:
             raise _contradiction("wandbProject is of Weights & Biases: add WandB to trackers")
         return self
+
+    def _loss_fits_together(self) -> None:
+        written = self.model_fields_set
+        if self.loss == "GSPO" and self.average != "Sequences":
+            raise _contradiction("loss GSPO has one ratio for a sample, which counts once: set average to Sequences")
+        if self.loss == "CISPO":
+            if "dual_clip" in written and self.dual_clip is not None:
+                raise _contradiction(
+                    "dualClip bounds the ratio of PPO and GSPO, and CISPO's is clipped already: leave it out"
+                )
+        elif self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise _contradiction(f"dualClip is {self.dual_clip}, and must be above 1 + clipHigh, or null for no bound")
+        bounds = (self.importance_mask_low, self.importance_mask_high)
+        if (self.importance_mask is None) != (bounds == (None, None)) or (None in bounds and bounds != (None, None)):
+            raise _contradiction("importanceMask needs importanceMaskLow and importanceMaskHigh: set all three or none")
+        if self.bypass and (self.importance_mask or self.importance_level == "Sequence"):
+            raise _contradiction(
+                "bypass clips against the behaviour policy and has no other ratio to it: leave importanceMask and "
+                "importanceLevel out"
+            )
+        if self.kl_bias_correction and not self.kl_coefficient:
+            raise _contradiction("klBiasCorrection corrects the KL in the loss: set klCoefficient too")
+        if self.kl_bias_correction and self.importance_level == "Sequence":
+            raise _contradiction("klBiasCorrection weights each token's own KL: leave importanceLevel out")
 
     @classmethod
     def read(cls, path: Path) -> Self:
