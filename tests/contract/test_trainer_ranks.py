@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +103,39 @@ def test_batch_that_teaches_nothing_ends_its_step_on_every_rank(pair: Pair) -> N
 
     assert [0.0, 0.0] == [metrics["updates"] for metrics in together]
     assert {pair.one.step} == {rank.status.step for rank in pair.two.ranks}
+
+
+@pytest.mark.parametrize("state", ["Sharded", "Replicated"])
+def test_updates_whose_gradient_is_not_finite_are_skipped_on_every_rank_up_to_a_limit(
+    kind: TrainerKind, tmp_path: Path, state: str
+) -> None:
+    """Such a batch ended the trainer, which came back with the same batch, until the job had no restart left."""
+    config = CONFIG | {"trainingState": state, "advantage": "Mean", "nonFiniteGradient": "Skip", "maxSkippedUpdates": 3}
+    with TrainerGroup(replace(kind, config=config), tmp_path, size=2) as two:
+        two.wait_loaded()
+        two.onload()
+
+        def train(step: int, *, of_size: float = 1.0) -> Mapping[str, float]:
+            samples = [replace(sample, reward=sample.reward * of_size) for sample in make_samples(step)]
+            split = [number % 2 for number in range(SAMPLES)]
+            first, second = two.train(step, write_shards(tmp_path, samples, step=step, split=split))
+            assert first.metrics == second.metrics
+            return first.metrics
+
+        def exported(step: int) -> Mapping[str, torch.Tensor]:
+            return load_file(two.export(step)[0] / "model.safetensors")
+
+        assert (2, 0) == (train(1)["updates"], two.ranks[0].status.metrics["skipped_updates"])
+        before = exported(1)
+        assert (0, 2) == (train(2, of_size=1e30)["updates"], two.ranks[0].status.metrics["skipped_updates"])
+        after = exported(2)
+        for name, tensor in before.items():
+            assert torch.equal(tensor, after[name]), name
+        assert (2, 0) == (train(3)["updates"], two.ranks[0].status.metrics["skipped_updates"])
+        assert any(not torch.equal(tensor, after[name]) for name, tensor in exported(3).items())
+        assert 2 == train(4, of_size=1e30)["skipped_updates"]
+        with pytest.raises(UnexpectedStatus, match="Diverged"):
+            train(5, of_size=1e30)
 
 
 def test_shard_that_one_rank_cannot_read_is_refused_by_all_and_can_be_sent_again(pair: Pair) -> None:

@@ -10,6 +10,7 @@ of the same batches from a checkpoint gives the same weights, on the CPU the sam
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Diverged(Exception):
-    """The gradient is not finite. The weights still are, but are not used any more: the settings must change."""
+    """Gradients are not finite. The weights still are, but are not used any more: the settings must change."""
 
 
 class DeviceFull(Exception):
@@ -108,6 +109,7 @@ class GRPOTrainer:
             raise ConfigError(
                 "klCoefficient in spec.trainer.config needs a policy to compare with: add spec.reference to the job"
             )
+        self._skipped_in_a_row = 0  # updates
         self._scored: tuple[int, Tensor] | None = None  # newest step that the reference has scored, and its scores
         check_trackers(config.trackers)
         self._trackers: Sequence[Tracker] = ()
@@ -178,7 +180,11 @@ class GRPOTrainer:
                     else:
                         self._add_gradient(shard, micro, minibatch.divisor, known, tally)
                     watch.progress()
-                gradient_norm = self._sum_and_clip_gradients(step)
+                gradient_norm = self._sum_and_clip_gradients()
+                if not math.isfinite(gradient_norm):
+                    self._skip_update(step, gradient_norm, tally)
+                    continue
+                self._skipped_in_a_row = 0
                 watch.mark_dirty()
                 state.update(learning_rate=learning_rate, betas=config.betas, weight_decay=config.weight_decay)
                 tally.add_update(gradient_norm)
@@ -343,8 +349,8 @@ class GRPOTrainer:
         if with_gradient:
             logits.backward(torch.zeros_like(logits))
 
-    def _sum_and_clip_gradients(self, step: int) -> float:
-        """Return the norm of the whole gradient before clipping. Raises Diverged."""
+    def _sum_and_clip_gradients(self) -> float:
+        """Return the norm of the whole gradient before clipping, the same on every rank; not finite as it may be."""
         gradients = self._state.gradients
         if not self._is_shared:  # otherwise the passes sum each rank's part
             self._group.sum_in_place(gradients)
@@ -353,11 +359,25 @@ class GRPOTrainer:
             self._group.sum_in_place(norm.square_())
             norm.sqrt_()
         norm = float(norm)
-        if not norm < float("inf"):
-            raise Diverged(f"gradient norm of step {step} is {norm}: lower learningRate, gradientClip or importanceCap")
         if norm > self._config.gradient_clip:
             gradients.mul_(self._config.gradient_clip / norm)
         return norm
+
+    def _skip_update(self, step: int, norm: float, tally: StepTally) -> None:
+        """Leave weights and optimizer state as they are. Raises Diverged if the job wants none or no more skipped."""
+        config = self._config
+        self._skipped_in_a_row += 1
+        advice = "lower learningRate or importanceCap"
+        if config.non_finite_gradient == "Fail":
+            raise Diverged(f"gradient norm of step {step} is {norm}: {advice}, or set nonFiniteGradient to Skip")
+        if self._skipped_in_a_row > config.max_skipped_updates:
+            raise Diverged(
+                f"gradient norm of step {step} is {norm}, after {config.max_skipped_updates} updates in a row that "
+                f"were skipped for the same (maxSkippedUpdates): {advice}"
+            )
+        self._state.gradients.zero_()
+        tally.skipped += 1
+        log(_LOG, "update skipped", logging.WARNING, step=step, reason=f"its gradient norm is {norm}")
 
     def _check_budget(self) -> None:
         """Raise ConfigError if the training state never fits, before anything takes memory."""

@@ -36,6 +36,7 @@ class StepTally:
     mismatch_max: float = 0.0
     updates: int = 0  # the same on every rank, like gradient_norm
     gradient_norm: float = 0.0
+    skipped: int = 0  # updates whose gradient was not finite; the same on every rank
 
     @classmethod
     def of(cls, shard: Shard) -> StepTally:
@@ -83,11 +84,11 @@ def metrics(ranks: Sequence[StepTally], *, has_reference: bool = False) -> dict[
         return float(sum(getattr(tally, name) for tally in ranks))
 
     figures = {name: total(name) for name in ("samples", "teaching_samples", "tokens")}
-    figures["updates"] = float(ranks[0].updates)
+    figures["updates"], figures["skipped_updates"] = float(ranks[0].updates), float(ranks[0].skipped)
     if samples := total("samples"):
         figures["reward"] = total("reward") / samples
     if updates := ranks[0].updates:
-        figures["loss"] = total("loss") / updates
+        figures["loss"] = total("loss") / (updates + ranks[0].skipped)
         figures["gradient_norm"] = ranks[0].gradient_norm / updates
     if computed := total("computed_tokens"):
         figures["entropy"] = total("entropy") / computed

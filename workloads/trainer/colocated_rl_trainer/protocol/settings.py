@@ -120,6 +120,12 @@ class TrainerConfig(BaseModel):
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Of AdamW.")
     gradient_clip: float = Field(default=1.0, gt=0, description="Greatest norm of the whole gradient.")
+    non_finite_gradient: Literal["Fail", "Skip"] = Field(
+        default="Fail",
+        description="An update whose gradient is not finite ends the trainer, or is left out, with its count in the "
+        "metrics (Skip).",
+    )
+    max_skipped_updates: int = Field(default=10, ge=1, description="In a row; one more ends the trainer.")
     minibatches: int = Field(default=1, ge=1, description="Optimizer calls in one pass over the batch.")
     data_passes: int = Field(default=1, ge=1, description="Passes over the batch.")
     loss: Loss = Field(
@@ -229,6 +235,8 @@ class TrainerConfig(BaseModel):
             raise _contradiction(f"decaySteps must be after warmupSteps, {self.warmup_steps}")
         if self.optimizer == "SGD" and "betas" in self.model_fields_set:
             raise _contradiction("betas are AdamW's: SGD here has no momentum")
+        if self.non_finite_gradient == "Fail" and "max_skipped_updates" in self.model_fields_set:
+            raise _contradiction("maxSkippedUpdates is of nonFiniteGradient Skip: set that too")
         self._loss_fits_together()
         if "WandB" not in self.trackers and "wandb_project" in self.model_fields_set:
             raise _contradiction("wandbProject is of Weights & Biases: add WandB to trackers")
