@@ -216,7 +216,7 @@ class FailureRule(Part):
 _BACKOFF_SAID = "maxBackoffSeconds is %d and backoffSeconds is %d: write a maximum that is no smaller"
 _BACKOFF = Rule(
     field="maxBackoffSeconds",
-    rule="self.backoffSeconds <= self.maxBackoffSeconds",
+    rule="!has(self.backoffSeconds) || !has(self.maxBackoffSeconds) || self.backoffSeconds <= self.maxBackoffSeconds",
     message="maxBackoffSeconds must be at least backoffSeconds",
     said=f"'{_BACKOFF_SAID}'.format([self.maxBackoffSeconds, self.backoffSeconds])",
 )

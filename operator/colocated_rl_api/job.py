@@ -70,6 +70,9 @@ _CLAIM = Rule(
 )
 
 
+DEVICES = ("count", "resourceName", "resourceClaimTemplateName")  # of `Gpus`: what a job keeps
+
+
 class Gpus(Part):
     """The devices of a pod."""
 
@@ -90,10 +93,12 @@ class Gpus(Part):
         default=None,
         min_length=1,
         max_length=512,
-        description="Image that holds engine and trainer; the operator's default when absent.",
+        description="Image that holds engine and trainer; the operator's default when absent. May change while the job "
+        "is suspended, but for a reference.",
     )
     resources: Resources = Field(
-        default_factory=Resources, description="Further resources of the GPU container (devices come from count)."
+        default_factory=Resources,
+        description="Further resources of the GPU container (devices come from count). May change likewise.",
     )
 
     @model_validator(mode="after")
@@ -220,10 +225,10 @@ class Rollout(Part):
             _OFFLOAD,
             *_own("engine"),
             *fixed(
-                *("colocateWith", "replicas", "gpus", "offload", "engineArgs", "prompts"),
+                *("colocateWith", "replicas", "offload", "prompts"),
                 *("maxPromptTokens", "maxResponseTokens"),
                 *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
-                *("maxFilteredPerBatch", "minRolloutSeconds", "resources"),
+                *("maxFilteredPerBatch", "minRolloutSeconds"),
             ),
         )
     )
@@ -255,7 +260,7 @@ class Rollout(Part):
         default_factory=list,
         max_length=64,
         description="Further flags of the SGLang server, one list item each word. Without --tp-size and --pp-size an "
-        "engine spans all devices of its pod by tensor parallelism.",
+        "engine spans all devices of its pod by tensor parallelism. May change while the job is suspended.",
     )
     prompts: Prompts = Field(description="Source of prompts and rewards.")
     max_prompt_tokens: int = Field(default=1024, ge=1, le=10_000_000, description="Longer prompts are not used.")
@@ -311,7 +316,10 @@ class Rollout(Part):
         "allows; when nothing more may be generated the batch is sealed at once.",
     )
     sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
-    resources: Resources = Field(default_factory=Resources, description="Resources of the rollout controller.")
+    resources: Resources = Field(
+        default_factory=Resources,
+        description="Resources of the rollout controller. May change while the job is suspended.",
+    )
 
     @property
     def placement(self) -> Placement:
@@ -509,7 +517,7 @@ class WeightSync(Part):
     size_limit: Quantity = Field(
         default="8Gi",
         description="Of the memory-backed volume that an engine shares with trainers in its pod; twice the size of the "
-        "weights. Counts as pod memory.",
+        "weights. Counts as pod memory. May change while the job is suspended.",
     )
     volume: Claimed = Field(
         default_factory=Claimed,
@@ -523,7 +531,8 @@ class WeightSync(Part):
         "the checksums of all engines are equal (Checksum), or its log-probabilities of a fixed sequence are those of "
         "the trainer (Probe; for float32: in 16 bits an engine that is right may differ by more than is allowed). An "
         "engine that differs from the trainer, or from more than half of all engines, starts again on the export; "
-        "where the next one differs too, or without such a majority, the trainers start again.",
+        "where the next one differs too, or without such a majority, the trainers start again. May change while the "
+        "job is suspended.",
     )
 
 
@@ -551,10 +560,17 @@ class Checkpoint(Part):
     """Checkpoints of the trainer, on a volume of the job."""
 
     every_steps: int = Field(
-        default=10, ge=1, le=1_000_000, description="Steps between checkpoints; also after the last."
+        default=10,
+        ge=1,
+        le=1_000_000,
+        description="Steps between checkpoints; also after the last. May change while the job is suspended.",
     )
     keep: int = Field(
-        default=2, ge=1, le=1000, description="Checkpoints kept, with the sealed batches since the oldest of them."
+        default=2,
+        ge=1,
+        le=1000,
+        description="Checkpoints kept, with the sealed batches since the oldest of them. May change while the job is "
+        "suspended.",
     )
     volume: Volume = Field(
         default_factory=Volume,
@@ -608,10 +624,15 @@ class ColocatedRLJobSpec(Part):
             _EVALUATED,
             *(colocation.rule for colocation in COLOCATIONS),
             *fixed(
-                *("mode", "recorded", "model", "gpus", "reference", "trainer", "weightSync", "checkpoint"),
-                *("storage", "managedBy"),
+                *("mode", "recorded", "model", "reference", "trainer", "storage", "managedBy"),
+                *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in DEVICES),
+                *("weightSync.volume", "checkpoint.volume"),
             ),
-            *fixed_while_running("switch", "podTemplates"),
+            *fixed_while_running(
+                *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in ("image", "resources")),
+                *("rollout.engineArgs", "rollout.resources", "weightSync.sizeLimit", "weightSync.verify"),
+                *("checkpoint.everySteps", "checkpoint.keep", "switch", "podTemplates"),
+            ),
         )
     )
 

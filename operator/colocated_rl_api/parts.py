@@ -72,28 +72,40 @@ def rules(*given: Rule) -> dict[str, Any]:
 
 
 def fixed(*fields: str) -> tuple[Rule, ...]:
-    """Fields of one part that keep their value, or their absence, as long as the job exists."""
+    """Fields of one part, or below it, that keep their value, or their absence, as long as the job exists."""
     return tuple(
-        Rule(name, _is_kept(name), f"{name} can't change once the job exists: make a new job with the new value")
-        for name in fields
+        _unless(path, _is_kept(path), "can't change once the job exists: make a new job with the new value")
+        for path in fields
     )
 
 
 def fixed_while_running(*fields: str) -> tuple[Rule, ...]:
-    """Fields of the spec that pods read when they are made."""
+    """Fields of the spec, or below it, that pods read when they are made."""
+    words = "can't change while the job runs: set suspend to true, change it, and set suspend to false again"
     return tuple(
-        Rule(
-            name,
-            f"(has(oldSelf.suspend) && oldSelf.suspend) || ({_is_kept(name)})",
-            f"{name} can't change while the job runs: set suspend to true, change it, and set suspend to false again",
-        )
-        for name in fields
+        _unless(path, f"(has(oldSelf.suspend) && oldSelf.suspend) || ({_is_kept(path)})", words) for path in fields
     )
 
 
-def _is_kept(name: str) -> str:
-    """A rule of the parent: the field's own would not be asked when it is added or removed."""
-    return f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})"
+def _unless(path: str, rule: str, words: str) -> Rule:
+    field = path.replace("?", "")
+    return Rule(field, rule, f"{field} {words}")
+
+
+def _is_kept(path: str) -> str:
+    """A rule of the parent: the field's own would not be asked when it is added or removed.
+
+    `part?.field` is a field of a part that may be absent. Other parts are there, by their defaults. CEL's optional
+    fields would say it in fewer words, but the server takes their cost for unbounded.
+    """
+    part, _, field = path.rpartition("?.")
+    if part:
+        return f"{_is_there(part)} && (!has(self.{part}) || ({_is_kept(f'{part}.{field}')}))"
+    return f"{_is_there(path)} && (!has(self.{path}) || self.{path} == oldSelf.{path})"
+
+
+def _is_there(path: str) -> str:
+    return f"has(self.{path}) == has(oldSelf.{path})"
 
 
 def should_match(pattern: str, words: str) -> tuple[AfterValidator, dict[str, Any]]:

@@ -240,8 +240,9 @@ def test_a_failed_job_is_retried_and_no_other(run: Run, api: ClusterApi) -> None
     assert "retries" not in job["spec"]
     job["status"] |= {"phase": "Failed", "retries": 3}
     assert "kubectl crlj retry sums lets it go on" in run("resume", "sums").stderr
+    assert "default/sums: suspended" in run("suspend", "sums").stdout
     assert "default/sums: retried: its pods are made again" in run("retry", "sums").stdout
-    assert {"retries": 4}.items() <= job["spec"].items()
+    assert {"retries": 4, "suspend": False}.items() <= job["spec"].items()
 
 
 # ------------------------------------------------------------------------------------------------------ what goes wrong

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import shlex
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -297,6 +298,56 @@ async def test_a_job_is_suspended_and_resumed_by_kubectl(world: World, kubectl: 
     assert (2, 0) == (world.status["lineage"], world.status["restarts"])
     assert started <= world.status["startTime"]
     assert "False" == world.condition("Suspended")["status"]
+
+
+MORE_MEMORY = {
+    "gpus": {"resources": {"limits": {"memory": "48Gi"}}},
+    "rollout": {"engineArgs": ["--mem-fraction-static=0.5"]},
+    "checkpoint": {"everySteps": 1},
+    "weightSync": {"sizeLimit": "3Gi"},
+}
+
+
+async def test_an_out_of_memory_is_answered_by_suspend_edit_and_resume(world: World, kubectl: AsyncKubectl) -> None:
+    """On its fifth day a job needed more memory than its pods had, and a new job would have begun with its model."""
+    job = f"{names.SHORT_NAME}/sums"
+
+    def edit(spec: Body) -> Coroutine[None, None, str]:
+        return kubectl("patch", job, "--type=merge", "--patch", json.dumps({"spec": spec}))
+
+    async def refusal(spec: Body) -> str:
+        with pytest.raises(AssertionError) as refused:
+            await edit(spec)
+        return str(refused.value)
+
+    world.kubelet.hold("rollout", under=lambda target: isinstance(target, RolloutTarget) and target.trained_step == 1)
+    async with world.operator():
+        await world.until(lambda: world.status.get("step") == 1 and world.status["phase"] == "Rollout")
+        said = await refusal(MORE_MEMORY)
+        for field in ("gpus.resources", "rollout.engineArgs", "checkpoint.everySteps", "weightSync.sizeLimit"):
+            assert f"{field} can't change while the job runs: set suspend to true, change it" in said
+        await edit({"suspend": True})
+        await seen_by_kubectl(world, kubectl, "Suspended")
+        await edit(MORE_MEMORY)
+        said = await refusal({"gpus": {"count": 1}})
+        assert "gpus.count can't change once the job exists: make a new job with the new value" in said
+        await edit({"suspend": False})
+        world.kubelet.let_go("rollout")
+        await world.until(lambda: world.is_complete)
+    pods = {pod["metadata"]["name"]: pod["spec"] for pod in await world.api.all(PODS)}
+    gpu = next(each for each in pods["sums-gpu-0-1"]["containers"] if each["name"] == names.GPU_CONTAINER)
+    assert "48Gi" == gpu["resources"]["limits"]["memory"]
+    weights = next(each for each in pods["sums-gpu-0-1"]["volumes"] if each["name"] == "weights")
+    assert "3Gi" == weights["emptyDir"]["sizeLimit"]
+    config = await world.api.call("GET", f"/api/v1/namespaces/{NAMESPACE}/configmaps/{config_name(world)}")
+    read = json.loads(config["data"][names.JOB_FILE.rpartition("/")[2]])["spec"]
+    assert (["--mem-fraction-static=0.5"], 1) == (read["rollout"]["engineArgs"], read["checkpoint"]["everySteps"])
+    assert {1: [1], 2: [1, 2, 3]} == world.group.trained_in
+
+
+def config_name(world: World) -> str:
+    metadata = world.job["metadata"]
+    return resources.config_name(replace(make_job(metadata["name"]), uid=metadata["uid"]))
 
 
 async def test_a_volume_that_somebody_deleted_is_missed_and_not_begun_anew(world: World, kubectl: AsyncKubectl) -> None:

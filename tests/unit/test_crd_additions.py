@@ -25,13 +25,30 @@ KEPT = (
     *("x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
 )
 
+PART_BY_PART = {
+    "once the job exists: make a new job with the new value": (
+        *("gpus.count", "gpus.resourceName", "checkpoint.volume"),
+    ),
+    "while the job runs: set suspend to true, change it, and set suspend to false again": (
+        *("gpus.image", "gpus.resources", "rollout.engineArgs", "rollout.resources"),
+        *("weightSync.sizeLimit", "weightSync.verify", "checkpoint.everySteps", "checkpoint.keep"),
+    ),
+}
 DECIDED = {
     ".spec.failurePolicy.rules[].counts: default was True and is None": (
         "evictions do not count, unless a rule says so; a stored job has the former default written out"
     ),
+    ".spec.failurePolicy.maxBackoffSeconds: a rule more: maxBackoffSeconds must be at least backoffSeconds": (
+        "the former one, which the server also asks of the default {}"
+    ),
     ".spec.failurePolicy: default was None and is {}": (
         "without one its defaults hold, so that trainers which die again and again start more and more slowly"
     ),
+    **{
+        f".spec.{field}: a rule more: {field} can't change {when}": "was fixed as a whole, is looked at part by part"
+        for when, fields in PART_BY_PART.items()
+        for field in fields
+    },
     ".spec.evaluation: a rule more: evaluation needs engines, and a TrainOnly job has none: leave it out": (
         "asks for a field that no older manifest has"
     ),

@@ -30,6 +30,9 @@ RUN: Mapping[str, str] = {
     "docs/failures.md#When a job fails, and how it goes on": (
         "integration/test_cli_program.py::test_a_failed_job_is_retried_and_no_other"
     ),
+    "docs/failures.md#What may change": (
+        "integration/test_operator_cluster.py::test_an_out_of_memory_is_answered_by_suspend_edit_and_resume"
+    ),
     "docs/install.md#Images": "no container builder is here; unit/test_images.py has what they are called with",
     "docs/install.md#On kind": "no container builder is here, and no kind",
     "docs/install.md#The chart": "contract/test_chart_install.py::test_chart_installs_and_upgrades_as_the_pages_say",

@@ -287,7 +287,7 @@ async def retry(args: Namespace) -> Exit:
             print_error(f"{name}: it has not failed ({status.get('phase', 'not acted on')})")
             return Exit.PROBLEM
         retries = max(job["spec"].get("retries", 0), status.get("retries", 0)) + 1
-        await api.change_job(args.job, {"spec": {"retries": retries}})
+        await api.change_job(args.job, {"spec": {"retries": retries, "suspend": False}})
     print_out(f"{name}: retried: its pods are made again, and it goes on where it stood")
     return Exit.FINE
 
@@ -296,7 +296,7 @@ async def _steer(args: Namespace, *, suspend: bool, effect: str) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
         name = f"{api.namespace}/{args.job}"
-        if is_over(job):
+        if is_over(job) and not (suspend and job["status"]["phase"] == Phase.FAILED):
             phase = job["status"]["phase"]
             then = f"kubectl crlj retry {args.job} lets it go on" if phase == Phase.FAILED else "make a new job"
             print_error(f"{name}: it is over ({phase}): {then}")

@@ -185,13 +185,14 @@ COMMANDS = (
     Command("eval", "list the evaluations", [JOB, OUTPUT]),
     Command(
         "suspend", "free the devices of a job, and keep its volumes", [JOB],
-        "Sets spec.suspend; it returns at once, and the pods end within a minute.",
+        "Sets spec.suspend; it returns at once, and the pods end within a minute. Fields that pods read when they are "
+        "made may change then ([what may change](failures.md#what-may-change)); of a failed job too, before `retry`.",
     ),
     Command("resume", "let a suspended job go on where it stood", [JOB]),
     Command(
         "retry", "let a failed job go on where it stood", [JOB],
         "Adds one to spec.retries. Its pods are made again and its trainers start from the newest checkpoint, with no "
-        "failures counted; put right what made it fail first.",
+        "failures counted. Ends a suspension too.",
     ),
     Command(
         "rollout-only", "write the manifest of a job that only generates",

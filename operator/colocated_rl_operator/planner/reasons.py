@@ -58,7 +58,7 @@ class Cause(Told):
         "verify: Checksum); or an engine was not shown to hold its weights, nor was the one that was started on them "
         "after it (Checksum, Probe). What differs does not serve, the trainers start together again.",
         "the event names each pod with its checksum, or says what was found; look at the memory and the devices of "
-        "their nodes. A probe is for float32: in 16 bits make the job with weightSync.verify: Checksum; "
+        "their nodes. A probe is for float32: in 16 bits set weightSync.verify to Checksum while the job is suspended; "
         + _MORE_RESTARTS,
     )
     ALL_STEPS_DONE = "AllStepsDone", "The last step is done and saved, its model is left: members are told to stop."
