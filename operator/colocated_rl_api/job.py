@@ -93,12 +93,10 @@ class Gpus(Part):
         default=None,
         min_length=1,
         max_length=512,
-        description="Image that holds engine and trainer; the operator's default when absent. May change while the job "
-        "is suspended, but for a reference.",
+        description="Image that holds engine and trainer; the operator's default when absent.",
     )
     resources: Resources = Field(
-        default_factory=Resources,
-        description="Further resources of the GPU container (devices come from count). May change likewise.",
+        default_factory=Resources, description="Further resources of the GPU container (devices come from count)."
     )
 
     @model_validator(mode="after")
@@ -661,7 +659,9 @@ class ColocatedRLJobSpec(Part):
     )
     model: Model = Field(description="Starting weights.")
     gpus: Gpus = Field(
-        default_factory=Gpus, description="Devices of each replica, shared by its engine and its trainer."
+        default_factory=Gpus,
+        description="Devices of each replica, shared by its engine and its trainer. Image and resources may change "
+        "while the job is suspended.",
     )
     rollout: Rollout = Field(description="Generating samples.")
     evaluation: Evaluation | None = Field(

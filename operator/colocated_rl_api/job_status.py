@@ -106,6 +106,13 @@ class EvaluationStatus(StatusPart):
     samples: int = Field(description="Answers.")
 
 
+class CheckpointStatus(StatusPart):
+    """Newest durable checkpoint."""
+
+    step: int = Field(description="Its step.")
+    time: datetime = Field(description="When it was first seen.")
+
+
 class PodOutOfLine(StatusPart):
     """A pod that has a problem, or does not stand where the others do."""
 
@@ -197,6 +204,7 @@ class ColocatedRLJobStatus(StatusPart):
     rollout: RolloutStatus | None = Field(default=None, description="Progress of rollout.")
     reference: ReferenceStatus | None = Field(default=None, description="Absent without spec.reference.")
     evaluation: EvaluationStatus | None = Field(default=None, description="Newest evaluation.")
+    checkpoint: CheckpointStatus | None = Field(default=None, description="Newest durable checkpoint.")
     model: str | None = Field(
         default=None,
         max_length=317,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
 from builders import CREATED, facts_at, make_climb, make_job, make_observation, rollout_facts, trainer
 from colocated_rl_api.facts import EvaluationResult, Problem
-from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, Holder, Phase
+from colocated_rl_api.job_status import CheckpointStatus, ColocatedRLJobStatus, ConditionStatus, Holder, Phase
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_operator.planner.observation import (
     Climb,
@@ -156,6 +156,24 @@ def test_the_model_that_a_job_leaves_is_named_and_stays_named() -> None:
     status = status_of(replace(over, members=()), before=status)
     (done,) = (condition.message for condition in status.conditions if condition.type == ConditionType.COMPLETE)
     assert (Phase.COMPLETE, f"all 3 steps are done; the model is in {status.model}") == (status.phase, done)
+
+
+def test_the_newest_durable_checkpoint_is_told_with_when_it_was_first_seen() -> None:
+    def saved(step: int | None, before: ColocatedRLJobStatus, at: datetime) -> ColocatedRLJobStatus:
+        seen = seen_at(Rung.SERVING)
+        pod = seen.members[0].pod_facts
+        assert pod is not None
+        told = pod.model_copy(update={"trainers": (trainer(1, 1, saved=step),)})
+        seen = replace(seen, members=(replace(seen.members[0], facts=told), *seen.members[1:]))
+        return report(seen, plan(seen), before=before, at=at)
+
+    later = CREATED + timedelta(hours=5)
+    assert None is saved(None, BLANK, CREATED).checkpoint
+    first = saved(10, BLANK, CREATED)
+    assert CheckpointStatus(step=10, time=CREATED) == first.checkpoint
+    assert first.checkpoint == saved(10, first, later).checkpoint
+    assert first.checkpoint == saved(None, first, later).checkpoint  # trainers that start know of none yet
+    assert CheckpointStatus(step=20, time=later) == saved(20, first, later).checkpoint
 
 
 def test_failure_stalls_at_once_and_names_its_cause() -> None:

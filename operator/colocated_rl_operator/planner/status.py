@@ -17,6 +17,7 @@ from datetime import datetime
 
 from colocated_rl_api.facts import Problem
 from colocated_rl_api.job_status import (
+    CheckpointStatus,
     ColocatedRLJobStatus,
     Condition,
     ConditionStatus,
@@ -140,6 +141,7 @@ def report(
         rollout=_rollout(seen) or before.rollout,
         reference=_reference(seen),
         evaluation=_evaluation(seen) or before.evaluation,
+        checkpoint=_checkpoint(seen, before, at),
         model=model,
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
         start_time=None if is_resting and phase is not Phase.QUEUED else before.start_time or at,
@@ -401,6 +403,14 @@ def _readiness(phase: Phase, cause: Cause | None, ladder: Ladder) -> tuple[bool,
 def _model(seen: Observation) -> str | None:
     version = seen.finished
     return f"{seen.job.claim_name('checkpoints')}/{finished_model(version.step)}" if version else None
+
+
+def _checkpoint(seen: Observation, before: ColocatedRLJobStatus, at: datetime) -> CheckpointStatus | None:
+    """Return the newest durable checkpoint: as recorded, while no trainer knows of another."""
+    step, known = seen.saved_step, before.checkpoint
+    if not step or (known is not None and known.step == step):
+        return known
+    return CheckpointStatus(step=step, time=at)
 
 
 def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
