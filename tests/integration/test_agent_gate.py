@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import math
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +39,7 @@ from colocated_rl_agent.gate.gate import Backend, Gate
 from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.running import (
     LARGE_BYTES,
+    MAX_COMMENT_BYTES,
     MAX_EVENT_BYTES,
     Running,
     ServerSentEvents,
@@ -669,7 +671,7 @@ async def test_a_connection_is_not_used_again_after_an_error_of_the_engines_own(
         for status in (500, 200, 400, 200):
             connection = await upstream.connect()
             request = upstream.request("/generate", b"{}")
-            assert status == await connection.exchange(request, lambda *_: None)
+            assert status == await connection.exchange(request, lambda *_: True)
         upstream.close()
     first, *others = used
     assert first not in others
@@ -677,7 +679,7 @@ async def test_a_connection_is_not_used_again_after_an_error_of_the_engines_own(
 
 
 class Saying(asyncio.Protocol):
-    """A connection of an engine that says the same to everybody. connections: the open ones. used: of each request."""
+    """A connection of an engine that says the same to each request on it. connections: the open ones. used: of each request."""
 
     def __init__(self, answer: bytes, connections: set[Saying], used: list[Saying]) -> None:
         self.answer, self.connections, self.used = answer, connections, used
@@ -695,12 +697,13 @@ class Saying(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def saying(answer: bytes) -> AsyncIterator[tuple[Upstream, list[Saying]]]:
-    """Such an engine, and the connection of each request that it had."""
+async def saying(*answers: bytes) -> AsyncIterator[tuple[Upstream, list[Saying]]]:
+    """An engine with one of these answers for each connection in turn; the connection of each request that it had."""
+    turns = itertools.cycle(answers)
     connections: set[Saying] = set()
     used: list[Saying] = []
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Saying(answer, connections, used), "127.0.0.1", 0)
+    server = await loop.create_server(lambda: Saying(next(turns), connections, used), "127.0.0.1", 0)
     async with server:
         upstream = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         yield upstream, used
@@ -712,8 +715,9 @@ async def saying(answer: bytes) -> AsyncIterator[tuple[Upstream, list[Saying]]]:
 class Taking:
     taken: list[bytes]
 
-    def __call__(self, status: int, piece: bytes) -> None:
+    def __call__(self, status: int, piece: bytes) -> bool:
         self.taken.append(piece)
+        return True
 
 
 async def test_what_follows_an_answer_is_nobodys_and_ends_its_connection() -> None:
@@ -745,7 +749,7 @@ async def test_an_answer_that_can_not_be_taken_costs_none_of_those_that_came_wit
 ) -> None:
     monkeypatch.setattr("colocated_rl_agent.gate.upstream.MAX_HEARD_BYTES", most)
 
-    def refuse(status: int, piece: bytes) -> None:
+    def refuse(status: int, piece: bytes) -> bool:
         raise GateRefusal(502, "not this one")
 
     async with saying(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as (upstream, _):
@@ -755,6 +759,42 @@ async def test_an_answer_that_can_not_be_taken_costs_none_of_those_that_came_wit
         exchanges = (each.exchange(request, take) for each, take in zip(connections, takes, strict=True))
         ended = await asyncio.gather(*exchanges, return_exceptions=True)
     assert [GateRefusal, int, GateRefusal, int] == [type(each) for each in ended]
+
+
+@pytest.mark.parametrize("status", [b"000", b"099", b"101"])
+async def test_a_status_that_no_engine_has_breaks_its_own_exchange_alone(status: bytes) -> None:
+    """A 101 took the answers that were heard in the same turn with it, and a status below 100 was waited on."""
+    odd = b"HTTP/1.1 %b Odd\r\nUpgrade: other\r\nConnection: Upgrade\r\n\r\n" % status
+    async with saying(odd, b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as (upstream, _):
+        connections = [await upstream.connect() for _ in range(6)]
+        request = upstream.request("/generate", b"{}")
+        async with asyncio.timeout(DEADLINE_S):
+            exchanges = (connection.exchange(request, Taking([])) for connection in connections)
+            ended = await asyncio.gather(*exchanges, return_exceptions=True)
+        assert [UpstreamLost, int] * 3 == [type(each) for each in ended]
+
+
+@pytest.mark.parametrize("says", [b"HTTP/1.1 200 OK", b"HTTP/1.1 500 Internal"])
+async def test_an_answer_that_comes_for_ever_and_never_gets_on_has_lost_the_request(
+    says: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte of it gave the engine its whole time to be silent once more."""
+    monkeypatch.setattr("colocated_rl_agent.gate.upstream.SILENCE_S", 0.05)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(says + b"\r\nContent-Type: text/event-stream\r\n\r\n")
+        with closing(writer), suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b":\n\n")
+                await writer.drain()
+                await asyncio.sleep(0.01)  # the pace of this engine
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as engine:
+        upstream = Upstream(f"http://127.0.0.1:{engine.sockets[0].getsockname()[1]}")
+        connection = await upstream.connect()
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(UpstreamLost, match="silent"):
+                await connection.exchange(upstream.request("/generate", b"{}"), lambda *_: False)
 
 
 async def test_requests_beyond_what_can_be_held_are_sent_away_for_now(scene: Scene) -> None:
@@ -782,6 +822,16 @@ async def test_of_a_body_one_copy_is_held_while_the_engine_answers(scene: Scene)
     scene.gate.close()
     scene.engine.abort("", everything=True)
     assert 200 == (await asked)[0]
+
+
+def test_comments_without_an_end_are_no_engines() -> None:
+    """They held a request for as long as they came."""
+    said = ServerSentEvents()
+    comment = b":" + bytes(1021) + b"\n\n"
+    for _ in range(MAX_COMMENT_BYTES // len(comment)):
+        assert [b"1"] == said.feed(comment + b"data: 1\n\n")
+    with pytest.raises(GateRefusal, match="that are no data"):
+        said.feed(comment)
 
 
 def test_chunk_without_an_end_is_no_engines() -> None:
@@ -937,6 +987,21 @@ def test_probabilities_of_a_token_that_is_called_index_are_those_of_one_place() 
     for place in places:
         join(whole, {"top_logprobs": [dict(place)]})
     assert [None, *places] == whole["top_logprobs"]
+
+
+class Unsearched(list[Any]):
+    """A list that nobody looks through."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("all entries were looked at")
+
+
+def test_a_log_probability_is_joined_without_a_search_through_those_before_it() -> None:
+    """Of 16,000 tokens that took the agent's event loop 1.5 s."""
+    whole: dict[str, Any] = {"content": Unsearched()}
+    for place in range(3):
+        join(whole, {"content": [{"token": str(place), "logprob": -1.0}, None, {"index": -0.5}]})
+    assert 9 == len(whole["content"])
 
 
 def text_of(pieces: list[dict[str, Any]]) -> str:

@@ -7,7 +7,7 @@ import asyncio
 import errno
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -400,6 +400,20 @@ async def test_data_port_serves_a_member_and_refuses_a_wrong_token(tmp_path: Pat
         for tls, status in ((it.tls, 200), (MemberTls(it.tls.directory, "w" * 32), 401)):
             async with DataClient(it.session, tls, JOB_UID).request("POST", endpoint, "/echo", data=b"x") as answer:
                 assert status == answer.status
+
+
+async def test_authorization_that_is_no_ascii_is_a_wrong_token(tmp_path: Path) -> None:
+    """What is no UTF-8 was answered with a 500."""
+    async with scene(tmp_path) as it:
+        port = it.member.server.ports.data
+        for shown in (b"Bearer \xff\xfe", "Bearer pässword".encode(), "Bearer \u2028".encode()):
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", port, ssl=it.tls.client_context(), server_hostname=names.member_server_name(JOB_UID)
+            )
+            with closing(writer):
+                writer.write(b"POST /echo HTTP/1.1\r\nHost: a\r\nAuthorization: %b\r\n\r\n" % shown)
+                async with asyncio.timeout(DEADLINE_S):
+                    assert b"HTTP/1.1 401 Unauthorized\r\n" == await reader.readline()
 
 
 async def test_data_port_bounds_its_connections_and_says_so(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ class MemberTls:
 
     def admits(self, authorization: str | None) -> bool:
         """Return whether an Authorization header carries the data token, in the same time for every wrong one."""
-        return hmac.compare_digest((authorization or "").encode(), self.authorization.encode())
+        shown = (authorization or "").encode(errors="surrogateescape")  # as aiohttp has a header that is no UTF-8
+        return hmac.compare_digest(shown, self.authorization.encode())
 
     @property
     def authorization(self) -> str:

@@ -221,7 +221,7 @@ def last_state(said: dict[str, Any], *, rid: str, version: WeightVersion) -> dic
         reason = meta.get("finish_reason") or ENGINE_LOST
         if reason["type"] == "abort" and reason.get("status_code") is not None:
             if reason.get("message") != ABORTED_WHILE_COMPILING:
-                raise GateRefusal(_http_error(reason["status_code"]), str(reason.get("message")))
+                raise GateRefusal(error_status(reason["status_code"]), str(reason.get("message")))
             reason = {"type": "abort", "message": ABORTED_WHILE_COMPILING}
         return {**said, "output_ids": ids, "meta_info": {**meta, "finish_reason": reason}}
 
@@ -373,11 +373,10 @@ def _join_lists(whole: list[Any], piece: list[Any]) -> None:
     """
     for entry in piece:
         at = entry.get("index") if isinstance(entry, dict) else None
-        before = next((held for held in whole if type(at) is int and held.get("index") == at), None)
-        if before is None:
-            whole.append(entry)
-        else:
+        if type(at) is int and (before := next((held for held in whole if held.get("index") == at), None)) is not None:
             join(before, entry)
+        else:  # without a search: a long answer has many thousand log-probabilities
+            whole.append(entry)
 
 
 DIALECTS: tuple[Dialect, ...] = (
@@ -427,10 +426,11 @@ def _raise_error(said: dict[str, Any]) -> None:
     if error is None:
         return
     code, message = (error.get("code"), error.get("message", error)) if isinstance(error, dict) else (None, error)
-    raise GateRefusal(_http_error(code), str(message))
+    raise GateRefusal(error_status(code), str(message))
 
 
-def _http_error(code: object) -> int:
+def error_status(code: object) -> int:
+    """Return the status for a caller whose request failed at the engine with this one: 502 if that is no error's."""
     return code if isinstance(code, int) and 400 <= code < 600 else 502
 
 

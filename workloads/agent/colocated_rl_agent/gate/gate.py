@@ -269,7 +269,7 @@ class Gate:
                 status = await connection.exchange(upstream.request(path, running.asked.body), running.take)
             ended = True
             if status != 200:
-                raise GateRefusal(status, bytes(running.error).decode(errors="replace"))
+                raise running.refusal(status)
         except OSError as error:
             if descriptors.is_exhausted(error):  # here: no fault of the engine, which has not heard of the request
                 ended = True

@@ -16,6 +16,7 @@ from colocated_rl_agent.gate.dialects import (
     EngineReply,
     GateRefusal,
     Request,
+    error_status,
 )
 from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.upstream import UpstreamConnection
@@ -23,6 +24,7 @@ from colocated_rl_agent.gate.upstream import UpstreamConnection
 LARGE_BYTES = 64 * 1024  # an incomplete chunk of more bytes needs a turn
 MAX_EVENT_BYTES = 64 * 1024 * 1024  # one chunk: all tokens of a sample with their log-probabilities
 MAX_ERROR_BYTES = 64 * 1024
+MAX_COMMENT_BYTES = 1024 * 1024  # of one stream: all that is no data
 STREAM = "text/event-stream"
 
 
@@ -55,18 +57,21 @@ class Running:
             self.call.flows = self._connection = None
             turns.give_back(self)
 
-    def take(self, status: int, piece: bytes) -> None:
+    def take(self, status: int, piece: bytes) -> bool:
         """Pass on what the engine sent in one piece as one: with a slow caller, or on a busy core, that is cheaper.
 
-        Raises GateRefusal for a piece that no engine sends.
+        Returns whether there was an event. Raises GateRefusal for a piece that no engine sends, and for a long error.
         """
         if status != 200:
             self.error += piece[: MAX_ERROR_BYTES - len(self.error)]
-            return
+            if len(self.error) == MAX_ERROR_BYTES:
+                raise self.refusal(status)
+            return False
         reply, streams = self.reply, self.asked.streams
         given: list[bytes] = []
         before = reply.size
-        for event in self._events.feed(piece):
+        events = self._events.feed(piece)
+        for event in events:
             if event != DONE and (said := reply.take(event)) is not None and streams:
                 given.append(b"data: %b\n\n" % said)  # noqa: PERF401 - a comprehension takes longer for one event
         if given:
@@ -75,6 +80,11 @@ class Running:
             self._hold(reply, before)
         if self._is_large or self._events.pending > LARGE_BYTES:
             self._weigh(self._events.pending)
+        return bool(events)
+
+    def refusal(self, status: int) -> GateRefusal:
+        """Return the engine's error as the caller gets it."""
+        return GateRefusal(error_status(status), bytes(self.error).decode(errors="replace"))
 
     def _weigh(self, pending: int) -> None:
         """Ask for a turn if the pending chunk is large, or give it back once the chunk is whole."""
@@ -110,10 +120,11 @@ class Running:
 class ServerSentEvents:
     """ServerSentEvents parses the data of whole events only: one that a broken connection cut off is dropped."""
 
-    __slots__ = ("_buffer", "_seen", "pending")
+    __slots__ = ("_buffer", "_comments", "_seen", "pending")
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._comments = 0  # bytes that were no data
         self._seen = 0  # no event ends before it
         self.pending = 0  # bytes of an event that is not whole yet
 
@@ -131,6 +142,10 @@ class ServerSentEvents:
             self._seen = 0
             if event.startswith(b"data: "):
                 events.append(event[len(b"data: ") :])
+            elif (comments := self._comments + end + 2) <= MAX_COMMENT_BYTES:
+                self._comments = comments
+            else:
+                raise GateRefusal(502, f"the engine sent more than {MAX_COMMENT_BYTES} bytes that are no data")
         self.pending = len(buffer)
         self._seen = max(0, self.pending - 1)
         if self.pending > MAX_EVENT_BYTES:

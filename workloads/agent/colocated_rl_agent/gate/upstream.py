@@ -20,13 +20,14 @@ from colocated_rl_agent.drivers.sglang import IDLE_CONNECTION_S
 from colocated_rl_agent.gate.deadline import Deadline
 from colocated_rl_api.logs import failure_of
 
-SILENCE_S = 600.0  # allowed between two pieces, up to twice as long: a request may queue in a busy engine
+SILENCE_S = 600.0  # allowed between two events, up to twice as long: a request may queue in a busy engine
 CONNECT_S = 5.0
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEARD_BYTES = 1024 * 1024  # read and not handled yet, of all answers
 
-Take = Callable[[int, bytes], None]
-"""Gets the status of an answer and what came of its body at once. What it raises ends the exchange."""
+Take = Callable[[int, bytes], bool]
+"""Gets the status of an answer and what came of its body at once, and returns whether the answer got on by it. What it
+raises ends the exchange."""
 
 
 class UpstreamLost(OSError):
@@ -108,7 +109,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._is_whole = False  # the answer is complete
         self._is_kept = False
         self._is_paused = False
-        self._is_silent = False  # nothing came since the deadline was set
+        self._is_silent = False  # the answer did not get on since the deadline was set
 
     @property
     def is_open(self) -> bool:
@@ -121,7 +122,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._take = take
         self._ended = asyncio.get_running_loop().create_future()
         self._head_bytes = 0
-        self._is_whole = self._is_kept = False
+        self._is_whole = self._is_kept = self._is_silent = False
         self._transport.write(request)
         del request  # the engine has it: do not hold it until the answer is complete
         self._deadline.set(SILENCE_S)
@@ -172,11 +173,10 @@ class UpstreamConnection(asyncio.Protocol):
         if self._ended is None or self._ended.done():
             self.abort()
             return
-        self._is_silent = False
         lost: Exception | None = self._parse(data)
         try:
-            if self._pieces and self._take is not None:
-                self._take(self._status, b"".join(self._pieces))
+            if self._pieces and self._take is not None and self._take(self._status, b"".join(self._pieces)):
+                self._is_silent = False
         except Exception as error:  # noqa: BLE001 - no error of one answer is another's
             lost = error
         self._pieces.clear()
@@ -226,6 +226,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
+        if self._status < 100 or self._status == 101:  # nobody asked for another protocol
+            raise UpstreamLost(f"an answer of status {self._status}")
         if self._status >= 200:
             self._head_bytes = -1  # the head is complete: count no further
 
