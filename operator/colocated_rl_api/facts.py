@@ -6,10 +6,11 @@ Facts are a state, not a log: a newer report replaces an older one.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from colocated_rl_api.logs import one_line
 from colocated_rl_api.rungs import Rung
 from colocated_rl_api.wire import Version, Wire
 
@@ -144,10 +145,16 @@ class DeviceFacts(Wire):
 
 
 class Problem(Wire):
-    """Why a member does not come nearer to its target, for status and events. `reason` is CamelCase and stable."""
+    """Why a member does not come nearer to its target, for status and events. `reason` is CamelCase and stable.
 
-    reason: str = Field(max_length=64)
-    message: str = Field(max_length=1024)
+    A message may have words of others in it, so what is no text is replaced on both sides of the wire: to refuse it
+    would make a member of a stray character that is lost.
+    """
+
+    reason: str = Field(max_length=64, pattern=r"^[A-Za-z0-9]*$")
+    message: Annotated[str, BeforeValidator(lambda said: one_line(said) if isinstance(said, str) else said)] = Field(
+        max_length=1024
+    )
 
 
 class PodFacts(Wire):

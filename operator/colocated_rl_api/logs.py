@@ -3,7 +3,8 @@
 There is one line per transition. `configure` sets fields for the whole process, in all its threads; `bind` adds fields
 to every later line of the current task and of what it starts; `ts` is seconds since the epoch, UTC. No line holds
 prompts, tokens or secrets, so an exception is logged by its type and where it was raised (`failure_of`): its message
-may quote its data.
+may quote its data. Text of others that people are to read holds nothing by which it could act on a terminal, or look
+like something that it is not (`printable`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ SHOW_MESSAGES = "COLOCATED_RL_SHOW_EXCEPTIONS"
 
 PLACES_AT_MOST = 3
 FAILURE_CHARS = 1000
+
+REPLACED = "\N{REPLACEMENT CHARACTER}"
+
+# Control characters of C0 (but tab and newline) and C1, marks of writing direction, other ends of lines, and halves of
+# characters, which can't be written at all.
+_REFUSED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _of_process: dict[str, object] = {}
 _bound: contextvars.ContextVar[dict[str, object]] = contextvars.ContextVar("colocated_rl_log_fields", default={})  # noqa: B039 - never mutated
@@ -82,6 +89,16 @@ def configure(*, level: str = "INFO", stream: IO[str] | None = None, quotes: boo
 def in_words(error: BaseException) -> str:
     """Return the error's type and message, for people: the `repr` of a client's error has its whole connection."""
     return ": ".join(filter(None, (type(error).__name__, str(error))))
+
+
+def printable(text: str) -> str:
+    """Return the text with a replacement character for each one that a terminal would obey instead of showing it."""
+    return _REFUSED.sub(REPLACED, text)
+
+
+def one_line(text: str) -> str:
+    """Return the text as `printable` does, and on one line."""
+    return printable(text).replace("\n", " ").replace("\t", " ")
 
 
 def failure_of(error: BaseException) -> str:

@@ -679,7 +679,10 @@ async def test_a_connection_is_not_used_again_after_an_error_of_the_engines_own(
 
 
 class Saying(asyncio.Protocol):
-    """A connection of an engine that says the same to each request on it. connections: the open ones. used: of each request."""
+    """A connection of an engine that says the same to each request on it.
+
+    connections: the open ones. used: of each request.
+    """
 
     def __init__(self, answer: bytes, connections: set[Saying], used: list[Saying]) -> None:
         self.answer, self.connections, self.used = answer, connections, used

@@ -361,6 +361,44 @@ async def test_oversized_target_ends_the_connection(tmp_path: Path) -> None:
         assert [] == it.member.accepted
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "127.0.0.1:8080"}, 200),
+        ({"Host": "localhost:9999"}, 200),
+        ({"Host": "[::1]:8080"}, 200),
+        ({"Host": "10.1.2.3"}, 200),
+        ({"Host": "job.localhost", "Origin": "http://localhost:8080"}, 200),
+        ({"Host": "attacker.example"}, 403),
+        ({"Host": "attacker.example:8080"}, 403),
+        ({"Host": "127.0.0.1.attacker.example"}, 403),
+        ({"Host": "localhost.attacker.example"}, 403),
+        ({"Host": "localhost@attacker.example"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Host": ""}, 403),
+        ({"Host": "127.0.0.1:8080", "Origin": "https://attacker.example"}, 403),
+        ({"Host": "127.0.0.1:8080", "Origin": "null"}, 403),
+    ],
+)
+async def test_pages_are_not_for_a_website_in_the_browser_of_who_forwards_the_port(
+    tmp_path: Path, headers: dict[str, str], status: int
+) -> None:
+    """A site whose name led to the loopback read samples through a port-forward."""
+    async with scene(tmp_path) as it:
+        page = f"http://127.0.0.1:{it.member.server.ports.pages}/v1/state"
+        async with it.session.get(page, headers=headers) as answer:
+            assert status == answer.status
+
+
+async def test_a_program_that_names_no_host_gets_pages(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.member.server.ports.pages)
+        with closing(writer):
+            writer.write(b"GET /v1/state HTTP/1.0\r\n\r\n")
+            async with asyncio.timeout(DEADLINE_S):
+                assert b" 200 " in await reader.readline()
+
+
 async def test_state_page_shows_hello_target_and_facts(tmp_path: Path) -> None:
     async with scene(tmp_path) as it:
         link = await it.link()

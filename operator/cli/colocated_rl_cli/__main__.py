@@ -5,6 +5,7 @@ Help and completion answer without loading the libraries that only commands need
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,9 @@ def _answer(words: Sequence[str], environment: Mapping[str, str], prog: str) -> 
         with program.make_context(prog, [*words], obj=environment) as context:
             return int(program.invoke(context))
     except click.ClickException as error:
-        error.show()
+        message = io.StringIO()
+        error.show(message)
+        print_error(message.getvalue().removesuffix("\n"))
         return error.exit_code
     except click.exceptions.Exit as ended:  # after --help
         return ended.exit_code

@@ -117,7 +117,7 @@ def init(args: Namespace) -> Exit:
 def _hand_over(text: str, args: Namespace) -> Exit:
     """Write a manifest to the file that the arguments name, or to standard output."""
     if args.file is None:
-        sys.stdout.write(text)
+        print_out(text.removesuffix("\n"))
         return Exit.FINE
     path = Path(args.file)
     try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
+from rich.segment import Segment
 
+from colocated_rl_api.logs import printable
 from colocated_rl_cli.cluster.following import JobWatch
 from colocated_rl_cli.draw.figures import Line
 from colocated_rl_cli.draw.view import frame, plain_line
@@ -18,7 +20,11 @@ EVERY_S = 0.5
 
 
 class Terminal(Console):
-    """The console on which commands print styled output."""
+    """The console on which commands print styled output. Of what it is given, nothing but the style acts on it."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
         """Raise instead of exiting with 1, because a reader that closes the pipe is no failure."""

@@ -43,6 +43,7 @@ from colocated_rl_member.connection import MemberConnection
 from colocated_rl_member.data import DATA_IDLE_S, STRANGERS, StandaloneDataPort
 from colocated_rl_member.fence import EpochFence, TargetT
 from colocated_rl_member.metrics import ProblemGauge
+from colocated_rl_member.other_sites import refuse_other_sites
 from colocated_rl_member.room import RoomFor
 from colocated_rl_member.tls import MemberTls, is_operator
 
@@ -122,7 +123,7 @@ class MemberServer(Generic[TargetT]):
         self._facts = facts
         self._accept = accept
         self._data = data
-        self._pages = web.Application(middlewares=around_pages)
+        self._pages = web.Application(middlewares=[refuse_other_sites, *around_pages])
         self._pages.add_routes([web.get("/v1/state", self._show_state), *pages])
         self._registry = registry
         self._own = CollectorRegistry()

@@ -1,4 +1,8 @@
-"""Commands print tables for people, JSON and YAML for programs."""
+"""Commands print tables for people, JSON and YAML for programs.
+
+What they print may be a sample, an error or a name that others wrote: nothing of it reaches a terminal as a command to
+it. This module and `live.Terminal` are the only ways out.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from colocated_rl_api.logs import one_line, printable
+
 FORMATS = ("text", "json", "yaml")
 
 
 def print_out(text: str) -> None:
     """Write a line to standard output."""
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{printable(text)}\n")
 
 
 def print_error(text: str) -> None:
     """Write a line to standard error."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{printable(text)}\n")
 
 
 def document(value: Any, form: str) -> str:
@@ -49,4 +55,4 @@ def _spaced(cells: Sequence[str], widths: Sequence[int]) -> str:
 def _cell(value: Any) -> str:
     if value is None or value == "":
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else one_line(str(value))
