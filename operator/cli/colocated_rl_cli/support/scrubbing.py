@@ -1,22 +1,26 @@
 """Remove secrets from what leaves the cluster in a support archive, rather too much than too little.
 
 It removes values under a name like token, key or password; values of environment variables that are not known to be
-harmless; anything that looks like a credential; and the copies that `kubectl apply` keeps in annotations.
+harmless; anything that looks like a credential; and the copies that `kubectl apply` keeps in annotations. Last it
+removes words that look as if they were drawn by chance. Digests and UIDs, which a reader needs, are in one case: what
+is a secret and looks like them goes by its name alone.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 REMOVED = "[removed]"
 
 _SECRET_NAME = re.compile(
-    r"(?i)(pass(word|wd|phrase)|token|secret|credential|private|api[-_.]?key|access[-_.]?key|auth(?!or))"
+    r"(?i)(pass(word|wd|phrase)|token|secret|credential|private|api[-_.]?key|access[-_.]?key|auth(?!or)|cookie)"
+    r"|(?i:[\w-][-_.]key)$|[a-z]Key$|(?i:(^|[-_.])sig(nature)?$)"
 )
 _HARMLESS_NAME = re.compile(
-    r"(?i)tokens?(_?(per_?second|count|izer.*|limit))$|max.*tokens|.*_tokens$|tokens$|batch.*tokens|secretName$"
+    r"(?i)tokens?(_?(per_?second|count|izer.*|limit))$|max.*tokens|.*_tokens$|tokens$|batch.*tokens|secretName$|topologyKey$"
 )
 _HARMLESS_ENV = re.compile(
     r"(COLOCATE|OMP|POD|NCCL|CUDA|TORCH|SGLANG|XDG)|HF_HOME$|HOME$|USER$|LOGNAME$|TMPDIR$|.*_(DIR|BASE)$"
@@ -26,10 +30,31 @@ _NOT_KEPT = {"managedFields", "kubectl.kubernetes.io/last-applied-configuration"
 _CREDENTIALS = (
     re.compile(r"-----BEGIN [A-Z ]+-----.*?(-----END [A-Z ]+-----|\Z)", re.DOTALL),
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # a JSON web token
-    re.compile(r"\b(hf|gh[oprsu]|github_pat|glpat|xox[abprs]|sk|pk|rk|AKIA|ASIA|AIza|npm|pypi)[-_]?[A-Za-z0-9_-]{16,}"),
+    re.compile(
+        r"\b(hf|gh[oprsu]|github_pat|glpat|xox[abprs]|xapp|sk|pk|rk|AKIA|ASIA|AIza|npm|pypi|dckr_pat|dop_v1|gsk|hvs|nvapi"
+        r"|r8|SG|shpat|whsec|ya29|ATATT|lin_api|dapi)[-_.]?[A-Za-z0-9_-]{16,}[.\w-]*"
+    ),
     re.compile(r"(?i)(?<=://)[^/\s:@\"']*:[^/\s@\"']+(?=@)"),  # user:password in an address
 )
-_NAMES = r"pass(?:word|wd|phrase)|token|secret|credential|api[-_ ]?key|(?:access|private)[-_]?key|authorization"
+_NAMES = r"pass(?:word|wd|phrase)|token|secret|credential|api[-_ ]?key|(?:access|private)[-_]?key|(?<=[a-z0-9_-])key"
+_HOOKS = re.compile(  # whoever knows the address of such a hook may write to the chat
+    r"(?i)(https?://(?:hooks\.slack\.com/|api\.telegram\.org/bot|chat\.googleapis\.com/|oapi\.dingtalk\.com/"
+    r"|[\w.-]{1,100}\.webhook\.office\.com/|[\w.-]{1,100}\.logic\.azure\.com/"
+    r"|[^\s\"'<>]{1,200}?/(?:web)?hooks?/))[^\s\"'<>\\]+"
+)
+_QUERY = re.compile(
+    rf"(?i)([?&](?:[\w.-]{{0,40}}[-_.])?(?:{_NAMES}|key|sig|signature|auth|jwt|pwd|code|sid)=)[^&\s\"'<>#\\]+"
+)
+_HEADER = re.compile(  # has several words: up to the end of its line, or of the quotation
+    r"(?i)((?:cookie|authorization)\\*[\"']?\s*[:=]\s*\\*[\"']?)(?!\[removed])[^\n\"'\\]+"
+)
+_BLOCK = re.compile(  # the lines of a block of YAML, which stand deeper than its name
+    rf"(?im)^([ \t]{{0,80}})([^\n:]{{0,80}}?(?:{_NAMES})[\"']?[ \t]*:[ \t]*[|>][-+\d]{{0,2}}[ \t]*\n)"
+    r"((?:\1[ \t][^\n]*(?:\n|\Z)|[ \t]*\n)+)"
+)
+_QUOTED_BLOCK = re.compile(  # the same in a string of a log, to its end
+    rf"(?i)((?:{_NAMES})\\*[\"']?[ \t]*:[ \t]*[|>][-+\d]{{0,2}}[ \t]*\\+n)[^\n\"]+"
+)
 # No pattern begins with a repetition, which would take quadratic time over a long word. Backslashes occur where one
 # text is quoted inside another.
 _NAMED = re.compile(
@@ -42,19 +67,38 @@ _FLAG = re.compile(
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 
 
+_WORD = re.compile(r"[A-Za-z0-9+/_-]{24,}=*")
+_DIGESTS = ("sha256:", "SHA256:", "sha512:", "sha1:")
+CHANGES_OF_CHANCE = 1 / 3  # per character; two of three in a word of letters and figures that chance has drawn
+
+
 def scrub_text(text: str) -> str:
     """Return a text with everything that looks like a secret replaced."""
     for pattern in _CREDENTIALS:
         text = pattern.sub(REMOVED, text)
     text = _BEARER.sub(rf"\1 {REMOVED}", text)
-    return _FLAG.sub(_keep_figures, _NAMED.sub(_keep_figures, text))
+    text = _BLOCK.sub(rf"\1\2\1  {REMOVED}\n", text)
+    for pattern in (_QUOTED_BLOCK, _HOOKS, _QUERY, _HEADER):
+        text = pattern.sub(rf"\1{REMOVED}", text)
+    return _WORD.sub(_keep_words, _FLAG.sub(_keep_figures, _NAMED.sub(_keep_figures, text)))
 
 
 def _keep_figures(match: re.Match[str]) -> str:
-    """Keep numbers, truth values and nulls: `tokens: 12` is a count."""
+    """Keep truth values, nulls and counts of tokens: `token: 12` is one, and `password: 12` is a password."""
     name, value = match[1], match[2]
-    is_figure = re.fullmatch(r"[\d.]+|null|true|false|None", value) is not None
-    return match[0] if is_figure else f"{name}{REMOVED}"
+    figures = r"null|true|false|None" + (r"|[\d.]+" if "token" in name.lower() else "")
+    return match[0] if re.fullmatch(figures, value) or value == REMOVED else f"{name}{REMOVED}"
+
+
+def _keep_words(match: re.Match[str]) -> str:
+    """Keep what people write, and digests: these change between cases and figures less often than chance does."""
+    word = match[0]
+    if match.string.endswith(_DIGESTS, 0, match.start()) or word.lower().startswith("sha"):
+        return word
+    kinds = ["u" if each.isupper() else "l" if each.islower() else "d" if each.isdigit() else "" for each in word]
+    changes = sum(one != other and bool(one and other) for one, other in pairwise(kinds))
+    is_drawn = kinds.count("d") >= 2 and {"u", "l"} <= {*kinds} and changes >= len(word) * CHANGES_OF_CHANCE
+    return REMOVED if is_drawn else word
 
 
 def scrub(value: Any) -> Any:
@@ -71,6 +115,13 @@ def scrub(value: Any) -> Any:
 
 def _member(key: str, value: Any) -> Any:
     if _is_secret(key) and isinstance(value, str | bytes) and value:
+        return REMOVED
+    if (
+        _is_secret(key)
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and "token" not in key.lower()
+    ):
         return REMOVED
     if _is_secret(key) and isinstance(value, list):
         return [_member(key, item) for item in value]
