@@ -7,13 +7,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
 import sys
 import threading
 from asyncio.subprocess import PIPE
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -175,6 +176,67 @@ orphan = subprocess.check_output([sys.executable, "-c", f"import subprocess; pri
 print(f'{{"error": "{eval(sleeper)} {orphan.strip()}"}}', flush=True)
 sys.stdin.readline()
 """
+
+
+CHILDREN = """
+import os, subprocess, sys
+sys.stdin.readline()
+for _ in range(20):  # they end, and so do their parents, who take no note
+    subprocess.run(["sh", "-c", "true & true &"])
+hidden = (
+    "import os; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); "
+    "os.execve('/bin/sleep', ['sleep', '600'], {})"
+)
+read, write = os.pipe()
+process = subprocess.Popen([sys.executable, "-c", hidden], env={}, stdout=write)
+process.wait()
+pid = os.read(read, 100).decode().strip()
+print(f'{{"error": "{pid} {os.getpid()}"}}', flush=True)
+sys.stdin.readline()
+os.kill(os.getppid(), KILLS)
+print('{"error": "done"}', flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("kills", [0, int(signal.SIGKILL), int(signal.SIGSTOP)], ids=["", "kills", "stops"])
+async def test_whoever_clears_its_environment_and_goes_to_a_session_of_its_own_ends_too(
+    tmp_path: Path, kills: int
+) -> None:
+    """It was looked for by a mark in its environment, and ended processes waited for the server, which took no note."""
+    path = tmp_path / "tasks.sock"
+    program = CHILDREN.replace("KILLS", str(kills))
+    main = f"from colocated_rl_rollout.tasks import task_server as it; it.COMMAND = {(sys.executable, '-c', program)!r}"
+    server = await asyncio.create_subprocess_exec(sys.executable, "-c", f"{main}; it.main()", "--socket", str(path))
+    try:
+        await until(lambda: path.exists() and stat.S_IMODE(path.stat().st_mode) == 0o660, DEADLINE_S)
+        for _ in range(3):
+            async with asyncio.timeout(DEADLINE_S), TaskConnection.open(path) as connection:
+                await connection.send(b"\n", deadline_s=DEADLINE_S)
+                said = (await connection.receive(deadline_s=DEADLINE_S)).error or ""
+                hidden, own = (Path("/proc", pid) for pid in said.split())
+                assert hidden.exists()
+                assert 5 >= len([pid for pid in descendants(server.pid) if _is_gone(Path("/proc", str(pid)))])
+                await connection.send(b"\n", deadline_s=DEADLINE_S)
+                with suppress(ProcessLost):  # at once, where its keeper was killed
+                    await connection.receive(deadline_s=DEADLINE_S)
+            await until(lambda: not hidden.exists() and not own.exists(), DEADLINE_S)  # noqa: B023 - it waits here
+        await until(lambda: not descendants(server.pid), DEADLINE_S)
+    finally:
+        server.kill()
+        await server.wait()
+
+
+def descendants(root: int) -> set[int]:
+    """Of a process, by what the system says of each one's parent."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {root}
 
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])

@@ -20,18 +20,18 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from colocated_rl_api import descriptors, logs, names
+from colocated_rl_rollout.tasks import keeper
 
 LOG = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-W", "ignore", "-m", "colocated_rl_rollout.tasks.task_process")
 BACKLOG = 16
 AGAIN_S = 0.1  # after an accept for which there was no descriptor
-FAMILY = "COLOCATED_RL_TASK_FAMILY"  # in the environment of a process and, by inheritance, of all that it starts
+END_S = 5.0  # for a keeper to end its family
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # or a library starts one for each core of the node
 FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # of 64 MiB of address space each, which is what the limit of a process counts
 
@@ -46,9 +46,55 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def serve(listener: socket.socket, command: Sequence[str]) -> None:
+class Families:
+    """Each process with all that descends from it. A process is started behind a `keeper`, which ends them together.
+
+    adopts: what is left of a family whose keeper was killed comes to this process, which ends it: then all children of
+    this process have to be those of these families.
+    """
+
+    def __init__(self, command: Sequence[str], *, adopts: bool) -> None:
+        self._command = [sys.executable, "-I", "-S", keeper.__file__, *command]
+        self._adopts = adopts
+        self._keepers: set[int] = set()
+        self._lock = threading.Lock()
+
+    def begin(self, connection: socket.socket) -> subprocess.Popen[bytes]:
+        with self._lock:
+            process = subprocess.Popen(
+                self._command,
+                stdin=connection.fileno(),
+                stdout=connection.fileno(),
+                env={**os.environ, **ONE_THREAD, **FEW_ARENAS},
+                start_new_session=True,
+            )
+            self._keepers.add(process.pid)
+        return process
+
+    def end(self, process: subprocess.Popen[bytes]) -> int:
+        """End a family, and return the exit code of its process. Nothing of it is left then."""
+        process.terminate()
+        process.send_signal(signal.SIGCONT)  # in case that it was stopped
+        try:
+            code = process.wait(END_S)
+        except subprocess.TimeoutExpired:  # it has very many to end, or is stopped again and again
+            keeper.end_descendants(process.pid)
+            process.kill()
+            code = process.wait()
+        with self._lock:
+            self._keepers.discard(process.pid)
+            while self._adopts and (left := keeper.children_of(os.getpid()) - self._keepers):
+                keeper.end_descendants(os.getpid(), but=self._keepers)
+                for pid in left:
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(pid, 0)
+        return code
+
+
+def serve(listener: socket.socket, command: Sequence[str], *, adopts: bool = False) -> None:
     """Serve until the socket is shut down and all connections are closed."""
     attending: list[threading.Thread] = []
+    families = Families(command, adopts=adopts)
     troubled = descriptors.Seldom()
     with listener:
         while True:
@@ -61,23 +107,16 @@ def serve(listener: socket.socket, command: Sequence[str]) -> None:
                 time.sleep(AGAIN_S)
                 continue
             attending = [each for each in attending if each.is_alive()]
-            attending.append(threading.Thread(target=_attend, args=(connection, command), daemon=True))
+            attending.append(threading.Thread(target=_attend, args=(connection, families), daemon=True))
             attending[-1].start()
     for each in attending:
         each.join()
 
 
-def _attend(connection: socket.socket, command: Sequence[str]) -> None:
+def _attend(connection: socket.socket, families: Families) -> None:
     """Run one process until it or the connection ends."""
     with connection:
-        family = uuid.uuid4().hex
-        process = subprocess.Popen(
-            command,
-            stdin=connection.fileno(),
-            stdout=connection.fileno(),
-            env={**os.environ, **ONE_THREAD, **FEW_ARENAS, FAMILY: family},
-            start_new_session=True,  # its children end with it
-        )
+        process = families.begin(connection)
         ended = os.pidfd_open(process.pid)
         try:
             either = select.poll()
@@ -86,39 +125,9 @@ def _attend(connection: socket.socket, command: Sequence[str]) -> None:
             by_itself = ended in dict(either.poll())
         finally:
             os.close(ended)
-            os.killpg(process.pid, signal.SIGKILL)
-            _end_family(family)
-            code = process.wait()
+            code = families.end(process)
     if by_itself:
         logs.log(LOG, "task process ended", logging.WARNING, reason=f"code {code}")
-
-
-def _end_family(family: str) -> None:
-    """Kill what a process started in other sessions, such as programs and servers of tools, found by its mark. Stop all
-    of them first, so that none escapes.
-    """
-    mark = f"{FAMILY}={family}\0".encode()
-    stopped: set[int] = set()
-    while found := _bearers(mark) - stopped:
-        for pid in found:
-            _signal(pid, signal.SIGSTOP)
-        stopped |= found
-    for pid in stopped:
-        _signal(pid, signal.SIGKILL)
-
-
-def _bearers(mark: bytes) -> set[int]:
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if mark in path.read_bytes():
-                found.add(int(path.parent.name))
-    return found
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def main() -> None:
@@ -133,7 +142,8 @@ def main() -> None:
     logs.configure(role=names.ROLE_ROLLOUT)
     descriptors.raise_limit()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the first process of a container is spared without
-    serve(listen(given.socket), [*COMMAND, given.claims, given.cache])
+    keeper.become_reaper()  # as the first process of a container is without
+    serve(listen(given.socket), [*COMMAND, given.claims, given.cache], adopts=True)
 
 
 if __name__ == "__main__":
