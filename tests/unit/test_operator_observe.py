@@ -243,6 +243,46 @@ def test_an_older_state_changes_nothing_and_a_late_answer_brings_nobody_back(off
     assert [] == pods.of(UID)
 
 
+def test_a_complete_list_counts_though_its_versions_are_older(office: Office) -> None:
+    """After a restore of etcd versions begin again: pods stayed as they were known, for good."""
+    pods, uid = office.pods, make_pod()["metadata"]["uid"]
+    pods.put(make_pod(version=900))
+    pods.replace(UID, [make_pod(version=3, phase="Failed")], known=pods.known(UID))
+    assert ["Failed"] == [pod["status"]["phase"] for pod in pods.of(UID)]
+    pods.remove(UID, uid)
+    pods.replace(UID, [make_pod(version=4)], known=pods.known(UID))
+    assert ["Running"] == [pod["status"]["phase"] for pod in pods.of(UID)]
+    pods.replace(UID, [], known=pods.known(UID))
+    assert [] == pods.of(UID)
+
+
+def test_a_list_takes_nothing_back_that_became_known_while_it_was_under_way(office: Office) -> None:
+    pods, other = office.pods, "sums-gpu-0-0"
+    pods.put(make_pod(version=5))
+    pods.put(make_pod(other, version=5))
+    known = pods.known(UID)
+    pods.put(make_pod(version=6, phase="Failed"))
+    pods.remove(UID, f"uid of {other}")
+    pods.put(make_pod("sums-gpu-1-0", version=7))
+    pods.replace(UID, [make_pod(version=5), make_pod(other, version=5)], known=known)
+    assert {"sums-rollout-0": "Failed", "sums-gpu-1-0": "Running"} == {
+        pod["metadata"]["name"]: pod["status"]["phase"] for pod in pods.of(UID)
+    }
+
+
+async def test_pods_are_seen_again_half_a_minute_after_a_restore_of_etcd(office: Office) -> None:
+    """No state of a pod counted until the versions had come back to where they were."""
+    office.pods.put(make_pod(version=10**9))
+    office.case.is_waiting = True
+    await refresh_pods(office.case, office.kube, office.pods, now=1000.0)
+    assert [] == office.pods.of(UID)
+    restored = await office.kube.create_pod("default", make_pod())
+    await refresh_pods(office.case, office.kube, office.pods, now=1000.0 + RELIST_S)
+    assert [restored["metadata"]["resourceVersion"]] == [
+        pod["metadata"]["resourceVersion"] for pod in office.pods.of(UID)
+    ]
+
+
 def test_pods_of_jobs_without_a_loop_are_not_kept(office: Office) -> None:
     office.pods.put(make_pod())
     office.pods.forget(UID)
@@ -272,6 +312,23 @@ async def test_moments_of_the_record_are_those_of_this_process_clock(office: Off
     office.case.record.status = ColocatedRLJobStatus()
     seen = office.observe(make_job(), now=100.0)
     assert (100.0, None) == (seen.started_at, seen.finished_at)
+
+
+@pytest.mark.parametrize("hours", [1, -1, 24 * 365, -24 * 365])
+async def test_a_wall_clock_that_is_set_moves_no_deadline_that_runs(office: Office, hours: int) -> None:
+    """An hour forward ended jobs by activeDeadlineSeconds and ttlSecondsAfterFinished, an hour back kept them."""
+    started, ended = CREATED - timedelta(seconds=50), CREATED - timedelta(seconds=20)
+    office.case.record.status = ColocatedRLJobStatus(start_time=started, completion_time=ended)
+    office.observe(make_job(), now=100.0)
+    seen = office.observe(make_job(), now=101.0, at=CREATED + timedelta(hours=hours))
+    assert (50.0, 80.0) == (seen.started_at, seen.finished_at)
+
+
+async def test_a_time_that_lies_ahead_was_written_by_a_clock_that_was_set_back(office: Office) -> None:
+    ahead = CREATED + timedelta(hours=1)
+    office.case.record.status = ColocatedRLJobStatus(start_time=ahead, completion_time=ahead)
+    seen = office.observe(make_job(), now=100.0)
+    assert (100.0, 100.0) == (seen.started_at, seen.finished_at)
 
 
 def aged(uid: str, age_s: float) -> Job:

@@ -174,6 +174,30 @@ def test_a_lost_status_is_rebuilt_from_what_members_know() -> None:
     assert (18, 5, 4) == (climb.epoch, climb.step, climb.lineage)
 
 
+@pytest.mark.parametrize("recorded", [(2, 1), (5, 1), (2, 3)], ids=["older", "older lineage", "older step"])
+def test_a_status_restored_from_before_is_rebuilt_from_what_members_know(recorded: tuple[int, int]) -> None:
+    """After a restore of etcd only the epoch was: a lineage was given a second time, to other weights."""
+    known = [facts_at(Rung.SERVING, WeightVersion(5, 3), epoch=17) for _ in range(2)]
+    climb = make_climb(*recorded, epoch=14, cause=Cause.NEXT_STEP)
+    seen = make_observation(make_job(), list(known), climb=climb, rollout=rollout_facts(trained=5, epoch=17))
+    seen = replace(seen, members=tuple(replace(member, highest_epoch=17) for member in seen.members))
+    decided = plan(seen).climb
+    assert decided is not None
+    assert (18, 5, 4) == (decided.epoch, decided.step, decided.lineage)
+
+
+def test_a_lineage_that_any_member_knows_is_not_given_again() -> None:
+    """Trainers were gone with a pod that failed, and only engines held what the lineages after the restore had made."""
+    held = facts_at(Rung.SERVING, WeightVersion(5, 3), epoch=17)
+    known = [held.model_copy(update={"trainers": (absent_trainer(),)}) for _ in range(2)]
+    climb = replace(make_climb(5, epoch=17, cause=Cause.POD_REPLACED), group="")
+    seen = make_observation(make_job(), list(known), climb=climb, rollout=rollout_facts(trained=5, epoch=17))
+    seen = replace(seen, climb=climb)
+    decided = plan(seen).climb
+    assert decided is not None
+    assert (18, 4) == (decided.epoch, decided.lineage)
+
+
 def test_the_next_step_begins_when_all_serve_and_its_batch_is_sealed() -> None:
     decided = plan(climbing(Rung.SERVING, Rung.SERVING, rollout=rollout_facts(sealed=2, trained=1)))
     assert decided.raises

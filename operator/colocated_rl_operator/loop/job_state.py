@@ -9,6 +9,7 @@ others may be in the middle of a switch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_operator.clients.errors import JobGone, NotFound
@@ -50,6 +51,7 @@ class JobState:
     listed_at: float = 0.0  # when its pods were listed, or did not need it
     first_seen: dict[str, float] = field(default_factory=dict)  # of each pod UID
     ending_since: dict[str, float] = field(default_factory=dict)
+    moments: dict[datetime, float] = field(default_factory=dict)  # by the monotonic clock, of times in its status
     restarts: dict[str, int] = field(default_factory=dict)  # of its containers, when its member answered last
     tried_of: int | None = None  # generation whose pods passed the server's dry run
     objects_of: int | None = None  # generation whose objects were applied
@@ -105,9 +107,5 @@ async def _read_job(state: JobState, kube: Kube, pods: Pods) -> None:
 async def list_again(state: JobState, kube: Kube, pods: Pods) -> None:
     """Take the pods as the server lists them now."""
     about = state.about
-    known = {pod["metadata"]["uid"] for pod in pods.of(about.uid)}
-    listed = await kube.list_pods(about.namespace, about.uid)
-    for pod in listed:
-        pods.put(pod)
-    for uid in known - {pod["metadata"]["uid"] for pod in listed}:
-        pods.remove(about.uid, uid)
+    known = pods.known(about.uid)
+    pods.replace(about.uid, await kube.list_pods(about.namespace, about.uid), known=known)

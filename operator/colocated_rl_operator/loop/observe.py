@@ -66,8 +66,8 @@ def observe(
             trained_step=(status.step or 0) if job.ladder.trains else 0,
             served=WeightVersion.parse(status.weight_version) if status.weight_version else None,
             is_over=is_over,
-            started_at=None if job.spec.suspend else _moment(status.start_time or at, now, at),
-            finished_at=_moment(status.completion_time, now, at) if status.completion_time else None,
+            started_at=None if job.spec.suspend else _moment(state, status.start_time, now, at) or now,
+            finished_at=_moment(state, status.completion_time, now, at),
             has_elder=queue.has_elder(job),
             hindrance=state.stall.message if state.stall else "",
             memory=state.memory,
@@ -78,9 +78,15 @@ def observe(
     return seen
 
 
-def _moment(time: datetime, now: float, at: datetime) -> float:
-    """Convert a wall clock time to the monotonic clock."""
-    return now - (at - time).total_seconds()
+def _moment(state: JobState, recorded: datetime | None, now: float, at: datetime) -> float | None:
+    """Convert a recorded time to the monotonic clock; None for none.
+
+    Only once in this process, so that a wall clock that is set moves no deadline that runs; and never into the future,
+    where a clock that was set back would have it.
+    """
+    if recorded is None:
+        return None
+    return state.moments.setdefault(recorded, now - max(0.0, (at - recorded).total_seconds()))
 
 
 def _log_rungs(seen: Observation, before: Memory) -> None:

@@ -1,6 +1,12 @@
-"""Cache the newest known state of each pod, from the watch or from our own calls, whichever is newer."""
+"""Cache the newest known state of each pod, from the watch or from our own calls, whichever is newer.
+
+Versions tell which of two states is newer only for as long as the API server's store goes forward. After a restore of
+etcd they begin again below those that are known, so a complete list counts whatever its versions are.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from colocated_rl_api import names
 from colocated_rl_operator.clients.kube import Body
@@ -26,6 +32,22 @@ class Pods:
         known = pods.get(uid, pod)
         if known is not None and version_of(known) <= version_of(pod):
             pods[uid] = pod
+
+    def known(self, job_uid: str) -> dict[str, Body | None]:
+        """Return the known state of each pod, for `replace`."""
+        return dict(self._pods.get(job_uid, {}))
+
+    def replace(self, job_uid: str, listed: Sequence[Body], *, known: Mapping[str, Body | None]) -> None:
+        """Take a complete list of pods. What has become known after `known`, which is from before it, may be newer."""
+        pods = self._pods.get(job_uid)
+        if pods is None:
+            return
+        ours = {pod["metadata"]["uid"]: pod for pod in listed if job_of(pod) == job_uid}
+        for uid in pods.keys() | ours.keys():
+            if pods.get(uid) is known.get(uid):
+                pods[uid] = ours.get(uid)
+            elif uid in ours:
+                self.put(ours[uid])
 
     def remove(self, job_uid: str, uid: str) -> None:
         if job_uid in self._pods:

@@ -168,7 +168,7 @@ def _answer(seen: Observation, now: Climb, cause: Cause, failure: Failure) -> De
         return replace(raise_epoch(seen, climb, Cause.POD_REPLACED, message), pods=pods)
     if said.action is FailureAction.ROLL_BACK:
         climb = replace(climb, step=_finished(seen, now))
-    return raise_epoch(seen, replace(climb, lineage=now.lineage + 1, group=seen.group or now.group), cause, message)
+    return raise_epoch(seen, replace(climb, lineage=seen.next_lineage, group=seen.group or now.group), cause, message)
 
 
 def after_absence(seen: Observation, now: Climb | None, message: str) -> Decision:
@@ -224,7 +224,7 @@ def after_replacement(seen: Observation, now: Climb) -> Decision:
     )
     if counts:
         tally = replace(tally, step=max(now.step, tally.step), tries=now.tally.tries_at(now.step) + 1)
-    climb = replace(now, lineage=now.lineage + 1, group=seen.group or now.group, tally=tally)
+    climb = replace(now, lineage=seen.next_lineage, group=seen.group or now.group, tally=tally)
     then = f"{starts(seen)} together again{'' if counts else UNCOUNTED}"
     return raise_epoch(seen, climb, Cause.POD_REPLACED, f"{message}: {then}")
 

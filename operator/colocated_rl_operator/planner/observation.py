@@ -316,6 +316,20 @@ class Observation:
     def _in(self, seats: tuple[str, ...]) -> tuple[Member, ...]:
         return tuple(self.current[seat] for seat in seats if seat in self.current)
 
+    @cached_property
+    def next_lineage(self) -> int:
+        """Return a lineage that was never given to a version: beyond the record, which may have been lost or restored
+        from before, and beyond all that members know.
+        """
+        known = [self.climb.lineage if self.climb else 0, self.served.lineage if self.served else 0]
+        for facts in [member.pod_facts for member in self.members if member.pod_facts]:
+            held = [facts.export, *(each for engine in facts.engines for each in (engine.version, engine.starts_on))]
+            for rank in facts.trainers:
+                known.append(rank.lineage or 0)
+                held += [rank.exported, rank.finished]
+            known += [version.lineage for version in held if version is not None]
+        return max(known) + 1
+
     @property
     def rollout_member(self) -> Member | None:
         return self.current.get(ROLLOUT_SEAT)

@@ -176,10 +176,10 @@ def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
 
 
 def _decide_when_all_answer(seen: Observation, now: Climb) -> Decision | Hold | None:
-    if not now.lineage:
+    if not now.lineage or _has_fallen_back(seen, now):
         return _first(seen, now)
     if not now.group:
-        climb = replace(now, lineage=now.lineage + 1, group=seen.group or "")
+        climb = replace(now, lineage=seen.next_lineage, group=seen.group or "")
         cause = Cause.POD_REPLACED if now.cause is Cause.POD_REPLACED else Cause.RESUMED
         return raise_epoch(seen, climb, cause, f"every member answers again: {starts(seen)}")
     if seen.group != now.group:
@@ -233,6 +233,12 @@ def _holds_new_weights(seen: Observation) -> bool:
     return ladder.serves and ladder.reaches(seen.slowest, Rung.UPDATED)
 
 
+def _has_fallen_back(seen: Observation, now: Climb) -> bool:
+    """Return whether trainers are beyond the recorded climb: the API server's store was restored from before it."""
+    ranks = [rank for member in seen.gpu_members if member.pod_facts for rank in member.pod_facts.trainers]
+    return any((rank.lineage or 0, rank.step or 0) > (now.lineage, now.step) for rank in ranks if rank.lineage)
+
+
 def _first(seen: Observation, now: Climb | None = None) -> Decision:
     """Return the first climb of a job that is new, or whose status was lost: then the members' facts are the record."""
     ranks = [rank for member in seen.gpu_members if member.pod_facts for rank in member.pod_facts.trainers]
@@ -240,10 +246,15 @@ def _first(seen: Observation, now: Climb | None = None) -> Decision:
     climb = replace(
         now or Climb(epoch=0, step=0, lineage=0, group="", cause=Cause.FIRST_START),
         step=max([trained, *(rank.step or 0 for rank in ranks)]),
-        lineage=max((rank.lineage or 0 for rank in ranks), default=0) + 1,
+        lineage=seen.next_lineage,
         group=seen.group or "",
     )
-    return raise_epoch(seen, climb, Cause.FIRST_START, f"every member answers: {starts(seen)}")
+    why = (
+        f"trainers are beyond {now.version}, which is recorded: as after a restore of etcd"
+        if now and now.lineage
+        else ""
+    )
+    return raise_epoch(seen, climb, Cause.FIRST_START, f"{why or 'every member answers'}: {starts(seen)}")
 
 
 def _is_contested(seen: Observation) -> bool:
