@@ -4,7 +4,8 @@ An event loop's own server takes whatever comes. Handshakes are then bounded by 
 connections that say nothing take every descriptor of the process; a thousand that come at once share its time, and none
 is done in time; and what failed for want of a descriptor is tried again at once, with a line in the log each time. Here
 what waits is left to the kernel until there is room, few handshakes go on at a time, first come, first served, and a
-connection that says nothing has no part in them: it makes room when others wait.
+connection that says nothing has no part in them: it makes room when others wait, and at once if its peer has more of
+such connections than its share.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from colocated_rl_api.descriptors import Seldom
 from colocated_rl_api.logs import in_words
@@ -27,6 +28,8 @@ LOG = logging.getLogger(__name__)
 
 HANDSHAKES = 64  # at a time
 PATIENCE_S = 5.0  # with a caller that does not get on, once others wait
+HASTE_S = 0.25  # with one that says nothing, whose peer has more than its share of all
+SHARES = 8  # of all that are before the end of their handshake
 AGAIN_S = 0.1  # after an accept that failed
 
 
@@ -55,6 +58,14 @@ async def accepting(
         await acceptor.end()
 
 
+class _Silent(NamedTuple):
+    """Since when a connection says nothing, who is at its other end, and what hangs up on it in the end."""
+
+    since: float
+    peer: str
+    ends: asyncio.TimerHandle
+
+
 class _Acceptor:
     """A connection is silent, then it waits for its turn, then it begins; then it is the port's own, or turned away."""
 
@@ -67,7 +78,7 @@ class _Acceptor:
         self._has_handshakes = context is not None
         self._options: dict[str, Any] = {"ssl": context, "ssl_handshake_timeout": handshake_s} if context else {}
         self._loop = asyncio.get_running_loop()
-        self._silent: dict[socket.socket, asyncio.TimerHandle] = {}  # each until it is hung up on
+        self._silent: dict[socket.socket, _Silent] = {}
         self._waiting: deque[socket.socket] = deque()
         self._beginning: dict[socket.socket, float] = {}  # since when
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,7 +88,7 @@ class _Acceptor:
         while True:
             await self._until_one_may_come()
             try:
-                connection = await self._accept()
+                connection, peer = await self._accept()
             except ConnectionError:  # it has gone again
                 continue
             except OSError as error:
@@ -86,16 +97,21 @@ class _Acceptor:
                 continue
             connection.setblocking(False)
             if self._has_handshakes:
-                self._silent[connection] = self._loop.call_later(self._handshake_s, self._hang_up, connection)
+                ends = self._loop.call_later(self._handshake_s, self._hang_up, connection)
+                self._silent[connection] = _Silent(self._loop.time(), peer, ends)
                 self._loop.add_reader(connection, self._has_spoken, connection)
             else:
                 self._begin(connection)
 
-    async def _accept(self) -> socket.socket:
-        """Raises OSError. Never loses a connection to a cancellation, as the event loop's own `sock_accept` may."""
+    async def _accept(self) -> tuple[socket.socket, str]:
+        """Return a connection and its peer's address. Raises OSError.
+
+        Never loses a connection to a cancellation, as the event loop's own `sock_accept` may.
+        """
         while True:
             try:
-                return self._listener.accept()[0]
+                connection, address = self._listener.accept()
+                return connection, address[0]
             except BlockingIOError:
                 readable = self._loop.create_future()
                 self._loop.add_reader(self._listener, _wake, readable)
@@ -124,16 +140,20 @@ class _Acceptor:
                 self._crowded.log(LOG, "connections that do not get on are ended", connections=ended)
             elif self._count() >= self._at_a_time:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(PATIENCE_S / 8):
+                    async with asyncio.timeout(HASTE_S):
                         await self._room.freed.wait()
 
     def _count(self) -> int:
         return len(self._silent) + len(self._waiting) + len(self._beginning) + len(self._room.told)
 
     def _end_silent(self) -> int:
-        now = self._loop.time()
-        left_s = max(0.0, self._handshake_s - PATIENCE_S)  # of one that has been silent for so long
-        late = [connection for connection, ends in self._silent.items() if ends.when() <= now + left_s]
+        now, of_peers = self._loop.time(), Counter(each.peer for each in self._silent.values())
+        share = max(1, self._at_a_time // SHARES)
+        late = [
+            connection
+            for connection, each in self._silent.items()
+            if now >= each.since + (HASTE_S if of_peers[each.peer] > share else PATIENCE_S)
+        ]
         for connection in late:
             self._hang_up(connection)
         return len(late)
@@ -147,15 +167,15 @@ class _Acceptor:
         return len(late)
 
     def _hang_up(self, connection: socket.socket) -> None:
-        if (timer := self._silent.pop(connection, None)) is not None:
-            timer.cancel()
+        if (silent := self._silent.pop(connection, None)) is not None:
+            silent.ends.cancel()
             self._loop.remove_reader(connection)
         connection.close()
         self._room.freed.set()
 
     def _has_spoken(self, connection: socket.socket) -> None:
         self._loop.remove_reader(connection)
-        self._silent.pop(connection).cancel()
+        self._silent.pop(connection).ends.cancel()
         self._waiting.append(connection)
         self._next()
 
