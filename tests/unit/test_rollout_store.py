@@ -404,6 +404,66 @@ async def test_a_lost_store_goes_on_after_what_the_trainers_have(store: Store) -
     store.close()
 
 
+def spoil(path: Path, table: str) -> None:
+    """Change the first page of a table, as a disk may."""
+    with closing(sqlite3.connect(path)) as database:
+        (root,) = database.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", [table]).fetchone()
+        (size,) = database.execute("PRAGMA page_size").fetchone()
+    with path.open("r+b") as file:
+        file.seek((root - 1) * size)
+        file.write(b"\xff" * 64)
+
+
+@pytest.mark.parametrize("table", ["samples", "turns", "segments", "groups_by_step", "evaluations"])
+async def test_a_damaged_store_is_named_and_goes_on_from_the_backup_of_a_checkpoint(
+    store: Store, tmp_path: Path, table: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A page that no statement read at the start was noticed hours later, or never."""
+    step = seal(store, [completed_group(store)]).step
+    completed_group(store)  # whoever restores can't know whether it was trained since
+    store.commit(step)
+    store.forget(step)
+    await store.flushed()
+    completed_group(store)
+    store.remember_epoch(7)
+    cursor, path = store.cursor, store.path
+    store.close()
+    spoil(path, table)
+    again = Store(path.parent, job_uid=JOB)
+    assert "store restored from the backup of a checkpoint" in caplog.text
+    name = "groups" if table == "groups_by_step" else table
+    assert name in str(caplog.records[-1].args)
+    assert {} == again.groups
+    assert {S.TRAINED: GROUP_SIZE, S.DISCARDED: GROUP_SIZE} == +again.counts
+    assert (7, cursor, step + 1) == (again.epoch, again.cursor, again.next_step)
+    assert path.with_name("store.sqlite3.damaged").exists()
+    again.close()
+    whole = Store(path.parent, job_uid=JOB)
+    assert again.counts == whole.counts
+    whole.close()
+
+
+async def test_a_damaged_store_without_a_backup_says_what_is_damaged_and_is_left_alone(store: Store) -> None:
+    completed_group(store)
+    path = store.path
+    store.close()
+    spoil(path, "turns")
+    before = path.read_bytes()
+    with pytest.raises(StoreFailed, match="is damaged: turns, and there is no backup that is whole"):
+        Store(path.parent, job_uid=JOB)
+    assert before == path.read_bytes()
+
+
+async def test_a_file_that_is_no_database_is_a_damaged_store(store: Store) -> None:
+    store.commit(1)
+    store.forget(1)
+    store.close()
+    store.path.write_bytes(b"lost" * 4096)
+    again = Store(store.path.parent, job_uid=JOB)
+    assert 1 == again.trained_step
+    again.close()
+
+
 async def test_a_batch_that_is_not_trained_stays_whatever_a_checkpoint_is_said_to_hold(store: Store) -> None:
     step = seal(store, [completed_group(store)]).step
     store.forget(step)

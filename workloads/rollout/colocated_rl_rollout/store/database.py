@@ -15,18 +15,28 @@ import fcntl
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from colocated_rl_api.logs import in_words
+from colocated_rl_rollout.store.backup import back_up, damage_of, is_damage
 from colocated_rl_rollout.store.tables import ENDS_ADDED, SCHEMA, SCHEMA_VERSION
 
 BUSY_MS = 10_000
+BACKUP_EVERY_S = 60.0  # and no sooner: nothing is committed meanwhile
 
 Statement = tuple[str, Sequence[Sequence[Any]]]
 """SQL and the rows it is executed for."""
+
+
+class Entry(NamedTuple):
+    """Statements that are committed together, and the path of the database if a backup of it follows."""
+
+    statements: Sequence[Statement]
+    backs_up: Path | None
 
 
 class StoreFailed(Exception):
@@ -35,14 +45,21 @@ class StoreFailed(Exception):
     """
 
 
+class StoreDamaged(StoreFailed):
+    """The database's file holds something else than was written: its disk, or somebody, has changed it."""
+
+
 def open_database(path: Path) -> sqlite3.Connection:
-    """Open the database at `path`; create it when absent. Raises StoreFailed."""
+    """Open the database at `path`; create it when absent. Raises StoreDamaged, StoreFailed."""
     try:
         database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         database.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
         mode = database.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise StoreFailed(f"store {path} can't be written ahead (mode {mode}): use a local or block volume")
+        if damage := damage_of(database):
+            database.close()
+            raise StoreDamaged(f"store {path} is damaged: {damage}")
         database.execute("PRAGMA synchronous = FULL")
         version = database.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
@@ -54,6 +71,9 @@ def open_database(path: Path) -> sqlite3.Connection:
         elif "ended" not in {column[1] for column in database.execute("PRAGMA table_info(samples)")}:
             database.executescript(f"BEGIN; {ENDS_ADDED} COMMIT;")
     except (OSError, sqlite3.Error) as error:
+        if isinstance(error, sqlite3.Error) and is_damage(error):
+            database.close()
+            raise StoreDamaged(f"store {path} is damaged: {error}") from error
         raise StoreFailed(
             f"store {path} can't be opened: {error}; its volume must be local or block storage"
         ) from error
@@ -80,16 +100,20 @@ class DatabaseWriter:
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
-        self._queue: SimpleQueue[Sequence[Statement] | asyncio.Future[None] | threading.Event | None] = SimpleQueue()
+        self._queue: SimpleQueue[Entry | asyncio.Future[None] | threading.Event | None] = SimpleQueue()
         self._failure: StoreFailed | None = None
+        self._backed_up_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
 
-    def write(self, *statements: Statement) -> None:
-        """Queue statements that are committed together. Raises StoreFailed when an earlier commit failed."""
+    def write(self, *statements: Statement, backs_up: Path | None = None) -> None:
+        """Queue statements that are committed together. Raises StoreFailed when an earlier commit failed.
+
+        backs_up: path of the database, of which a backup is written once they are committed.
+        """
         if self._failure is not None:
             raise self._failure
-        self._queue.put(statements)
+        self._queue.put(Entry(statements, backs_up))
 
     async def flushed(self, *, deadline_s: float) -> None:
         """Return once everything queued so far is committed. Raises StoreFailed."""
@@ -129,8 +153,10 @@ class DatabaseWriter:
                     entries.append(self._queue.get_nowait())
             closing = None in entries
             if self._failure is None:
-                self._commit([entry for entry in entries if isinstance(entry, tuple)])
+                self._commit([entry.statements for entry in entries if isinstance(entry, Entry)])
             self._answer(entries)
+            for path in [entry.backs_up for entry in entries if isinstance(entry, Entry) and entry.backs_up]:
+                self._back_up(path)
         self._database.close()
 
     def _commit(self, writes: Sequence[Sequence[Statement]]) -> None:
@@ -151,6 +177,12 @@ class DatabaseWriter:
             if self._database.in_transaction:
                 with contextlib.suppress(sqlite3.Error):  # the volume may be lost: nothing more is written
                     self._database.execute("ROLLBACK")
+
+    def _back_up(self, path: Path) -> None:
+        now = time.monotonic()
+        if self._failure is None and (self._backed_up_at is None or now >= self._backed_up_at + BACKUP_EVERY_S):
+            self._backed_up_at = now
+            back_up(self._database, path)
 
     def _answer(self, entries: Sequence[object]) -> None:
         futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}

@@ -45,6 +45,7 @@ from colocated_rl_rollout.rules.samples import (
     Trajectory,
 )
 from colocated_rl_rollout.store import tables, transcripts
+from colocated_rl_rollout.store.backup import restore
 from colocated_rl_rollout.store.batches import (
     BatchRecord,
     batch_bytes,
@@ -57,6 +58,7 @@ from colocated_rl_rollout.store.batches import (
 from colocated_rl_rollout.store.database import (
     DatabaseWriter,
     Statement,
+    StoreDamaged,
     StoreFailed,
     hold,
     open_database,
@@ -104,7 +106,7 @@ class Store:
         self.batch_directory = directory / "batches"
         self.path = directory / "store.sqlite3"
         self._lock = hold(directory / "lock")
-        database = open_database(self.path)
+        database, is_restored = self._open()
         self.epoch = 0
         self.cursor = 0
         self.data_digest: str | None = None
@@ -125,12 +127,28 @@ class Store:
             self._read(database, job_uid)
         except sqlite3.Error as error:
             raise StoreFailed(f"store {self.path} can't be read: {error}; restore the volume, or remove it") from error
-        remove_all_but(self.batch_directory, self._batches.values())
+        if not is_restored:  # files that the backup does not know of are what is left of later batches
+            remove_all_but(self.batch_directory, self._batches.values())
         self._writer = DatabaseWriter(database)
         self._writer.write((tables.FACT, [("job_uid", job_uid)]))
         for sample in [sample for group in self.groups.values() for sample in group.kept]:
             if sample.state is SampleState.RUNNING:
                 self._writer.write(self._move(sample, SampleState.INTERRUPTED))
+        for group in [*self.groups.values()] if is_restored else []:
+            self.give_up(group, "StoreDamaged")
+
+    def _open(self) -> tuple[sqlite3.Connection, bool]:
+        """Open the database, and return it and whether it is a backup in the place of a damaged one."""
+        try:
+            return open_database(self.path), False
+        except StoreDamaged as damage:
+            if not restore(self.path):
+                raise StoreDamaged(
+                    f"{damage}, and there is no backup that is whole: restore the volume, or remove the file to go on "
+                    "behind what the trainers have, without the samples under way"
+                ) from damage
+            log(LOG, "store restored from the backup of a checkpoint", logging.ERROR, reason=str(damage))
+            return open_database(self.path), True
 
     # ------------------------------------------------------------------------------------------------- durability
     async def flushed(self) -> None:
@@ -411,6 +429,7 @@ class Store:
             ("DELETE FROM groups WHERE step <= ? OR given_up IS NOT NULL", [(saved,)]),
             *([] if self._keeps_batches else removed),
             (tables.FACT, [("saved_step", saved)]),
+            backs_up=self.path,
         )
         for step in [step for step in self._batches if step <= saved and not self._keeps_batches]:
             del self._batches[step]
