@@ -145,12 +145,10 @@ class DeviceFacts(Wire):
 
 
 class Problem(Wire):
-    """Why a member does not come nearer to its target, for status and events. `reason` is CamelCase and stable.
+    """Why a member does not come nearer to its target, for status and events. `reason` is CamelCase and stable."""
 
-    A message may have words of others in it, so what is no text is replaced on both sides of the wire: to refuse it
-    would make a member of a stray character that is lost.
-    """
-
+    # A message may have words of others in it, so what is no text is replaced on both sides of the wire: to refuse it
+    # would make a member of a stray character that is lost.
     reason: str = Field(max_length=64, pattern=r"^[A-Za-z0-9]*$")
     message: Annotated[str, BeforeValidator(lambda said: one_line(said) if isinstance(said, str) else said)] = Field(
         max_length=1024

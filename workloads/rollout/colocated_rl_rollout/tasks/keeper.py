@@ -22,7 +22,7 @@ from collections.abc import Collection
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class Ended(Exception):
+class AskedToEnd(Exception):
     """Somebody asks this process to end."""
 
 
@@ -81,7 +81,7 @@ def keep(command: list[str]) -> int:
 
     def end(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Ended
+        raise AskedToEnd
 
     signal.signal(signal.SIGTERM, end)
     code = 0
@@ -94,7 +94,7 @@ def keep(command: list[str]) -> int:
         while ended != worker:
             ended, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
-    except Ended:
+    except AskedToEnd:
         pass
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_all()
