@@ -107,7 +107,11 @@ class Gpus(Part):
 
 
 class Sampling(Part):
-    """How tokens are drawn. Only what the engine's log-probabilities describe exactly."""
+    """How tokens are drawn. Only what the engine's log-probabilities describe exactly.
+
+    SGLang (0.5.23, `Sampler.forward`) reports them before top-p, top-k and min-p take tokens away, and after a least
+    number of tokens has taken the end token away, which a trainer does not know: rollout has none of these.
+    """
 
     temperature: float = Field(
         default=1.0,
@@ -212,6 +216,28 @@ class Filter(StrEnum):
     TRUNCATED = "Truncated"  # a sample that ended by the token limit
 
 
+class OverlongPenalty(Part):
+    """What responses near maxResponseTokens lose of their reward (DAPO's soft overlong punishment)."""
+
+    buffer_tokens: int = Field(
+        ge=1,
+        le=10_000_000,
+        description="Last tokens before maxResponseTokens, over which the penalty rises evenly from 0 to factor.",
+    )
+    factor: float = Field(
+        default=1.0, ge=0.001, le=1_000_000, description="Penalty of a response as long as maxResponseTokens."
+    )
+
+
+_OVERLONG = Rule(
+    field="overlongPenalty.bufferTokens",
+    rule="!has(self.overlongPenalty) || self.overlongPenalty.bufferTokens <= self.maxResponseTokens",
+    message="overlongPenalty.bufferTokens must be at most maxResponseTokens, of which it is the end",
+    said="'overlongPenalty.bufferTokens is %d, and must be at most maxResponseTokens, %d, of which it is the end'."
+    "format([self.overlongPenalty.bufferTokens, self.maxResponseTokens])",
+)
+
+
 class Rollout(Part):
     """Generating samples, all the time, across training steps."""
 
@@ -220,13 +246,14 @@ class Rollout(Part):
             _OWNED_FLAGS,
             _WORDS,
             _CONCURRENCY,
+            _OVERLONG,
             _OFFLOAD,
             *_own("engine"),
             *fixed(
                 *("colocateWith", "replicas", "offload", "prompts"),
                 *("maxPromptTokens", "maxResponseTokens"),
                 *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
-                *("maxFilteredPerBatch", "minRolloutSeconds"),
+                *("maxFilteredPerBatch", "minRolloutSeconds", "overlongPenalty"),
             ),
         )
     )
@@ -313,6 +340,11 @@ class Rollout(Part):
         "the same after a short rollout. What is generated meanwhile is kept for later steps, as far as maxStaleness "
         "allows; when nothing more may be generated the batch is sealed at once.",
     )
+    overlong_penalty: OverlongPenalty | None = Field(
+        default=None,
+        description="Taken off rewards of long responses in training. Not off those of environments and of clients' "
+        "sessions. No penalty when absent.",
+    )
     sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
     resources: Resources = Field(
         default_factory=Resources,
@@ -363,7 +395,30 @@ class Rollout(Part):
                 f"maxConcurrency is {self.concurrency}, and no more than (maxStaleness + 1) * batchSize = {admitted} "
                 "groups are ever admitted: write at most that"
             )
+        penalty = self.overlong_penalty
+        if penalty is not None and penalty.buffer_tokens > self.max_response_tokens:
+            raise ValueError(
+                f"overlongPenalty.bufferTokens is {penalty.buffer_tokens}, and must be at most maxResponseTokens, "
+                f"{self.max_response_tokens}, of which it is the end"
+            )
         return self
+
+
+class EvaluationSampling(Part):
+    """How tokens of an evaluation are drawn: nothing is trained on them."""
+
+    temperature: float | None = Field(
+        default=None, ge=0, le=10, description="Softmax temperature, 0 for greedy; that of rollout when absent."
+    )
+    top_p: float = Field(
+        default=1.0, ge=0.001, le=1, description="Only the most likely tokens, with this probability together."
+    )
+    top_k: int | None = Field(
+        default=None, ge=1, le=1_000_000, description="Only so many of the most likely tokens; all when absent."
+    )
+    min_p: float = Field(
+        default=0.0, ge=0, le=1, description="Only tokens at least so likely, relative to the most likely one."
+    )
 
 
 class Evaluation(Part):
@@ -377,6 +432,16 @@ class Evaluation(Part):
         le=64,
         description="Responses to each of them. With more than one the result also has the mean of the best of each "
         "prompt: pass@responses where rewards are 0 or 1.",
+    )
+    sampling: EvaluationSampling = Field(
+        default_factory=EvaluationSampling,
+        description="Of answers to prompts; episodes of environments are drawn as in rollout.",
+    )
+    max_response_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000_000,
+        description="Limit of an answer to a prompt; that of rollout when absent.",
     )
     deadline_seconds: int = Field(
         default=1800,

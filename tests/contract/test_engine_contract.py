@@ -465,6 +465,22 @@ async def test_what_the_rollout_controller_asks_through_a_gate_is_understood(eng
     assert {"type": "stop", "matched": stop} == reason_of(chunks[-1])
 
 
+async def test_log_probabilities_are_of_the_whole_distribution_whatever_is_left_to_draw_from(
+    engine: Engine, gate: str
+) -> None:
+    """So tokens of top-k, top-p or min-p are not to be trained: the one token that is left here has probability 1."""
+    greedy = GenerateRequest(PROMPT, 12, 0.0, [])
+    whole, _ = read_answer((await ask(engine, f"{gate}/generate", **json.loads(greedy.body())))[1])
+    for left in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        request = dataclasses.replace(greedy, temperature=1.0, **left)
+        status, answer = await ask(engine, f"{gate}/generate", **json.loads(request.body()))
+        assert 200 == status
+        tokens, _ = read_answer(answer)
+        assert whole.ids.tolist() == tokens.ids.tolist()
+        assert tokens.logp.max() < -0.01
+        assert tokens.logp.tolist() == pytest.approx(whole.logp.tolist(), abs=1e-3)
+
+
 class Find(BaseModel):
     """Where a thing is."""
 

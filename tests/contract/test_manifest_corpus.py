@@ -147,6 +147,7 @@ MAY_CHANGE = {
     "rollout.maxConcurrency": 7,
     "rollout.sampling.temperature": 0.7,
     "evaluation.samples": 7,
+    "evaluation.sampling.topP": 0.7,
     "evaluation": None,
 }
 MAY_CHANGE_WHILE_SUSPENDED = {
@@ -172,7 +173,7 @@ MAY_NOT_CHANGE = {
     "rollout.offload": [],
     "rollout.prompts.reasoningGym.config": {"other_terms": 2},
     "rollout.maxPromptTokens": 7,
-    "rollout.maxResponseTokens": 7,
+    "rollout.maxResponseTokens": 700,
     "rollout.batchSize": 700,
     "rollout.groupSize": 7,
     "rollout.maxStaleness": 7,
@@ -181,6 +182,7 @@ MAY_NOT_CHANGE = {
     "rollout.filters": ["Truncated"],
     "rollout.maxFilteredPerBatch": 7,
     "rollout.minRolloutSeconds": 7,
+    "rollout.overlongPenalty.factor": 7,
     "reference": None,
     "trainer.config": {"otherRate": 1},
     "weightSync.volume.size": "7Gi",

@@ -18,6 +18,8 @@ from contract.trainer_in_process import OneRank
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from colocated_rl_api.job import OverlongPenalty
+from colocated_rl_rollout.rules.overlong import overlong_penalty
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.batch import Shard, Use
 from colocated_rl_trainer.grpo.loss import importance_ratio
@@ -126,9 +128,13 @@ class Ours:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Ours, Mapping[str, Tensor]]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trl")
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> Mapping[str, tuple[Ours, Mapping[str, Tensor]]]:
     """By variant: ours, and trl's."""
-    folder = tmp_path_factory.mktemp("trl")
     model = write_tiny_model(folder / "model")
     ours = {name: Ours(folder / f"ours-{name}", model, config) for name, (config, _) in VARIANTS.items()}
     for name, step in ours.items():
@@ -247,3 +253,12 @@ def test_divergence_is_that_of_trl(both: Mapping[str, tuple[Ours, Mapping[str, T
 def test_second_pass_is_clipped(both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], name: str) -> None:
     """Or the comparison would say nothing of it."""
     assert 0.02 < both[name][0].metrics["clip_fraction"]
+
+
+@pytest.mark.usefixtures("both")
+def test_overlong_penalty_is_that_of_trl(folder: Path) -> None:
+    punishment = load_file(folder / "overlong.safetensors")["punishment"]
+    rule = OverlongPenalty(buffer_tokens=10)
+
+    ours = [-overlong_penalty(length, limit=30, rule=rule) for length in range(41)]
+    torch.testing.assert_close(torch.tensor(ours), punishment)

@@ -3,7 +3,8 @@
 FOLDER/case.json says which batch (samples with their behaviour log-probabilities and rewards, group by group) and which
 variants of the loss; FOLDER/NAME.safetensors holds the weights that variant NAME's second pass begins with. Into
 FOLDER/NAME.trl.safetensors go advantages, importance ratios, and of both passes loss, KL and gradients. Only generation
-is replaced: the completions are those of the batch.
+is replaced: the completions are those of the batch. FOLDER/overlong.safetensors gets the soft overlong punishment of
+responses of 0 to 40 tokens, with a limit of 30 and a buffer of 10.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import get_soft_overlong_punishment
 
 
 class GivenCompletions(GRPOTrainer):  # type: ignore[misc]  # untyped where we are checked
@@ -89,6 +91,9 @@ def run(folder: Path, case: dict[str, Any], variant: dict[str, Any]) -> dict[str
 
 
 def main(folder: Path) -> None:
+    punishment = get_soft_overlong_punishment(max_completion_len=30, soft_punish_cache=10)
+    of_each = punishment(completion_ids=[[1] * length for length in range(41)])
+    save_file({"punishment": torch.tensor(of_each)}, folder / "overlong.safetensors")
     case = json.loads((folder / "case.json").read_bytes())
     for variant in case["variants"]:
         told = run(folder, case, variant)

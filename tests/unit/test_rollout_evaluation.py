@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,9 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_api.job import Evaluation as Rules
+from colocated_rl_api.job import EvaluationSampling
 from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.engines.engine_client import Generated, GenerateRequest
 from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost
 from colocated_rl_rollout.evaluation import Evaluator, Scoreboard
@@ -22,6 +25,7 @@ from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
+from colocated_rl_rollout.rules.resume import Ending
 from colocated_rl_rollout.rules.samples import (
     Finish,
     Prompt,
@@ -224,3 +228,59 @@ async def test_an_end_is_no_verdict_on_episodes_that_are_under_way(tmp_path: Pat
             await asyncio.wait([task])
             assert task.cancelled()
         assert scene.store.evaluated is None
+
+
+# ----------------------------------------------------------------------------------------------- prompts that are asked
+class Answering(Serving):
+    """Answers to the limit of each request, as an engine that is interrupted there."""
+
+    def __init__(self) -> None:
+        self.asked: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        self.asked.append(request)
+        count = request.max_new_tokens
+        spans = (Span(self.version, 0, count),)
+        tokens = Tokens(np.full(count, 5, np.int32), -np.ones(count, np.float32), spans)
+        return Generated(tokens, Ending.INTERRUPTED)
+
+
+class Asked(OneEngine):
+    def __init__(self) -> None:
+        self.engine = Answering()
+
+    def pick(self, *, preferred: str | None = None, step: int | None = None, at_most: int) -> Any:
+        return self.engine
+
+    def send(self, group: asyncio.TaskGroup, engine: Any, attempt: Any, *, name: str) -> asyncio.Task[None]:
+        return group.create_task(attempt, name=name)
+
+
+async def test_answers_are_drawn_and_limited_as_the_evaluation_says(tmp_path: Path) -> None:
+    """Those that the evaluation's limit ends are complete, and worth nothing."""
+    async with evaluating(tmp_path) as scene:
+        evaluation, engines = scene.evaluation, Asked()
+        evaluation.how = Rules(
+            samples=2, max_response_tokens=4, sampling=EvaluationSampling(temperature=0, top_p=0.9, top_k=7, min_p=0.1)
+        )
+        evaluation._held_out = [Prompt(0, 5, (1, 2)), Prompt(1, 6, (3,))]
+        evaluation.ask(None)
+        evaluation.ask(3)
+        evaluation.send(engines, scene.group, at_most=9, episodes_at_most=0)
+        await until(lambda: scene.store.evaluated)
+        drawn = [
+            (asked.input_ids, asked.max_new_tokens, asked.temperature, asked.top_p, asked.top_k, asked.min_p)
+            for asked in engines.engine.asked
+        ]
+        assert [([1, 2], 4, 0, 0.9, 7, 0.1), ([3], 4, 0, 0.9, 7, 0.1)] == drawn
+
+
+async def test_answers_are_drawn_as_in_rollout_where_the_evaluation_says_nothing(tmp_path: Path) -> None:
+    async with evaluating(tmp_path) as scene:
+        evaluation, engines = scene.evaluation, Asked()
+        evaluation._held_out = [Prompt(0, 5, (1, 2)), Prompt(1, 6, (3,))]
+        evaluation.send(engines, scene.group, at_most=9, episodes_at_most=0)
+        await until(lambda: scene.store.evaluated)
+        sampling = json.loads(engines.engine.asked[0].body())["sampling_params"]
+        expected = {"max_new_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        assert expected == {name: sampling[name] for name in expected}

@@ -432,3 +432,37 @@ async def test_slime_of_ten_groups_that_are_ready_four_are_taken_in_order_and_si
     scene.worker.drain()
     await running
     assert (3, ready[8:]) == (scene.store.next_step, [*scene.store.groups]), "two are no batch of four"
+
+
+@pytest.mark.parametrize(
+    "scene", [{"maxResponseTokens": 8, "overlongPenalty": {"bufferTokens": 4, "factor": 2.0}}], indirect=True
+)
+async def test_reward_of_a_response_near_the_limit_is_less_by_the_penalty(scene: Scene) -> None:
+    """Also that of one which the limit ended; no verifier sees it."""
+    longest, _ = scene.admit()
+    scene.store.start(longest)
+    scene.store.finish(longest, some_tokens(8), Finish.LENGTH)
+    await scene.worker._score(longest)
+
+    assert -2.0 == longest.reward
+
+
+class Verifier(TaskProcesses):
+    """One that takes every response."""
+
+    async def score(self, index: int, response: str) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    "scene", [{"maxResponseTokens": 8, "overlongPenalty": {"bufferTokens": 4, "factor": 2.0}}], indirect=True
+)
+async def test_verifiers_reward_is_less_by_the_penalty(scene: Scene, tmp_path: Path) -> None:
+    short, longer = scene.admit()
+    scene.worker._processes = Verifier(scene.worker._rollout.prompts, count=0, socket=tmp_path)
+    for sample, length in ((short, 4), (longer, 6)):
+        scene.store.start(sample)
+        scene.store.finish(sample, some_tokens(length), Finish.STOP)
+        await scene.worker._score(sample)
+
+    assert (1.0, 0.0) == (short.reward, longer.reward)

@@ -1,8 +1,9 @@
 """Evaluation measures the mean reward of one weights version on the held-out prompts, beside rollout.
 
-Answers to each prompt are sampled at the job's temperature. Every answer comes from one and the same version: an answer
-that other weights made, in part or in whole, is discarded and requested again. An evaluation ends when all answers are
-in, or when the operator asks for another one. `worker` sends its requests, before those of rollout.
+Answers to each prompt are sampled as the evaluation says, or else as in rollout. Every answer comes from one and the
+same version: an answer that other weights made, in part or in whole, is discarded and requested again. An evaluation
+ends when all answers are in, or when the operator asks for another one. `worker` sends its requests, before those of
+rollout.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ class Evaluator:
         self._found_for: int | None = None  # the number of prompts that was wanted
         self._wanted = asyncio.Event()
         self._board: Scoreboard | None = None
+        self._board_how = how or Rules()  # of the evaluation under way
         self._board_temperature = temperature
         self._asked: int | None = None
         self._under_way: dict[int, asyncio.Task[None]] = {}
@@ -198,7 +200,7 @@ class Evaluator:
         if self._asked is not None and self.how is not None and self._found_for != self.how.samples:
             self._wanted.set()
         elif self._asked is not None and self.how is not None:
-            self._board_temperature = self.temperature
+            self._board_how, self._board_temperature = self.how, self.temperature
             self._board = Scoreboard(self._asked, prompts=len(self._held_out), responses=self.how.responses)
             self._began = time.monotonic()
             self._redone = self._unscored = 0
@@ -206,9 +208,23 @@ class Evaluator:
         self._changed()
 
     # ------------------------------------------------------------------------------------------------- one answer
+    @property
+    def _board_limit(self) -> int:
+        limit = self._board_how.max_response_tokens
+        return self._limit if limit is None else limit
+
     async def _answer(self, board: Scoreboard, place: int, engine: EngineClient) -> None:
         prompt = self._held_out[place // board.responses]
-        request = GenerateRequest(list(prompt.ids), self._limit, self._board_temperature, self._chat.end_ids)
+        sampling = self._board_how.sampling
+        request = GenerateRequest(
+            list(prompt.ids),
+            self._board_limit,
+            self._board_temperature if sampling.temperature is None else sampling.temperature,
+            self._chat.end_ids,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+        )
         try:
             generated = await engine.generate(request)
         except GateRefused as error:
@@ -256,7 +272,7 @@ class Evaluator:
     async def _take(self, board: Scoreboard, place: int, prompt: Prompt, generated: Generated) -> None:
         """Score a complete answer as in training, 0 unless it ended by itself; request an interrupted one again."""
         tokens = generated.tokens
-        finish = finish_of(tokens, generated.ending, limit=self._limit, end_ids=self._chat.end_ids)
+        finish = finish_of(tokens, generated.ending, limit=self._board_limit, end_ids=self._chat.end_ids)
         reward = await self._reward(prompt, tokens) if finish is Finish.STOP else 0.0
         if reward is None:
             self._redone += 1

@@ -45,6 +45,7 @@ from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.rewards.task_connection import TaskUnusable
 from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.rules.filters import judge
+from colocated_rl_rollout.rules.overlong import overlong_penalty
 from colocated_rl_rollout.rules.resume import (
     exhausted,
     finish_of,
@@ -331,9 +332,11 @@ class Worker(Sealer):
             self._replace(sample, SampleState.FAILED, *end)
 
     async def _score(self, sample: Sample) -> None:
-        """Score 0 a response that did not end by itself; the task's verifier scores the others."""
+        """Score 0 a response that did not end by itself; the task's verifier scores the others. Long ones lose some."""
+        limit, rule = self._rollout.max_response_tokens, self._rollout.overlong_penalty
+        penalty = overlong_penalty(len(sample.tokens), limit=limit, rule=rule) if rule else 0.0
         if sample.finish is not Finish.STOP:
-            self._store.score(sample, 0.0)
+            self._store.score(sample, 0.0 - penalty)
             self._completed(sample.group)
             return
         text = self._chat.text(sample.tokens.ids.tolist())
@@ -345,7 +348,7 @@ class Worker(Sealer):
         except TaskUnusable as error:  # nothing can be scored until the user fixes the job: the sample stays as it is
             self.problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
         else:
-            self._store.score(sample, reward)
+            self._store.score(sample, reward - penalty)
             self.problem = None
             self._completed(sample.group)
 

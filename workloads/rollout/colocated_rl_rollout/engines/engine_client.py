@@ -101,6 +101,7 @@ class GenerateRequest:
     seed: the same in each attempt of a response: an engine that honours it derives noise from seed and position.
     experts_from: the first token of prompt and response whose routed experts are wanted; None: no experts are.
     experts_width: how many experts each token before it has, where there are any.
+    top_p, top_k, min_p: log-probabilities are of the whole distribution all the same: not for tokens to be trained.
     """
 
     input_ids: list[int]
@@ -111,6 +112,9 @@ class GenerateRequest:
     seed: int | None = None
     experts_from: int | None = None
     experts_width: int = 0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
 
     def body(self, *, stream: bool = False) -> bytes:
         """Return the body for the engine's /generate, with all that log-probabilities don't describe explicitly off."""
@@ -123,9 +127,9 @@ class GenerateRequest:
                 "sampling_params": {
                     "max_new_tokens": self.max_new_tokens,  # its default is 128
                     "temperature": self.temperature,
-                    "top_p": 1.0,
-                    "top_k": -1,
-                    "min_p": 0.0,
+                    "top_p": self.top_p,
+                    "top_k": -1 if self.top_k is None else self.top_k,
+                    "min_p": self.min_p,
                     "min_new_tokens": 0,
                     "repetition_penalty": 1.0,
                     "frequency_penalty": 0.0,
