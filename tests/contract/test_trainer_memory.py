@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from allocations import allocated_by
+from contract.test_trainer_sharding import resident
+from contract.test_trainer_weights import ARCHITECTURES
 from contract.trainer_ranks_in_process import Watched, in_ranks
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.batch import Shard, divide_into_passes
+from colocated_rl_trainer.protocol.settings import ConfigError
+from colocated_rl_trainer.state.sharding import whole
+from colocated_rl_trainer.state.weights import load_model, write_model, write_tensors
 from fakes.tiny_model import write_tiny_model
 
 BFLOAT16 = 2  # bytes
@@ -58,7 +66,73 @@ def test_forward_pass_of_ranks_that_share_a_model_has_a_layer_whole_in_bfloat16_
         activationCheckpointing=checkpointing,
     )
 
-    for peak, layer, whole in held:
-        assert 8 * layer < whole
+    for peak, layer, parameters in held:
+        assert 8 * layer < parameters
         activations = 6 * HIDDEN * LAYERS * 4 * (40 if with_gradient and not checkpointing else 4)
         assert 2 * BFLOAT16 * layer < peak < 3.5 * BFLOAT16 * layer + activations
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+def load_again(trainer: Watched) -> tuple[int, int]:
+    """Growth of this process at its highest, in bytes, pages of files included; parameters of the model."""
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    load_model(trainer._settings.model, share=trainer._divide)
+    return resident("VmHWM") - before, sum(parameter.numel() for parameter in trainer.model.parameters())
+
+
+def test_each_rank_loads_its_part_of_each_tensor_and_no_more(tmp_path: Path) -> None:
+    """Each loaded the whole model in float32 and then kept its part: 70 billion parameters took 2.2 TB on eight."""
+    origin = write_tiny_model(tmp_path / "origin", hidden=512, layers=16)
+    (tmp_path / "model").mkdir()
+    write_model(load_model(origin), tmp_path / "model", origin=origin, dtype=torch.bfloat16)
+
+    for grown, parameters in in_ranks(3, tmp_path, tmp_path / "model", load_again):
+        assert grown < 4 * parameters / 3 + 2 * parameters < 4 * parameters
+
+
+def differing_tensors(trainer: Watched) -> list[str]:
+    """Names of those that are not as one rank loads them, buffers that no file holds included."""
+    alone = load_model(trainer._settings.model)
+    wanted = dict(alone.named_parameters()) | dict(alone.named_buffers())
+    found = dict(trainer.model.named_parameters()) | dict(trainer.model.named_buffers())
+    same = [name for name in wanted if torch.equal(whole(found[name]), wanted[name].detach())]
+    return sorted({*wanted, *found} - {*same})
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("qwen3 moe", 2), ("qwen3 moe", 3), ("gpt2", 3), ("gemma3", 3), ("phi3", 3), ("llama tied", 3)]
+)
+def test_what_ranks_load_is_the_model_also_where_its_files_have_another_form(
+    tmp_path: Path, name: str, ranks: int
+) -> None:
+    """No tensor divides evenly among three ranks. Files of experts have one tensor for each of the four."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(tmp_path / "model")
+
+    assert [[]] * ranks == in_ranks(ranks, tmp_path, tmp_path / "model", differing_tensors)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ("lose", r"are not whole: 1 tensors of Qwen3ForCausalLM are missing, first model\.layers\.0\.mlp\.down_proj"),
+        ("cut", r"are not those of its config\.json: 1 tensors have another shape, first model\.layers\.0\.mlp"),
+        ("untie", r"can be read in two ways: .* another lm_head\.weight than model\.embed_tokens\.weight"),
+    ],
+)
+def test_what_is_no_model_is_refused_by_ranks_that_share_it_too(tmp_path: Path, spoil: str, said: str) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    if spoil == "lose":
+        del tensors[name]
+    elif spoil == "cut":
+        tensors[name] = tensors[name][:-2].clone()
+    else:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    write_tensors(model / "model.safetensors", tensors)
+
+    for told in in_ranks(2, tmp_path, model, load_again):
+        assert isinstance(told, ConfigError)
+        assert re.search(said, str(told)), told

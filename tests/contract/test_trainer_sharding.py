@@ -152,13 +152,13 @@ def export_and_measure(trainer: Watched) -> int:
     """Growth of this process at its highest, in bytes."""
     directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
     directory.mkdir()
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     write_model(trainer.model, directory, origin=trainer._settings.model, dtype=torch.float32, file_bytes=FILE_BYTES)
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
-def _resident(line: str) -> int:
+def resident(line: str) -> int:
     (found,) = re.findall(rf"^{line}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found) * 1024
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from colocated_rl_api.logs import log
 from colocated_rl_trainer.grpo.batch import (
@@ -123,11 +124,12 @@ class GRPOTrainer:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         found = self._group.led(self._checkpoints.newest)
-        self.model = load_model(self._settings.model, packing=self._config.packing)
+        with self._passing("load"):
+            self.model = load_model(
+                self._settings.model, packing=self._config.packing, share=self._divide if self._is_shared else None
+            )
         if self._config.activation_checkpointing:
             checkpoint_activations(self.model)
-        if self._is_shared:
-            divide(self.model, self._device, ranks=self._group.size, dtype=self._dtype)
         self._state = Residency(
             self.model, self._device, with_moments=self._config.optimizer == "AdamW", stays=self._stays
         )
@@ -142,6 +144,9 @@ class GRPOTrainer:
         step = found.step if found else 0
         self._trackers = make_trackers(self._settings, self._config, step=step)
         return step
+
+    def _divide(self, model: PreTrainedModel) -> None:
+        divide(model, self._device, ranks=self._group.size, dtype=self._dtype)
 
     def onload(self) -> None:
         self._state.onload()

@@ -46,10 +46,12 @@ def attend(
 
 
 def check_packing(model: PreTrainedModel, name: str) -> None:
-    """Raise ConfigError if packing changes a sample's logits. model: on the host."""
+    """Raise ConfigError if packing changes a sample's logits. Collective where ranks share the model."""
     vocabulary = int(model.config.get_text_config().vocab_size)
-    samples = [torch.arange(1, length + 1) * 7919 % vocabulary for length in _PROBE]
-    places = torch.cat([torch.arange(length) for length in _PROBE])
+    embedding: Any = model.get_input_embeddings()
+    device = embedding.weight.device
+    samples = [torch.arange(1, length + 1, device=device) * 7919 % vocabulary for length in _PROBE]
+    places = torch.cat([torch.arange(length, device=device) for length in _PROBE])
     with torch.no_grad():
         alone = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in samples])
         packed = model(

@@ -69,6 +69,28 @@ def computing_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> 
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16, cache_enabled=False)
 
 
+def take_over_parts(model: nn.Module) -> None:
+    """Let FSDP2 know that the parts of a divided model were replaced by others, which were read."""
+    model._apply(lambda tensor: tensor)  # noqa: SLF001 - what `to` calls, and where FSDP2 looks at its parts again
+
+
+def leaves_a_rank_empty(model: nn.Module) -> bool:
+    """Return True if some rank has no part of some tensor: parts are of one length, as long as there is something."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            ranks, length = parameter.device_mesh.size(), len(parameter)
+            if -(-length // ranks) * (ranks - 1) >= length:
+                return True
+    return False
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a divided model's parts will be."""
+    part = next(parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+    kind = part.device_mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
 def is_divided(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 

@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from colocated_rl_api.weights import MANIFEST, Digest, Probe
@@ -33,7 +39,7 @@ from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.checkpoint import CONTENTS, OPTIMIZER
 from colocated_rl_trainer.state.head import ScoringForward, score_without_logits
 from colocated_rl_trainer.state.packing import PACKED_ATTENTION, check_packing
-from colocated_rl_trainer.state.sharding import computing_in, whole
+from colocated_rl_trainer.state.sharding import computing_in, device_of, leaves_a_rank_empty, take_over_parts, whole
 
 FILE_BYTES = 128 * 1024**2  # most of one safetensors file, unless one tensor is larger: whole in memory at a time
 PROBE_TOKENS = 32
@@ -41,25 +47,120 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpac
 _OURS = (MANIFEST, CONTENTS, OPTIMIZER)
 _PROBE_STRIDE = 7919  # prime: ids all over the vocabulary
 
+_Loading = Mapping[str, Collection[Any]]  # what transformers says of a load
 
-def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
+
+def load_model(
+    directory: Path, *, packing: bool = False, share: Callable[[PreTrainedModel], None] | None = None
+) -> PreTrainedModel:
     """Load the causal language model in `directory`, in float32, without dropout. Nothing is ever downloaded.
 
-    packing: attention keeps the samples of one row apart. Raises ConfigError if the model can't be trained so.
+    packing: attention keeps the samples of one row apart. share: divides the model among ranks, before it has weights:
+    of each tensor a rank then reads its part and no more. Raises ConfigError if the model can't be trained so.
     """
     transformers_logging.disable_progress_bar()
     _check_trainable(directory)
-    model: PreTrainedModel
+    attention = PACKED_ATTENTION if packing else None
     with _explaining_load_errors(directory):
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,  # without it, transformers asks on standard input
-            attn_implementation=PACKED_ATTENTION if packing else None,
-            ignore_mismatched_sizes=True,  # otherwise its error names no tensor
-            output_loading_info=True,
-        )
+        if share is None:
+            model, loading = _load_whole(directory, attention)
+        else:
+            model, loading = _load_part(directory, attention, share)
+    _check_loaded(model, loading, directory)
+    model.eval()
+    if share is None:
+        score_without_logits(model)
+    if packing:
+        check_packing(model, type(model).__name__)
+    return model
+
+
+def _load_whole(directory: Path, attention: str | None) -> tuple[PreTrainedModel, _Loading]:
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,  # without it, transformers asks on standard input
+        attn_implementation=attention,
+        ignore_mismatched_sizes=True,  # otherwise its error names no tensor
+        output_loading_info=True,
+    )
+    return model, loading
+
+
+def _load_part(
+    directory: Path, attention: str | None, share: Callable[[PreTrainedModel], None]
+) -> tuple[PreTrainedModel, _Loading]:
+    """Load as transformers does it, with `share` between the model's definition and its weights.
+
+    Its loader reads the slice of a file that a divided tensor needs, and converts what files hold in another form. It
+    can't where a rank gets none of the experts that files hold one by one: then each rank loads all, as one alone.
+    """
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    conversions = get_model_conversion_mapping(model)
+    score_without_logits(model)
+    share(model)
+    if leaves_a_rank_empty(model) and any(isinstance(each, WeightConverter) for each in conversions):
+        model, loading = _load_whole(directory, attention)
+        score_without_logits(model)
+        share(model)
+        return model, loading
+    how = LoadStateDictConfig(
+        dtype=torch.float32,
+        device_map={"": device_of(model)},
+        ignore_mismatched_sizes=True,
+        weight_mapping=conversions,
+    )
+    with contextlib.ExitStack() as stack:
+        slices: dict[str, Any] = {}
+        for file in _weight_files(directory):
+            content = stack.enter_context(safe_open(file, framework="pt"))
+            slices |= {name: _Stored(content.get_slice(name)) for name in content.keys()}  # noqa: SIM118 - no mapping
+        found, _ = convert_and_load_state_dict_in_model(model, slices, how)
+    loading = {
+        "missing_keys": found.missing_keys - model.all_tied_weights_keys.keys(),
+        "mismatched_keys": found.mismatched_keys,
+    }
+    if not any(loading.values()):
+        model._finalize_model_loading(model, how, found)  # noqa: SLF001 - ties weights, computes what no file holds
+        take_over_parts(model)
+    return model, loading
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a file. What is taken of it is float32 and of its own memory; safetensors gives views of the file."""
+
+    content: Any
+
+    def __getitem__(self, part: Any) -> Tensor:
+        view: Tensor = self.content[part]
+        return view.to(torch.float32, copy=True) if view.is_floating_point() else view.clone()
+
+    def get_shape(self) -> list[int]:
+        return list(self.content.get_shape())
+
+    def get_dtype(self) -> str:
+        return str(self.content.get_dtype())
+
+
+def _weight_files(directory: Path) -> Sequence[Path]:
+    """Return the files that hold the model. Raises OSError if one is not there."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        if not (only := directory / "model.safetensors").is_file():
+            raise FileNotFoundError(f"no file named model.safetensors, and no index, in {directory}")
+        return [only]
+    files = [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    if missing := [file for file in files if not file.is_file()]:
+        raise FileNotFoundError(f"{missing[0].name} of {index.name} is not there")
+    return files
+
+
+def _check_loaded(model: PreTrainedModel, loading: _Loading, directory: Path) -> None:
+    """Raise ConfigError if files and config are not of one model."""
     if mismatched := sorted(loading["mismatched_keys"]):
         name, has, wanted = mismatched[0]
         raise ConfigError(
@@ -67,8 +168,9 @@ def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
             f"shape, first {name}, {list(has)} instead of {list(wanted)}: copy the model again"
         )
     if missing := sorted(loading["missing_keys"]):  # transformers makes them up, at random
+        name = type(model).__name__.removeprefix("FSDP")
         raise ConfigError(
-            f"the weights in {directory} are not whole: {len(missing)} tensors of {type(model).__name__} are missing, "
+            f"the weights in {directory} are not whole: {len(missing)} tensors of {name} are missing, "
             f"first {missing[0]}: copy the model again"
         )
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -79,11 +181,6 @@ def load_model(directory: Path, *, packing: bool = False) -> PreTrainedModel:
             f"another {name} than {tied[name]}; transformers would train that, engines leave it out: set "
             f"tie_word_embeddings to false if {name} is part of the model, or remove it from the weights"
         )
-    model.eval()
-    if packing:
-        check_packing(model, type(model).__name__)
-    score_without_logits(model)
-    return model
 
 
 def count_parameters(directory: Path) -> int:
