@@ -42,6 +42,14 @@ def test_every_state_is_safe_and_leads_to_an_end(
     check(Model(job, deaths=deaths, of=of, suspensions=suspensions), capsys)
 
 
+@pytest.mark.parametrize("placement", [Placement.TIME_SLICED, Placement.RESIDENT])
+def test_every_state_of_a_job_that_fails_twice_and_is_retried_twice_is_safe_and_leads_to_an_end(
+    placement: Placement, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(replicas=1, steps=1, checkpoint={"everySteps": 1}, backoffLimit=0, **PLACED[placement])
+    check(Model(job, deaths=2, of=("agent", "pod", "trainer"), retries=2), capsys)
+
+
 def test_what_a_search_leaves_out_where_nothing_is_trained_differs_in_nothing_from_what_it_looks_at() -> None:
     job = make_job(replicas=2, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.ROLLOUT_ONLY])
     few, each = (searched(job, of=("pod",), in_all_orders=whole) for whole in (False, True))
