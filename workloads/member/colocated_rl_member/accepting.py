@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 
 HANDSHAKES = 64  # at a time
 PATIENCE_S = 5.0  # with a caller that does not get on, once others wait
-HASTE_S = 0.25  # with one that says nothing, whose peer has more than its share of all
+HASTE_S = 0.5  # with one that says nothing, whose peer has more than its share of all
 SHARES = 8  # of all that are before the end of their handshake
 AGAIN_S = 0.1  # after an accept that failed
 
@@ -154,9 +154,10 @@ class _Acceptor:
             for connection, each in self._silent.items()
             if now >= each.since + (HASTE_S if of_peers[each.peer] > share else PATIENCE_S)
         ]
-        for connection in late:
+        silent = [connection for connection in late if not _has_data(connection)]
+        for connection in silent:
             self._hang_up(connection)
-        return len(late)
+        return len(silent)
 
     def _end_slow(self) -> int:
         late = [each for each, since in self._beginning.items() if self._loop.time() >= since + PATIENCE_S]
@@ -199,6 +200,15 @@ class _Acceptor:
             self._beginning.pop(connection, None)
             self._next()
             self._room.freed.set()
+
+
+def _has_data(connection: socket.socket) -> bool:
+    """Return whether a word, or the end, has come that a busy event loop has not noticed yet."""
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except OSError:  # nothing yet, or it broke
+        return False
+    return True
 
 
 def _wake(readable: asyncio.Future[None]) -> None:
